@@ -1,0 +1,8 @@
+"""titan_ext: an extension of TorchTitan for people who train mixture-of-experts models.
+
+Titan finds it by name (``--module titan_ext``) and knocks on ``config_registry``. From there
+everything points one way, down: configs -> trainer -> specs -> parallelize -> the passes.
+Importing this package has no side effects and imports neither torch nor torchtitan.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,47 @@
+"""torch.compile for the pieces that FSDP leaves whole.
+
+FSDP's hooks cannot run inside a compiled region: with whole-block units the block is compiled, as
+in stock Titan; with sub-module units each module of a unit is. Both go through Titan's own
+``apply_compile``, which sets the compiler flags and handles FlexAttention regions.
+"""
+
+import torch.nn as nn
+from torchtitan.config import CompileConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.compile import apply_compile
+
+from titan_ext.fsdp.units import Unit, UnitKind, Wrap, plan_units
+
+__all__ = ["compile_units"]
+
+_COMPILED_KINDS = (UnitKind.ATTENTION, UnitKind.MOE, UnitKind.FEED_FORWARD)
+
+
+def compile_units(
+    model: nn.Module,
+    wrap: Wrap,
+    *,
+    compile_config: CompileConfig,
+    parallel_dims: ParallelDims,
+) -> None:
+    """Compile the blocks of ``model`` (``wrap="block"``) or the modules of their units, in place.
+
+    Multi-token-prediction blocks stay eager, as in stock Titan.
+    """
+    target = model if wrap == "block" else _UnitsAsLayers(plan_units(model, wrap))
+    apply_compile(target, compile_config=compile_config, parallel_dims=parallel_dims)
+
+
+class _UnitsAsLayers(nn.Module):
+    """A view of the units' modules under the name in which ``apply_compile`` looks for blocks."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {
+                f"{unit.name}/{index}".replace(".", "/"): module
+                for unit in units
+                if unit.kind in _COMPILED_KINDS and unit.name.startswith("layers.")
+                for index, module in enumerate(unit.modules)
+            }
+        )

@@ -1,0 +1,1 @@
+"""Text to train on where no network is: the source of Python's standard library."""

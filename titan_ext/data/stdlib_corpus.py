@@ -1,0 +1,169 @@
+"""A text corpus that every machine with Python has: the source of its standard library.
+
+It is real text with structure at every distance, so that a small model's loss falls for a reason;
+it needs no download; and it is the same for everyone with the same Python version. About 10 MB
+become a Hugging Face data set (one row a file) and a byte-level BPE tokenizer of 2,048 tokens,
+the vocabulary of Titan's debug models, both under ``.data/`` in the current folder.
+
+``python -m titan_ext.data.stdlib_corpus`` makes them; training makes what is missing.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_from_disk
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
+__all__ = [
+    "STDLIB_CORPUS",
+    "default_folder",
+    "default_tokenizer_path",
+    "make_corpus",
+    "register_stdlib_corpus",
+]
+
+STDLIB_CORPUS = "python_stdlib"
+"""The name of the data set in Titan's registry (``--dataloader.dataset``)."""
+
+VOCAB_SIZE = 2048
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+# Not the library itself: what distributions leave out, pip puts in, or is not text.
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "__pycache__"}
+)
+
+
+def default_folder() -> Path:
+    """The corpus' folder for this Python version; ``TITAN_EXT_DATA`` moves its parent."""
+    version = f"{platform.python_implementation()}-{platform.python_version()}".lower()
+    return Path(os.environ.get("TITAN_EXT_DATA", ".data")).absolute() / f"stdlib-{version}"
+
+
+def default_tokenizer_path() -> Path:
+    """The folder of the tokenizer, for ``hf_assets_path``."""
+    return default_folder() / "tokenizer"
+
+
+def register_stdlib_corpus() -> None:
+    """Add the corpus to Titan's table of data sets, the way its docs/datasets.md describes."""
+    DATASETS[STDLIB_CORPUS] = DatasetConfig(
+        path=str(default_folder()), loader=_load, sample_processor=_text_of
+    )
+
+
+def make_corpus(folder: Path | None = None) -> Path:
+    """Write the data set and the tokenizer under ``folder`` unless they are there.
+
+    Every rank of a job may call it at once: each writes into a folder of its own, and the first
+    one to finish puts it in place.
+
+    Returns:
+        The folder, with ``dataset/``, ``tokenizer/`` and ``manifest.json`` (counts and a SHA-256
+        of the text and of the tokenizer).
+    """
+    folder = folder or default_folder()
+    if (folder / "manifest.json").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.with_name(f"{folder.name}.{os.getpid()}")
+    rows = list(_stdlib_files())
+    if not rows:
+        raise ValueError(f"no Python source under {_stdlib_root()}: cannot make the corpus.")
+    Dataset.from_list(rows).save_to_disk(staging / "dataset")
+    tokenizer_json = _train_tokenizer(rows, staging / "tokenizer")
+    manifest = {
+        "python": sys.version,
+        "files": len(rows),
+        "characters": sum(len(row["text"]) for row in rows),
+        "text_sha256": _sha256(*(row["text"] for row in rows)),
+        "tokenizer_sha256": _sha256(tokenizer_json),
+    }
+    (staging / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    try:
+        staging.rename(folder)
+    except OSError:
+        if not (folder / "manifest.json").exists():
+            raise
+        shutil.rmtree(staging)  # another process was first, with the same content
+    return folder
+
+
+def _load(path: str) -> Dataset:
+    return load_from_disk(str(make_corpus(Path(path)) / "dataset"))
+
+
+def _text_of(sample: dict[str, Any]) -> str:
+    return sample["text"]
+
+
+def _stdlib_root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _stdlib_files() -> Iterator[dict[str, str]]:
+    """The library's files in an order that does not depend on the machine, shuffled by name hash.
+
+    Sorted by path, neighbours would be of one package, and so would a batch.
+    """
+    root = _stdlib_root()
+    paths = [
+        path.relative_to(root)
+        for path in root.rglob("*.py")
+        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+        and not path.name.startswith("_sysconfigdata")  # the build machine's paths
+    ]
+    for path in sorted(paths, key=lambda path: _sha256(path.as_posix())):
+        try:
+            text = (root / path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text:
+            yield {"path": path.as_posix(), "text": text}
+
+
+def _train_tokenizer(rows: list[dict[str, str]], folder: Path) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((row["text"] for row in rows), trainer)
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": BOS, "eos_token": EOS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return tokenizer.to_str()
+
+
+def _sha256(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--folder", type=Path, default=default_folder())
+    folder = make_corpus(parser.parse_args().folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    print(f"{manifest['files']} files, {manifest['characters']:,} characters: {folder}")
+
+
+if __name__ == "__main__":
+    main()

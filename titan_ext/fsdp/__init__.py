@@ -1,0 +1,5 @@
+"""FSDP2 for decoders with experts: what one unit is, when it is resharded, what is prefetched.
+
+``units`` decides what is gathered together, ``mesh`` where it is sharded, ``reshard`` when it is
+freed, ``prefetch`` how far ahead it is gathered, and ``shard`` calls ``fully_shard`` with all that.
+"""

@@ -1,0 +1,186 @@
+"""Titan's trainer on a machine with no accelerator: CPU tensors, gloo collectives.
+
+TorchTitan 0.3 takes "cuda" for granted where torch sees no accelerator. This file is the one place
+that says otherwise, and the only one in titan_ext that patches anything. Where an accelerator
+exists ``enable`` returns at once and nothing here takes effect.
+
+Every patch rebinds a name in a torchtitan module; torch is left alone:
+
+======================================================  ==========================================
+patched name                                            why
+======================================================  ==========================================
+``torchtitan.tools.utils.device_type``                  falls back to "cuda" without an accelerator
+``torchtitan.tools.utils.device_module``                is then ``torch.cuda``, which raises; and
+                                                        ``torch.cpu`` lacks the memory statistics
+                                                        and returns a string as current device
+the same two names in ``components.metrics``,           copied them at import, so that the patch
+``distributed.utils``, ``distributed.parallel_dims``,   above does not reach them
+``models.common.token_dispatcher``, ``tools.profiler``
+``torchtitan.tools.utils.get_peak_flops``               takes an unknown device for an A100, and so
+                                                        would invent the MFU
+======================================================  ==========================================
+
+Three more differences need no patch: FlexAttention has no CPU backward, so the model config gets
+Titan's ``ScaledDotProductAttention``; CUDA graphs are switched off in the config; and gloo has no
+PREMUL_SUM, so FSDP is told to use SUM (``reduce_without_premul_sum``). gloo's missing uneven list
+all-to-all is dealt with in ``titan_ext.dispatch``.
+"""
+
+import importlib
+import os
+import platform
+import re
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch._utils import _get_available_device_type
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+__all__ = ["CPUDeviceModule", "adapt_config", "enable", "needed", "reduce_without_premul_sum"]
+
+_HOLDERS_OF_A_COPY = (
+    "torchtitan.components.metrics",
+    "torchtitan.distributed.utils",
+    "torchtitan.distributed.parallel_dims",
+    "torchtitan.models.common.token_dispatcher",
+    "torchtitan.tools.profiler",
+)
+
+
+def needed() -> bool:
+    """Whether this machine has no accelerator, by the test that Titan itself uses."""
+    return _get_available_device_type() is None
+
+
+def enable() -> bool:
+    """Let Titan run on this machine's CPU if it has no accelerator; safe to repeat.
+
+    Returns:
+        Whether there is no accelerator.
+    """
+    if not needed():
+        return False
+    if titan_utils.device_type == "cpu":
+        return True
+    device_module = CPUDeviceModule()
+    titan_utils.device_type = "cpu"
+    titan_utils.device_module = device_module
+    titan_utils.get_peak_flops = _unknown_peak_flops
+    for name in _HOLDERS_OF_A_COPY:
+        module = importlib.import_module(name)
+        for attribute, value in (("device_type", "cpu"), ("device_module", device_module)):
+            if hasattr(module, attribute):
+                setattr(module, attribute, value)
+    logger.info(
+        "No accelerator: training on CPU with gloo. The memory figures are the resident set size "
+        "(RSS) of this process, in % of the machine's memory; MFU is left out."
+    )
+    return True
+
+
+def adapt_config(config: Trainer.Config) -> None:
+    """Change what a config asks for and a CPU cannot do, in place, saying each change once.
+
+    FlexAttention becomes ScaledDotProductAttention, which is causal over the packed documents of a
+    sequence (it attends across their borders); CUDA graphs are switched off. Nothing changes where
+    an accelerator exists, and nothing the second time.
+    """
+    if not needed():
+        return
+    if not config.training.disable_cuda_graphs:
+        config.training.disable_cuda_graphs = True
+        logger.info("No accelerator: CUDA graphs are off.")
+    if config.model_spec is None:
+        return
+    flex = list(config.model_spec.traverse(FlexAttention.Config))
+    for _, _, parent, key in flex:
+        setattr(parent, str(key), ScaledDotProductAttention.Config())
+    if flex:
+        logger.info(
+            "No accelerator: FlexAttention has no CPU backward; ScaledDotProductAttention runs "
+            "instead, causal over packed documents."
+        )
+
+
+def reduce_without_premul_sum(model: nn.Module) -> None:
+    """Make every FSDP module of ``model`` reduce gradients with SUM.
+
+    A gradient divide factor, which Titan sets to 1.0 on every module, makes FSDP2 use PREMUL_SUM;
+    gloo has no such reduction. Multiplying by 1.0 first changes nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _unknown_peak_flops(device_name: str) -> float:
+    return float("nan")
+
+
+class CPUDeviceModule:
+    """What Titan asks of ``torch.cuda``, answered for this process on a CPU.
+
+    Memory is the peak resident set size of the process, in bytes: the only figure here that
+    includes everything. Anything else that Titan asks for raises with the name of it.
+    """
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device: torch.device | int | str) -> None:
+        pass
+
+    def current_device(self) -> int:
+        return 0
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_name(self, device: Any = None) -> str:
+        return f"{platform.machine()} CPU (no accelerator; memory is process RSS)"
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return SimpleNamespace(name=self.get_device_name(), total_memory=total_bytes)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        peak = _peak_rss_bytes()
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        _reset_peak_rss()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this machine has no accelerator: titan_ext.no_accelerator has no {name!r} for Titan"
+        )
+
+
+def _peak_rss_bytes() -> int:
+    # VmHWM can be reset, ru_maxrss cannot; the former is Linux only.
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        status = ""
+    if match := re.search(r"VmHWM:\s+(\d+) kB", status):
+        return int(match[1]) * 1024
+    scale = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def _reset_peak_rss() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return  # the figure is then the peak since the process started

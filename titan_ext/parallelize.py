@@ -1,0 +1,100 @@
+"""The passes that turn a Titan decoder into a parallel one, in order, on one screen."""
+
+import torch.nn as nn
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.context_parallel import apply_cp_to_forward
+from torchtitan.distributed.full_dtensor import validate_config
+
+from titan_ext.compile import compile_units
+from titan_ext.configs import check_parallelism
+from titan_ext.fsdp.mesh import resolve_meshes
+from titan_ext.fsdp.shard import apply_fsdp_to_decoder
+from titan_ext.fsdp.units import decoder_blocks, resolve_wrap
+from titan_ext.no_accelerator import reduce_without_premul_sum
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
+    dump_folder: str,
+    skip_dp: bool = False,
+) -> nn.Module:
+    """Parallelize a Titan decoder, or the chunk of one that a pipeline stage holds, in place.
+
+    It has the signature that Titan's trainer and pipelining functions call a model spec's
+    ``parallelize_fn`` with, and works for every decoder (``torchtitan.models.common.decoder``).
+
+    Args:
+        model: The decoder on the meta device.
+        parallelism: Titan's section, or ours with ``fsdp_wrap``.
+        ac_config: An activation checkpointing policy, or None.
+        skip_dp: Stop before FSDP; Titan's inference callers pass it.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: for a configuration that titan_ext does not serve.
+    """
+    check_parallelism(parallelism)
+    fsdp_wrap = getattr(parallelism, "fsdp_wrap", "auto")
+    wrap = resolve_wrap(fsdp_wrap, parallel_dims.ep)
+
+    # 1. Shard over the model-parallel axes: TP, EP, CP.
+    _shard_model_axes(model, parallel_dims)
+
+    # 2. Float8 and the other quantised linears: nothing to do. Titan's converters put them into
+    #    the model config, so that the modules were built that way.
+
+    # 3. Activation checkpointing.
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+
+    # 4. Compile, inside of FSDP's hooks.
+    if compile_config.enable and "model" in compile_config.components:
+        compile_units(model, wrap, compile_config=compile_config, parallel_dims=parallel_dims)
+
+    # 5. FSDP, the outermost: it sees what the other passes have made of the modules.
+    if skip_dp:
+        return model
+    meshes = resolve_meshes(parallel_dims)
+    apply_fsdp_to_decoder(
+        model,
+        meshes.dense,
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        pp_enabled=parallel_dims.pp_enabled,
+        cpu_offload=training.enable_cpu_offload,
+        reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+        ep_degree=parallel_dims.ep,
+        edp_mesh=meshes.experts,
+        dp_mesh_dims=meshes.dense_axes,
+        edp_mesh_dims=meshes.experts_axes,
+        enable_symm_mem=parallelism.enable_fsdp_symm_mem,
+        wrap=fsdp_wrap,
+    )
+    if meshes.dense.device_type == "cpu":
+        reduce_without_premul_sum(model)
+    return model
+
+
+def _shard_model_axes(model: nn.Module, parallel_dims: ParallelDims) -> None:
+    if parallel_dims.spmd_backend == "spmd_types":
+        validate_config(parallel_dims, model)
+        model.parallelize(parallel_dims)
+        return
+    if parallel_dims.cp_enabled:
+        # Before parallelize(): context parallelism works on the local tensors inside local_map.
+        attention = [block.attention.inner_attention for _, block in decoder_blocks(model)]
+        apply_cp_to_forward(attention, parallel_dims.get_mesh("cp"))
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
+        model.parallelize(parallel_dims)
