@@ -9,6 +9,7 @@ import torch.nn as nn
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
+from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.fsdp.units import Unit, UnitKind, Wrap, plan_units
 
@@ -18,7 +19,7 @@ _COMPILED_KINDS = (UnitKind.ATTENTION, UnitKind.MOE, UnitKind.FEED_FORWARD)
 
 
 def compile_units(
-    model: nn.Module,
+    model: Decoder,
     wrap: Wrap,
     *,
     compile_config: CompileConfig,

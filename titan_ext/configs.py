@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 
-__all__ = ["FSDPWrap", "ParallelismConfig", "SUPPORTED_SPMD_BACKENDS", "check_parallelism"]
+__all__ = ["SUPPORTED_SPMD_BACKENDS", "FSDPWrap", "ParallelismConfig", "check_parallelism"]
 
 FSDPWrap = Literal["auto", "submodule", "block"]
 SUPPORTED_SPMD_BACKENDS = ("spmd_types", "partial_dtensor")

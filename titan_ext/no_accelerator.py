@@ -20,12 +20,16 @@ the same two names in ``components.metrics``,           copied them at import, s
                                                         would invent the MFU
 ======================================================  ==========================================
 
-Three more differences need no patch: FlexAttention has no CPU backward, so the model config gets
+Four more differences need no patch. DTensor's random numbers know of no CPU: every rank would draw
+the same values for its shard, so that expert-parallel ranks would start with the same experts; a
+dispatch mode around the initialisation draws whole tensors and keeps the shard
+(``layout_independent_init``). FlexAttention has no CPU backward, so the model config gets
 Titan's ``ScaledDotProductAttention``; CUDA graphs are switched off in the config; and gloo has no
 PREMUL_SUM, so FSDP is told to use SUM (``reduce_without_premul_sum``). gloo's missing uneven list
 all-to-all is dealt with in ``titan_ext.dispatch``.
 """
 
+import contextlib
 import importlib
 import os
 import platform
@@ -39,12 +43,21 @@ import torch
 import torch.nn as nn
 from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-__all__ = ["CPUDeviceModule", "adapt_config", "enable", "needed", "reduce_without_premul_sum"]
+__all__ = [
+    "CPUDeviceModule",
+    "adapt_config",
+    "enable",
+    "layout_independent_init",
+    "needed",
+    "reduce_without_premul_sum",
+]
 
 _HOLDERS_OF_A_COPY = (
     "torchtitan.components.metrics",
@@ -71,10 +84,8 @@ def enable() -> bool:
     if titan_utils.device_type == "cpu":
         return True
     device_module = CPUDeviceModule()
-    titan_utils.device_type = "cpu"
-    titan_utils.device_module = device_module
     titan_utils.get_peak_flops = _unknown_peak_flops
-    for name in _HOLDERS_OF_A_COPY:
+    for name in (titan_utils.__name__, *_HOLDERS_OF_A_COPY):
         module = importlib.import_module(name)
         for attribute, value in (("device_type", "cpu"), ("device_module", device_module)):
             if hasattr(module, attribute):
@@ -108,6 +119,33 @@ def adapt_config(config: Trainer.Config) -> None:
             "No accelerator: FlexAttention has no CPU backward; ScaledDotProductAttention runs "
             "instead, causal over packed documents."
         )
+
+
+def layout_independent_init() -> contextlib.AbstractContextManager[Any]:
+    """A context in which sharded CPU parameters are initialised as an unsharded model's would be.
+
+    The values depend on the seed and on nothing else: not on the number of ranks, nor on how they
+    are arranged. A null context where an accelerator exists: DTensor does the same there.
+    """
+    return _FullTensorRandom() if needed() else contextlib.nullcontext()
+
+
+class _FullTensorRandom(TorchDispatchMode):
+    """Draws random numbers for the whole of a DTensor on every rank, and keeps the local shard."""
+
+    _IN_PLACE_RANDOM = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        target = args[0] if args else None
+        if func not in self._IN_PLACE_RANDOM or not isinstance(target, DTensor):
+            return func(*args, **kwargs)
+        full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        func(full, *args[1:], **kwargs)
+        # Every rank drew the same: nothing is sent (src_data_rank=None).
+        shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(shard.to_local())
+        return target
 
 
 def reduce_without_premul_sum(model: nn.Module) -> None:

@@ -1,11 +1,11 @@
 """The passes that turn a Titan decoder into a parallel one, in order, on one screen."""
 
-import torch.nn as nn
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.full_dtensor import validate_config
+from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.compile import compile_units
 from titan_ext.configs import check_parallelism
@@ -18,7 +18,7 @@ __all__ = ["parallelize"]
 
 
 def parallelize(
-    model: nn.Module,
+    model: Decoder,
     *,
     parallel_dims: ParallelDims,
     training: TrainingConfig,
@@ -27,7 +27,7 @@ def parallelize(
     ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
     skip_dp: bool = False,
-) -> nn.Module:
+) -> Decoder:
     """Parallelize a Titan decoder, or the chunk of one that a pipeline stage holds, in place.
 
     It has the signature that Titan's trainer and pipelining functions call a model spec's
@@ -87,14 +87,16 @@ def parallelize(
     return model
 
 
-def _shard_model_axes(model: nn.Module, parallel_dims: ParallelDims) -> None:
+def _shard_model_axes(model: Decoder, parallel_dims: ParallelDims) -> None:
     if parallel_dims.spmd_backend == "spmd_types":
         validate_config(parallel_dims, model)
         model.parallelize(parallel_dims)
         return
     if parallel_dims.cp_enabled:
         # Before parallelize(): context parallelism works on the local tensors inside local_map.
-        attention = [block.attention.inner_attention for _, block in decoder_blocks(model)]
+        attention = [
+            block.get_submodule("attention.inner_attention") for _, block in decoder_blocks(model)
+        ]
         apply_cp_to_forward(attention, parallel_dims.get_mesh("cp"))
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)

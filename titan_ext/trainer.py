@@ -5,6 +5,7 @@ docs/extension.md). Training itself, checkpoints, metrics and data loading stay 
 """
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 from torchtitan.trainer import Trainer as TitanTrainer
@@ -22,7 +23,10 @@ class Trainer(TitanTrainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanTrainer.Config):
-        parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+        # A narrower type for a field of the parent: tyro offers our flags for it.
+        parallelism: ParallelismConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=ParallelismConfig
+        )
 
         def __post_init__(self) -> None:
             no_accelerator.adapt_config(self)
@@ -33,7 +37,8 @@ class Trainer(TitanTrainer):
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:
             make_corpus()  # before Titan looks for the tokenizer
-        super().__init__(config)
+        with no_accelerator.layout_independent_init():
+            super().__init__(config)
         if has_no_accelerator:
             # Titan leaves the MFU out of its metrics where quantisation makes it meaningless, and
             # has no other switch for it. There is no peak to compare a CPU with.
@@ -69,5 +74,5 @@ def _extend_parallelism(parallelism: TitanParallelismConfig) -> ParallelismConfi
     return ParallelismConfig(**_values_of(parallelism))
 
 
-def _values_of(config: object) -> dict[str, object]:
-    return {f.name: getattr(config, f.name) for f in fields(config)}  # type: ignore[arg-type]
+def _values_of(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in fields(config)}

@@ -100,7 +100,9 @@ def make_corpus(folder: Path | None = None) -> Path:
 
 
 def _load(path: str) -> Dataset:
-    return load_from_disk(str(make_corpus(Path(path)) / "dataset"))
+    dataset = load_from_disk(str(make_corpus(Path(path)) / "dataset"))
+    assert isinstance(dataset, Dataset), f"{path} holds one split"
+    return dataset
 
 
 def _text_of(sample: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division, enable_fsdp_symm_mem
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.prefetch import set_prefetch
@@ -34,7 +35,7 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def apply_fsdp_to_decoder(
-    model: nn.Module,
+    model: Decoder,
     dp_mesh: DeviceMesh,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,

@@ -12,10 +12,11 @@ of them runs, freed after the last.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, cast
 
 import torch.nn as nn
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts, MoE
 
 __all__ = ["Unit", "UnitKind", "Wrap", "decoder_blocks", "plan_units", "resolve_wrap"]
 
@@ -77,15 +78,15 @@ def resolve_wrap(fsdp_wrap: str, ep_degree: int) -> Wrap:
             )
 
 
-def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def decoder_blocks(model: Decoder) -> list[tuple[str, nn.Module]]:
     """The transformer blocks of a decoder in forward order, multi-token-prediction blocks last."""
-    blocks = [(f"layers.{name}", block) for name, block in model.get_submodule("layers").items()]
+    blocks = [(f"layers.{name}", block) for name, block in model.layers.items()]
     for index, block in enumerate(getattr(model, "mtp_layers", None) or []):
         blocks.append((f"mtp_layers.{index}", block))
     return blocks
 
 
-def plan_units(model: nn.Module, wrap: Wrap) -> list[Unit]:
+def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
     """Split a Titan decoder into FSDP units, in the order in which they first run.
 
     Args:
@@ -118,7 +119,8 @@ def plan_units(model: nn.Module, wrap: Wrap) -> list[Unit]:
 
 
 def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
-    experts = block.moe.routed_experts.inner_experts if _has_moe(block) else None
+    moe = _moe_of(block)
+    experts = moe.routed_experts.inner_experts if moe is not None else None
     whole = _unit(name, UnitKind.BLOCK, [block], experts)
     if wrap == "block":
         return [whole]
@@ -146,9 +148,11 @@ def _unit(
     return Unit(name=name, kind=kind, modules=tuple(modules), experts=experts)
 
 
-def _has_moe(block: nn.Module) -> bool:
+def _moe_of(block: nn.Module) -> MoE | None:
     # Dense models (llama3) have no moe_enabled at all. A CheckpointWrapper forwards getattr.
-    return getattr(block, "moe_enabled", False)
+    if not getattr(block, "moe_enabled", False):
+        return None
+    return cast(MoE, block.moe)
 
 
 def _children(block: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -1,0 +1,47 @@
+# make train   train the debug MoE model here, on 4 processes; again: go on
+# make test    lint, types and tests
+# make matrix  every row of the matrix against stock TorchTitan
+# Each sets up what it needs (.venv, data) and can be repeated. PYTHON=... picks the interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_FOLDER := outputs/moe_debug
+STEPS := 30
+NGPU := 4
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test matrix lint setup data clean
+
+train: data
+	$(BIN)/torchrun --nproc_per_node=$(NGPU) --rdzv_backend c10d --rdzv_endpoint=localhost:0 \
+		--local-ranks-filter 0 --role rank --tee 3 \
+		-m torchtitan.train --module titan_ext --config moe_debug \
+		--dump_folder $(RUN_FOLDER) \
+		--training.steps $$($(BIN)/python -m titan_ext.run_folder target $(RUN_FOLDER) --steps $(STEPS))
+	@$(BIN)/python -m titan_ext.run_folder report $(RUN_FOLDER)
+
+test: lint data
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+matrix: data
+	$(BIN)/python -m tests.matrix.runner
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+data: setup
+	@$(BIN)/python -m titan_ext.data.stdlib_corpus
+
+setup: $(VENV)/.installed
+
+# A stamp, so that an interrupted installation is done again.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .data outputs

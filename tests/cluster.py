@@ -1,0 +1,130 @@
+"""Run a function on N gloo ranks, each a process, in seconds.
+
+A fork server imports torch and torchtitan once; every rank is forked from it. A rank that fails
+ends the others, and the error that the test sees is the first rank's own, with the end of its log.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+_PRELOAD = [
+    "torch",
+    "torchtitan.trainer",
+    "torchtitan.models.deepseek_v3.config_registry",
+    "torchtitan.models.qwen3.config_registry",
+    "titan_ext.config_registry",
+]
+
+
+class RankError(AssertionError):
+    """A rank failed, or did not end in time."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    log_folder: Path,
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """Call ``function(*args)`` in ``world_size`` processes; return their results by rank.
+
+    The processes have RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun;
+    the function initialises the process group if it needs one. Their output goes to
+    ``log_folder/rank_N.log``.
+
+    Raises:
+        RankError: if a rank raises, dies, or runs past ``timeout_s``.
+    """
+    context = _fork_server()
+    log_folder.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    ranks = []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        log = log_folder / f"rank_{rank}.log"
+        process = context.Process(
+            target=_run_rank, args=(sender, log, rank, world_size, port, function, args)
+        )
+        process.start()
+        sender.close()
+        ranks.append((process, receiver, log))
+    try:
+        return _collect(ranks, time.monotonic() + timeout_s)
+    finally:
+        for process, _, _ in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _collect(ranks: list[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {receiver: rank for rank, (_, receiver, _) in enumerate(ranks)}
+    while waiting:
+        remaining = deadline - time.monotonic()
+        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, remaining))
+        if not ready:
+            late = sorted(waiting.values())
+            raise RankError(f"ranks {late} did not end in time\n{_tail(ranks[late[0]][2])}")
+        for receiver in ready:
+            rank = waiting.pop(receiver)
+            try:
+                ok, value = cast(Connection, receiver).recv()
+            except EOFError:
+                ok, value = False, f"rank {rank} died"
+            if not ok:
+                raise RankError(f"rank {rank}: {value}\n{_tail(ranks[rank][2])}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _run_rank(sender, log: Path, rank: int, world_size: int, port: int, function, args) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    try:
+        sender.send((True, function(*args)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+    finally:
+        sender.close()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(0)  # no interpreter shutdown: gloo threads of a failed rank would hang it
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    if not log.exists():
+        return ""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _fork_server():
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context

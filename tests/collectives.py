@@ -1,0 +1,88 @@
+"""A trace of the collectives that a rank issues, below every API: at the dispatcher of c10d.
+
+FSDP2 calls process groups directly, Titan's dispatcher the functional collectives, spmd_types the
+plain ones: all of them end as ops of the ``c10d`` or ``_c10d_functional`` namespace, which a
+dispatch mode sees, in forward, recompute and backward.
+"""
+
+import unittest.mock
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_KINDS = {
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: its kind, the FSDP unit that issued it ("" for none), forward or backward."""
+
+    kind: str
+    unit: str
+    in_backward: bool
+
+
+class CollectiveTrace(TorchDispatchMode):
+    """Records collectives while active, each with the FSDP unit whose group issues it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Collective] = []
+        self._unit = ""
+        self._patches: list[Any] = []
+
+    def __enter__(self):
+        for method in ("unshard", "post_backward"):
+            self._patches.append(self._name_unit(method))
+        return super().__enter__()
+
+    def __exit__(self, exc_type, exc_val, exc_tb):
+        for patch in self._patches:
+            patch.stop()
+        self._patches.clear()
+        return super().__exit__(exc_type, exc_val, exc_tb)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            kind = _KINDS.get(func._schema.name.split("::")[1])
+            if kind is not None:
+                in_backward = torch._C._current_graph_task_id() != -1
+                self.events.append(Collective(kind, self._unit, in_backward))
+        return func(*args, **(kwargs or {}))
+
+    def _name_unit(self, method: str):
+        original = getattr(FSDPParamGroup, method)
+        trace = self
+
+        def named(group, *args, **kwargs):
+            outer, trace._unit = trace._unit, group._module_fqn or "root"
+            try:
+                return original(group, *args, **kwargs)
+            finally:
+                trace._unit = outer
+
+        patch = unittest.mock.patch.object(FSDPParamGroup, method, named)
+        patch.start()
+        return patch
+
+
+def count(events: list[Collective]) -> Counter[str]:
+    """Collectives by kind."""
+    return Counter(event.kind for event in events)

@@ -1,0 +1,1 @@
+"""Layouts in which our parallelize function is held against stock TorchTitan."""

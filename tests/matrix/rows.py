@@ -1,0 +1,69 @@
+"""The table: every layout in which a run of ours must equal stock TorchTitan's, bit for bit.
+
+A row is one of our runs; its reference is the same run with Titan's own parallelize function, and
+rows that differ in nothing else share it. New features add rows here, not code.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+from tests.training import Run
+
+__all__ = ["FAST", "ROWS", "reference_of"]
+
+_LAYOUTS = [(world, ep) for world in (1, 2, 4) for ep in (1, 2, 4) if ep <= world]
+_BACKENDS = ("spmd_types", "partial_dtensor")
+_WRAPS = ("block", "submodule")
+
+_MOE = [
+    Run(model=model, world=world, ep=ep, backend=backend, parallelize=wrap)
+    for model, (world, ep), backend, wrap in product(
+        ("deepseek_v3", "qwen3_moe"), _LAYOUTS, _BACKENDS, _WRAPS
+    )
+]
+_DENSE = [  # tied embeddings and head
+    Run(model="qwen3", world=world, backend=backend, parallelize=wrap)
+    for world, backend, wrap in product((1, 2, 4), _BACKENDS, _WRAPS)
+]
+_MTP = [
+    Run(model="deepseek_v3_mtp", world=world, ep=ep, backend=backend, parallelize=wrap)
+    for (world, ep), backend, wrap in product([(2, 2), (4, 2)], _BACKENDS, _WRAPS)
+]
+_ACTIVATION_CHECKPOINTING = [
+    Run(world=2, ep=2, ac=ac, backend=backend, parallelize=wrap)
+    for ac, backend, wrap in product(("none", "full"), _BACKENDS, _WRAPS)
+]
+_FP32 = [
+    Run(world=2, ep=ep, param_dtype="float32", parallelize=wrap)
+    for ep, wrap in product((1, 2), _WRAPS)
+]
+# Compiled sub-module units fuse other operations than compiled blocks do: see test_compile.py.
+_COMPILED = [
+    Run(model=model, world=2, ep=2, ac=ac, compiled=True, parallelize="block")
+    for model, ac in product(("deepseek_v3", "qwen3_moe"), ("none", "selective"))
+]
+
+ROWS: list[Run] = [*_MOE, *_DENSE, *_MTP, *_ACTIVATION_CHECKPOINTING, *_FP32, *_COMPILED]
+
+FAST: list[Run] = [
+    Run(world=1, parallelize="submodule"),
+    Run(world=2, ep=2, parallelize="block"),
+    Run(world=2, ep=2, parallelize="submodule"),
+    Run(world=2, ep=2, backend="partial_dtensor", parallelize="submodule"),
+    Run(world=4, ep=2, parallelize="submodule"),
+    Run(world=4, ep=2, parallelize="block"),
+    Run(world=4, ep=4, backend="partial_dtensor", parallelize="submodule"),
+    Run(model="qwen3", world=2, parallelize="submodule"),
+    Run(model="qwen3_moe", world=2, ep=2, parallelize="submodule"),
+    Run(model="qwen3_moe", world=4, ep=1, parallelize="submodule"),
+    Run(model="deepseek_v3_mtp", world=2, ep=2, parallelize="submodule"),
+    Run(world=2, ep=2, ac="full", parallelize="submodule"),
+]
+"""The rows of ``make test``: each axis at least once. All are rows of the matrix."""
+
+assert set(FAST) <= set(ROWS)
+
+
+def reference_of(row: Run) -> Run:
+    """The stock run that ``row`` must equal."""
+    return replace(row, parallelize="stock")

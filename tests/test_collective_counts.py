@@ -1,0 +1,77 @@
+"""Collectives of one step, by unit: the numbers of docs/fsdp_units.md."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.collectives import count
+from tests.training import Run, train
+
+# One dense block and two MoE blocks. Dense groups gather over all ranks; experts over efsdp, which
+# has world / EP ranks: one rank gathers nothing. Head: ChunkedLoss runs norm and lm_head apart, so
+# that the pair is gathered three times and reduced twice, as in stock Titan.
+_DENSE_BLOCKS, _MOE_BLOCKS = 1, 2
+_BLOCKS = _DENSE_BLOCKS + _MOE_BLOCKS
+_HEAD_GATHERS, _HEAD_REDUCES = 3, 2
+
+
+def _expected(wrap: str, world: int, ep: int, recompute_exchanges: int) -> dict[str, int]:
+    groups = _BLOCKS * (2 if wrap == "submodule" else 1)
+    if ep > 1 and world // ep > 1:
+        groups += _MOE_BLOCKS
+    exchanges = 3 + 2 + recompute_exchanges if ep > 1 else 0  # counts, dispatch, combine; 2 back
+    return {
+        "all_gather": 2 * (1 + groups) + _HEAD_GATHERS,
+        "reduce_scatter": 1 + groups + _HEAD_REDUCES,
+        "all_to_all": _MOE_BLOCKS * exchanges,
+    }
+
+
+@pytest.mark.parametrize(
+    ("run", "recompute_exchanges"),
+    [
+        (Run(world=2, ep=1, parallelize="block"), 0),
+        (Run(world=2, ep=2, parallelize="submodule"), 0),
+        (Run(world=4, ep=2, parallelize="block"), 0),
+        (Run(world=4, ep=2, parallelize="submodule"), 0),
+        (Run(world=4, ep=2, parallelize="submodule", backend="partial_dtensor"), 0),
+        (Run(world=4, ep=2, parallelize="submodule", ac="none"), 0),
+        # Full checkpointing exchanges the tokens again; no policy gathers parameters again.
+        (Run(world=4, ep=2, parallelize="submodule", ac="full"), 3),
+        # Stock under spmd_types does so with selective checkpointing too: what ours saves.
+        (Run(world=2, ep=2, parallelize="stock"), 3),
+    ],
+    ids=str,
+)
+def test_collectives_per_step(run: Run, recompute_exchanges: int, tmp_path: Path):
+    from dataclasses import replace
+
+    result = train(replace(run, steps=2, traced_step=2), tmp_path)
+    wrap = "submodule" if run.parallelize == "submodule" else "block"
+    expected = _expected(wrap, run.world, run.ep, recompute_exchanges)
+    for rank in result.ranks:
+        counted = count(rank.collectives)
+        assert {kind: counted[kind] for kind in expected} == expected
+
+
+def test_collectives_per_unit(tmp_path: Path):
+    run = Run(world=4, ep=2, parallelize="submodule", steps=2, traced_step=2)
+    (rank, *_) = train(run, tmp_path).ranks
+    gathers = Counter(_unit(e.unit) for e in rank.collectives if e.kind == "all_gather")
+    assert gathers == {
+        "tok_embeddings": 2,
+        **{f"layers.{i}.attention": 2 for i in range(3)},
+        "layers.0.feed_forward": 2,
+        "layers.1.moe": 4,
+        "layers.2.moe": 4,
+        "lm_head": 3,
+    }
+    recomputed = [e for e in rank.collectives if e.kind == "all_to_all" and e.in_backward]
+    assert len(recomputed) == 2 * _MOE_BLOCKS  # only the two that carry gradients
+
+
+def _unit(name: str) -> str:
+    """The main module of FSDP's own name for a unit ("layers.0.attention, ...attention_norm")."""
+    names = name.replace("_checkpoint_wrapped_module.", "").split(", ")
+    return next(n for n in names if not n.endswith("norm"))

@@ -1,0 +1,300 @@
+"""Short, deterministic training runs under Titan's trainer: the stock parallelize function or ours.
+
+The reference is TorchTitan itself: its trainer, its config, its model spec. It is changed only as
+far as a CPU needs: see ``_stock_config``.
+"""
+
+import contextlib
+import hashlib
+import unittest.mock
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.trainer import Trainer as TitanTrainer
+
+from tests.cluster import run_ranks
+from tests.collectives import Collective, CollectiveTrace
+from titan_ext import no_accelerator
+from titan_ext.data.stdlib_corpus import (
+    STDLIB_CORPUS,
+    default_tokenizer_path,
+    make_corpus,
+    register_stdlib_corpus,
+)
+from titan_ext.run_folder import LOSS, read_scalar
+from titan_ext.trainer import extend_config
+
+Model = Literal["deepseek_v3", "deepseek_v3_mtp", "qwen3", "qwen3_moe"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run. ``parallelize`` is "stock" (Titan's own function) or a ``fsdp_wrap``."""
+
+    model: Model = "deepseek_v3"
+    parallelize: Literal["stock", "block", "submodule", "auto"] = "stock"
+    world: int = 1
+    ep: int = 1
+    backend: Literal["spmd_types", "partial_dtensor"] = "spmd_types"
+    ac: Literal["selective", "full", "none"] = "selective"
+    compiled: bool = False
+    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    global_batch: int = 4
+    seq_len: int = 64
+    layers: int = 3
+    steps: int = 10
+    traced_step: int = 0
+    """The step whose collectives are recorded; 0 for none."""
+    routing: Literal["learned", "one_expert"] = "learned"
+    """"one_expert" sends every token to the first top_k experts: the other ranks get none."""
+    keep_gradients: bool = False
+    """Return the (clipped) gradients of the last step, unsharded, from rank 0."""
+
+    def __str__(self) -> str:
+        parts = [self.model, f"{self.world}r", f"ep{self.ep}", self.backend, self.parallelize]
+        extras = [self.ac] if self.ac != "selective" else []
+        extras += ["compiled"] if self.compiled else []
+        extras += ["fp32"] if self.param_dtype == "float32" else []
+        extras += [self.routing] if self.routing != "learned" else []
+        return "-".join(parts + extras)
+
+
+@dataclass
+class RankResult:
+    """What one rank reports of a run."""
+
+    state_hash: str
+    """SHA-256 over every parameter, buffer and optimizer state that the rank holds."""
+    grad_norms: list[float] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    """By step, as TensorBoard has them (float32)."""
+    grad_norms: list[float]
+    ranks: list[RankResult]
+
+
+def train(run: Run, folder: Path, timeout_s: float = 120.0) -> Result:
+    """Train ``run.steps`` steps in ``run.world`` processes; files and logs go to ``folder``."""
+    make_corpus()  # once, not once a rank
+    ranks = run_ranks(
+        _train_rank, run.world, run, folder, log_folder=folder / "logs", timeout_s=timeout_s
+    )
+    return Result(
+        losses=list(read_scalar(folder, LOSS).values()),
+        grad_norms=list(read_scalar(folder, "grad_norm").values()),
+        ranks=ranks,
+    )
+
+
+def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
+    """The trainer config of ``run``: Titan's own class for "stock", ours otherwise."""
+    config = _titan_config(run.model)
+    assert config.model_spec is not None
+    model_config = cast(Decoder.Config, config.model_spec.model)
+    model_config.layers = model_config.layers[: run.layers]
+    config.hf_assets_path = str(default_tokenizer_path())
+    config.dump_folder = str(folder)
+    config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
+    config.training = TrainingConfig(
+        local_batch_size=run.global_batch // run.world,
+        seq_len=run.seq_len,
+        steps=run.steps,
+        disable_cuda_graphs=True,
+        mixed_precision_param=run.param_dtype,
+    )
+    config.parallelism.expert_parallel_degree = run.ep
+    config.parallelism.spmd_backend = run.backend
+    config.activation_checkpoint = {
+        "selective": SelectiveAC.Config(),
+        "full": FullAC.Config(),
+        "none": None,
+    }[run.ac]
+    config.compile.enable = run.compiled
+    config.compile.components = ["model"]
+    config.metrics = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)
+    config.checkpoint = CheckpointManager.Config(enable=False)
+    config.debug.seed = 42
+    config.debug.deterministic = True
+    config.debug.enable_structured_logging = False
+    if run.parallelize == "stock":
+        return _stock_config(config)
+    ours = extend_config(config)
+    ours.parallelism.fsdp_wrap = run.parallelize
+    return ours
+
+
+def _titan_config(model: Model) -> TitanTrainer.Config:
+    from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+    from torchtitan.models.qwen3 import config_registry as qwen3
+
+    return {
+        "deepseek_v3": deepseek_v3.deepseek_v3_debugmodel,
+        "deepseek_v3_mtp": deepseek_v3.deepseek_v3_debugmodel_mtp,
+        "qwen3": qwen3.qwen3_debugmodel,
+        "qwen3_moe": qwen3.qwen3_moe_debug,
+    }[model]()
+
+
+def _stock_config(config: TitanTrainer.Config) -> TitanTrainer.Config:
+    """Titan's config and spec, with what a CPU needs: SDPA for Flex, and SUM for PREMUL_SUM."""
+    no_accelerator.adapt_config(config)
+    spec = config.model_spec
+    assert spec is not None
+    titan_parallelize = spec.parallelize_fn
+
+    def parallelize_for_gloo(model: nn.Module, **kwargs: Any) -> nn.Module:
+        model = titan_parallelize(model, **kwargs)
+        no_accelerator.reduce_without_premul_sum(model)
+        return model
+
+    spec.parallelize_fn = parallelize_for_gloo
+    return config
+
+
+def _list_all_to_all(outputs, inputs, group=None, async_op=False):
+    """``dist.all_to_all`` for gloo, which has none for uneven lists: one flat exchange."""
+    assert not async_op
+    flat = torch.cat([chunk.reshape(-1) for chunk in inputs])
+    received = flat.new_empty(sum(chunk.numel() for chunk in outputs))
+    dist.all_to_all_single(
+        received,
+        flat,
+        [chunk.numel() for chunk in outputs],
+        [chunk.numel() for chunk in inputs],
+        group=group,
+    )
+    for chunk, piece in zip(outputs, received.split([o.numel() for o in outputs]), strict=True):
+        chunk.copy_(piece.view_as(chunk))
+
+
+@contextlib.contextmanager
+def _on_cpu(run: Run) -> Iterator[None]:
+    """What every run on a CPU needs and, for stock Titan, the exchange that gloo lacks."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_accelerator.layout_independent_init())
+        if run.parallelize == "stock":
+            stack.enter_context(unittest.mock.patch.object(dist, "all_to_all", _list_all_to_all))
+        yield
+
+
+def _train_rank(run: Run, folder: Path) -> RankResult:
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    no_accelerator.enable()
+    register_stdlib_corpus()
+    config = make_config(run, folder)
+    with _on_cpu(run):
+        trainer = config.build()
+    if run.routing == "one_expert":
+        _send_every_token_to_the_first_experts(trainer)
+    trace = CollectiveTrace()
+    norms: list[float] = []
+    _observe_steps(trainer, run, trace, norms)
+    stock_exchange = (
+        unittest.mock.patch.object(dist, "all_to_all", _list_all_to_all)
+        if run.parallelize == "stock"
+        else contextlib.nullcontext()
+    )
+    # Titan's trainer sleeps two seconds at the end of rank 0.
+    with stock_exchange, unittest.mock.patch("torchtitan.trainer.time.sleep"):
+        trainer.train()
+    result = RankResult(
+        state_hash=state_hash(trainer),
+        grad_norms=norms,
+        collectives=trace.events,
+        gradients=_full_gradients(trainer) if run.keep_gradients else {},
+    )
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _observe_steps(trainer, run: Run, trace: CollectiveTrace, norms: list[float]) -> None:
+    step = trainer.train_step
+    log = trainer.metrics_processor.log
+
+    def observed_step(data_iterator) -> None:
+        with trace if trainer.step == run.traced_step else contextlib.nullcontext():
+            step(data_iterator)
+        if run.keep_gradients and trainer.step == run.steps:
+            trainer.kept = {
+                canonical_fqn(name): param.grad
+                for part in trainer.model_parts
+                for name, param in part.named_parameters()
+            }
+
+    def observed_log(step: int, loss: float, max_loss: float, grad_norm: float, **kwargs) -> None:
+        norms.append(grad_norm)
+        log(step, loss, max_loss, grad_norm, **kwargs)
+
+    trainer.train_step = observed_step
+    trainer.metrics_processor.log = observed_log
+
+
+def _full_gradients(trainer) -> dict[str, np.ndarray]:
+    full = {
+        # numpy: a tensor sent through a pipe lives in the memory of the process that sent it
+        name: (grad.full_tensor() if isinstance(grad, DTensor) else grad).numpy()
+        for name, grad in trainer.kept.items()
+        if grad is not None
+    }
+    return full if dist.get_rank() == 0 else {}
+
+
+def _send_every_token_to_the_first_experts(trainer) -> None:
+    """Through the router's own load-balancing bias, which decides the choice and not the score."""
+    for part in trainer.model_parts:
+        for module in part.modules():
+            bias = getattr(module, "expert_bias_E", None)
+            if bias is None:
+                continue
+            local = bias.to_local() if isinstance(bias, DTensor) else bias
+            local[: module.router.top_k] = 1e4
+
+
+def state_hash(trainer) -> str:
+    """SHA-256 over every parameter, buffer and optimizer state of this rank, by name."""
+    digest = hashlib.sha256()
+    names: dict[nn.Parameter, str] = {}
+    tensors: dict[str, Any] = {}
+    for index, part in enumerate(trainer.model_parts):
+        for name, param in part.named_parameters():
+            names[param] = f"{index}.{canonical_fqn(name)}"
+            tensors[names[param]] = param
+        for name, buffer in part.named_buffers():
+            tensors[f"{index}.{canonical_fqn(name)}"] = buffer
+    for optimizer in trainer.optimizers.optimizers:
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                tensors[f"{names[param]}.{key}"] = value
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name}{tuple(local.shape)}{local.dtype}".encode())
+        digest.update(
+            local.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            if local.dim()
+            else str(local.item()).encode()
+        )
+    return digest.hexdigest()

@@ -1,0 +1,109 @@
+"""What a run has left in its folder: how far it came, what the loss did, and a picture of it.
+
+Reads what Titan wrote (checkpoints, TensorBoard files); writes ``loss.png``.
+
+``python -m titan_ext.run_folder target FOLDER --steps 30`` prints the step to train to next, and
+``python -m titan_ext.run_folder report FOLDER`` the line that ends ``make train``.
+"""
+
+import argparse
+import contextlib
+import re
+from pathlib import Path
+
+__all__ = ["LOSS", "latest_checkpoint_step", "next_target", "read_scalar", "report"]
+
+LOSS = "loss_metrics/global_avg_loss"
+
+
+def latest_checkpoint_step(folder: Path) -> int:
+    """The step of the newest whole checkpoint, 0 if there is none.
+
+    A checkpoint is whole if it has its ``.metadata``, which is written last: the rule by which
+    Titan's checkpointer finds what to resume from (torchtitan/components/checkpointer/dcp.py).
+    """
+    steps = [
+        int(match[1])
+        for path in folder.glob("checkpoint/step-*/.metadata")
+        if (match := re.fullmatch(r"step-(\d+)", path.parent.name))
+    ]
+    return max(steps, default=0)
+
+
+def next_target(folder: Path, steps: int) -> int:
+    """The step at which the next run ends: the first multiple of ``steps`` not reached yet.
+
+    A finished run goes on for ``steps`` more; an interrupted one ends where it would have ended.
+    """
+    return (latest_checkpoint_step(folder) // steps + 1) * steps
+
+
+def read_scalar(folder: Path, tag: str) -> dict[int, float]:
+    """A scalar by step from every TensorBoard file of the folder; where runs overlap, the later.
+
+    Values are float32, as TensorBoard keeps them.
+
+    Raises:
+        ValueError: if the folder has none of that tag.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    by_step: dict[int, tuple[float, float]] = {}
+    for event_file in sorted(folder.glob("tb/**/events.*")):
+        # 0: keep every event, not a sample of 10,000
+        events = EventAccumulator(str(event_file), size_guidance={"scalars": 0}).Reload()
+        with contextlib.suppress(KeyError):  # a run that ended before its first step
+            for event in events.Scalars(tag):
+                if event.wall_time >= by_step.get(event.step, (0.0, 0.0))[0]:
+                    by_step[event.step] = (event.wall_time, event.value)
+    if not by_step:
+        raise ValueError(f"{folder}: no TensorBoard file with {tag} under tb/.")
+    return {step: by_step[step][1] for step in sorted(by_step)}
+
+
+def report(folder: Path) -> str:
+    """Write ``loss.png`` into the folder and return one line about the run.
+
+    Raises:
+        ValueError: if the folder has no losses.
+    """
+    losses = read_scalar(folder, LOSS)
+    picture = folder / "loss.png"
+    _draw(losses, picture)
+    first, last = min(losses), max(losses)
+    return (
+        f"loss {losses[first]:.3f} at step {first} -> {losses[last]:.3f} at step {last}; "
+        f"{picture}, TensorBoard {folder / 'tb'}, "
+        f"checkpoint {folder / 'checkpoint'}/step-{latest_checkpoint_step(folder)}"
+    )
+
+
+def _draw(losses: dict[int, float], picture: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(list(losses), list(losses.values()), marker="." if len(losses) <= 100 else "")
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=picture.parent.name)
+    axes.grid(alpha=0.3)
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    target = commands.add_parser("target", help="print the step to train to next")
+    target.add_argument("folder", type=Path)
+    target.add_argument("--steps", type=int, required=True, help="steps a run")
+    commands.add_parser("report", help="draw the loss and print one line").add_argument(
+        "folder", type=Path
+    )
+    arguments = parser.parse_args()
+    if arguments.command == "target":
+        print(next_target(arguments.folder, arguments.steps))
+    else:
+        print(report(arguments.folder))
+
+
+if __name__ == "__main__":
+    main()
