@@ -1,6 +1,7 @@
 # make train   train the debug MoE model here, on 4 processes; again: go on
 # make test    lint, types and tests
 # make matrix  every row of the matrix against stock TorchTitan
+# ARGS="--training.seq_len 512" adds Titan flags to train; PYTEST_ARGS="-k units" picks tests.
 # Each sets up what it needs (.venv, data) and can be repeated. PYTHON=... picks the interpreter.
 
 PYTHON ?= python3
@@ -9,6 +10,7 @@ BIN := $(VENV)/bin
 RUN_FOLDER := outputs/moe_debug
 STEPS := 30
 NGPU := 4
+ARGS :=
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: train test matrix lint setup data clean
@@ -18,7 +20,7 @@ train: data
 		--local-ranks-filter 0 --role rank --tee 3 \
 		-m torchtitan.train --module titan_ext --config moe_debug \
 		--dump_folder $(RUN_FOLDER) \
-		--training.steps $$($(BIN)/python -m titan_ext.run_folder target $(RUN_FOLDER) --steps $(STEPS))
+		--training.steps $$($(BIN)/python -m titan_ext.run_folder target $(RUN_FOLDER) --steps $(STEPS)) $(ARGS)
 	@$(BIN)/python -m titan_ext.run_folder report $(RUN_FOLDER)
 
 test: lint data

@@ -10,12 +10,13 @@ import unittest.mock
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -24,6 +25,7 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests.cluster import run_ranks
@@ -38,28 +40,37 @@ from titan_ext.data.stdlib_corpus import (
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.trainer import extend_config
 
-Model = Literal["deepseek_v3", "deepseek_v3_mtp", "qwen3", "qwen3_moe"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run. ``parallelize`` is "stock" (Titan's own function) or a ``fsdp_wrap``."""
+    """One training run."""
 
-    model: Model = "deepseek_v3"
-    parallelize: Literal["stock", "block", "submodule", "auto"] = "stock"
+    model: str = "deepseek_v3"
+    """deepseek_v3, deepseek_v3_mtp, qwen3 (dense, tied embeddings) or qwen3_moe: debug models."""
+    parallelize: str = "stock"
+    """"stock" (Titan's own function) or a ``fsdp_wrap`` of ours."""
     world: int = 1
     ep: int = 1
-    backend: Literal["spmd_types", "partial_dtensor"] = "spmd_types"
-    ac: Literal["selective", "full", "none"] = "selective"
+    backend: str = "spmd_types"
+    ac: str = "selective"
+    """selective, full or none."""
     compiled: bool = False
-    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    param_dtype: str = "bfloat16"
     global_batch: int = 4
     seq_len: int = 64
     layers: int = 3
     steps: int = 10
     traced_step: int = 0
     """The step whose collectives are recorded; 0 for none."""
-    routing: Literal["learned", "one_expert"] = "learned"
+    exact_sums: bool = False
+    """Sum in an order that does not depend on what else is in a bucket, or in the graph.
+
+    gloo (NCCL too) adds the ranks' values in an order that depends on where in the bucket they
+    lie, which shows in the last bit from 3 ranks on; and torch's RMSNorm on CPU in fp32 sends its
+    input three gradients, not one, which are added in another order where a unit begins.
+    Both sides of a comparison get it, or neither.
+    """
+    routing: str = "learned"
     """"one_expert" sends every token to the first top_k experts: the other ranks get none."""
     keep_gradients: bool = False
     """Return the (clipped) gradients of the last step, unsharded, from rank 0."""
@@ -69,6 +80,7 @@ class Run:
         extras = [self.ac] if self.ac != "selective" else []
         extras += ["compiled"] if self.compiled else []
         extras += ["fp32"] if self.param_dtype == "float32" else []
+        extras += ["exact"] if self.exact_sums else []
         extras += [self.routing] if self.routing != "learned" else []
         return "-".join(parts + extras)
 
@@ -107,7 +119,7 @@ def train(run: Run, folder: Path, timeout_s: float = 120.0) -> Result:
 
 def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     """The trainer config of ``run``: Titan's own class for "stock", ours otherwise."""
-    config = _titan_config(run.model)
+    config = titan_config(run.model)
     assert config.model_spec is not None
     model_config = cast(Decoder.Config, config.model_spec.model)
     model_config.layers = model_config.layers[: run.layers]
@@ -119,10 +131,10 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         seq_len=run.seq_len,
         steps=run.steps,
         disable_cuda_graphs=True,
-        mixed_precision_param=run.param_dtype,
+        mixed_precision_param=cast(Any, run.param_dtype),
     )
     config.parallelism.expert_parallel_degree = run.ep
-    config.parallelism.spmd_backend = run.backend
+    config.parallelism.spmd_backend = cast(Any, run.backend)
     config.activation_checkpoint = {
         "selective": SelectiveAC.Config(),
         "full": FullAC.Config(),
@@ -138,11 +150,11 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     if run.parallelize == "stock":
         return _stock_config(config)
     ours = extend_config(config)
-    ours.parallelism.fsdp_wrap = run.parallelize
+    ours.parallelism.fsdp_wrap = cast(Any, run.parallelize)
     return ours
 
 
-def _titan_config(model: Model) -> TitanTrainer.Config:
+def titan_config(model: str) -> TitanTrainer.Config:
     from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
     from torchtitan.models.qwen3 import config_registry as qwen3
 
@@ -170,7 +182,7 @@ def _stock_config(config: TitanTrainer.Config) -> TitanTrainer.Config:
     return config
 
 
-def _list_all_to_all(outputs, inputs, group=None, async_op=False):
+def list_all_to_all(outputs, inputs, group=None, async_op=False):
     """``dist.all_to_all`` for gloo, which has none for uneven lists: one flat exchange."""
     assert not async_op
     flat = torch.cat([chunk.reshape(-1) for chunk in inputs])
@@ -186,37 +198,51 @@ def _list_all_to_all(outputs, inputs, group=None, async_op=False):
         chunk.copy_(piece.view_as(chunk))
 
 
+def _reduce_scatter_in_rank_order(
+    self, output_tensor, input_tensor, group, op, async_op=False
+) -> None:
+    """FSDP2's default reduce-scatter, but rank 0's values come first, then rank 1's, ..."""
+    assert not async_op
+    received = torch.empty_like(input_tensor)
+    dist.all_to_all_single(received, input_tensor, group=group)
+    first, *others = received.chunk(dist.get_world_size(group))
+    output_tensor.copy_(first.view_as(output_tensor))
+    for values in others:
+        output_tensor.add_(values.view_as(output_tensor))
+
+
 @contextlib.contextmanager
-def _on_cpu(run: Run) -> Iterator[None]:
-    """What every run on a CPU needs and, for stock Titan, the exchange that gloo lacks."""
+def _patched(run: Run) -> Iterator[None]:
+    """What gloo lacks for stock Titan's exchanges, and the order of sums if the run asks for it."""
+    patch = unittest.mock.patch.object
     with contextlib.ExitStack() as stack:
-        stack.enter_context(no_accelerator.layout_independent_init())
         if run.parallelize == "stock":
-            stack.enter_context(unittest.mock.patch.object(dist, "all_to_all", _list_all_to_all))
+            stack.enter_context(patch(dist, "all_to_all", list_all_to_all))
+        if run.exact_sums:
+            stack.enter_context(
+                patch(DefaultReduceScatter, "__call__", _reduce_scatter_in_rank_order)
+            )
+            forward = nn.RMSNorm.forward
+            as_one_node = lambda self, x: forward(self, x.view_as(x))  # noqa: E731
+            stack.enter_context(patch(nn.RMSNorm, "forward", as_one_node))
+        # Titan's trainer sleeps two seconds at the end of rank 0.
+        stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))
         yield
 
 
 def _train_rank(run: Run, folder: Path) -> RankResult:
-    from torchtitan.tools.logging import init_logger
-
     init_logger()
     no_accelerator.enable()
     register_stdlib_corpus()
-    config = make_config(run, folder)
-    with _on_cpu(run):
-        trainer = config.build()
-    if run.routing == "one_expert":
-        _send_every_token_to_the_first_experts(trainer)
     trace = CollectiveTrace()
     norms: list[float] = []
-    _observe_steps(trainer, run, trace, norms)
-    stock_exchange = (
-        unittest.mock.patch.object(dist, "all_to_all", _list_all_to_all)
-        if run.parallelize == "stock"
-        else contextlib.nullcontext()
-    )
-    # Titan's trainer sleeps two seconds at the end of rank 0.
-    with stock_exchange, unittest.mock.patch("torchtitan.trainer.time.sleep"):
+    # From the start: Titan binds each module's forward when it parallelizes.
+    with _patched(run):
+        with no_accelerator.layout_independent_init():
+            trainer = make_config(run, folder).build()
+        if run.routing == "one_expert":
+            _send_every_token_to_the_first_experts(trainer)
+        _observe_steps(trainer, run, trace, norms)
         trainer.train()
     result = RankResult(
         state_hash=state_hash(trainer),

@@ -8,8 +8,13 @@ in stock Titan; with sub-module units each module of a unit is. Both go through 
 import torch.nn as nn
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointingConfig,
+    SelectiveAC,
+)
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.units import Unit, UnitKind, Wrap, plan_units
 
@@ -23,12 +28,20 @@ def compile_units(
     wrap: Wrap,
     *,
     compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
     parallel_dims: ParallelDims,
 ) -> None:
     """Compile the blocks of ``model`` (``wrap="block"``) or the modules of their units, in place.
 
-    Multi-token-prediction blocks stay eager, as in stock Titan.
+    Multi-token-prediction blocks stay eager, as in stock Titan. ``ac_config`` is the activation
+    checkpointing that has been applied to the blocks.
     """
+    if wrap == "submodule" and isinstance(ac_config, SelectiveAC.Config):
+        logger.warning(
+            "Selective activation checkpointing around compiled sub-module units recomputes most "
+            "of what its policy saves (docs/fsdp_units.md, Limits). "
+            "parallelism.fsdp_wrap = 'block' keeps it selective."
+        )
     target = model if wrap == "block" else _UnitsAsLayers(plan_units(model, wrap))
     apply_compile(target, compile_config=compile_config, parallel_dims=parallel_dims)
 

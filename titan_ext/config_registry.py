@@ -27,11 +27,12 @@ def moe_debug() -> Trainer.Config:
         local_batch_size=4, seq_len=256, steps=30, disable_cuda_graphs=True
     )
     config.parallelism.expert_parallel_degree = 2
-    config.optimizer = default_adamw(lr=2e-3)
+    config.optimizer = default_adamw(lr=8e-4)
     # No decay: a second run goes on for 30 more steps, so there is no last step to decay to.
     config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=5, decay_ratio=0.0)
     config.metrics = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)
     config.checkpoint = CheckpointManager.Config(
         enable=True, interval=10, last_save_model_only=False, keep_latest_k=2
     )
+    config.debug.seed = 42
     return config

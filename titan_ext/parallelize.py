@@ -61,7 +61,13 @@ def parallelize(
 
     # 4. Compile, inside of FSDP's hooks.
     if compile_config.enable and "model" in compile_config.components:
-        compile_units(model, wrap, compile_config=compile_config, parallel_dims=parallel_dims)
+        compile_units(
+            model,
+            wrap,
+            compile_config=compile_config,
+            ac_config=ac_config,
+            parallel_dims=parallel_dims,
+        )
 
     # 5. FSDP, the outermost: it sees what the other passes have made of the modules.
     if skip_dp:

@@ -43,21 +43,32 @@ _COMPILED = [
     for model, ac in product(("deepseek_v3", "qwen3_moe"), ("none", "selective"))
 ]
 
-ROWS: list[Run] = [*_MOE, *_DENSE, *_MTP, *_ACTIVATION_CHECKPOINTING, *_FP32, *_COMPILED]
+
+def _exactly(row: Run) -> Run:
+    """Give a row sums whose order is defined, where torch or gloo leaves it open."""
+    return replace(row, exact_sums=row.world > 2 or row.param_dtype == "float32")
+
+
+ROWS: list[Run] = [
+    _exactly(row) for row in [*_MOE, *_DENSE, *_MTP, *_ACTIVATION_CHECKPOINTING, *_FP32, *_COMPILED]
+]
 
 FAST: list[Run] = [
-    Run(world=1, parallelize="submodule"),
-    Run(world=2, ep=2, parallelize="block"),
-    Run(world=2, ep=2, parallelize="submodule"),
-    Run(world=2, ep=2, backend="partial_dtensor", parallelize="submodule"),
-    Run(world=4, ep=2, parallelize="submodule"),
-    Run(world=4, ep=2, parallelize="block"),
-    Run(world=4, ep=4, backend="partial_dtensor", parallelize="submodule"),
-    Run(model="qwen3", world=2, parallelize="submodule"),
-    Run(model="qwen3_moe", world=2, ep=2, parallelize="submodule"),
-    Run(model="qwen3_moe", world=4, ep=1, parallelize="submodule"),
-    Run(model="deepseek_v3_mtp", world=2, ep=2, parallelize="submodule"),
-    Run(world=2, ep=2, ac="full", parallelize="submodule"),
+    _exactly(row)
+    for row in [
+        Run(world=1, parallelize="submodule"),
+        Run(world=2, ep=2, parallelize="block"),
+        Run(world=2, ep=2, parallelize="submodule"),
+        Run(world=2, ep=2, backend="partial_dtensor", parallelize="submodule"),
+        Run(world=4, ep=2, parallelize="submodule"),
+        Run(world=4, ep=2, parallelize="block"),
+        Run(world=4, ep=4, backend="partial_dtensor", parallelize="submodule"),
+        Run(model="qwen3", world=2, parallelize="submodule"),
+        Run(model="qwen3_moe", world=2, ep=2, parallelize="submodule"),
+        Run(model="qwen3_moe", world=4, ep=1, parallelize="submodule"),
+        Run(model="deepseek_v3_mtp", world=2, ep=2, parallelize="submodule"),
+        Run(world=2, ep=2, ac="full", parallelize="submodule"),
+    ]
 ]
 """The rows of ``make test``: each axis at least once. All are rows of the matrix."""
 

@@ -2,8 +2,10 @@
 
 It is real text with structure at every distance, so that a small model's loss falls for a reason;
 it needs no download; and it is the same for everyone with the same Python version. About 10 MB
-become a Hugging Face data set (one row a file) and a byte-level BPE tokenizer of 2,048 tokens,
-the vocabulary of Titan's debug models, both under ``.data/`` in the current folder.
+become a Hugging Face data set and a byte-level BPE tokenizer of 2,048 tokens, the vocabulary of
+Titan's debug models, both under ``.data/`` in the current folder. A row is a piece of a file, some
+50 lines, and rows are shuffled: a batch of whole files would be all of one kind, and its loss would
+say which.
 
 ``python -m titan_ext.data.stdlib_corpus`` makes them; training makes what is missing.
 """
@@ -38,6 +40,7 @@ STDLIB_CORPUS = "python_stdlib"
 
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+PIECE_CHARACTERS = 2000
 # Not the library itself: what distributions leave out, pip puts in, or is not text.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "__pycache__"}
@@ -77,14 +80,14 @@ def make_corpus(folder: Path | None = None) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.with_name(f"{folder.name}.{os.getpid()}")
-    rows = list(_stdlib_files())
+    rows = list(_stdlib_pieces())
     if not rows:
         raise ValueError(f"no Python source under {_stdlib_root()}: cannot make the corpus.")
     Dataset.from_list(rows).save_to_disk(staging / "dataset")
     tokenizer_json = _train_tokenizer(rows, staging / "tokenizer")
     manifest = {
         "python": sys.version,
-        "files": len(rows),
+        "pieces": len(rows),
         "characters": sum(len(row["text"]) for row in rows),
         "text_sha256": _sha256(*(row["text"] for row in rows)),
         "tokenizer_sha256": _sha256(tokenizer_json),
@@ -113,25 +116,34 @@ def _stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _stdlib_files() -> Iterator[dict[str, str]]:
-    """The library's files in an order that does not depend on the machine, shuffled by name hash.
-
-    Sorted by path, neighbours would be of one package, and so would a batch.
-    """
+def _stdlib_pieces() -> Iterator[dict[str, str]]:
+    """The library in pieces of whole lines, shuffled in a way that depends on nothing but them."""
     root = _stdlib_root()
-    paths = [
-        path.relative_to(root)
-        for path in root.rglob("*.py")
-        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
-        and not path.name.startswith("_sysconfigdata")  # the build machine's paths
-    ]
-    for path in sorted(paths, key=lambda path: _sha256(path.as_posix())):
+    pieces = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not _SKIPPED_FOLDERS.isdisjoint(relative.parts):
+            continue
+        if path.name.startswith("_sysconfigdata"):  # the paths of the machine that built Python
+            continue
         try:
-            text = (root / path).read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        if text:
-            yield {"path": path.as_posix(), "text": text}
+        for index, piece in enumerate(_split(text)):
+            pieces.append({"path": f"{relative.as_posix()}#{index}", "text": piece})
+    return iter(sorted(pieces, key=lambda piece: _sha256(piece["path"])))
+
+
+def _split(text: str) -> Iterator[str]:
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        piece += line
+        if len(piece) >= PIECE_CHARACTERS:
+            yield piece
+            piece = ""
+    if piece:
+        yield piece
 
 
 def _train_tokenizer(rows: list[dict[str, str]], folder: Path) -> str:
@@ -164,7 +176,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=default_folder())
     folder = make_corpus(parser.parse_args().folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    print(f"{manifest['files']} files, {manifest['characters']:,} characters: {folder}")
+    print(f"{manifest['pieces']:,} pieces, {manifest['characters']:,} characters: {folder}")
 
 
 if __name__ == "__main__":

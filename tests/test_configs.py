@@ -1,0 +1,79 @@
+"""Our keys are Titan keys: on the command line, in the config, and refused with one message."""
+
+from dataclasses import fields
+from typing import cast
+
+import pytest
+from torchtitan.config import ConfigManager
+from torchtitan.trainer import Trainer as TitanTrainer
+
+from tests.training import titan_config
+from titan_ext.configs import ParallelismConfig
+from titan_ext.parallelize import parallelize
+from titan_ext.trainer import Trainer, extend_config
+
+
+def _parse(*flags: str) -> Trainer.Config:
+    args = ["--module", "titan_ext", "--config", "moe_debug", *flags]
+    return cast(Trainer.Config, ConfigManager().parse_args(args))
+
+
+def test_moe_debug_builds_our_trainer():
+    config = _parse()
+    assert type(config) is Trainer.Config
+    assert config._owner is Trainer
+    assert config.parallelism.expert_parallel_degree == 2
+    assert config.parallelism.fsdp_wrap == "auto"
+    assert config.model_spec is not None
+    assert config.model_spec.parallelize_fn is parallelize
+
+
+def test_command_line_wins():
+    config = _parse(
+        "--parallelism.fsdp_wrap", "block", "--training.steps", "7", "activation_checkpoint:full"
+    )
+    assert config.parallelism.fsdp_wrap == "block"
+    assert config.training.steps == 7
+    assert "FullAC" in type(config.activation_checkpoint).__qualname__
+
+
+def test_unknown_wrap_on_the_command_line_is_refused(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        _parse("--parallelism.fsdp_wrap", "layer")
+    shown = capsys.readouterr()
+    assert "submodule" in shown.out + shown.err
+
+
+def test_unknown_wrap_in_python_is_refused():
+    with pytest.raises(ValueError, match="fsdp_wrap is 'layer'; expected one of auto, submodule"):
+        ParallelismConfig(fsdp_wrap="layer")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_full_dtensor_is_refused_by_name(capsys: pytest.CaptureFixture):
+    with pytest.raises(ValueError, match="'full_dtensor', which titan_ext does not support"):
+        ParallelismConfig(spmd_backend="full_dtensor")
+    with pytest.raises(SystemExit):
+        _parse("--parallelism.spmd_backend", "full_dtensor")
+    assert "parallelism.spmd_backend is 'full_dtensor'" in capsys.readouterr().err
+
+
+def test_extended_config_keeps_every_value():
+    titan = titan_config("deepseek_v3")
+    ours = extend_config(titan)
+    for f in fields(TitanTrainer.Config):
+        if f.name in ("model_spec", "parallelism"):
+            continue
+        assert getattr(ours, f.name) is getattr(titan, f.name), f.name
+    for f in fields(titan.parallelism):
+        assert getattr(ours.parallelism, f.name) == getattr(titan.parallelism, f.name), f.name
+
+
+def test_extending_twice_is_refused_with_a_reason():
+    ours = extend_config(titan_config("qwen3"))
+    with pytest.raises(ValueError, match=r"cannot extend Trainer\.Config"):
+        extend_config(ours)
+
+
+def test_a_config_without_a_model_is_refused():
+    with pytest.raises(ValueError, match="no model_spec"):
+        extend_config(TitanTrainer.Config())

@@ -1,0 +1,118 @@
+"""The functional all-to-alls: the same exchange as Titan's, swapped in where they belong."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+    TorchAOTokenDispatcher,
+)
+
+from tests.cluster import run_ranks
+from tests.training import list_all_to_all, titan_config
+from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher, use_functional_all_to_all
+from titan_ext.parallelize import parallelize
+from titan_ext.specs import extend_model_spec
+
+
+def _dispatcher_types(spec) -> list[type]:
+    return [type(config) for _, config, _, _ in spec.traverse(LocalTokenDispatcher.Config)]
+
+
+def test_swaps_the_stock_dispatcher_of_every_moe_layer_once():
+    spec = titan_config("deepseek_v3_mtp").model_spec
+    assert spec is not None
+    assert use_functional_all_to_all(spec) == 6  # 5 MoE layers and one MTP layer
+    assert use_functional_all_to_all(spec) == 0
+    assert set(_dispatcher_types(spec)) == {FunctionalAllToAllTokenDispatcher.Config}
+    for _, config, _, _ in spec.traverse(LocalTokenDispatcher.Config):
+        dispatcher = cast(AllToAllTokenDispatcher.Config, config)
+        assert (dispatcher.num_experts, dispatcher.top_k) == (8, 3)
+        assert isinstance(dispatcher.build(), FunctionalAllToAllTokenDispatcher)
+
+
+def test_leaves_other_dispatchers_alone():
+    spec = titan_config("deepseek_v3").model_spec
+    assert spec is not None
+    layer = cast(Decoder.Config, spec.model).layers[1]
+    padded = TorchAOTokenDispatcher.Config(num_experts=8, top_k=3, pad_multiple=16)
+    layer.moe.routed_experts.token_dispatcher = padded
+    use_functional_all_to_all(spec)
+    assert layer.moe.routed_experts.token_dispatcher is padded
+
+
+def test_extended_spec_keeps_everything_but_the_parallelize_function():
+    spec = titan_config("qwen3_moe").model_spec
+    assert spec is not None
+    ours = extend_model_spec(spec)
+    assert ours.parallelize_fn is parallelize
+    for kept in (
+        "name",
+        "flavor",
+        "model",
+        "pipelining_fn",
+        "post_optimizer_build_fn",
+        "state_dict_adapter",
+    ):
+        assert getattr(ours, kept) is getattr(spec, kept), kept
+    assert extend_model_spec(ours) == ours
+
+
+def test_refuses_a_model_by_name():
+    spec = titan_config("qwen3").model_spec
+    assert spec is not None
+    spec.name = "flux"
+    with pytest.raises(ValueError, match=r"'flux'; expected one of deepseek_v3, qwen3"):
+        extend_model_spec(spec)
+
+
+def _exchange(ours: bool, splits: list[list[int]]) -> dict[str, Any]:
+    """One dispatch and combine exchange of distinct rows, forward and backward."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+
+    setattr(dist, "all_to_all", list_all_to_all)  # noqa: B010
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    kind = FunctionalAllToAllTokenDispatcher if ours else AllToAllTokenDispatcher
+    dispatcher = kind.Config(num_experts=2 * world, top_k=1).build()
+    dispatcher.ep_mesh = mesh
+    sent, received = splits[rank], [row[rank] for row in splits]
+
+    rows_ND = (100.0 * rank + torch.arange(3.0 * sum(sent)).view(-1, 3)).requires_grad_()
+    counts_E = torch.arange(2 * world) + 10 * rank
+    with set_current_spmd_mesh(mesh):
+        pg = mesh.get_group()
+        counts = dispatcher._token_count_exchange(counts_E, pg, world)
+        there_RD = dispatcher._dispatch_token_exchange(rows_ND, pg, received, sent)
+        back_ND = dispatcher._combine_token_exchange(there_RD * 2, pg, sent, received)
+        (back_ND * torch.arange(3.0)).sum().backward()
+    assert rows_ND.grad is not None
+    result = {
+        "counts": (counts + 0).tolist(),
+        "there": (there_RD + 0).tolist(),
+        "back": (back_ND + 0).tolist(),
+        "grad": rows_ND.grad.tolist(),
+    }
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [[[2, 1], [3, 4]], [[0, 2], [0, 3]], [[0, 0], [5, 0]]],
+    ids=["uneven", "a rank that receives nothing", "a rank that sends nothing"],
+)
+def test_exchanges_what_titan_exchanges(splits: list[list[int]], tmp_path: Path):
+    ours = run_ranks(_exchange, 2, True, splits, log_folder=tmp_path / "ours")
+    titan = run_ranks(_exchange, 2, False, splits, log_folder=tmp_path / "titan")
+    assert ours == titan
+    assert len(ours[0]["there"]) == splits[0][0] + splits[1][0]

@@ -1,0 +1,55 @@
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from titan_ext.run_folder import LOSS, latest_checkpoint_step, next_target, read_scalar, report
+
+
+def _checkpoint(folder: Path, step: int, whole: bool = True) -> None:
+    path = folder / "checkpoint" / f"step-{step}"
+    path.mkdir(parents=True)
+    if whole:
+        (path / ".metadata").touch()
+
+
+def _log(folder: Path, name: str, losses: dict[int, float], wall_time: float) -> None:
+    with SummaryWriter(str(folder / "tb" / name)) as writer:
+        for step, loss in losses.items():
+            writer.add_scalar(LOSS, loss, step, walltime=wall_time)
+
+
+def test_latest_checkpoint_is_the_newest_whole_one(tmp_path: Path):
+    assert latest_checkpoint_step(tmp_path) == 0
+    _checkpoint(tmp_path, 9)
+    _checkpoint(tmp_path, 10)
+    _checkpoint(tmp_path, 20, whole=False)
+    assert latest_checkpoint_step(tmp_path) == 10
+
+
+@pytest.mark.parametrize(("reached", "target"), [(0, 30), (10, 30), (29, 30), (30, 60), (60, 90)])
+def test_next_target(reached: int, target: int, tmp_path: Path):
+    if reached:
+        _checkpoint(tmp_path, reached)
+    assert next_target(tmp_path, 30) == target
+
+
+def test_a_resumed_run_overwrites_what_it_repeats(tmp_path: Path):
+    _log(tmp_path, "b_first", {1: 8.0, 2: 7.0, 3: 99.0}, wall_time=1.0)
+    _log(tmp_path, "a_second", {3: 6.0, 4: 5.0}, wall_time=2.0)
+    assert read_scalar(tmp_path, LOSS) == {1: 8.0, 2: 7.0, 3: 6.0, 4: 5.0}
+
+
+def test_report_is_one_line_with_the_picture(tmp_path: Path):
+    _log(tmp_path, "run", {1: 8.0, 2: 7.5}, wall_time=1.0)
+    _checkpoint(tmp_path, 2)
+    line = report(tmp_path)
+    assert "\n" not in line
+    assert "loss 8.000 at step 1 -> 7.500 at step 2" in line
+    assert line.endswith("step-2")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_without_losses_is_an_error(tmp_path: Path):
+    with pytest.raises(ValueError, match="no TensorBoard file"):
+        report(tmp_path)

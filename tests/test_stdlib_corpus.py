@@ -1,0 +1,71 @@
+import argparse
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+
+from titan_ext.data import stdlib_corpus
+from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def _manifest(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def test_made_again_it_is_the_same(corpus: Path, tmp_path: Path):
+    assert _manifest(make_corpus(tmp_path / "again")) == _manifest(corpus)
+
+
+def test_it_is_the_standard_library(corpus: Path):
+    manifest = _manifest(corpus)
+    assert manifest["pieces"] > 3000
+    assert manifest["characters"] > 5_000_000
+    rows = stdlib_corpus._load(str(corpus))
+    paths = rows["path"]
+    pieces = dict(zip(paths, rows["text"], strict=True))
+    together = [pieces[f"argparse.py#{i}"] for i in range(sum("argparse.py#" in p for p in paths))]
+    assert "".join(together) == inspect.getsource(argparse)
+    assert not any("site-packages" in path or "/test/" in path for path in paths)
+
+
+def test_what_is_there_is_not_made_again(corpus: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stdlib_corpus, "_stdlib_pieces", lambda: pytest.fail("made again"))
+    assert make_corpus(corpus) == corpus
+
+
+def test_tokenizer_round_trip(corpus: Path):
+    tokenizer = HuggingFaceTokenizer(tokenizer_path=str(corpus / "tokenizer"))
+    text = "def f(x):\n    return x  # café\n"
+    ids = tokenizer.encode(text, add_bos=True, add_eos=True)
+    assert tokenizer.get_vocab_size() == 2048
+    assert ids[0] == tokenizer.bos_id
+    assert ids[-1] == tokenizer.eos_id
+    assert tokenizer.decode(ids[1:-1]) == text
+    assert len(ids) < len(text)
+
+
+def test_titan_loads_it_by_name(corpus: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stdlib_corpus, "default_folder", lambda: corpus)
+    register_stdlib_corpus()
+    assert STDLIB_CORPUS in DATASETS
+    batches = [next(iter(_loader(corpus, rank)))[0]["input"].tolist() for rank in (0, 1, 0)]
+    assert batches[0] == batches[2]
+    assert batches[0] != batches[1], "data-parallel ranks read different files"
+
+
+def _loader(corpus: Path, rank: int) -> HuggingFaceTextDataLoader:
+    return HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS).build(
+        dp_world_size=2,
+        dp_rank=rank,
+        tokenizer=HuggingFaceTokenizer(tokenizer_path=str(corpus / "tokenizer")),
+        seq_len=64,
+        local_batch_size=2,
+    )
