@@ -1,5 +1,6 @@
 """Our keys are Titan keys: on the command line, in the config, and refused with one message."""
 
+import dataclasses
 from dataclasses import fields
 from typing import cast
 
@@ -10,6 +11,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 from tests.training import titan_config
 from titan_ext.configs import ParallelismConfig
 from titan_ext.parallelize import parallelize
+from titan_ext.specs import check_model_limits
 from titan_ext.trainer import Trainer, extend_config
 
 
@@ -68,10 +70,41 @@ def test_extended_config_keeps_every_value():
         assert getattr(ours.parallelism, f.name) == getattr(titan.parallelism, f.name), f.name
 
 
-def test_extending_twice_is_refused_with_a_reason():
+def test_extending_twice_changes_nothing():
     ours = extend_config(titan_config("qwen3"))
-    with pytest.raises(ValueError, match=r"cannot extend Trainer\.Config"):
-        extend_config(ours)
+    assert extend_config(ours) is ours
+
+
+def test_a_titan_subclass_keeps_its_checks():
+    ours = extend_config(titan_config("kimi_text"))
+    assert isinstance(ours, Trainer.Config)
+    assert ours._owner is Trainer
+    with pytest.raises(ValueError, match="Kimi DistMuon currently requires"):
+        dataclasses.replace(ours, parallelism=ParallelismConfig(tensor_parallel_degree=2))
+
+
+def test_flux_is_refused_by_name():
+    class FluxTrainer(TitanTrainer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(TitanTrainer.Config):
+            pass
+
+    with pytest.raises(ValueError, match=r"a config of .*FluxTrainer: .* training loop of its own"):
+        extend_config(FluxTrainer.Config())
+
+
+@pytest.mark.parametrize(
+    ("name", "parallelism", "message"),
+    [
+        ("kimi_k2_5", {"context_parallel_degree": 2}, "context_parallel_degree is 2; kimi_k2_5"),
+        ("qwen3_5", {"context_parallel_degree": 2}, "context_parallel_degree is 2; qwen3_5"),
+        ("muse_glimmer", {"spmd_backend": "partial_dtensor"}, "muse_glimmer supports only 'spmd"),
+    ],
+)
+def test_limits_of_titan_models_are_refused_by_key(name: str, parallelism: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_model_limits(name, ParallelismConfig(**parallelism))
+    check_model_limits("qwen3", ParallelismConfig(**parallelism))
 
 
 def test_a_config_without_a_model_is_refused():

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
@@ -46,7 +48,7 @@ class Run:
     """One training run."""
 
     model: str = "deepseek_v3"
-    """deepseek_v3, deepseek_v3_mtp, qwen3 (dense, tied embeddings) or qwen3_moe: debug models."""
+    """A debug model: see ``titan_config``. qwen3 is dense, with tied embeddings and head."""
     parallelize: str = "stock"
     """"stock" (Titan's own function) or a ``fsdp_wrap`` of ours."""
     world: int = 1
@@ -156,6 +158,8 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
 
 def titan_config(model: str) -> TitanTrainer.Config:
     from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+    from torchtitan.models.gpt_oss import config_registry as gpt_oss
+    from torchtitan.models.llama3 import config_registry as llama3
     from torchtitan.models.qwen3 import config_registry as qwen3
 
     return {
@@ -163,7 +167,22 @@ def titan_config(model: str) -> TitanTrainer.Config:
         "deepseek_v3_mtp": deepseek_v3.deepseek_v3_debugmodel_mtp,
         "qwen3": qwen3.qwen3_debugmodel,
         "qwen3_moe": qwen3.qwen3_moe_debug,
+        "llama3": llama3.llama3_debugmodel,
+        "gpt_oss": gpt_oss.gpt_oss_debugmodel,
+        "kimi_text": _kimi_text,
     }[model]()
+
+
+def _kimi_text() -> TitanTrainer.Config:
+    """Kimi's debug model without its vision tower, on text, with AdamW for its sharded Muon."""
+    from torchtitan.models.kimi_k2_7 import config_registry as kimi
+
+    config = kimi.kimi_k2_5_debugmodel()
+    assert config.model_spec is not None
+    cast(Any, config.model_spec.model).vision_encoder = None
+    config.tokenizer = HuggingFaceTokenizer.Config()
+    config.optimizer = default_adamw(lr=8e-4)
+    return config
 
 
 def _stock_config(config: TitanTrainer.Config) -> TitanTrainer.Config:

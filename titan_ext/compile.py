@@ -5,6 +5,8 @@ in stock Titan; with sub-module units each module of a unit is. Both go through 
 ``apply_compile``, which sets the compiler flags and handles FlexAttention regions.
 """
 
+import torch
+import torch._dynamo
 import torch.nn as nn
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
@@ -16,10 +18,11 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_ext.fsdp.units import Unit, UnitKind, Wrap, plan_units
+from titan_ext.fsdp.units import Unit, UnitKind, Wrap, plan_units, vision_modules
 
 __all__ = ["compile_units"]
 
+_RECOMPILE_LIMIT = 12
 _COMPILED_KINDS = (UnitKind.ATTENTION, UnitKind.MOE, UnitKind.FEED_FORWARD)
 
 
@@ -42,8 +45,16 @@ def compile_units(
             "of what its policy saves (docs/fsdp_units.md, Limits). "
             "parallelism.fsdp_wrap = 'block' keeps it selective."
         )
-    target = model if wrap == "block" else _UnitsAsLayers(plan_units(model, wrap))
-    apply_compile(target, compile_config=compile_config, parallel_dims=parallel_dims)
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
+        # A block may be compiled once while its inputs are still in flight (AsyncCollectiveTensor)
+        # and again for plain tensors; times two for models that alternate kinds of attention.
+        # From torchtitan/models/gpt_oss/parallelize.py, for every decoder.
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
+    targets = [model if wrap == "block" else _UnitsAsLayers(plan_units(model, wrap))]
+    targets += [tower for tower in vision_modules(model).values() if hasattr(tower, "layers")]
+    for target in targets:
+        apply_compile(target, compile_config=compile_config, parallel_dims=parallel_dims)
 
 
 class _UnitsAsLayers(nn.Module):

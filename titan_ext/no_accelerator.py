@@ -45,10 +45,16 @@ from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
+
+from titan_ext.cpu_attention import CausalAttention
 
 __all__ = [
     "CPUDeviceModule",
@@ -100,8 +106,9 @@ def enable() -> bool:
 def adapt_config(config: Trainer.Config) -> None:
     """Change what a config asks for and a CPU cannot do, in place, saying each change once.
 
-    FlexAttention becomes ScaledDotProductAttention, which is causal over the packed documents of a
-    sequence (it attends across their borders); CUDA graphs are switched off. Nothing changes where
+    FlexAttention and varlen attention become ScaledDotProductAttention (CausalAttention where a
+    model needs more), which is causal over the packed documents of a sequence: it attends across
+    their borders. CUDA graphs are switched off. Nothing changes where
     an accelerator exists, and nothing the second time.
     """
     if not needed():
@@ -111,14 +118,23 @@ def adapt_config(config: Trainer.Config) -> None:
         logger.info("No accelerator: CUDA graphs are off.")
     if config.model_spec is None:
         return
-    flex = list(config.model_spec.traverse(FlexAttention.Config))
-    for _, _, parent, key in flex:
-        setattr(parent, str(key), ScaledDotProductAttention.Config())
-    if flex:
-        logger.info(
-            "No accelerator: FlexAttention has no CPU backward; ScaledDotProductAttention runs "
-            "instead, causal over packed documents."
-        )
+    for kind in (FlexAttention, VarlenAttention):
+        found = list(config.model_spec.traverse(kind.Config))
+        for _, _, attention, key in found:
+            setattr(attention, str(key), _cpu_attention(attention))
+        if found:
+            name = type(_cpu_attention(found[0][2])).__qualname__.split(".")[0]
+            logger.info(
+                f"No accelerator: {kind.__name__} has no CPU backward; {name} runs instead, "
+                "causal over packed documents."
+            )
+
+
+def _cpu_attention(attention: Any) -> ScaledDotProductAttention.Config:
+    """What replaces the inner attention of an attention config."""
+    if hasattr(attention, "sliding_window_size"):  # gpt_oss: windows, and sinks that need the lse
+        return CausalAttention.Config(window=attention.sliding_window_size)
+    return ScaledDotProductAttention.Config()
 
 
 def layout_independent_init() -> contextlib.AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig,
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
+from torchtitan.distributed.fsdp import apply_fsdp_to_vision_encoder
 from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
@@ -11,7 +12,7 @@ from titan_ext.compile import compile_units
 from titan_ext.configs import check_parallelism
 from titan_ext.fsdp.mesh import resolve_meshes
 from titan_ext.fsdp.shard import apply_fsdp_to_decoder
-from titan_ext.fsdp.units import decoder_blocks, resolve_wrap
+from titan_ext.fsdp.units import decoder_blocks, resolve_wrap, vision_modules
 from titan_ext.no_accelerator import reduce_without_premul_sum
 
 __all__ = ["parallelize"]
@@ -46,6 +47,11 @@ def parallelize(
         ValueError: for a configuration that titan_ext does not serve.
     """
     check_parallelism(parallelism)
+    if parallel_dims.cp_enabled and vision_modules(model):
+        raise ValueError(
+            "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
+            "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
+        )
     fsdp_wrap = getattr(parallelism, "fsdp_wrap", "auto")
     wrap = resolve_wrap(fsdp_wrap, parallel_dims.ep)
 
@@ -55,9 +61,14 @@ def parallelize(
     # 2. Float8 and the other quantised linears: nothing to do. Titan's converters put them into
     #    the model config, so that the modules were built that way.
 
-    # 3. Activation checkpointing.
+    # 3. Activation checkpointing, of the blocks of a vision tower too.
+    vision = vision_modules(model)
     if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
+        policy = ac_config.build(dump_folder=dump_folder)
+        policy.apply(model)
+        for tower in vision.values():
+            if hasattr(tower, "layers"):
+                policy.apply(tower)
 
     # 4. Compile, inside of FSDP's hooks.
     if compile_config.enable and "model" in compile_config.components:
@@ -73,11 +84,24 @@ def parallelize(
     if skip_dp:
         return model
     meshes = resolve_meshes(parallel_dims)
+    param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+    # A vision tower is one unit each. With pipeline parallelism a microbatch may have no images,
+    # and a unit that never runs trips FSDP2: there its parameters stay with the root.
+    for tower in vision.values() if not parallel_dims.pp_enabled else ():
+        apply_fsdp_to_vision_encoder(
+            tower,
+            meshes.dense,
+            param_dtype,
+            reduce_dtype,
+            reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+            dp_mesh_dims=meshes.dense_axes,
+        )
     apply_fsdp_to_decoder(
         model,
         meshes.dense,
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
         pp_enabled=parallel_dims.pp_enabled,
         cpu_offload=training.enable_cpu_offload,
         reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,

@@ -2,16 +2,18 @@
 
 import dataclasses
 
+from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.dispatch import use_functional_all_to_all
 from titan_ext.parallelize import parallelize
 
-__all__ = ["SUPPORTED_MODELS", "extend_model_spec"]
+__all__ = ["check_model_limits", "extend_model_spec"]
 
-SUPPORTED_MODELS = ("deepseek_v3", "qwen3")
-"""``ModelSpec.name`` of the Titan models whose layouts titan_ext is tested with."""
+# Titan models whose own parallelize function refuses something, by ModelSpec.name.
+_NO_CONTEXT_PARALLEL = ("kimi_k2_5", "qwen3_5")
+_SPMD_TYPES_ONLY = ("muse_glimmer",)
 
 
 def extend_model_spec(spec: ModelSpec) -> ModelSpec:
@@ -23,12 +25,31 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
     Titan's ``model_registry`` functions return. Extending twice is harmless.
 
     Raises:
-        ValueError: if the model is not one that titan_ext serves.
+        ValueError: if the model is not a decoder: its blocks, and so its units, are unknown.
     """
-    if spec.name not in SUPPORTED_MODELS or not isinstance(spec.model, Decoder.Config):
+    if not isinstance(spec.model, Decoder.Config):
         raise ValueError(
-            f"titan_ext does not serve the model {spec.name!r}; expected one of "
-            f"{', '.join(SUPPORTED_MODELS)}."
+            f"titan_ext does not serve the model {spec.name!r}: its config is a "
+            f"{type(spec.model).__qualname__}, not one of a decoder "
+            "(torchtitan.models.common.decoder.Decoder)."
         )
     use_functional_all_to_all(spec)
     return dataclasses.replace(spec, parallelize_fn=parallelize)
+
+
+def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
+    """Refuse what Titan's own parallelize function refuses for the model called ``name``.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    if name in _NO_CONTEXT_PARALLEL and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree is {parallelism.context_parallel_degree}; "
+            f"{name} needs 1: TorchTitan does not support context parallelism for it."
+        )
+    if name in _SPMD_TYPES_ONLY and parallelism.spmd_backend != "spmd_types":
+        raise ValueError(
+            f"parallelism.spmd_backend is {parallelism.spmd_backend!r}; {name} supports only "
+            "'spmd_types', as in TorchTitan."
+        )

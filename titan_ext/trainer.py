@@ -4,16 +4,19 @@ A small subclass, the way that TorchTitan documents for adding configuration (it
 docs/extension.md). Training itself, checkpoints, metrics and data loading stay Titan's.
 """
 
+import functools
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
+from titan_ext.agreement import check_agreement
 from titan_ext.configs import ParallelismConfig
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
-from titan_ext.specs import extend_model_spec
+from titan_ext.specs import check_model_limits, extend_model_spec
 
 __all__ = ["Trainer", "extend_config"]
 
@@ -29,6 +32,8 @@ class Trainer(TitanTrainer):
         )
 
         def __post_init__(self) -> None:
+            if self.model_spec is not None:
+                check_model_limits(self.model_spec.name, self.parallelism)
             no_accelerator.adapt_config(self)
             TitanTrainer.Config.__post_init__(self)
 
@@ -44,28 +49,52 @@ class Trainer(TitanTrainer):
             # has no other switch for it. There is no peak to compare a CPU with.
             self.metrics_processor.has_quantization = True
 
+    def init_distributed(self) -> ParallelDims:
+        parallel_dims = super().init_distributed()
+        if self.config.comm.mode not in ("fake_backend", "local_tensor"):
+            check_agreement(self.config)
+        return parallel_dims
+
 
 def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
     """Turn a Titan trainer config into ours: its values, our keys, our model spec.
 
     Args:
         config: A fresh config, as Titan's config registries return; its parts are shared with the
-            result.
+            result. One that is ours already is returned as it is.
 
     Raises:
-        ValueError: if it belongs to a trainer subclass of its own, or has no model that we serve.
+        ValueError: if it belongs to a trainer of its own, or has no model that we serve.
     """
-    if type(config) is not TitanTrainer.Config:
+    if isinstance(config, Trainer.Config):
+        return config
+    if config._owner is not TitanTrainer:
+        owner = config._owner.__qualname__ if config._owner else type(config).__qualname__
         raise ValueError(
-            f"cannot extend {type(config).__qualname__}: only configs of Titan's own trainer "
-            "(torchtitan.trainer.Trainer.Config) can be extended."
+            f"cannot extend a config of {owner}: titan_ext extends configs of Titan's own trainer "
+            "(torchtitan.trainer.Trainer), and this one has a training loop of its own."
         )
     if config.model_spec is None:
         raise ValueError("cannot extend a trainer config that has no model_spec.")
     values = _values_of(config)
     values["model_spec"] = extend_model_spec(config.model_spec)
     values["parallelism"] = _extend_parallelism(config.parallelism)
-    return Trainer.Config(**values)
+    return _extended_class(type(config))(**values)
+
+
+@functools.cache
+def _extended_class(titan_class: type[TitanTrainer.Config]) -> type[Trainer.Config]:
+    """Our config class for a class of Titan's, with the checks that a subclass of it adds."""
+    if titan_class is TitanTrainer.Config:
+        return Trainer.Config
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config, titan_class):  # type: ignore[misc,valid-type]
+        def __post_init__(self) -> None:
+            Trainer.Config.__post_init__(self)
+            titan_class.__post_init__(self)
+
+    return Config
 
 
 def _extend_parallelism(parallelism: TitanParallelismConfig) -> ParallelismConfig:

@@ -37,6 +37,12 @@ _FP32 = [
     Run(world=2, ep=ep, param_dtype="float32", parallelize=wrap)
     for ep, wrap in product((1, 2), _WRAPS)
 ]
+_OTHER_DECODERS = [
+    Run(model=model, world=2, ep=ep, backend=backend, parallelize=wrap)
+    for (model, ep), backend, wrap in product(
+        [("llama3", 1), ("gpt_oss", 2), ("kimi_text", 2)], _BACKENDS, _WRAPS
+    )
+]
 # Compiled sub-module units fuse other operations than compiled blocks do: see test_compile.py.
 _COMPILED = [
     Run(model=model, world=2, ep=2, ac=ac, compiled=True, parallelize="block")
@@ -50,7 +56,17 @@ def _exactly(row: Run) -> Run:
 
 
 ROWS: list[Run] = [
-    _exactly(row) for row in [*_MOE, *_DENSE, *_MTP, *_ACTIVATION_CHECKPOINTING, *_FP32, *_COMPILED]
+    _exactly(row)
+    for rows in (
+        _MOE,
+        _DENSE,
+        _MTP,
+        _OTHER_DECODERS,
+        _ACTIVATION_CHECKPOINTING,
+        _FP32,
+        _COMPILED,
+    )
+    for row in rows
 ]
 
 FAST: list[Run] = [

@@ -18,14 +18,32 @@ import torch.nn as nn
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, MoE
 
-__all__ = ["Unit", "UnitKind", "Wrap", "decoder_blocks", "plan_units", "resolve_wrap"]
+__all__ = [
+    "Unit",
+    "UnitKind",
+    "Wrap",
+    "decoder_blocks",
+    "plan_units",
+    "resolve_wrap",
+    "vision_modules",
+]
 
 Wrap = Literal["submodule", "block"]
 
-# Children of a block in the order in which they run. enorm, hnorm, eh_proj and mtp_norm belong to
-# the multi-token-prediction blocks of DeepSeek-V3 (torchtitan/models/deepseek_v3/mtp.py).
-_ATTENTION_CHILDREN = ("enorm", "hnorm", "eh_proj", "attention_norm", "attention")
-_FFN_CHILDREN = ("ffn_norm", "moe", "feed_forward", "mtp_norm")
+# Children of a block in the order in which they run, by the names that Titan's decoders use: enorm,
+# hnorm, eh_proj and mtp_norm belong to multi-token prediction (deepseek_v3/mtp.py), attn to
+# qwen3_5, the post norms to muse_glimmer.
+_ATTENTION_CHILDREN = (
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "attention_norm",
+    "attention",
+    "attn",
+    "post_attention_norm",
+)
+_FFN_CHILDREN = ("ffn_norm", "moe", "feed_forward", "post_ffn_norm", "mtp_norm")
+_VISION_MODULES = ("vision_encoder", "vision_adapter")
 
 
 class UnitKind(StrEnum):
@@ -86,6 +104,12 @@ def decoder_blocks(model: Decoder) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
+def vision_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The vision towers that a multimodal decoder owns, by name; empty for a text model."""
+    found = {name: getattr(model, name, None) for name in _VISION_MODULES}
+    return {name: module for name, module in found.items() if module is not None}
+
+
 def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
     """Split a Titan decoder into FSDP units, in the order in which they first run.
 
@@ -96,8 +120,9 @@ def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
         wrap: What a unit of a block is.
 
     Returns:
-        The units. Together they hold every parameter of a Titan decoder, so that the root owns
-        none; parameters that a user's own model keeps elsewhere stay with the root.
+        The units. Together they hold every parameter of a text decoder of Titan's, so that the
+        root owns none; what a model keeps elsewhere (a vision tower, parameters of its own) is
+        not in them.
     """
     embedding = model.tok_embeddings
     head = [m for m in (model.norm, model.lm_head) if m is not None]
@@ -129,8 +154,12 @@ def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
     ffn = _children(block, _FFN_CHILDREN)
     ffn_kind = UnitKind.MOE if experts is not None else UnitKind.FEED_FORWARD
     units = [
-        _unit(f"{name}.attention", UnitKind.ATTENTION, attention),
-        _unit(f"{name}.{ffn_kind.value}", ffn_kind, ffn, experts),
+        _unit(f"{name}.{kind.value}", kind, modules, unit_experts)
+        for kind, modules, unit_experts in (
+            (UnitKind.ATTENTION, attention, None),
+            (ffn_kind, ffn, experts),
+        )
+        if any(True for m in modules for _ in m.parameters())
     ]
     covered = {id(p) for unit in units for m in unit.modules for p in m.parameters()}
     if any(id(p) not in covered for p in block.parameters()):

@@ -1,0 +1,110 @@
+"""Parallelize a config's model as one rank of a large job would, with no other rank.
+
+The process group is fake (collectives return at once), the model is on the meta device: every mesh,
+every unit and every shard is made as on the real cluster, and nothing is computed.
+"""
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.utils import set_default_dtype
+
+from titan_ext import no_accelerator
+from titan_ext.fsdp.units import decoder_blocks, plan_units, resolve_wrap
+from titan_ext.trainer import Trainer
+
+__all__ = ["DryRun", "dry_run"]
+
+
+@dataclass
+class DryRun:
+    """What became of the model on this rank (of its chunks together, under pipelining)."""
+
+    blocks: int
+    moe_blocks: int
+    units: dict[str, int]
+    """Planned FSDP units by kind."""
+    fsdp_groups: int
+    """FSDP2's own count of parameter groups, the root's included."""
+    planned_groups: int
+    root_parameters: list[str]
+    """Parameters that no unit holds."""
+    plain_parameters: list[str]
+    """Parameters that are not DTensors."""
+
+
+def dry_run(config: Trainer.Config, world_size: int) -> DryRun:
+    """Parallelize the model of ``config`` on the meta device as rank 0 of ``world_size``.
+
+    One per process: Titan allows one ``ParallelDims``.
+    """
+    no_accelerator.enable()
+    os.environ.setdefault("LOCAL_RANK", "0")
+    dist.init_process_group("fake", rank=0, world_size=world_size)
+    parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    spec = config.model_spec
+    assert spec is not None
+    spec.model.update_from_config(config=config)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = spec.model.build()
+    arguments = {
+        "parallel_dims": parallel_dims,
+        "training": config.training,
+        "parallelism": config.parallelism,
+        "compile_config": config.compile,
+        "ac_config": config.activation_checkpoint,
+        "dump_folder": "",
+    }
+    if parallel_dims.pp_enabled:
+        assert spec.pipelining_fn is not None
+        _, chunks, _, _ = spec.pipelining_fn(
+            model,
+            **arguments,
+            device=torch.device("meta"),
+            model_config=spec.model,
+            parallelize_fn=spec.parallelize_fn,
+            loss_fn=lambda *_, **__: None,
+        )
+    else:
+        chunks = [spec.parallelize_fn(model, **arguments)]
+    return _sum([_look(chunk, config) for chunk in chunks])
+
+
+def _look(model, config: Trainer.Config) -> DryRun:
+    ep = config.parallelism.expert_parallel_degree
+    units = plan_units(model, resolve_wrap(config.parallelism.fsdp_wrap, ep))
+    in_units = {p for unit in units for m in unit.modules for p in m.parameters()}
+    fsdp_modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    groups = {id(g) for m in fsdp_modules for g in m._get_fsdp_state()._fsdp_param_groups}
+    blocks = [block for _, block in decoder_blocks(model)]
+    named = list(model.named_parameters())
+    return DryRun(
+        blocks=len(blocks),
+        moe_blocks=sum(bool(getattr(block, "moe_enabled", False)) for block in blocks),
+        units=dict(Counter(unit.kind.value for unit in units)),
+        fsdp_groups=len(groups),
+        planned_groups=sum(unit.num_groups(ep) for unit in units),
+        root_parameters=[name for name, p in named if p not in in_units],
+        plain_parameters=[name for name, p in named if not isinstance(p, DTensor)],
+    )
+
+
+def _sum(parts: list[DryRun]) -> DryRun:
+    return DryRun(
+        blocks=sum(p.blocks for p in parts),
+        moe_blocks=sum(p.moe_blocks for p in parts),
+        units=dict(sum((Counter(p.units) for p in parts), Counter())),
+        fsdp_groups=sum(p.fsdp_groups for p in parts),
+        planned_groups=sum(p.planned_groups for p in parts),
+        root_parameters=[name for p in parts for name in p.root_parameters],
+        plain_parameters=[name for p in parts for name in p.plain_parameters],
+    )

@@ -1,0 +1,54 @@
+"""CausalAttention against SDPA, and against the definition where SDPA gives no answer."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from titan_ext.cpu_attention import CausalAttention
+
+B, L, N, H = 2, 9, 4, 8
+
+
+def _qkv(kv_heads: int = N) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(B, L, n, H, requires_grad=True) for n in (N, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("kv_heads", [N, 2])
+def test_equals_sdpa_forward_and_backward(kv_heads: int):
+    ours, theirs = _qkv(kv_heads), _qkv(kv_heads)
+    out = CausalAttention.Config().build()(*ours, scale=0.3, enable_gqa=kv_heads != N)
+    q, k, v = (t.transpose(1, 2) for t in theirs)
+    expected = scaled_dot_product_attention(
+        q, k, v, scale=0.3, is_causal=True, enable_gqa=kv_heads != N
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    (out**2).sum().backward()
+    (expected**2).sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_window_and_log_sum_exp_by_definition():
+    q, k, v = _qkv()
+    seen = {}
+
+    def transform(out, lse):
+        seen["lse"] = lse
+        return out * 2
+
+    out = CausalAttention.Config(window=3).build()(q, k, v, out_transform=transform)
+    for i in range(L):
+        near = slice(max(0, i - 2), i + 1)
+        scores = torch.einsum("bnh,bknh->bnk", q[:, i], k[:, near]) / H**0.5
+        expected = torch.einsum("bnk,bknh->bnh", scores.softmax(-1), v[:, near])
+        torch.testing.assert_close(out[:, i], 2 * expected)
+        torch.testing.assert_close(seen["lse"][:, i], scores.logsumexp(-1))
+
+
+def test_log_sum_exp_carries_a_gradient():
+    q, k, v = _qkv()
+    CausalAttention.Config().build()(q, k, v, out_transform=lambda _, lse: lse).sum().backward()
+    assert q.grad is not None
+    assert q.grad.abs().sum() > 0
+    assert v.grad is None or not v.grad.any()
