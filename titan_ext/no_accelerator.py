@@ -50,6 +50,7 @@ from torchtitan.models.common.attention import (
     ScaledDotProductAttention,
     VarlenAttention,
 )
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -59,6 +60,7 @@ from titan_ext.cpu_attention import CausalAttention
 __all__ = [
     "CPUDeviceModule",
     "adapt_config",
+    "adapt_spec",
     "enable",
     "layout_independent_init",
     "needed",
@@ -116,10 +118,16 @@ def adapt_config(config: Trainer.Config) -> None:
     if not config.training.disable_cuda_graphs:
         config.training.disable_cuda_graphs = True
         logger.info("No accelerator: CUDA graphs are off.")
-    if config.model_spec is None:
+    if config.model_spec is not None:
+        adapt_spec(config.model_spec)
+
+
+def adapt_spec(spec: ModelSpec) -> None:
+    """The part of ``adapt_config`` that is about the model: attention that a CPU can train."""
+    if not needed():
         return
     for kind in (FlexAttention, VarlenAttention):
-        found = list(config.model_spec.traverse(kind.Config))
+        found = list(spec.traverse(kind.Config))
         for _, _, attention, key in found:
             setattr(attention, str(key), _cpu_attention(attention))
         if found:

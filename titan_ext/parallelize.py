@@ -4,16 +4,13 @@ from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig,
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
-from torchtitan.distributed.fsdp import apply_fsdp_to_vision_encoder
 from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.compile import compile_units
 from titan_ext.configs import check_parallelism
-from titan_ext.fsdp.mesh import resolve_meshes
-from titan_ext.fsdp.shard import apply_fsdp_to_decoder
+from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, resolve_wrap, vision_modules
-from titan_ext.no_accelerator import reduce_without_premul_sum
 
 __all__ = ["parallelize"]
 
@@ -62,11 +59,10 @@ def parallelize(
     #    the model config, so that the modules were built that way.
 
     # 3. Activation checkpointing, of the blocks of a vision tower too.
-    vision = vision_modules(model)
     if ac_config is not None:
         policy = ac_config.build(dump_folder=dump_folder)
         policy.apply(model)
-        for tower in vision.values():
+        for tower in vision_modules(model).values():
             if hasattr(tower, "layers"):
                 policy.apply(tower)
 
@@ -83,37 +79,16 @@ def parallelize(
     # 5. FSDP, the outermost: it sees what the other passes have made of the modules.
     if skip_dp:
         return model
-    meshes = resolve_meshes(parallel_dims)
-    param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-    # A vision tower is one unit each. With pipeline parallelism a microbatch may have no images,
-    # and a unit that never runs trips FSDP2: there its parameters stay with the root.
-    for tower in vision.values() if not parallel_dims.pp_enabled else ():
-        apply_fsdp_to_vision_encoder(
-            tower,
-            meshes.dense,
-            param_dtype,
-            reduce_dtype,
-            reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
-            dp_mesh_dims=meshes.dense_axes,
-        )
-    apply_fsdp_to_decoder(
+    shard_decoder(
         model,
-        meshes.dense,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        pp_enabled=parallel_dims.pp_enabled,
+        parallel_dims,
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         cpu_offload=training.enable_cpu_offload,
         reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
-        ep_degree=parallel_dims.ep,
-        edp_mesh=meshes.experts,
-        dp_mesh_dims=meshes.dense_axes,
-        edp_mesh_dims=meshes.experts_axes,
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
         wrap=fsdp_wrap,
     )
-    if meshes.dense.device_type == "cpu":
-        reduce_without_premul_sum(model)
     return model
 
 

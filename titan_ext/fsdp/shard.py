@@ -21,17 +21,71 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard
-from torchtitan.distributed.fsdp import disable_fsdp_gradient_division, enable_fsdp_symm_mem
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.fsdp import (
+    apply_fsdp_to_vision_encoder,
+    disable_fsdp_gradient_division,
+    enable_fsdp_symm_mem,
+)
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
+from titan_ext.fsdp.mesh import resolve_meshes
 from titan_ext.fsdp.prefetch import set_prefetch
 from titan_ext.fsdp.reshard import reshard_after_forward
-from titan_ext.fsdp.units import Unit, plan_units, resolve_wrap
+from titan_ext.fsdp.units import Unit, plan_units, resolve_wrap, vision_modules
+from titan_ext.no_accelerator import reduce_without_premul_sum
 
-__all__ = ["apply_fsdp_to_decoder"]
+__all__ = ["apply_fsdp_to_decoder", "shard_decoder"]
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+
+def shard_decoder(
+    model: Decoder,
+    parallel_dims: ParallelDims,
+    *,
+    param_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    cpu_offload: bool = False,
+    reshard_after_forward_policy: str = "default",
+    enable_symm_mem: bool = False,
+    wrap: str = "auto",
+) -> list[Unit]:
+    """Shard a Titan decoder and its vision towers with FSDP2 over the axes of ``parallel_dims``.
+
+    See ``apply_fsdp_to_decoder`` for the arguments, the result and the errors.
+    """
+    meshes = resolve_meshes(parallel_dims)
+    # A vision tower is one unit each. With pipeline parallelism a microbatch may have no images,
+    # and a unit that never runs trips FSDP2: there its parameters stay with the root.
+    for tower in vision_modules(model).values() if not parallel_dims.pp_enabled else ():
+        apply_fsdp_to_vision_encoder(
+            tower,
+            meshes.dense,
+            param_dtype,
+            reduce_dtype,
+            reshard_after_forward_policy=reshard_after_forward_policy,
+            dp_mesh_dims=meshes.dense_axes,
+        )
+    units = apply_fsdp_to_decoder(
+        model,
+        meshes.dense,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        pp_enabled=parallel_dims.pp_enabled,
+        cpu_offload=cpu_offload,
+        reshard_after_forward_policy=reshard_after_forward_policy,
+        ep_degree=parallel_dims.ep,
+        edp_mesh=meshes.experts,
+        dp_mesh_dims=meshes.dense_axes,
+        edp_mesh_dims=meshes.experts_axes,
+        enable_symm_mem=enable_symm_mem,
+        wrap=wrap,
+    )
+    if meshes.dense.device_type == "cpu":
+        reduce_without_premul_sum(model)
+    return units
 
 
 def apply_fsdp_to_decoder(

@@ -1,0 +1,90 @@
+"""titan_ext for people with their own training loop: a few functions, no trainer.
+
+See docs/own_loop.md. Titan's pieces around them (loss, optimizer, checkpointer) work as always.
+"""
+
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig as TitanParallelismConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import utils as titan_utils
+
+from titan_ext import no_accelerator
+from titan_ext.configs import ParallelismConfig
+from titan_ext.fsdp.shard import shard_decoder
+from titan_ext.parallelize import parallelize
+from titan_ext.specs import check_model_limits, extend_model_spec
+
+__all__ = [
+    "ParallelismConfig",
+    "build_decoder",
+    "extend_model_spec",
+    "parallelize",
+    "shard_decoder",
+]
+
+
+def build_decoder(
+    spec: ModelSpec,
+    *,
+    parallelism: TitanParallelismConfig,
+    training: TrainingConfig | None = None,
+    compile_config: CompileConfig | None = None,
+    ac_config: ActivationCheckpointingConfig = None,
+    dump_folder: str = "",
+) -> tuple[Decoder, ParallelDims]:
+    """Build, parallelize and initialise the decoder of ``spec`` on this process' device.
+
+    The default process group must exist. Without an accelerator the CPU is used, with what
+    ``titan_ext.no_accelerator`` changes for it. Seed torch before, equally on every rank.
+
+    Args:
+        spec: A fresh model spec, from a Titan ``model_registry`` function; ours or Titan's.
+        parallelism: Degrees and backend; pipeline parallelism needs Titan's trainer.
+        training: ``dtype``, ``mixed_precision_*`` and ``enable_cpu_offload`` are read.
+        ac_config: An activation checkpointing policy, or None.
+
+    Returns:
+        The model, in training mode, and the device meshes that it lies on.
+
+    Raises:
+        ValueError: for a model or a parallelism that titan_ext does not serve.
+    """
+    if parallelism.pipeline_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; "
+            "build_decoder needs 1: a pipeline is run by Titan's trainer."
+        )
+    training = training or TrainingConfig()
+    spec = extend_model_spec(spec)
+    check_model_limits(spec.name, parallelism)
+    no_accelerator.enable()
+    no_accelerator.adapt_spec(spec)
+
+    parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    dist_utils.set_spmd_backend(parallelism.spmd_backend)
+    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    dtype = TORCH_DTYPE_MAP[training.dtype]
+    with torch.device("meta"), titan_utils.set_default_dtype(dtype):
+        model = cast(Decoder, spec.model.build())
+    model = parallelize(
+        model,
+        parallel_dims=parallel_dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=compile_config or CompileConfig(),
+        ac_config=ac_config,
+        dump_folder=dump_folder,
+    )
+    model.to_empty(device="cpu" if training.enable_cpu_offload else titan_utils.device_type)
+    with torch.no_grad(), no_accelerator.layout_independent_init():
+        model.init_weights(buffer_device=torch.device(titan_utils.device_type))
+    return model.train(), parallel_dims
