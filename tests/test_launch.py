@@ -1,0 +1,62 @@
+"""The launches of the README, as a user types them.
+
+TorchTitan's run_train.sh is in its repository, not in the wheel. It ends in the torchrun command
+line below with MODULE and CONFIG put in (release/0.3), so that command line is what runs here.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+
+
+def _launch(config: str, *flags: str, cwd: Path = ROOT) -> str:
+    """The last lines of run_train.sh with NGPU=2, MODULE=titan_ext and CONFIG=config."""
+    command = [TORCHRUN, "--nproc_per_node=2", "--rdzv_backend", "c10d"]
+    command += ["--rdzv_endpoint=localhost:0", "--local-ranks-filter", "0", "--role", "rank"]
+    command += ["--tee", "3", "-m", "torchtitan.train", "--module", "titan_ext"]
+    command += ["--config", config, *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=170
+    )
+    output = done.stdout + done.stderr
+    return re.sub(r"\x1b\[[0-9;]*m", "", output)
+
+
+def _small(dump_folder: Path, *more: str) -> list[str]:
+    flags = ["--training.steps", "1", "--training.seq_len", "64", "--training.local_batch_size"]
+    return [*flags, "1", "--checkpoint.no-enable", "--dump_folder", str(dump_folder), *more]
+
+
+def test_toml_with_flags_that_win(tmp_path: Path):
+    output = _launch("train_configs/moe_debug.toml", *_small(tmp_path))
+    assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
+    assert "sequence length 64, total steps 1" in output
+    assert "FSDP units: submodule (auto, EP 2), 14 units" in output
+
+
+def test_config_function_of_titan(tmp_path: Path):
+    """MODULE=deepseek_v3 to MODULE=titan_ext, and everything else kept."""
+    data = ["--dataloader.dataset", "python_stdlib", "--hf_assets_path", str(_tokenizer())]
+    flags = _small(tmp_path, *data, "--parallelism.expert_parallel_degree", "2")
+    output = _launch("deepseek_v3_debugmodel", *flags)
+    assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
+    assert "FSDP units: submodule (auto, EP 2), 14 units" in output
+
+
+def test_a_wrong_name_ends_before_any_process_group(tmp_path: Path):
+    output = _launch("deepseek_v3_debugmodl", *_small(tmp_path))
+    assert "did you mean deepseek_v3_debugmodel" in output
+    assert "device mesh" not in output
+
+
+def _tokenizer() -> Path:
+    from titan_ext.data.stdlib_corpus import default_tokenizer_path, make_corpus
+
+    make_corpus()
+    return default_tokenizer_path()
