@@ -8,22 +8,25 @@ training makes it an error that names the ranks and the keys.
 import hashlib
 import re
 from collections import defaultdict
-from importlib.metadata import version
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torchtitan
 from torchtitan.trainer import Trainer
+
+import titan_ext
 
 __all__ = ["check_agreement", "describe"]
 
-_PACKAGES = ("torch", "torchtitan", "titan_ext")
+_PACKAGES = (torch, torchtitan, titan_ext)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN_KEYS = 10
 
 
 def describe(config: Trainer.Config) -> dict[str, str]:
     """What must be equal on every rank: package versions and every config value, by dotted key."""
-    description = {f"version of {package}": version(package) for package in _PACKAGES}
+    description = {f"version of {p.__name__}": p.__version__ for p in _PACKAGES}
     _flatten("", config.to_dict(), description)
     return description
 
