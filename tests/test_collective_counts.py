@@ -75,3 +75,28 @@ def _unit(name: str) -> str:
     """The main module of FSDP's own name for a unit ("layers.0.attention, ...attention_norm")."""
     names = name.replace("_checkpoint_wrapped_module.", "").split(", ")
     return next(n for n in names if not n.endswith("norm"))
+
+
+def test_the_next_unit_is_gathered_before_this_one_exchanges_tokens(tmp_path: Path):
+    """The order in which they are issued: the exchange stops the host, so prefetch comes first."""
+    run = Run(world=4, ep=2, parallelize="submodule", steps=2, traced_step=2)
+    (rank, *_) = train(run, tmp_path).ranks
+    events = rank.collectives
+
+    def gathered(unit: str, in_backward: bool) -> int:
+        return next(
+            i
+            for i, e in enumerate(events)
+            if e.kind == "all_gather" and e.in_backward is in_backward and _unit(e.unit) == unit
+        )
+
+    forward = [i for i, e in enumerate(events) if e.kind == "all_to_all" and not e.in_backward]
+    backward = [i for i, e in enumerate(events) if e.kind == "all_to_all" and e.in_backward]
+    first_of_layer = {"1": forward[0], "2": forward[3]}
+    assert gathered("layers.1.moe", False) < gathered("layers.2.attention", False)
+    assert gathered("layers.2.attention", False) < first_of_layer["1"]
+    assert first_of_layer["1"] < gathered("layers.2.moe", False), "two units ahead, not one"
+    assert gathered("lm_head", False) < first_of_layer["2"]
+    assert gathered("layers.2.attention", True) < backward[0]
+    assert backward[0] < gathered("layers.1.moe", True) < gathered("layers.1.attention", True)
+    assert gathered("layers.1.attention", True) < backward[2]
