@@ -1,6 +1,7 @@
 """The Python config function at the end of a chain, and which model choices it made."""
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,10 +104,10 @@ def _watched_registry() -> Iterator[list[_RegistryCall]]:
         if frame.f_code.co_name != REGISTRY:
             return
         if event == "call":
-            arguments[frame] = dict(frame.f_locals)
+            arguments[frame] = _arguments(frame)
         elif event == "return" and isinstance(result, ModelSpec):
             registry = frame.f_globals.get(REGISTRY)
-            if registry is not None and getattr(registry, "__code__", None) is frame.f_code:
+            if callable(registry) and _code(registry) is frame.f_code:
                 calls.append(_RegistryCall(registry, arguments[frame], result))
 
     previous = sys.getprofile()
@@ -116,6 +117,17 @@ def _watched_registry() -> Iterator[list[_RegistryCall]]:
     finally:
         sys.setprofile(previous)
         arguments.clear()
+
+
+def _arguments(frame: FrameType) -> dict[str, Any]:
+    values = inspect.getargvalues(frame)
+    further = values.locals[values.keywords] if values.keywords else {}
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+    return {name: values.locals[name] for name in names} | further
+
+
+def _code(function: Callable[..., Any]) -> Any:
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def _find_function(name: str, place: Place) -> Callable[[], Any]:

@@ -6,12 +6,13 @@ extended would have to be complete. So every section that a file touches is take
 built once, at the end.
 """
 
+import typing
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from titan_ext.toml_config.errors import Place
 
-__all__ = ["ABSENT", "Draft", "build", "take_apart"]
+__all__ = ["ABSENT", "Draft", "build", "field_types", "take_apart"]
 
 ABSENT: Any = object()
 """A required key that nothing has set."""
@@ -40,6 +41,15 @@ class Draft:
                 return ABSENT
             self.values[name] = field.default_factory()
         return self.values[name]
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """The declared type of every field of a config class, with what ``Annotated`` says.
+
+    Raises:
+        NameError: if the class postpones its annotations and their names cannot be found.
+    """
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def take_apart(value: Any, place: Place) -> Draft:

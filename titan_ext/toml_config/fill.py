@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin
 from torchtitan.config import Configurable
 
 from titan_ext.toml_config.components import component_config
-from titan_ext.toml_config.draft import ABSENT, Draft, take_apart
+from titan_ext.toml_config.draft import ABSENT, Draft, field_types, take_apart
 from titan_ext.toml_config.errors import Place, nearest
 from titan_ext.toml_config.legacy import legacy_advice
 from titan_ext.toml_config.policies import choose_policy, named_choices
@@ -31,7 +31,10 @@ def fill(draft: Draft, table: dict[str, Any], place: Place) -> None:
         TomlConfigError: for an unknown key or a wrong value.
     """
     draft.place = place
-    hints = typing.get_type_hints(draft.cls, include_extras=True)
+    try:
+        hints = field_types(draft.cls)
+    except NameError as error:
+        raise place.error(f"the types of {draft.cls.__qualname__} are unknown: {error}.") from error
     for name, value in table.items():
         today = _todays_name(draft, table, name, value, place)
         below = place.at(name)

@@ -7,7 +7,7 @@ with the other choices as the base function made them.
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torchtitan.models.common.decoder import Decoder
@@ -92,7 +92,8 @@ class ModelChoices:
         self, name: str, value: Any, parameters: Any, registry: Callable, place: Place
     ) -> None:
         old_style = name == "converters" and isinstance(value, list) and _all_strings(value)
-        if name in parameters and not old_style:
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if (name in parameters or takes_any) and not old_style:
             return
         old = (place.key, LEGACY[place.key]) if old_style else legacy_advice(place.key, value)
         if old:
@@ -118,9 +119,9 @@ class ModelChoices:
         converters = self.arguments.get("converters")
         if not converters:
             return False
-        compile_draft = take_apart(draft.get("compile"), draft.place.at("compile"))
-        draft.values["compile"] = compile_draft
-        compiled = compile_draft.get("enable") and "model" in compile_draft.get("components")
+        section = draft.get("compile")
+        read = section.get if isinstance(section, Draft) else lambda name: getattr(section, name)
+        compiled = read("enable") and "model" in read("components")
         changed = False
         for index, converter in enumerate(converters):
             if isinstance(converter, Draft):
@@ -151,22 +152,21 @@ def _all_strings(value: list[Any]) -> bool:
     return bool(value) and all(isinstance(item, str) for item in value)
 
 
-def _fit_vocabulary(loss: Any, old: int, new: int, place: Place) -> Any:
+def _fit_vocabulary(loss: Any, old: int, new: int, place: Place, is_new: bool = False) -> Draft:
     """A loss that carries the vocabulary size gets the new model's, unless a file set another.
 
-    Config functions compute it from their spec. A loss that a file has chosen has none yet.
+    Config functions compute it from their spec: where the old size stands, the new one belongs. A
+    loss that a file has chosen (``is_new``) has none yet.
     """
-    draft = take_apart(loss, place) if not isinstance(loss, Draft) else loss
-    for name, current, below in _parts(draft, place):
+    draft = loss if isinstance(loss, Draft) else take_apart(loss, place)
+    for name in draft.fields:
+        below, by_default = place.at(name), is_new or name not in draft.values
+        current = draft.get(name)
         if name == _VOCABULARY:
-            if below.key not in place.origins and current in (None, old) and current != new:
+            wanted = by_default if current is None else current == old != new
+            if wanted and below.key not in place.origins:
                 draft.values[name] = new
                 below.record(f"vocabulary of the model, see {place.file}")
         elif dataclasses.is_dataclass(current) or isinstance(current, Draft):
-            draft.values[name] = _fit_vocabulary(current, old, new, below)
+            draft.values[name] = _fit_vocabulary(current, old, new, below, by_default)
     return draft
-
-
-def _parts(draft: Draft, place: Place) -> Iterator[tuple[str, Any, Place]]:
-    for name in draft.fields:
-        yield name, draft.get(name), place.at(name)

@@ -8,6 +8,7 @@ import typing
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from titan_ext.toml_config.draft import field_types
 from titan_ext.toml_config.policies import POLICY, named_choices, policy_of
 from titan_ext.toml_config.scalars import plain
 
@@ -23,7 +24,7 @@ def leaves(config: Any, prefix: str = "", declared: Any = None) -> dict[str, Any
     found: dict[str, Any] = {}
     if is_dataclass(config) and not isinstance(config, type):
         found |= _choice(config, prefix, declared)
-        hints = typing.get_type_hints(type(config), include_extras=True)
+        hints = field_types(type(config))
         for f in fields(config):
             if f.name.startswith("_") or (not prefix and f.name == "model_spec"):
                 continue
