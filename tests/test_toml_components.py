@@ -42,6 +42,12 @@ def test_a_policys_own_keys(config: Loader):
     keys = "[activation_checkpoint]\npreserve_rng_state = false\n"
     kept = config(DEBUG + keys).activation_checkpoint
     assert kept == SelectiveAC.Config(preserve_rng_state=False)
+    middle = DEBUG + keys
+    more = 'extends = "middle.toml"\n[activation_checkpoint]\ndebug = true\n'
+    wanted = SelectiveAC.Config(preserve_rng_state=False, debug=True)
+    assert config(more, middle=middle).activation_checkpoint == wanted
+    same = more.replace("debug", 'policy = "selective"\ndebug')
+    assert config(same, middle=middle).activation_checkpoint == wanted
     changed = config(
         'extends = "middle.toml"\n[activation_checkpoint]\npolicy = "full"\ndebug = true\n',
         middle=DEBUG + keys,
@@ -160,6 +166,7 @@ def test_choices_of_the_base_function_stay_when_another_is_changed(config: Loade
         "    model_registry('0.6B')  # made and thrown away\n"
         "    config.model_spec = model_registry('debugmodel_moe', attn_backend='varlen',\n"
         "        converters=[LoRAConverter.Config(rank=3)])\n"
+        "    model_registry('1.7B')  # and so is this one\n"
         "    return config\n"
     )
     base = 'extends = "my_adapters.adapters"\n'

@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from torchtitan.components.optimizer import default_adamw
@@ -196,6 +197,7 @@ class Paint(Configurable.Config):
     where: Path | None = None
     layers: tuple[int, ...] = ()
     mix: dict[str, float] = field(default_factory=dict)
+    coats: Literal[1, 2] = 1
 
 
 def test_enums_paths_tuples_and_dicts():
@@ -209,3 +211,9 @@ def test_enums_paths_tuples_and_dicts():
         TomlConfigError, match=r'^paint\.toml: color: expected one of "RED", "BLUE", got .* "GREEN"'
     ):
         filled(Paint, {"color": "GREEN"})
+    with pytest.raises(TomlConfigError, match=r"coats: expected one of 1, 2, got true\.$"):
+        filled(Paint, {"coats": True})
+    with pytest.raises(TomlConfigError, match=r"layers.1: expected an integer, got the float 0.5"):
+        filled(Paint, {"layers": [1, 0.5]})
+    with pytest.raises(TomlConfigError, match=r"mix.red: expected a float, got the string \"1\""):
+        filled(Paint, {"mix": {"red": "1"}})

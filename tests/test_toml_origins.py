@@ -65,6 +65,19 @@ def test_a_list_that_is_replaced_takes_the_origins_of_its_items_along(folder: Pa
     assert run[f"{key}.lr"] == "run.toml"
 
 
+def test_another_component_takes_the_origins_of_its_keys_along(folder: Path):
+    (folder / "middle.toml").write_text(DEBUG + "[dataloader]\nnum_workers = 3\n")
+    (folder / "run.toml").write_text(
+        'extends = "middle.toml"\n[dataloader]\n'
+        f'component = "{DATA}.InterleavedHuggingFaceTextDataLoader"\n'
+    )
+    assert resolve("middle.toml").origins["dataloader.num_workers"] == "middle.toml"
+    origins = resolve("run.toml").origins
+    assert origins["dataloader.component"] == "run.toml"
+    wanted = "default of InterleavedHuggingFaceTextDataLoader, see run.toml"
+    assert origins["dataloader.num_workers"] == wanted
+
+
 def test_the_command_line_wins_and_is_named(folder: Path):
     (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\nseq_len = 512\n")
     flags = ["--training.steps", "5", "--training.seq-len=512", "activation_checkpoint:full"]
