@@ -3,6 +3,9 @@ from pathlib import Path
 import pytest
 
 from tests.matrix.check import References
+from tests.toml_files import Loader
+from titan_ext.toml_config import load
+from titan_ext.trainer import Trainer
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +16,24 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 @pytest.fixture
 def log_folder(tmp_path: Path) -> Path:
     return tmp_path / "logs"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, as working folder and on Python's path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def config(folder: Path) -> Loader:
+    """Loads a text as run.toml, beside other files."""
+
+    def load_text(text: str, **files: str) -> Trainer.Config:
+        (folder / "run.toml").write_text(text)
+        for name, other in files.items():
+            (folder / f"{name}.toml").write_text(other)
+        return load("run.toml")
+
+    return load_text

@@ -1,0 +1,754 @@
+"""TOML files that are refused, each with its exact message: tested, and shown in the docs.
+
+``docs/toml_errors.md`` is made from this table by ``tests/generate_toml_errors.py``.
+"""
+
+from dataclasses import dataclass, field
+
+__all__ = ["BAD_TOMLS", "BadToml"]
+
+DEBUG = 'extends = "deepseek_v3.deepseek_v3_debugmodel"\n'
+
+
+@dataclass(frozen=True)
+class BadToml:
+    """One file that is refused."""
+
+    chapter: str
+    title: str
+    toml: str
+    """The text of ``bad.toml``."""
+    message: str
+    files: dict[str, str] = field(default_factory=dict)
+    """Other files that are there, by name."""
+    name: str = "bad.toml"
+    """The file that is loaded, where it is not bad.toml."""
+
+    @property
+    def written(self) -> dict[str, str]:
+        """Every file, by name, to its text."""
+        return {**({self.name: self.toml} if self.toml else {}), **self.files}
+
+    @property
+    def id(self) -> str:
+        """For pytest."""
+        return self.title.replace(" ", "-")
+
+
+BAD_TOMLS = (
+    BadToml(
+        "The file",
+        "no such file",
+        "",
+        "moe_debgu.toml: no such file; did you mean moe_debug.toml?",
+        files={"moe_debug.toml": ""},
+        name="moe_debgu.toml",
+    ),
+    BadToml(
+        "The file",
+        "a file of another kind",
+        "",
+        "config.yaml: expected a file whose name ends in .toml.",
+        files={"config.yaml": "a: 1\n"},
+        name="config.yaml",
+    ),
+    BadToml(
+        "The file",
+        "a syntax error",
+        DEBUG + ("[training]\nsteps = = 3\n"),
+        "bad.toml: line 3, column 9: not valid TOML: Invalid value.",
+    ),
+    BadToml(
+        "The file",
+        "a syntax error at the end",
+        DEBUG + "[training",
+        (
+            "bad.toml: line 2, column 10: not valid TOML: Expected ']' at the end of a table "
+            "declaration."
+        ),
+    ),
+    BadToml(
+        "The file",
+        "a string without quotes",
+        DEBUG + "dump_folder = outputs\n",
+        "bad.toml: line 2, column 15: not valid TOML: Invalid value.",
+    ),
+    BadToml(
+        "The file",
+        "a key given twice",
+        DEBUG + ("[training]\nsteps = 3\nsteps = 4\n"),
+        "bad.toml: line 4, column 10: not valid TOML: Cannot overwrite a value.",
+    ),
+    BadToml(
+        "The file",
+        "a section given twice",
+        DEBUG + ("[training]\nsteps = 3\n[training]\nseq_len = 4\n"),
+        "bad.toml: line 4, column 10: not valid TOML: Cannot declare ('training',) twice.",
+    ),
+    BadToml(
+        "What it extends",
+        "no extends",
+        ("[training]\nsteps = 3\n"),
+        (
+            "bad.toml: extends: missing; say first what this file changes, as in extends = "
+            '"deepseek_v3.deepseek_v3_16b".'
+        ),
+    ),
+    BadToml(
+        "What it extends",
+        "extends below a section",
+        ('[training]\nsteps = 3\nextends = "llama3.llama3_8b"\n'),
+        "bad.toml: extends: stands in [training]; it has to come before the first section.",
+    ),
+    BadToml(
+        "What it extends",
+        "extends is not a string",
+        'extends = ["llama3.llama3_8b"]\n',
+        (
+            "bad.toml: extends: expected one name or one path, as in extends = "
+            '"deepseek_v3.deepseek_v3_16b".'
+        ),
+    ),
+    BadToml(
+        "What it extends",
+        "a missing base file",
+        'extends = "base/moe_debug.toml"\n',
+        "bad.toml: extends: base/moe_debug.toml: no such file.",
+    ),
+    BadToml(
+        "What it extends",
+        "a misspelled base file",
+        'extends = "bsae.toml"\n',
+        "bad.toml: extends: bsae.toml: no such file; did you mean base.toml?",
+        files={"base.toml": DEBUG},
+    ),
+    BadToml(
+        "What it extends",
+        "circular extends",
+        'extends = "middle.toml"\n',
+        "middle.toml: extends: circular: bad.toml -> middle.toml -> bad.toml.",
+        files={"middle.toml": 'extends = "bad.toml"\n'},
+    ),
+    BadToml(
+        "What it extends",
+        "a file that extends itself",
+        'extends = "bad.toml"\n',
+        "bad.toml: extends: circular: bad.toml -> bad.toml.",
+    ),
+    BadToml(
+        "What it extends",
+        "a mistake in the base file",
+        'extends = "base.toml"\n',
+        'base.toml: training.steps: expected an integer, got the string "many".',
+        files={"base.toml": DEBUG + ('[training]\nsteps = "many"\n')},
+    ),
+    BadToml(
+        "What it extends",
+        "a config function without its module",
+        'extends = "deepseek_v3_16b"\n',
+        (
+            'bad.toml: extends: expected "MODULE.FUNCTION" or "FILE.toml", got "deepseek_v3_16b";'
+            " did you mean deepseek_v3.deepseek_v3_16b?"
+        ),
+    ),
+    BadToml(
+        "What it extends",
+        "an unknown module",
+        'extends = "deepseek_v4.deepseek_v3_16b"\n',
+        "bad.toml: extends: no module deepseek_v4; did you mean deepseek_v3?",
+    ),
+    BadToml(
+        "What it extends",
+        "an unknown config function",
+        'extends = "deepseek_v3.deepseek_v3_15b"\n',
+        (
+            "bad.toml: extends: torchtitan.models.deepseek_v3.config_registry has no config "
+            "function deepseek_v3_15b; did you mean deepseek_v3.deepseek_v3_16b?"
+        ),
+    ),
+    BadToml(
+        "What it extends",
+        "a model that titan_ext cannot serve",
+        'extends = "my_models.other_trainer"\n',
+        (
+            "bad.toml: extends: my_models.other_trainer: cannot extend MyTrainer.Config: only "
+            "configs of Titan's own trainer (torchtitan.trainer.Trainer.Config) can be extended."
+        ),
+        files={
+            "my_models.py": (
+                "from torchtitan.trainer import Trainer\n"
+                "\n"
+                "\n"
+                "class MyTrainer(Trainer):\n"
+                "    class Config(Trainer.Config):\n"
+                "        __slots__ = ()\n"
+                "\n"
+                "\n"
+                "def other_trainer():\n"
+                "    return MyTrainer.Config()\n"
+            )
+        },
+    ),
+    BadToml(
+        "What it extends",
+        "a module that needs a missing package",
+        'extends = "my_vision.vision_8b"\n',
+        (
+            "bad.toml: extends: my_vision needs the module a_missing_package: pip install "
+            "a_missing_package."
+        ),
+        files={"my_vision.py": "import a_missing_package\n"},
+    ),
+    BadToml(
+        "What it extends",
+        "a config function that fails",
+        'extends = "my_broken.broken"\n',
+        "bad.toml: extends: my_broken.broken failed: RuntimeError: no such flavor",
+        files={"my_broken.py": ('def broken():\n    raise RuntimeError("no such flavor")\n')},
+    ),
+    BadToml(
+        "What it extends",
+        "a function that returns no config",
+        'extends = "my_numbers.number"\n',
+        "bad.toml: extends: my_numbers.number is no config function: it returned int.",
+        files={"my_numbers.py": ("def number():\n    return 3\n")},
+    ),
+    BadToml(
+        "Keys",
+        "an unknown key",
+        DEBUG + ("[training]\nseq_length = 4096\n"),
+        (
+            "bad.toml: training.seq_length: no such key of TrainingConfig; did you mean "
+            "training.seq_len?"
+        ),
+    ),
+    BadToml(
+        "Keys",
+        "an unknown key like no other",
+        DEBUG + ("[compile]\nzzz = 1\n"),
+        (
+            "bad.toml: compile.zzz: no such key of CompileConfig; expected one of "
+            "compile.backend, compile.components, compile.enable, "
+            "compile.enable_async_tensor_parallel."
+        ),
+    ),
+    BadToml(
+        "Keys",
+        "an unknown section",
+        DEBUG + ("[trainning]\nseq_len = 4096\n"),
+        "bad.toml: trainning: no such section; did you mean training?",
+    ),
+    BadToml(
+        "Keys",
+        "an unknown top-level key",
+        DEBUG + 'dump_foler = "out"\n',
+        "bad.toml: dump_foler: no such key; did you mean dump_folder?",
+    ),
+    BadToml(
+        "Keys",
+        "an unknown key of ours",
+        DEBUG + ('[parallelism]\nfsdp_warp = "block"\n'),
+        (
+            "bad.toml: parallelism.fsdp_warp: no such key of ParallelismConfig; did you mean "
+            "parallelism.fsdp_wrap?"
+        ),
+    ),
+    BadToml(
+        "Keys",
+        "an unknown key in a nested section",
+        DEBUG + ('[validator.dataloader]\ndatset = "c4"\n'),
+        (
+            "bad.toml: validator.dataloader.datset: no such key of HuggingFaceTextDataLoader; did"
+            " you mean validator.dataloader.dataset?"
+        ),
+    ),
+    BadToml(
+        "Keys",
+        "the model spec",
+        DEBUG + 'model_spec = "16B"\n',
+        "bad.toml: model_spec: is made by extends and [model]; a file cannot set it.",
+    ),
+    BadToml(
+        "Values",
+        "a string for an integer",
+        DEBUG + ('[training]\nseq_len = "4096"\n'),
+        'bad.toml: training.seq_len: expected an integer, got the string "4096".',
+    ),
+    BadToml(
+        "Values",
+        "a float for an integer",
+        DEBUG + ("[training]\nsteps = 1e3\n"),
+        "bad.toml: training.steps: expected an integer, got the float 1000.0.",
+    ),
+    BadToml(
+        "Values",
+        "true for an integer",
+        DEBUG + ("[training]\nsteps = true\n"),
+        "bad.toml: training.steps: expected an integer, got true.",
+    ),
+    BadToml(
+        "Values",
+        "a string for true or false",
+        DEBUG + ('[compile]\nenable = "yes"\n'),
+        'bad.toml: compile.enable: expected true or false, got the string "yes".',
+    ),
+    BadToml(
+        "Values",
+        "a string for a float",
+        DEBUG + ('[lr_scheduler]\ndecay_ratio = "0.8"\n'),
+        ('bad.toml: lr_scheduler.decay_ratio: expected a float or "None", got the string "0.8".'),
+    ),
+    BadToml(
+        "Values",
+        "a number for a string",
+        DEBUG + ("[dataloader]\ndataset = 4\n"),
+        "bad.toml: dataloader.dataset: expected a string, got the integer 4.",
+    ),
+    BadToml(
+        "Values",
+        "a value that is not among the choices",
+        DEBUG + ('[training]\ndtype = "bfloat61"\n'),
+        (
+            'bad.toml: training.dtype: expected one of "bfloat16", "float32", got the string '
+            '"bfloat61"; did you mean bfloat16?'
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a choice of ours that does not exist",
+        DEBUG + ('[parallelism]\nfsdp_wrap = "layer"\n'),
+        (
+            'bad.toml: parallelism.fsdp_wrap: expected one of "auto", "submodule", "block", got '
+            'the string "layer".'
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a single value for a list",
+        DEBUG + ('[compile]\ncomponents = "model"\n'),
+        'bad.toml: compile.components: expected a list of strings, got the string "model".',
+    ),
+    BadToml(
+        "Values",
+        "a wrong item in a list",
+        DEBUG + ('[compile]\ncomponents = ["model", 2]\n'),
+        "bad.toml: compile.components.1: expected a string, got the integer 2.",
+    ),
+    BadToml(
+        "Values",
+        "a value for a section",
+        DEBUG + "training = 3\n",
+        "bad.toml: training: expected a table [training], got the integer 3.",
+    ),
+    BadToml(
+        "Values",
+        "a section for a value",
+        DEBUG + ("[training.seq_len]\nmax = 4\n"),
+        "bad.toml: training.seq_len: expected an integer, got a table.",
+    ),
+    BadToml(
+        "Values",
+        "None where there must be a value",
+        DEBUG + ('[training]\nsteps = "None"\n'),
+        'bad.toml: training.steps: expected an integer, got the string "None".',
+    ),
+    BadToml(
+        "Values",
+        "a date",
+        DEBUG + ("[debug]\nseed = 2026-01-01\n"),
+        'bad.toml: debug.seed: expected an integer or "None", got the date 2026-01-01.',
+    ),
+    BadToml(
+        "Values",
+        "a string for a number of the optimizer",
+        DEBUG + ('[optimizer.param_groups.0.optimizer_kwargs]\nlr = "1e-4"\n'),
+        (
+            "bad.toml: optimizer.param_groups.0.optimizer_kwargs.lr: expected a float, got the "
+            'string "1e-4".'
+        ),
+    ),
+    BadToml(
+        "Values",
+        "an unknown item of a list",
+        DEBUG + ("[optimizer.param_groups.1.optimizer_kwargs]\nlr = 1e-4\n"),
+        (
+            "bad.toml: optimizer.param_groups.1: no such item: optimizer.param_groups has 1, "
+            "counted from 0."
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a required key is missing",
+        DEBUG + ('[[optimizer.param_groups]]\npattern = ".*"\n'),
+        (
+            "bad.toml: optimizer.param_groups.0: missing optimizer_name: ParamGroupConfig has no "
+            "default for it."
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a value that Titan refuses",
+        DEBUG + ('[parallelism]\ncontext_parallel_load_balancer = ""\n'),
+        (
+            "bad.toml: parallelism: context_parallel_load_balancer cannot be an empty string. Use"
+            " None to disable load balancing."
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a combination that Titan refuses",
+        DEBUG + ("[debug]\nbatch_invariant = true\n"),
+        "bad.toml: Batch-invariant mode is not supported in pre-training.",
+    ),
+    BadToml(
+        "Values",
+        "an SPMD backend that we refuse",
+        DEBUG + ('[parallelism]\nspmd_backend = "full_dtensor"\n'),
+        (
+            "bad.toml: parallelism: parallelism.spmd_backend is 'full_dtensor', which titan_ext "
+            "does not support (TorchTitan removed it after 0.3); expected one of spmd_types, "
+            "partial_dtensor."
+        ),
+    ),
+    BadToml(
+        "Policies and components",
+        "an unknown policy",
+        DEBUG + ('[activation_checkpoint]\npolicy = "ful"\n'),
+        ('bad.toml: activation_checkpoint.policy: no policy is called "ful"; did you mean full?'),
+    ),
+    BadToml(
+        "Policies and components",
+        "a key of another policy",
+        DEBUG + ('[activation_checkpoint]\npolicy = "full"\nmemory_budget = 0.5\n'),
+        (
+            "bad.toml: activation_checkpoint.memory_budget: no such key of FullAC; expected one "
+            "of activation_checkpoint.debug, activation_checkpoint.determinism_check, "
+            "activation_checkpoint.preserve_rng_state."
+        ),
+    ),
+    BadToml(
+        "Policies and components",
+        "a key without a policy",
+        DEBUG + ('[activation_checkpoint]\npolicy = "none"\ndebug = true\n'),
+        'bad.toml: activation_checkpoint.debug: has no meaning with policy = "none".',
+    ),
+    BadToml(
+        "Policies and components",
+        "a policy in place of its section",
+        DEBUG + 'activation_checkpoint = "full"\n',
+        (
+            "bad.toml: activation_checkpoint: expected a table [activation_checkpoint] with "
+            'policy = ..., got the string "full".'
+        ),
+    ),
+    BadToml(
+        "Policies and components",
+        "a component that does not exist",
+        DEBUG
+        + (
+            "[dataloader]\n"
+            'component = "torchtitan.hf_datasets.text_datasets.HuggingFaceTextDataLoaders"\n'
+        ),
+        (
+            "bad.toml: dataloader.component: torchtitan.hf_datasets.text_datasets has no "
+            "HuggingFaceTextDataLoaders; did you mean HuggingFaceTextDataLoader?"
+        ),
+    ),
+    BadToml(
+        "Policies and components",
+        "a component of the wrong kind",
+        DEBUG + ('[dataloader]\ncomponent = "torchtitan.components.loss.MSELoss"\n'),
+        (
+            "bad.toml: dataloader.component: expected a kind of BaseDataLoader, but "
+            "torchtitan.components.loss.MSELoss is none."
+        ),
+    ),
+    BadToml(
+        "Policies and components",
+        "a component without its module",
+        DEBUG + ('[dataloader]\ncomponent = "ChatDataLoader"\n'),
+        (
+            'bad.toml: dataloader.component: expected a dotted path, as in "package.module.Name",'
+            ' got "ChatDataLoader".'
+        ),
+    ),
+    BadToml(
+        "Policies and components",
+        "a component in a module that does not exist",
+        DEBUG + ('[dataloader]\ncomponent = "my_package.data.Loader"\n'),
+        "bad.toml: dataloader.component: no module named my_package; is it on PYTHONPATH?",
+    ),
+    BadToml(
+        "Policies and components",
+        "a class for a section that has no choice",
+        DEBUG + ('[training]\ncomponent = "my_package.Training"\n'),
+        (
+            "bad.toml: training.component: [training] has one class only; there is nothing to "
+            "choose."
+        ),
+    ),
+    BadToml(
+        "The model",
+        "an unknown flavor",
+        DEBUG + ('[model]\nflavor = "16b"\n'),
+        'bad.toml: model.flavor: no flavor is called "16b"; did you mean 16B?',
+    ),
+    BadToml(
+        "The model",
+        "an unknown model choice",
+        DEBUG + ('[model]\nattention_backend = "flex"\n'),
+        (
+            "bad.toml: model.attention_backend: torchtitan.models.deepseek_v3.model_registry does"
+            " not take it; did you mean model.attn_backend?"
+        ),
+    ),
+    BadToml(
+        "The model",
+        "a choice of another model",
+        ('extends = "qwen3.qwen3_moe_debug"\n[model]\nnum_mtp_layers = 1\n'),
+        (
+            "bad.toml: model.num_mtp_layers: torchtitan.models.qwen3.model_registry does not take"
+            " it; expected one of model.attn_backend, model.converters, model.flavor, "
+            "model.moe_comm_backend."
+        ),
+    ),
+    BadToml(
+        "The model",
+        "an unknown attention backend",
+        DEBUG + ('[model]\nattn_backend = "flexx"\n'),
+        'bad.toml: model.attn_backend: "flexx" is unknown; did you mean flex?',
+    ),
+    BadToml(
+        "The model",
+        "an unknown EP communication backend",
+        DEBUG + ('[model]\nmoe_comm_backend = "deep_ep"\n'),
+        'bad.toml: model.moe_comm_backend: "deep_ep" is unknown; did you mean deepep?',
+    ),
+    BadToml(
+        "The model",
+        "a string for a number of layers",
+        DEBUG + ('[model]\nnum_mtp_layers = "1"\n'),
+        'bad.toml: model.num_mtp_layers: expected an integer, got the string "1".',
+    ),
+    BadToml(
+        "The model",
+        "an unknown converter",
+        DEBUG
+        + (
+            "[[model.converters]]\n"
+            'component = "torchtitan.components.quantization.Float8Converter"\n'
+        ),
+        (
+            "bad.toml: model.converters.0.component: torchtitan.components.quantization has no "
+            "Float8Converter; did you mean Float8LinearConverter?"
+        ),
+    ),
+    BadToml(
+        "The model",
+        "an unknown key of a converter",
+        DEBUG
+        + (
+            "[[model.converters]]\n"
+            'component = "torchtitan.components.lora.LoRAConverter"\n'
+            "rnk = 8\n"
+        ),
+        (
+            "bad.toml: model.converters.0.rnk: no such key of LoRAConverter; did you mean "
+            "model.converters.0.rank?"
+        ),
+    ),
+    BadToml(
+        "The model",
+        "a converter that refuses its values",
+        DEBUG
+        + (
+            "[[model.converters]]\n"
+            'component = "torchtitan.components.lora.LoRAConverter"\n'
+            "rank = 0\n"
+        ),
+        (
+            "bad.toml: model: torchtitan.models.deepseek_v3.model_registry refuses it: LoRA rank "
+            "must be positive, got 0"
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "a whole file of TorchTitan 0.2",
+        (
+            "[job]\n"
+            'dump_folder = "./outputs"\n'
+            "[model]\n"
+            'name = "deepseek_v3"\n'
+            'flavor = "16B"\n'
+            "[training]\n"
+            "local_batch_size = 4\n"
+        ),
+        (
+            "bad.toml: extends: missing; this looks like a file for TorchTitan 0.1 or 0.2. In "
+            "place of [model] name, say first which config function it changes, as in extends = "
+            '"deepseek_v3.deepseek_v3_16b".'
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[job]",
+        DEBUG + ('[job]\ndump_folder = "./outputs"\n'),
+        (
+            "bad.toml: job.dump_folder: a key of TorchTitan 0.1 or 0.2; today: dump_folder, a "
+            "top-level key (before the first section)."
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[model] name",
+        DEBUG + ('[model]\nname = "llama3"\n'),
+        (
+            "bad.toml: model.name: a key of TorchTitan 0.1 or 0.2; today: extends = "
+            '"MODULE.CONFIG_FUNCTION", for example "llama3.llama3_8b".'
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[model] tokenizer_path",
+        DEBUG + ('[model]\ntokenizer_path = "./tokenizer.model"\n'),
+        (
+            "bad.toml: model.tokenizer_path: a key of TorchTitan 0.1 or 0.2; today: "
+            "hf_assets_path, a top-level key (before the first section): the folder of "
+            "tokenizer.json."
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[model] converters by name",
+        DEBUG + ('[model]\nconverters = ["float8"]\n'),
+        (
+            "bad.toml: model.converters: a key of TorchTitan 0.1 or 0.2; today: "
+            '[[model.converters]] with component = "..." each, the path of the converter\'s class.'
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[training] batch_size",
+        DEBUG + ("[training]\nbatch_size = 8\n"),
+        (
+            "bad.toml: training.batch_size: a key of TorchTitan 0.1 or 0.2; today: "
+            "training.local_batch_size."
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[training] dataset",
+        DEBUG + ('[training]\ndataset = "c4"\n'),
+        ("bad.toml: training.dataset: a key of TorchTitan 0.1 or 0.2; today: dataloader.dataset."),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[training] compile",
+        DEBUG + ("[training]\ncompile = true\n"),
+        "bad.toml: training.compile: a key of TorchTitan 0.1 or 0.2; today: compile.enable.",
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[optimizer] lr",
+        DEBUG + ('[optimizer]\nname = "AdamW"\nlr = 8e-4\n'),
+        (
+            "bad.toml: optimizer.name: a key of TorchTitan 0.1 or 0.2; today: "
+            "optimizer.param_groups.0.optimizer_name."
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[activation_checkpoint] mode",
+        DEBUG + ('[activation_checkpoint]\nmode = "selective"\n'),
+        (
+            "bad.toml: activation_checkpoint.mode: a key of TorchTitan 0.1 or 0.2; today: "
+            'activation_checkpoint.policy = "selective", "full", "memory_budget" or "none".'
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[parallelism] enable_async_tensor_parallel",
+        DEBUG + ("[parallelism]\nenable_async_tensor_parallel = true\n"),
+        (
+            "bad.toml: parallelism.enable_async_tensor_parallel: a key of TorchTitan 0.1 or 0.2; "
+            "today: compile.enable_async_tensor_parallel."
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[float8]",
+        DEBUG + ('[float8]\nfilter_fqns = ["output"]\n'),
+        (
+            "bad.toml: float8.filter_fqns: a key of TorchTitan 0.1 or 0.2; today: "
+            "[[model.converters]] with component = "
+            '"torchtitan.components.quantization.Float8LinearConverter".'
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[experimental]",
+        DEBUG + ('[experimental]\ncustom_import = "my_package"\n'),
+        (
+            "bad.toml: experimental.custom_import: a key of TorchTitan 0.1 or 0.2; today: Python:"
+            " extends takes the path of any Python module's config function."
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[profiling]",
+        DEBUG + ("[profiling]\nenable_profiling = true\n"),
+        (
+            "bad.toml: profiling.enable_profiling: a key of TorchTitan 0.1 or 0.2; today: "
+            "[profiler], with the same keys."
+        ),
+    ),
+    BadToml(
+        "Files of TorchTitan 0.1 and 0.2",
+        "[checkpoint] enable_checkpoint",
+        DEBUG + ("[checkpoint]\nenable_checkpoint = true\n"),
+        (
+            "bad.toml: checkpoint.enable_checkpoint: a key of TorchTitan 0.1 or 0.2; today: "
+            "checkpoint.enable."
+        ),
+    ),
+    BadToml(
+        "Keys of TorchTitan's main branch",
+        "a batch size in tokens",
+        DEBUG + ("[training]\nnum_tokens_per_microbatch_per_dp_rank = 16384\n"),
+        (
+            "bad.toml: training.num_tokens_per_microbatch_per_dp_rank: TorchTitan main's name, "
+            "which counts tokens; TorchTitan 0.3 has training.local_batch_size, which counts "
+            "sequences: write the number of tokens divided by training.seq_len."
+        ),
+    ),
+    BadToml(
+        "Keys of TorchTitan's main branch",
+        "a global batch size in tokens",
+        DEBUG + ("[training]\nnum_tokens_per_train_step = 1048576\n"),
+        (
+            "bad.toml: training.num_tokens_per_train_step: TorchTitan main's name, which counts "
+            "tokens; TorchTitan 0.3 has training.global_batch_size, which counts sequences: write"
+            " the number of tokens divided by training.seq_len."
+        ),
+    ),
+    BadToml(
+        "Keys of TorchTitan's main branch",
+        "a number of pipeline microbatches",
+        DEBUG + ("[parallelism]\nnum_pp_microbatches = 4\n"),
+        (
+            "bad.toml: parallelism.num_pp_microbatches: TorchTitan main's name, which counts "
+            "microbatches; TorchTitan 0.3 has parallelism.pipeline_parallel_microbatch_size, "
+            "which counts sequences in one: write training.local_batch_size divided by the number"
+            " of microbatches."
+        ),
+    ),
+    BadToml(
+        "Keys of TorchTitan's main branch",
+        "a key under both of its names",
+        DEBUG + ("[training]\nmax_context_length = 4096\nseq_len = 4096\n"),
+        (
+            "bad.toml: training.max_context_length: is another name of training.seq_len, and both"
+            " are given."
+        ),
+    ),
+)

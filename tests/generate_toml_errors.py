@@ -1,0 +1,45 @@
+"""Writes ``docs/toml_errors.md`` from the table of refused files: ``python -m`` this module."""
+
+import itertools
+from pathlib import Path
+
+from tests.bad_tomls import BAD_TOMLS, BadToml
+
+__all__ = ["PAGE", "page"]
+
+PAGE = Path(__file__).parent.parent / "docs" / "toml_errors.md"
+
+_INTRODUCTION = """\
+# What a TOML file is refused for
+
+Each of these is a test: the file, and the whole message. A message is one line: the file, the
+dotted key, what was expected, and the valid name that is nearest. This page is generated from
+`tests/bad_tomls.py` by `python -m tests.generate_toml_errors`.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    parts = [_INTRODUCTION]
+    for chapter, entries in itertools.groupby(BAD_TOMLS, key=lambda bad: bad.chapter):
+        parts.append(f"\n## {chapter}\n")
+        parts.extend(_entry(bad) for bad in entries)
+    return "".join(parts)
+
+
+def _entry(bad: BadToml) -> str:
+    lines = [f"\n### {bad.title[0].upper()}{bad.title[1:]}\n"]
+    for name, text in bad.written.items():
+        if text:
+            kind = "python" if name.endswith(".py") else "toml"
+            lines.append(f"\n`{name}`:\n\n```{kind}\n{text.rstrip()}\n```\n")
+    lines.append(f"\n```text\n{bad.message}\n```\n")
+    return "".join(lines)
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Every refused file with its message; no mistake is passed over and no ImportError escapes."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+
+from tests.bad_tomls import BAD_TOMLS, BadToml
+from tests.generate_toml_errors import PAGE, page
+from tests.old_titan_keys import OLD_TITAN_KEYS
+from titan_ext.toml_config import TomlConfigError, load
+from titan_ext.toml_config.legacy import LEGACY, LEGACY_SECTIONS, legacy_advice
+from titan_ext.toml_config.renames import OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
+from titan_ext.trainer import Trainer
+
+
+@pytest.mark.parametrize("bad", BAD_TOMLS, ids=lambda bad: bad.id)
+def test_message(bad: BadToml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in bad.written.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(TomlConfigError) as refused:
+        load(bad.name)
+    assert str(refused.value) == bad.message
+
+
+def test_the_page_in_the_docs_is_this_table():
+    assert PAGE.read_text() == page(), "run: python -m tests.generate_toml_errors"
+
+
+def test_text_that_is_not_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").write_bytes(b'extends = "a.b"\ndump_folder = "\xff"\n')
+    with pytest.raises(TomlConfigError, match=r"^bad.toml: line 2: not UTF-8 text\.$"):
+        load("bad.toml")
+
+
+def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").mkdir()
+    with pytest.raises(TomlConfigError, match=r"^bad.toml: is a folder"):
+        load("bad.toml")
+
+
+@pytest.mark.parametrize("name", ["fla", "torchvision.io"])
+def test_a_package_that_is_missing_is_named_with_what_to_install(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    # As if it were not installed; where it is not, this is what Python does by itself.
+    (tmp_path / f"my_{name[:3]}.py").write_text(
+        f"raise ModuleNotFoundError(\"No module named '{name}'\", name={name!r})\n"
+    )
+    (tmp_path / "bad.toml").write_text(f'extends = "my_{name[:3]}.base"\n')
+    package = {"fla": "flash-linear-attention"}.get(name, name.split(".")[0])
+    with pytest.raises(
+        TomlConfigError, match=rf"needs the module {name}: pip install {package}\.$"
+    ):
+        load("bad.toml")
+
+
+def _keys_of_today() -> set[str]:
+    policies = (SelectiveAC.Config, FullAC.Config, MemoryBudgetAC.Config)
+    keys = {f"activation_checkpoint.{f.name}" for p in policies for f in dataclasses.fields(p)}
+    config = Trainer.Config()
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        if dataclasses.is_dataclass(value):
+            keys |= {f"{section.name}.{f.name}" for f in dataclasses.fields(value)}
+    return keys
+
+
+def test_every_key_of_titan_0_1_and_0_2_is_either_known_or_answered():
+    old = {f"{section}.{key}" for section, keys in OLD_TITAN_KEYS.items() for key in keys.split()}
+    today = _keys_of_today() | {"model.flavor"}
+    unanswered = [key for key in old if key not in today and not legacy_advice(key, 1)]
+    assert unanswered == []
+    # "training.batch_size" is older than 0.1.
+    assert set(LEGACY) - old == {"training.batch_size"}
+    assert all(any(key.startswith(f"{name}.") for key in old) for name in LEGACY_SECTIONS)
+
+
+def test_no_key_of_today_is_called_an_old_one_or_another_versions():
+    today = _keys_of_today()
+    assert today.isdisjoint({*LEGACY, *RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN})
+    assert today >= set(RENAMED_ON_MAIN.values())

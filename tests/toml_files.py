@@ -1,0 +1,38 @@
+"""Helpers for tests of TOML files: names of bases, loading a text, a model as comparable text."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titan_ext.toml_config import resolve
+from titan_ext.toml_config.draft import Draft, build
+from titan_ext.toml_config.errors import Place
+from titan_ext.toml_config.fill import fill
+from titan_ext.trainer import Trainer
+
+__all__ = ["DATA", "DEBUG", "QWEN", "Loader", "filled", "model_text", "resolve_text"]
+
+DEBUG = 'extends = "deepseek_v3.deepseek_v3_debugmodel"\n'
+QWEN = 'extends = "qwen3.qwen3_moe_debug"\n'
+DATA = "torchtitan.hf_datasets.text_datasets"
+
+Loader = Callable[..., Trainer.Config]
+"""Fixture ``config``: the config of a text, beside other files by their stem."""
+
+
+def model_text(config: Trainer.Config) -> str:
+    """The whole model config; functions in it by name, not by address."""
+    assert config.model_spec is not None
+    return re.sub(r" at 0x[0-9a-f]+", "", str(config.model_spec.model.to_dict()))
+
+
+def filled(cls: type, table: dict[str, Any]) -> Any:
+    draft = Draft(cls, {}, Place(file="paint.toml"))
+    fill(draft, table, Place(file="paint.toml"))
+    return build(draft)
+
+
+def resolve_text(folder: Path, text: str) -> Any:
+    (folder / "run.toml").write_text(text)
+    return resolve("run.toml")
