@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 train: data
 	$(BIN)/torchrun --nproc_per_node=$(NGPU) --rdzv_backend c10d --rdzv_endpoint=localhost:0 \
 		--local-ranks-filter 0 --role rank --tee 3 \
-		-m torchtitan.train --module titan_ext --config moe_debug \
+		-m torchtitan.train --module titan_ext --config train_configs/moe_debug.toml \
 		--dump_folder $(RUN_FOLDER) \
 		--training.steps $$($(BIN)/python -m titan_ext.run_folder target $(RUN_FOLDER) --steps $(STEPS)) $(ARGS)
 	@$(BIN)/python -m titan_ext.run_folder report $(RUN_FOLDER)

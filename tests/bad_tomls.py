@@ -171,8 +171,9 @@ BAD_TOMLS = (
         "a model that titan_ext cannot serve",
         'extends = "my_models.other_trainer"\n',
         (
-            "bad.toml: extends: my_models.other_trainer: cannot extend MyTrainer.Config: only "
-            "configs of Titan's own trainer (torchtitan.trainer.Trainer.Config) can be extended."
+            "bad.toml: extends: my_models.other_trainer: cannot extend a config of MyTrainer: "
+            "titan_ext extends configs of Titan's own trainer (torchtitan.trainer.Trainer), and "
+            "this one has a training loop of its own."
         ),
         files={
             "my_models.py": (

@@ -4,6 +4,7 @@ import pytest
 
 from tests.matrix.check import References
 from tests.toml_files import Loader
+from titan_ext import no_accelerator
 from titan_ext.toml_config import load
 from titan_ext.trainer import Trainer
 
@@ -14,8 +15,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 @pytest.fixture
-def log_folder(tmp_path: Path) -> Path:
-    return tmp_path / "logs"
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has one, as far as titan_ext can tell."""
+    monkeypatch.setattr(no_accelerator, "_get_available_device_type", lambda: "cuda")
 
 
 @pytest.fixture

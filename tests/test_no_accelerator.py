@@ -18,12 +18,6 @@ from titan_ext.trainer import extend_config
 GIB = 2**30
 
 
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has one, as far as this test can tell."""
-    monkeypatch.setattr(no_accelerator, "_get_available_device_type", lambda: "cuda")
-
-
 def _state_of_titan() -> dict[str, Any]:
     return {
         f"{name}.{attribute}": getattr(module, attribute)

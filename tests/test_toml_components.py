@@ -157,6 +157,7 @@ def test_multi_token_prediction(config: Loader):
     assert ours.loss == MTPLoss.Config(mtp_scale=0.1, global_vocab_size=2048)
 
 
+@pytest.mark.usefixtures("accelerator")  # without one, attention is exchanged
 def test_choices_of_the_base_function_stay_when_another_is_changed(config: Loader, folder: Path):
     (folder / "my_adapters.py").write_text(
         "from torchtitan.components.lora import LoRAConverter\n"

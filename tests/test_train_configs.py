@@ -2,14 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.moe import GroupedExperts
 
+from tests.cluster import run_ranks
+from tests.dry_run import DryRun, dry_run
 from titan_ext.config_registry import moe_debug
 from titan_ext.data.stdlib_corpus import default_tokenizer_path
-from titan_ext.specs import SUPPORTED_MODELS
+from titan_ext.fsdp.units import resolve_wrap
 from titan_ext.toml_config import load
 from titan_ext.toml_config.origins import leaves
 
@@ -36,25 +38,32 @@ def test_these_are_all():
     assert sorted(path.stem for path in FOLDER.glob("*.toml")) == NAMES
 
 
+def _dry_run(path: Path) -> DryRun:
+    return dry_run(load(path), world_size(path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parallelizes_at_its_world_size(name: str, tmp_path: Path):
+    path = FOLDER / f"{name}.toml"
+    (run,) = run_ranks(_dry_run, 1, path, log_folder=tmp_path)
+    assert run.moe_blocks, "an example without experts"
+    parallelism = load(path).parallelism
+    wrap = resolve_wrap(parallelism.fsdp_wrap, parallelism.expert_parallel_degree)
+    assert run.units["attention" if wrap == "submodule" else "block"] == run.blocks
+    assert run.fsdp_groups == run.planned_groups
+    assert run.root_parameters == run.plain_parameters == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_degrees_fit_the_world_size(name: str):
-    if name.startswith("gpt_oss") and "gpt_oss" not in SUPPORTED_MODELS:
-        pytest.skip("gpt_oss is not served yet")
+    """What a dry run does not see: tokens and experts are split evenly."""
     path = FOLDER / f"{name}.toml"
-    config, world = load(path), world_size(path)
-    p = config.parallelism
-    outer = p.pipeline_parallel_degree * p.data_parallel_replicate_degree
-    inner = p.context_parallel_degree * p.tensor_parallel_degree
-    assert world % (outer * inner) == 0
-    shard = world // (outer * inner)
-    assert p.data_parallel_shard_degree in (-1, shard)
-    assert shard * inner % p.expert_parallel_degree == 0
-    assert config.training.seq_len % (2 * inner) == 0
+    config, p = load(path), load(path).parallelism
+    splits = p.context_parallel_degree * p.tensor_parallel_degree
+    assert config.training.seq_len % (2 * splits) == 0
     assert config.model_spec is not None
-    layers = config.model_spec.model.traverse(MoE.Config)
-    experts = {getattr(moe, "num_experts", 0) for _, moe, *_ in layers}
-    assert experts, "an example without experts"
-    assert all(number % p.expert_parallel_degree == 0 for number in experts)
+    for _, experts, *_ in config.model_spec.traverse(GroupedExperts.Config):
+        assert cast(GroupedExperts.Config, experts).num_experts % p.expert_parallel_degree == 0
     if p.expert_parallel_degree > 1:
         assert config.training.disable_cuda_graphs
 

@@ -89,7 +89,15 @@ def _extended_titan_config(name: str) -> "Trainer.Config":
     return extend_config(getattr(import_module(titan_configs()[name]), name)())
 
 
+def _load_toml(path: str) -> "Trainer.Config":
+    from titan_ext.toml_config import load
+
+    return load(path)
+
+
 def __getattr__(name: str) -> Callable[[], Any]:
+    if name.endswith(".toml"):
+        return functools.partial(_load_toml, name)
     if name in titan_configs():
         return functools.partial(_extended_titan_config, name)
     if name.startswith("_"):
