@@ -168,6 +168,15 @@ BAD_TOMLS = (
     ),
     BadToml(
         "What it extends",
+        "a model that is no decoder",
+        'extends = "flux.flux_debugmodel"\n',
+        (
+            "bad.toml: extends: titan_ext does not serve flux: it is no decoder (so its units are "
+            "unknown) and has a training loop of its own."
+        ),
+    ),
+    BadToml(
+        "What it extends",
         "a model that titan_ext cannot serve",
         'extends = "my_models.other_trainer"\n',
         (

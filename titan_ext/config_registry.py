@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["moe_debug", "titan_configs"]
 
+_NOT_DECODERS = ("flux",)  # specs.REFUSED_MODELS says why
+
 
 def moe_debug() -> "Trainer.Config":
     """The DeepSeek-V3 debug model on Python's standard library: ``make train``.
@@ -61,16 +63,23 @@ def titan_configs() -> dict[str, str]:
     """Titan's config functions that we extend: name -> module, read without importing any.
 
     Importing a model's package can need an extra (qwen3_5: fla), so the names are taken from the
-    sources. flux is left out: it is no decoder.
+    sources.
     """
+    return {
+        name: module
+        for name, module in _all_titan_configs().items()
+        if module.split(".")[2] not in _NOT_DECODERS
+    }
+
+
+@functools.cache
+def _all_titan_configs() -> dict[str, str]:
     spec = util.find_spec("torchtitan")
     assert spec is not None
     assert spec.submodule_search_locations is not None
     models = Path(spec.submodule_search_locations[0]) / "models"
     found = {}
     for source in sorted(models.glob("*/config_registry.py")):
-        if source.parent.name == "flux":
-            continue
         for node in ast.parse(source.read_text()).body:
             if isinstance(node, ast.FunctionDef) and _is_config_function(node):
                 found[node.name] = f"torchtitan.models.{source.parent.name}.config_registry"
@@ -102,6 +111,13 @@ def __getattr__(name: str) -> Callable[[], Any]:
         return functools.partial(_extended_titan_config, name)
     if name.startswith("_"):
         raise AttributeError(name)
+    if name in _all_titan_configs():
+        from titan_ext.specs import REFUSED_MODELS
+
+        model = _all_titan_configs()[name].split(".")[2]
+        raise ValueError(
+            f"--config {name}: titan_ext does not serve {model}: {REFUSED_MODELS[model]}."
+        )
     known = [*titan_configs(), "moe_debug"]
     nearest = difflib.get_close_matches(name, known, n=3)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""

@@ -9,7 +9,12 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_ext.dispatch import use_functional_all_to_all
 from titan_ext.parallelize import parallelize
 
-__all__ = ["check_model_limits", "extend_model_spec"]
+__all__ = ["REFUSED_MODELS", "check_model_limits", "extend_model_spec"]
+
+REFUSED_MODELS = {
+    "flux": "it is no decoder (so its units are unknown) and has a training loop of its own",
+}
+"""Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
 
 # Titan models whose own parallelize function refuses something, by ModelSpec.name.
 _NO_CONTEXT_PARALLEL = ("kimi_k2_5", "qwen3_5")

@@ -14,6 +14,7 @@ from torchtitan.models import _supported_models
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer as TitanTrainer
 
+from titan_ext.specs import REFUSED_MODELS
 from titan_ext.toml_config.components import import_problem
 from titan_ext.toml_config.errors import Place, nearest
 from titan_ext.toml_config.origins import leaves
@@ -56,6 +57,8 @@ def load_base(name: str, place: Place) -> Base:
         TomlConfigError: if there is no such function, if it needs a package that is missing, or if
             titan_ext cannot serve its config.
     """
+    if (model := name.partition(".")[0]) in REFUSED_MODELS:
+        raise place.error(f"titan_ext does not serve {model}: {REFUSED_MODELS[model]}.")
     function = _find_function(name, place)
     with _watched_registry() as calls:
         config = _call(function, name, place)
