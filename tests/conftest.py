@@ -1,6 +1,8 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.matrix.check import References
 
@@ -13,3 +15,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 @pytest.fixture
 def log_folder(tmp_path: Path) -> Path:
     return tmp_path / "logs"
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

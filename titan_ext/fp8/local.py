@@ -70,4 +70,6 @@ def plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     names, _ = x.__tensor_flatten__()
     for name in names:
-        yield from plain_tensors(getattr(x, name))
+        # A DTensor names its mesh, too.
+        if isinstance(part := getattr(x, name), torch.Tensor):
+            yield from plain_tensors(part)
