@@ -182,6 +182,18 @@ def test_the_largest_value_of_a_dtype_comes_back_finite(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("codec", FORMATS, ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e-45, -3e-39, 2.0**-127, 2.0**-126, 2.0**-120])
+def test_zeros_denormals_and_the_smallest_scale(codec: Codec, value: float):
+    x = torch.full((2, 128), value)
+    stored = quantize(x, codec)
+    smallest = 1 if codec.scale == "e8m0" else 2.0**-126
+    assert stored.scales.unique().tolist() == [smallest]
+    y = dequantize(stored, codec, x.dtype)
+    assert ((y - x).double().abs() <= x.double().abs().clamp(max=2.0**-126)).all()
+    assert (y[x == 0] == 0).all()
+
+
+@pytest.mark.parametrize("codec", FORMATS, ids=str)
 def test_scale_bytes_and_error_of_heavy_tails(codec: Codec):
     x = heavy_tailed((6, 300)).bfloat16()
     check_error_bound(GOOD, x, codec)
@@ -474,8 +486,11 @@ def _compile(function: Callable[..., Any], *args: Any) -> tuple[Any, int, int]:
     return result, functions, sum(nodes)
 
 
-@pytest.mark.parametrize("codec", COMPILED, ids=str)
-@pytest.mark.parametrize("last", [256, 200])
+@pytest.mark.parametrize(
+    ("codec", "last"),
+    [(codec, 256) for codec in COMPILED] + [(COMPILED[0], 200), (COMPILED[4], 200)],
+    ids=str,
+)
 def test_compiled_is_the_same_to_the_bit(codec: Codec, last: int):
     """A last dimension of 200 also guards against pytorch issue 195582 (a lost short block)."""
     x = heavy_tailed((32, last)).bfloat16()

@@ -259,8 +259,8 @@ def _spread(per_block: torch.Tensor, values: torch.Tensor, codec: Codec) -> torc
     """What belongs to a block, for each of its values (broadcast where it can be)."""
     if values.dim() == 3:
         return per_block.unsqueeze(-1)
-    # Written as a shift: Inductor's CPU backend splits a loop at a division and drops the short
-    # block behind it (pytorch issue 195582).
+    # Gathered. Padding the values and slicing the result would be simpler, but Inductor's CPU
+    # backend (2.15) then leaves the short block unwritten: pytorch issue 195582.
     size = codec.block_size(values.shape)
     block_of = torch.arange(values.shape[-1], device=values.device) >> (size.bit_length() - 1)
     return per_block[:, block_of]
