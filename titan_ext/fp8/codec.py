@@ -57,10 +57,9 @@ A scale for the whole tensor takes a reduction first, so two.
 How torchao does it
 ===================
 ``torchao.prototype.mx_formats.to_mx`` with RCEIL scales is the nearest relative, and a test
-compares the two bit for bit where both are defined. It wants contiguous input, a last dimension
-divisible by the block, and bf16 or fp32, and a NaN or an infinity takes its whole block with it.
-The Triton kernels (``fp8_blockwise_act_quant`` and those of MXFP8) need a GPU; the former has fp32
-scales only.
+compares the two bit for bit where both are defined. It wants contiguous input, whole blocks, and
+bf16 or fp32. In it a NaN takes its whole block along and an infinity makes zeros of its neighbours.
+torchao's Triton kernels need a GPU. docs/fp8_codec.md says what else was tried.
 """
 
 from dataclasses import dataclass
