@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.fp8_activations import debug_model, tokens
 from titan_ext.fp8 import Codec, Row, SavedTensorStore, dequantize, keep_exact, quantize
@@ -520,6 +521,44 @@ def test_a_transposed_dtensor_comes_back(one_rank: None):
     assert isinstance(back, DTensor)
     assert back.placements == x.placements
     assert (back.to_local() - local).float().norm() < 0.03 * local.float().norm()
+
+
+def test_an_uneven_shard_comes_back_as_part_of_the_same_whole():
+    """The last of three ranks of 8 rows has 2. The group is fake: nothing is ever sent."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        local = normal(2, N)
+        x = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((8, N)), stride=(N, 1))
+        store = SavedTensorStore(policy=everything)
+        entry = store.pack(x)
+        back = store.unpack(entry)
+        assert isinstance(back, DTensor)
+        assert back.shape == (8, N)
+        assert torch.equal(back.to_local(), quantized(local))
+        assert store.ledger.nbytes == 2 * (N + 16)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_in_place_after_save_raises_for_a_dtensor_kept_by_reference(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(normal(4, 64, dtype=torch.float32), mesh, [Shard(0)]).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x.exp()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _mul_in_place_then_backward(y)
+
+
+def test_a_dtensor_changed_in_place_is_not_a_duplicate(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(normal(16, N), mesh, [Shard(0)])
+    store = SavedTensorStore()
+    first = store.pack(x)
+    x.mul_(3)
+    second = store.pack(x)
+    assert first is not second
 
 
 def test_a_dtensor_parameter_and_its_local_view_pass_through(one_rank: None):
