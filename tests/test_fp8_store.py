@@ -1,0 +1,585 @@
+"""The saved-tensor store: what it holds, what it lets go, and what backward gets back."""
+
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._C._distributed_c10d import Work, _register_work
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.fp8_activations import debug_model, tokens
+from titan_ext.fp8 import Codec, Row, SavedTensorStore, dequantize, keep_exact, quantize
+from titan_ext.fp8.local import plain_tensors
+
+N = 2048
+
+
+def everything(x: torch.Tensor) -> str | None:
+    """A policy: nothing stays exact."""
+    return None
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def gradient(x: torch.Tensor) -> Any:
+    assert x.grad is not None
+    return x.grad
+
+
+def rows(store: SavedTensorStore) -> dict[str, Row]:
+    return {row.treatment: row for row in store.ledger.rows()}
+
+
+def quantized(x: torch.Tensor, codec: Codec | None = None) -> torch.Tensor:
+    codec = codec or Codec()
+    return dequantize(quantize(x, codec), codec, x.dtype)
+
+
+def live_storages(but: Iterable[int] = ()) -> dict[int, int]:
+    """Every storage that a Python tensor reaches, by address, and its bytes: asked of the GC."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    parts = [part for t in tensors if t.layout is torch.strided for part in plain_tensors(t)]
+    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parts}
+    return {key: size for key, size in storages.items() if key not in set(but)}
+
+
+# What backward gets.
+
+
+def test_what_backward_gets_is_the_quantised_tensor():
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x * x
+    y.sum().backward()
+    assert torch.equal(gradient(x), 2 * quantized(x.detach()))
+    assert store.ledger.nbytes == 0, "freed by backward"
+
+
+def test_the_ledger_and_the_ratio():
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks("square"):
+        y = x.exp()
+    (row,) = store.ledger.rows()
+    assert row == Row("square", "float8 e4m3", 1, 16 * (N + N // 128), 16 * N * 2)
+    assert store.ledger.nbytes / store.ledger.original_nbytes == 0.50390625
+    assert "square: float8 e4m3" in str(store.ledger)
+    del y
+    assert store.ledger.rows() == []
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_a_block_are_close(compiled: bool):
+    layer = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256)).bfloat16()
+    x = normal(64, 256)
+    layer(x).square().sum().backward()
+    exact = [gradient(p).clone() for p in layer.parameters()]
+    layer.zero_grad()
+    store = SavedTensorStore(modules=[layer], compiled=compiled)
+    with store.hooks():
+        y = layer(x).square().sum()
+    assert rows(store)["float8 e4m3"].entries >= 3
+    y.backward()
+    for p, e in zip(layer.parameters(), exact, strict=True):
+        cosine = torch.cosine_similarity(gradient(p).float().flatten(), e.float().flatten(), dim=0)
+        assert cosine > 0.998
+        assert not torch.equal(gradient(p), e)
+
+
+# The ledger against the storages that are really there.
+
+
+def test_the_ledger_equals_the_live_storages_of_a_model():
+    """The debug model, forward: what the graph holds beyond the model is what the ledger says."""
+    model, inputs = debug_model(), tokens()
+    store = SavedTensorStore(modules=[model])
+    leaf = model.tok_embeddings(inputs).detach().requires_grad_()
+    before = live_storages()
+    h = leaf
+    for name, block in model.layers.items():
+        with store.hooks(name):
+            h = block(h, None, None)
+    graph = h.grad_fn
+    del h
+    ledger = store.ledger
+    assert sum(live_storages(but=before).values()) == ledger.nbytes > 0
+
+    moe = {row.treatment: row for row in ledger.rows() if row.name == "1"}
+    assert moe["float8 e4m3"].nbytes < 0.51 * moe["float8 e4m3"].original_nbytes
+    assert {"exact: int64", "exact: float32", "passed through: parameter or buffer"} <= set(moe)
+    assert moe["passed through: parameter"].nbytes == 0
+    assert moe["passed through: parameter"].entries > 10
+
+    del graph
+    assert ledger.nbytes == 0
+    assert live_storages(but=before) == {}
+
+
+def test_the_check_of_live_storages_sees_what_the_ledger_leaves_out():
+    """A store that kept the original beside its float8 copy would fail the test above."""
+    before = live_storages()
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x.exp()
+    y = y.grad_fn
+    kept_by_mistake = x.detach()
+    del x
+    assert sum(live_storages(but=before).values()) > store.ledger.nbytes
+    del kept_by_mistake, y
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w,
+        lambda w: w.t(),
+        lambda w: w.detach(),
+        lambda w: w.detach().t(),
+        lambda w: w.detach()[3:],
+        lambda w: w.data.view(-1),
+    ],
+    ids=["itself", "transposed", "detached", "detached view", "slice", "data"],
+)
+def test_parameters_and_views_of_them_are_never_packed(view: Any):
+    layer = nn.Linear(128, 128, bias=False).bfloat16()
+    store = SavedTensorStore(modules=[layer], policy=everything)
+    entry = store.pack(view(layer.weight))
+    back = store.unpack(entry)
+    assert back.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+    assert torch.equal(back, view(layer.weight).detach())
+    assert store.ledger.nbytes == 0
+
+
+def test_buffers_are_not_packed_either():
+    layer, rope = nn.Module(), normal(64, 128)
+    layer.register_buffer("rope", rope)
+    store = SavedTensorStore(modules=[layer], policy=everything)
+    entry = store.pack(rope[:32])
+    assert store.unpack(entry).data_ptr() == rope.data_ptr()
+    assert store.ledger.nbytes == 0
+
+
+def test_a_parameter_put_in_place_later_is_known():
+    """As FSDP does, before each forward."""
+    layer = nn.Linear(128, 128, bias=False).bfloat16()
+    store = SavedTensorStore(modules=[layer], policy=everything)
+    store.pack(normal(8, 128))
+    layer.weight = nn.Parameter(normal(128, 128))
+    entry = store.pack(layer.weight.detach().t())
+    assert entry.treatment == "passed through: parameter or buffer"
+
+
+def test_a_weight_whose_storage_is_emptied_after_forward():
+    """What FSDP does: 0 bytes between forward and backward, and gradients as ever."""
+    layer = nn.Linear(256, 256, bias=False).bfloat16()
+    x = normal(32, 256).requires_grad_()
+    store = SavedTensorStore(modules=[layer])
+    before = live_storages()
+    with store.hooks():
+        y = layer(x)
+    storage, full = layer.weight.untyped_storage(), layer.weight.detach().clone()
+    storage.resize_(0)
+    assert rows(store)["passed through: parameter"].nbytes == 0
+    copies = [s for s in live_storages(but=before).values() if s == 256 * 256]
+    assert copies == [], "a float8 copy of the weight"
+    storage.resize_(full.untyped_storage().nbytes())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(layer.weight):
+        layer.weight.copy_(full)
+    y.sum().backward()
+    assert torch.equal(gradient(x), torch.ones_like(y) @ full)
+
+
+# Expanded views, other strides, duplicates.
+
+
+def test_an_expanded_view_costs_its_storage():
+    store = SavedTensorStore(policy=everything)
+    base = normal(64, 128)
+    x = base.unsqueeze(1).expand(64, 50, 128)
+    entry = store.pack(x)
+    assert store.ledger.nbytes == 64 * 129
+    back = store.unpack(entry)
+    assert back.stride() == x.stride()
+    assert torch.equal(back, quantized(base).unsqueeze(1).expand(64, 50, 128))
+
+
+def test_an_expanded_index_is_exact_and_costs_its_storage():
+    """The scatter index of an MoE layer: int64, expanded over the model dimension."""
+    store = SavedTensorStore()
+    entry = store.pack(torch.arange(100).unsqueeze(-1).expand(100, N))
+    assert rows(store)["exact: int64"].nbytes == 800
+    assert store.unpack(entry).shape == (100, N)
+
+
+def test_an_expanded_last_dimension_is_quantised_along_another():
+    store = SavedTensorStore(policy=everything)
+    x = normal(256).unsqueeze(-1).expand(256, 64)
+    entry = store.pack(x)
+    assert store.ledger.nbytes == 256 + 2
+    assert torch.equal(store.unpack(entry), quantized(x[:, 0]).unsqueeze(-1).expand(256, 64))
+
+
+def test_overlapping_windows_that_would_not_shrink_stay_exact():
+    store = SavedTensorStore(policy=everything)
+    x = normal(1000).unfold(0, 128, 8)
+    entry = store.pack(x)
+    assert entry.treatment == "exact: would not shrink"
+    assert torch.equal(store.unpack(entry), x)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda b: b.transpose(0, 2),
+        lambda b: b.permute(1, 2, 0),
+        lambda b: b[:, 1:3],
+        lambda b: b[..., 5:133],
+        lambda b: b[..., ::2],
+        lambda b: b[0, 0],
+        lambda b: b.unsqueeze(1),
+    ],
+)
+def test_a_view_comes_back_and_does_not_keep_its_base(view: Any):
+    base = normal(6, 8, 256)
+    expected, stride = view(base).clone(), view(base).stride()
+    store = SavedTensorStore(policy=everything)
+    storage = StorageWeakRef(base.untyped_storage())
+    entry = store.pack(view(base))
+    dense = view(base).numel() == base.numel()
+    del base
+    assert storage.expired(), "the store keeps the base alive"
+    back = store.unpack(entry)
+    assert back.shape == expected.shape
+    assert (back - expected).float().norm() < 0.03 * expected.float().norm()
+    if dense:
+        assert back.stride() == stride
+
+
+def test_a_duplicate_is_stored_once():
+    store = SavedTensorStore()
+    x = normal(16, N)
+    first, second = store.pack(x), store.pack(x.detach())
+    assert first is second
+    assert rows(store)["float8 e4m3"].entries == 1
+
+
+def test_what_is_not_a_duplicate():
+    """Another shape, offset, stride, dtype or version of the same storage."""
+    store = SavedTensorStore(policy=everything)
+    x = normal(128, 128)
+    entries = [store.pack(v) for v in (x, x.t(), x[1:], x[:-1], x.view(-1), x.view(torch.float16))]
+    x.mul_(2)
+    entries.append(store.pack(x))
+    assert len(set(map(id, entries))) == len(entries)
+    assert torch.equal(store.unpack(entries[-1]), quantized(x))
+
+
+def test_an_entry_dies_with_the_graph():
+    store = SavedTensorStore()
+    entry = weakref.ref(store.pack(normal(16, N)))
+    assert entry() is None
+    assert store.ledger.rows() == []
+    assert len(store._by_key) == 0
+
+
+def test_a_new_tensor_at_an_old_address_is_not_a_duplicate():
+    """The allocator reuses memory at once; the entry of the old tensor is still alive."""
+    store = SavedTensorStore()
+    entries, addresses = [], set()
+    for value in range(50):
+        x = torch.full((16, N), value % 15 + 1.0, dtype=torch.bfloat16)
+        addresses.add((x.untyped_storage()._cdata, x.data_ptr()))
+        entries.append(store.pack(x))
+        del x
+    for value, entry in enumerate(entries):
+        assert (store.unpack(entry) == value % 15 + 1).all()
+    assert len({data for _, data in addresses}) < 50, "memory was never reused: proves nothing"
+
+
+# In-place changes.
+
+
+def test_in_place_after_save_raises_for_what_is_kept_by_reference():
+    x = normal(16, 64, dtype=torch.float32).requires_grad_()
+    y = x.exp()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as stock:
+        _mul_in_place_then_backward(x.exp())
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x.exp()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as ours:
+        _mul_in_place_then_backward(y)
+    for detail in ("[torch.FloatTensor [16, 64]]", "is at version 1; expected version 0 instead"):
+        assert detail in str(ours.value)
+        assert detail.strip("[]").split("]")[0] in str(stock.value)
+
+
+def test_in_place_after_save_raises_for_parameters():
+    layer = nn.Linear(64, 64).bfloat16()
+    x = normal(8, 64).requires_grad_()
+    store = SavedTensorStore(modules=[layer])
+    with store.hooks():
+        y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_in_place_after_save_does_not_reach_float8():
+    """Documented: the copy is of the value at the time of saving, so the gradient is right."""
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x.exp()
+    saved = quantized(y.detach())
+    _mul_in_place_then_backward(y)
+    assert torch.equal(gradient(x), 2 * saved)
+
+
+def _mul_in_place_then_backward(y: torch.Tensor) -> None:
+    y.mul_(2)
+    y.sum().backward()
+
+
+def test_a_stored_output_is_no_reference_cycle():
+    x = normal(64, dtype=torch.float32).requires_grad_()
+    store = SavedTensorStore()
+    gc.disable()
+    try:
+        with store.hooks():
+            y = x.exp()
+        assert store.ledger.nbytes == 256
+        del y
+        assert store.ledger.nbytes == 0, "only the garbage collector would free it"
+    finally:
+        gc.enable()
+
+
+# Policy and dtypes.
+
+
+@pytest.mark.parametrize(
+    ("x", "treatment"),
+    [
+        (normal(16, N), "float8 e4m3"),
+        (normal(16, N, dtype=torch.float16), "float8 e4m3"),
+        (normal(16, N, dtype=torch.float32), "exact: float32"),
+        (normal(16, N, dtype=torch.float64), "exact: float64"),
+        (normal(16, 16), "exact: small"),
+        (torch.arange(10_000), "exact: int64"),
+        (torch.zeros(10_000, dtype=torch.bool), "exact: bool"),
+        (torch.zeros(10_000, dtype=torch.complex64), "exact: complex64"),
+        (torch.zeros(0, 128, dtype=torch.bfloat16), "exact: small"),
+        (torch.zeros((), dtype=torch.bfloat16), "exact: small"),
+        (torch.eye(8).to_sparse(), "passed through: sparse"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_treatment_by_dtype_and_size(x: torch.Tensor, treatment: str):
+    store = SavedTensorStore()
+    entry = store.pack(x)
+    assert entry.treatment == treatment
+    back = store.unpack(entry)
+    assert back.dtype == x.dtype
+    assert back.shape == x.shape
+    if treatment != "float8 e4m3":
+        assert x.is_sparse or back.data_ptr() == x.data_ptr()
+
+
+def test_a_policy_of_ones_own():
+    store = SavedTensorStore(
+        Codec(dtype="e5m2"), policy=lambda x: "wide" if x.shape[-1] > 1000 else None
+    )
+    kept, packed = store.pack(normal(2, 2000)), store.pack(normal(2, 500, dtype=torch.float32))
+    assert kept.treatment == "exact: wide"
+    assert packed.treatment == "float8 e5m2"
+
+
+def test_the_default_policy_can_be_bent():
+    assert keep_exact(normal(64, 64, dtype=torch.float32)) == "float32"
+    assert keep_exact(normal(64, 64, dtype=torch.float32), fp32=False) is None
+    assert keep_exact(normal(64, 63)) == "small"
+
+
+def test_stochastic_store_draws_new_noise_each_time():
+    store = SavedTensorStore(Codec(stochastic=True), policy=everything)
+    a, b = (store.unpack(store.pack(normal(4, N))) for _ in range(2))
+    assert not torch.equal(a, b)
+
+
+# Subclasses and collectives.
+
+
+class _Tagged(torch.Tensor):
+    """A subclass whose bytes nobody else should touch."""
+
+
+def test_other_subclasses_pass_through():
+    store = SavedTensorStore(policy=everything)
+    x = normal(16, N).as_subclass(_Tagged)
+    entry = store.pack(x)
+    assert store.unpack(entry) is x
+    assert rows(store)["passed through: _Tagged"].nbytes == x.untyped_storage().nbytes()
+
+
+class _Arrives(Work):
+    """A collective that writes its result when it is waited for."""
+
+    def __init__(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        super().__init__()
+        self.target, self.value, self.waits = target, value, 0
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.waits += 1
+        self.target.copy_(self.value)
+        return True
+
+
+def _in_flight(value: torch.Tensor) -> tuple[torch.Tensor, _Arrives]:
+    target = torch.full_like(value, float("nan"))
+    work = _Arrives(target, value)
+    _register_work(target, work)
+    return target, work
+
+
+def test_a_collective_in_flight_is_waited_for():
+    """A plain tensor, as selective checkpointing sees it: nothing says that it is not there yet."""
+    value = normal(16, N)
+    target, work = _in_flight(value)
+    store = SavedTensorStore()
+    assert torch.equal(store.unpack(store.pack(target)), quantized(value))
+    assert work.waits == 1
+
+
+def test_an_async_collective_tensor_is_waited_for():
+    value = normal(16, N)
+    target, work = _in_flight(value)
+    store = SavedTensorStore()
+    entry = store.pack(AsyncCollectiveTensor(target))
+    assert entry.treatment == "float8 e4m3"
+    assert type(store.unpack(entry)) is torch.Tensor
+    assert torch.equal(store.unpack(entry), quantized(value))
+    assert work.waits == 1
+
+
+def test_an_async_collective_inside_a_dtensor_is_waited_for(one_rank: None):
+    value = normal(16, N)
+    target, work = _in_flight(value)
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(AsyncCollectiveTensor(target), mesh, [Replicate()])
+    store = SavedTensorStore()
+    back = store.unpack(store.pack(x))
+    assert isinstance(back, DTensor)
+    assert torch.equal(back.to_local(), quantized(value))
+    assert work.waits == 1
+
+
+def test_a_real_all_gather(one_rank: None):
+    value = normal(16, N)
+    gathered = all_gather_tensor(value, 0, [0])
+    store = SavedTensorStore()
+    assert torch.equal(store.unpack(store.pack(gathered)), quantized(value))
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_dtensors(placement: Any, one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    local = normal(16, N)
+    x = DTensor.from_local(local, mesh, [placement]).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x * x
+    assert rows(store)["float8 e4m3"] == Row("", "float8 e4m3", 1, 16 * (N + 16), 16 * N * 2)
+    y.sum().backward()
+    assert gradient(x).placements == (placement,)
+    assert torch.equal(gradient(x).to_local(), 2 * quantized(local))
+
+
+def test_a_transposed_dtensor_comes_back(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    local = normal(N, 16).t()
+    x = DTensor.from_local(local, mesh, [Shard(0)])
+    store = SavedTensorStore(policy=everything)
+    back = store.unpack(store.pack(x))
+    assert isinstance(back, DTensor)
+    assert back.placements == x.placements
+    assert (back.to_local() - local).float().norm() < 0.03 * local.float().norm()
+
+
+def test_an_uneven_shard_comes_back_as_part_of_the_same_whole():
+    """The last of three ranks of 8 rows has 2. The group is fake: nothing is ever sent."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        local = normal(2, N)
+        x = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((8, N)), stride=(N, 1))
+        store = SavedTensorStore(policy=everything)
+        entry = store.pack(x)
+        back = store.unpack(entry)
+        assert isinstance(back, DTensor)
+        assert back.shape == (8, N)
+        assert torch.equal(back.to_local(), quantized(local))
+        assert store.ledger.nbytes == 2 * (N + 16)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_in_place_after_save_raises_for_a_dtensor_kept_by_reference(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(normal(4, 64, dtype=torch.float32), mesh, [Shard(0)]).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x.exp()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _mul_in_place_then_backward(y)
+
+
+def test_a_dtensor_changed_in_place_is_not_a_duplicate(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(normal(16, N), mesh, [Shard(0)])
+    store = SavedTensorStore()
+    first = store.pack(x)
+    x.mul_(3)
+    second = store.pack(x)
+    assert first is not second
+
+
+def test_a_dtensor_parameter_and_its_local_view_pass_through(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    layer = nn.Module()
+    weight: Any = nn.Parameter(DTensor.from_local(normal(64, 128), mesh, [Shard(0)]))
+    layer.weight = weight
+    store = SavedTensorStore(modules=[layer], policy=everything)
+    for x in (weight, weight.to_local(), weight.to_local().t().bfloat16()):
+        assert store.pack(x).treatment.startswith("passed through: parameter")
+    assert store.ledger.nbytes == 0
+
+
+def test_float8_package_imports_no_torchtitan():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, titan_ext.fp8; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('torchtitan', 'torchao')"
+        " or (m.startswith('titan_ext.') and not m.startswith('titan_ext.fp8'))])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,301 @@
+"""A float8 codec for activations that wait for backward.
+
+How it works
+============
+Between forward and backward an activation is only waiting. In bf16 each of its values takes two
+bytes; here it takes one, plus a little for a scale:
+
+    x        [..., n]            bf16, fp16 or fp32
+    data     [..., n]            float8, one byte a value
+    scales   [..., ceil(n / B)]  one scale for B neighbours (a "block") along the last dimension
+
+    quantize:    data = float8(x / scale)      dequantize:    x' = data * scale
+
+**Why blocks.** e4m3 spans 2^-9 to 448, less than 2^18. With one scale for a whole tensor the
+largest value decides what happens to the smallest: anything 2^18 smaller is gone. A block of 128
+confines an outlier to its 127 neighbours.
+
+**Why one-byte powers of two.** A scale is 2^(byte - 127), the e8m0 format of the microscaling
+standard. Dividing by it is exact: the only error is the rounding to float8, and a stored tensor
+that is stored again does not change. It costs 1 / 128 byte a value where fp32 costs 4 / 128: 0.504
+of bf16 in place of 0.516. The price is up to one bit of range: a block may use only the lower half
+of what float8 spans above its scale. float8 is a *floating* format, so that costs precision only
+where values fall below its smallest normal number, 2^-6 of the scale.
+
+**Which power of two.** The smallest with max(abs(block)) / scale <= largest float8 (448 or 57344):
+the largest value never overflows, never saturates, and lies in the upper half of the range. Both
+largest values are 1.75 * 2^k, so this is integer arithmetic on the bits of an fp32: adding the
+distance from mantissa 1.75 to the next power of two carries into the exponent exactly when the
+mantissa is above 1.75. No logarithm, no rounding mode, and every device agrees on the byte.
+
+**Which float8.** e4m3 has 3 bits of mantissa: each value is off by at most 1 / 16 of itself. e5m2
+has 2, so at most 1 / 8, and in exchange 2^14 more range. Within a block range is not scarce: e4m3
+is the default, and e5m2 is there for tensors whose neighbours differ by more than a factor of 10^4.
+
+Special values
+==============
+=====================  ==========================================================================
+zero                   comes back as zero; a block of zeros has the smallest scale, 2^-126
+denormal (of fp32)     absolute error below 2^-126; a device may flush it to zero
+finite                 comes back finite: what would round up past the dtype's largest value
+                       comes back as that largest value
+NaN                    comes back as NaN
++inf, -inf             come back as NaN. e4m3 has no infinity, and kernels disagree about
+                       e5m2's; NaN reaches a loss check just as well
+neighbours of NaN/inf  unchanged: the scale is that of the finite values of the block
+outlier                its neighbours get its scale: at 1e5 times their size, e4m3 leaves them a
+                       grid of about half their size (docs/fp8_codec.md has the figures)
+=====================  ==========================================================================
+
+What the code may not do
+========================
+No ``.item()``, no branch on values, no shape that depends on values: a CUDA graph replays it, and
+torch.compile and fx trace it as it stands. The branches below are on shapes and on the codec.
+Eagerly it is a dozen operations; Inductor makes one kernel of them, each way, for blocks and rows.
+A scale for the whole tensor takes a reduction first, so two.
+
+How torchao does it
+===================
+``torchao.prototype.mx_formats.to_mx`` with RCEIL scales is the nearest relative, and a test
+compares the two bit for bit where both are defined. It wants contiguous input, whole blocks, and
+bf16 or fp32. In it a NaN takes its whole block along and an infinity makes zeros of its neighbours.
+torchao's Triton kernels need a GPU. docs/fp8_codec.md says what else was tried.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from titan_ext.fp8.local import Layout, local_tensor
+
+__all__ = ["SUPPORTED_DTYPES", "Codec", "Quantized", "dequantize", "quantize"]
+
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What can be quantised. fp64 cannot: its range is not that of the scales."""
+
+_BLOCKS = (64, 128, 256, "row", "tensor")
+_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+# fp32: sign, 8 bits of exponent (biased by 127), 23 bits of mantissa.
+_MANTISSA_BITS = 23
+_CARRY_ABOVE_1_75 = (1 << _MANTISSA_BITS) - 1 - (3 << (_MANTISSA_BITS - 2))
+_SMALLEST_NORMAL = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a tensor is stored. Immutable and hashable.
+
+    Attributes:
+        dtype: "e4m3" (3 bits of mantissa) or "e5m2" (2 bits, more range).
+        block: How many neighbours along the last dimension share a scale: 64, 128 or 256 (the last
+            block of a row may be short), "row" (the last dimension) or "tensor".
+        scale: "e8m0": one byte, a power of two; or "fp32": four bytes, so that the largest value of
+            a block is exactly the largest of float8.
+        stochastic: Round up with the probability of the remainder, so that the error is zero on
+            average, instead of to nearest. Larger errors, no bias.
+        seed: Of the stochastic rounding. The same seed, step and position round alike.
+    """
+
+    dtype: Literal["e4m3", "e5m2"] = "e4m3"
+    block: Literal[64, 128, 256, "row", "tensor"] = 128
+    scale: Literal["e8m0", "fp32"] = "e8m0"
+    stochastic: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _expect("dtype", self.dtype, tuple(_FLOAT8))
+        _expect("block", self.block, _BLOCKS)
+        _expect("scale", self.scale, ("e8m0", "fp32"))
+        _expect("stochastic", self.stochastic, (False, True))
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 31:
+            raise ValueError(f"Codec.seed is {self.seed!r}; expected an int from 0 to 2**31 - 1.")
+
+    @property
+    def float8(self) -> torch.dtype:
+        """The torch dtype of ``Quantized.data``."""
+        return _FLOAT8[self.dtype]
+
+    def block_size(self, shape: torch.Size) -> int:
+        """How many values of a tensor of ``shape`` share a scale."""
+        if self.block == "tensor":
+            return shape.numel()
+        last = shape[-1] if shape else 1
+        return last if self.block == "row" else min(self.block, last)
+
+    def scales_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """The shape of the scales of a tensor of ``shape``."""
+        if self.block == "tensor":
+            return (1,)
+        last = shape[-1] if shape else 1
+        return (*shape[:-1], -(-last // max(self.block_size(shape), 1)))
+
+    def nbytes(self, shape: torch.Size) -> int:
+        """How many bytes a tensor of ``shape`` is stored in."""
+        scales = torch.Size(self.scales_shape(shape)).numel()
+        return shape.numel() + scales * (1 if self.scale == "e8m0" else 4)
+
+
+class Quantized(NamedTuple):
+    """A stored tensor, contiguous, in storages of its own.
+
+    Attributes:
+        data: float8, of the shape of the original. A DTensor if that was one.
+        scales: ``Codec.scales_shape``, always plain (of this rank's shard of a DTensor). uint8 with
+            scale = 2^(byte - 127), readable as ``torch.float8_e8m0fnu``; or float32.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+
+
+def quantize(x: torch.Tensor, codec: Codec, *, step: int | torch.Tensor = 0) -> Quantized:
+    """Store ``x`` in float8. Not differentiable.
+
+    Args:
+        x: bfloat16, float16 or float32, of any shape and strides. Of a DTensor, this rank's shard
+            is stored: blocks (and the scale of "row" and "tensor") end where the shard ends.
+        codec: How.
+        step: For stochastic rounding: another step is other noise. As a tensor (int64, 0-d, on the
+            device of ``x``) it may advance inside a CUDA graph.
+
+    Raises:
+        ValueError: for another dtype.
+    """
+    if x.dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+        raise ValueError(f"quantize: x is {x.dtype}; expected one of {names}.")
+    if isinstance(x, DTensor):
+        data, scales = quantize(local_tensor(x), codec, step=step)
+        return Quantized(Layout.of(x).wrap(data), scales)
+
+    x = x.detach()
+    scales_shape = codec.scales_shape(x.shape)
+    if x.numel() == 0:
+        scale_dtype = torch.uint8 if codec.scale == "e8m0" else torch.float32
+        empty = torch.zeros(scales_shape, dtype=scale_dtype, device=x.device)
+        return Quantized(torch.empty(x.shape, dtype=codec.float8, device=x.device), empty)
+
+    values = _fold(x.float(), codec)
+    magnitude = values.abs()
+    finite = magnitude < float("inf")  # False for NaN, too
+    largest = _largest_of_blocks(torch.where(finite, magnitude, 0.0), codec)
+
+    float8_max = torch.finfo(codec.float8).max
+    if codec.scale == "e8m0":
+        # The float8 maximum is 1.75 * 2^k, and k is found here once for both formats.
+        k = {"e4m3": 8, "e5m2": 15}[codec.dtype]
+        exponent = (largest.view(torch.int32) + _CARRY_ABOVE_1_75) >> _MANTISSA_BITS
+        exponent = (exponent - k).clamp(min=1)  # 2^-126: scale and reciprocal are normal numbers
+        inverse = _power_of_two(254 - exponent)
+        scales = exponent.to(torch.uint8)
+    else:
+        scales = largest.clamp(min=float8_max * _SMALLEST_NORMAL) / float8_max
+        inverse = 1.0 / scales
+
+    scaled = values * _spread(inverse, values, codec)
+    if codec.stochastic:
+        scaled = _round_stochastically(scaled, codec, step)
+    # Does nothing to power-of-two scales; an fp32 scale may have been rounded down.
+    scaled = scaled.clamp(-float8_max, float8_max)
+    data = torch.where(finite, scaled, float("nan")).to(codec.float8)
+    return Quantized(data.reshape(x.shape).contiguous(), scales.reshape(scales_shape))
+
+
+def dequantize(quantized: Quantized, codec: Codec, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor that ``quantize(x, codec)`` stored, contiguous, in ``dtype`` (that of ``x``)."""
+    data, scales = quantized
+    if isinstance(data, DTensor):
+        local = dequantize(Quantized(local_tensor(data), scales), codec, dtype)
+        return Layout.of(data).wrap(local)
+    if data.numel() == 0:
+        return torch.empty(data.shape, dtype=dtype, device=data.device)
+
+    scale = _power_of_two(scales.to(torch.int32)) if codec.scale == "e8m0" else scales
+    values = _fold(data.float(), codec)
+    values = values * _spread(scale.reshape(values.shape[0], -1), values, codec)
+    # The largest value of a block may have been rounded up to 2^128 (2^16 in fp16).
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype).reshape(data.shape).contiguous()
+
+
+def _expect(field: str, value: object, expected: tuple) -> None:
+    # type() too: 128.0 == 128 and 1 == True
+    if not any(value == e and type(value) is type(e) for e in expected):
+        names = ", ".join(map(str, expected))
+        raise ValueError(f"Codec.{field} is {value!r}; expected one of {names}.")
+
+
+def _power_of_two(biased_exponent: torch.Tensor) -> torch.Tensor:
+    """fp32 2^(biased_exponent - 127) from int32, 1 to 254, by its bits: exact on every device."""
+    return (biased_exponent << _MANTISSA_BITS).view(torch.float32)
+
+
+# Inside, a tensor is [rows, blocks, block size] if its blocks are whole, else [rows, n], and what
+# belongs to a block is [rows, blocks].
+
+
+def _fold(x: torch.Tensor, codec: Codec) -> torch.Tensor:
+    size = codec.block_size(x.shape)
+    if codec.block == "tensor":
+        return x.reshape(1, 1, size)
+    x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    return x if x.shape[-1] % size else x.reshape(x.shape[0], -1, size)
+
+
+def _largest_of_blocks(values: torch.Tensor, codec: Codec) -> torch.Tensor:
+    if values.dim() == 2:
+        size = codec.block_size(values.shape)
+        values = nn.functional.pad(values, (0, -values.shape[-1] % size))
+        values = values.reshape(values.shape[0], -1, size)
+    return values.amax(-1)
+
+
+def _spread(per_block: torch.Tensor, values: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """What belongs to a block, for each of its values (broadcast where it can be)."""
+    if values.dim() == 3:
+        return per_block.unsqueeze(-1)
+    # Gathered. Padding the values and slicing the result would be simpler, but Inductor's CPU
+    # backend (2.15) then leaves the short block unwritten: pytorch issue 195582.
+    size = codec.block_size(values.shape)
+    block_of = torch.arange(values.shape[-1], device=values.device) >> (size.bit_length() - 1)
+    return per_block[:, block_of]
+
+
+def _round_stochastically(
+    scaled: torch.Tensor, codec: Codec, step: int | torch.Tensor
+) -> torch.Tensor:
+    """Round to a float8 value next to ``scaled``: up with the probability of the remainder.
+
+    float8 values lie 2^(exponent - mantissa bits) apart, and below the smallest normal number as
+    far apart as just above it. What is a float8 value already stays.
+    """
+    mantissa_bits, smallest_exponent = {"e4m3": (3, -6), "e5m2": (2, -14)}[codec.dtype]
+    exponent = (scaled.view(torch.int32) >> _MANTISSA_BITS) & 0xFF
+    spacing = exponent.clamp(min=127 + smallest_exponent) - mantissa_bits
+    steps = scaled * _power_of_two(254 - spacing)
+    return torch.floor(steps + _noise(scaled, codec.seed, step)) * _power_of_two(spacing)
+
+
+def _noise(like: torch.Tensor, seed: int, step: int | torch.Tensor) -> torch.Tensor:
+    """Uniform numbers k / 2^20 in [0, 1): a hash of position, step and seed, so no generator state.
+
+    20 bits, so that adding one to a multiple of the spacing is exact in fp32. int64 arithmetic that
+    keeps to the lower 32 bits: integers of torch are signed, and overflow is not defined
+    everywhere.
+    """
+    position = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+    # Mixed once before step and seed are added: else position p at step s would be p + 1 at s - 1.
+    state = _mix(_mix(position) + step * 0x1E3779B1 + seed * 0x2545F491)
+    return (state >> 12).to(torch.float32) * 2.0**-20
+
+
+def _mix(state: torch.Tensor) -> torch.Tensor:
+    """A 32-bit finaliser (xor-shift and multiply, twice); multipliers below 2^31 fit int64."""
+    state = state & 0xFFFFFFFF
+    for shift, multiplier in ((16, 0x21F0AAAD), (15, 0x35A2D97B)):
+        state = ((state ^ (state >> shift)) * multiplier) & 0xFFFFFFFF
+    return state ^ (state >> 15)
