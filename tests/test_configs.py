@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import fields
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -14,9 +15,11 @@ from titan_ext.parallelize import parallelize
 from titan_ext.specs import check_model_limits
 from titan_ext.trainer import Trainer, extend_config
 
+MOE_DEBUG = Path(__file__).parent.parent / "train_configs" / "moe_debug.toml"
+
 
 def _parse(*flags: str) -> Trainer.Config:
-    args = ["--module", "titan_ext", "--config", "moe_debug", *flags]
+    args = ["--module", "titan_ext", "--config", str(MOE_DEBUG), *flags]
     return cast(Trainer.Config, ConfigManager().parse_args(args))
 
 

@@ -30,7 +30,8 @@ def _launch(config: str, *flags: str, cwd: Path = ROOT) -> str:
 
 def _small(dump_folder: Path, *more: str) -> list[str]:
     flags = ["--training.steps", "1", "--training.seq_len", "64", "--training.local_batch_size"]
-    return [*flags, "1", "--checkpoint.no-enable", "--dump_folder", str(dump_folder), *more]
+    flags += ["1", "--checkpoint.no-enable", "--debug.seed", "42"]
+    return [*flags, "--dump_folder", str(dump_folder), *more]
 
 
 def test_toml_with_flags_that_win(tmp_path: Path):
@@ -47,6 +48,19 @@ def test_config_function_of_titan(tmp_path: Path):
     output = _launch("deepseek_v3_debugmodel", *flags)
     assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
     assert "FSDP units: submodule (auto, EP 2), 14 units" in output
+
+
+def test_dry_run_of_a_large_job(tmp_path: Path):
+    """run_train.sh with NGPU=64 COMM_MODE=fake_backend: one process, no torchrun."""
+    command = [sys.executable, "-m", "torchtitan.train", "--module", "titan_ext", "--config"]
+    command += ["train_configs/moe_debug.toml", *_small(tmp_path), "--comm.mode=fake_backend"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NGPU": "64", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170
+    )
+    output = done.stdout + done.stderr
+    assert "dp_shard=64" in output, output[-3000:]
+    assert "Training completed" in output
 
 
 def test_a_wrong_name_ends_before_any_process_group(tmp_path: Path):

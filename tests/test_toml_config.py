@@ -1,6 +1,7 @@
 """What a TOML file can extend, and the values that it can set."""
 
 import enum
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,6 @@ from torchtitan.hf_datasets.text_datasets import (
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 
 from tests.toml_files import DATA, DEBUG, Loader, filled, model_text
-from titan_ext.config_registry import moe_debug
 from titan_ext.parallelize import parallelize
 from titan_ext.toml_config import TomlConfigError, load
 from titan_ext.toml_config.origins import leaves
@@ -44,8 +44,18 @@ def test_a_base_by_every_name_that_titan_takes(config: Loader, name: str):
     assert leaves(config(f'extends = "{name}"\n')) == leaves(config(DEBUG))
 
 
-def test_a_config_that_is_ours_already_is_used_as_it_is(config: Loader):
-    assert leaves(config('extends = "titan_ext.moe_debug"\n')) == leaves(moe_debug())
+def test_a_config_that_is_ours_already_is_used_as_it_is(config: Loader, folder: Path):
+    (folder / "my_configs.py").write_text(
+        "from torchtitan.models.qwen3.config_registry import qwen3_debugmodel\n"
+        "from titan_ext.trainer import extend_config\n"
+        "def mine():\n"
+        "    config = extend_config(qwen3_debugmodel())\n"
+        "    config.parallelism.fsdp_wrap = 'submodule'\n"
+        "    return config\n"
+    )
+    ours = config('extends = "my_configs.mine"\n')
+    assert ours.parallelism.fsdp_wrap == "submodule"
+    assert leaves(ours) == leaves(importlib.import_module("my_configs").mine())
 
 
 def test_a_function_in_a_module_of_the_user(config: Loader, folder: Path):

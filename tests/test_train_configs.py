@@ -2,18 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from torchtitan.models.common.moe import GroupedExperts
 
 from tests.cluster import run_ranks
 from tests.dry_run import DryRun, dry_run
-from titan_ext.config_registry import moe_debug
-from titan_ext.data.stdlib_corpus import default_tokenizer_path
+from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.fsdp.units import resolve_wrap
 from titan_ext.toml_config import load
-from titan_ext.toml_config.origins import leaves
 
 FOLDER = Path(__file__).parent.parent / "train_configs"
 NAMES = [
@@ -68,16 +66,12 @@ def test_degrees_fit_the_world_size(name: str):
         assert config.training.disable_cuda_graphs
 
 
-def test_moe_debug_is_the_python_function():
-    ours, wanted = load(FOLDER / "moe_debug.toml"), moe_debug()
-    assert ours.hf_assets_path == str(default_tokenizer_path())
-    assert leaves(ours) == leaves(wanted)
-    assert type(ours) is type(wanted)
-    assert _model(ours) == _model(wanted)
-
-
-def _model(config: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(config.model_spec))
+def test_moe_debug_is_sized_for_a_small_machine():
+    config = load(FOLDER / "moe_debug.toml")
+    assert config.hf_assets_path == str(default_tokenizer_path())
+    assert config.dataloader.dataset == STDLIB_CORPUS
+    assert config.checkpoint.interval < config.training.steps
+    assert config.metrics.enable_tensorboard
 
 
 def test_the_large_qwen_takes_the_rest_from_the_small_one():

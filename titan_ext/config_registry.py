@@ -1,7 +1,7 @@
 """The door that Titan knocks on: ``--module titan_ext --config NAME`` calls ``NAME()`` here.
 
-NAME is a config of ours below, a TOML file (``train_configs/moe_debug.toml``), or any config
-function of Titan's own models (``deepseek_v3_16b``): the latter two are found by ``__getattr__``.
+NAME is a TOML file (``train_configs/moe_debug.toml``) or any config function of Titan's own models
+(``deepseek_v3_16b``). Neither is written out below: ``__getattr__`` finds them.
 
 Nothing of torch or Titan is imported before a config is asked for. Titan takes an ImportError in
 this module for a module that does not exist; inside a config function it comes through.
@@ -18,44 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titan_ext.trainer import Trainer
 
-__all__ = ["moe_debug", "titan_configs"]
+__all__ = ["titan_configs"]
 
 _NOT_DECODERS = ("flux",)  # specs.REFUSED_MODELS says why
-
-
-def moe_debug() -> "Trainer.Config":
-    """The DeepSeek-V3 debug model on Python's standard library: ``make train``.
-
-    Sized for 4 processes on a small machine with no GPU: EP 2 x FSDP, 30 steps in minutes. It
-    saves a checkpoint every 10 steps and resumes from the latest one.
-    """
-    from torchtitan.components.checkpointer import CheckpointManager
-    from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-    from torchtitan.config import TrainingConfig
-    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
-
-    from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
-    from titan_ext.trainer import extend_config
-
-    config = extend_config(deepseek_v3_debugmodel())
-    config.hf_assets_path = str(default_tokenizer_path())
-    config.dump_folder = "./outputs/moe_debug"
-    config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
-    config.training = TrainingConfig(
-        local_batch_size=4, seq_len=256, steps=30, disable_cuda_graphs=True
-    )
-    config.parallelism.expert_parallel_degree = 2
-    config.optimizer = default_adamw(lr=8e-4)
-    # No decay: a second run goes on for 30 more steps, so there is no last step to decay to.
-    config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=5, decay_ratio=0.0)
-    config.metrics = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)
-    config.checkpoint = CheckpointManager.Config(
-        enable=True, interval=10, last_save_model_only=False, keep_latest_k=2
-    )
-    config.debug.seed = 42
-    return config
 
 
 @functools.cache
@@ -118,12 +83,11 @@ def __getattr__(name: str) -> Callable[[], Any]:
         raise ValueError(
             f"--config {name}: titan_ext does not serve {model}: {REFUSED_MODELS[model]}."
         )
-    known = [*titan_configs(), "moe_debug"]
-    nearest = difflib.get_close_matches(name, known, n=3)
+    nearest = difflib.get_close_matches(name, titan_configs(), n=3)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     raise ValueError(
-        f"--config {name}: expected a path to a .toml file, or one of the config functions "
-        f"of titan_ext and TorchTitan's models{hint}"
+        f"--config {name}: expected the path of a .toml file, or a config function of one of "
+        f"TorchTitan's language models{hint}"
     )
 
 
