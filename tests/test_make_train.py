@@ -17,8 +17,17 @@ ARGS = "--training.seq_len 64 --checkpoint.interval 2 --comm.init_timeout_second
 
 def _make_train(folder: Path) -> subprocess.Popen:
     return subprocess.Popen(
-        ["make", "train", f"RUN_FOLDER={folder}", "STEPS=4", f"ARGS={ARGS}"],
+        # Also when make runs this test.
+        [
+            "make",
+            "--no-print-directory",
+            "train",
+            f"RUN_FOLDER={folder}",
+            "STEPS=4",
+            f"ARGS={ARGS}",
+        ],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "MAKEFLAGS"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
