@@ -27,7 +27,7 @@ def _make_train(folder: Path) -> subprocess.Popen:
             f"ARGS={ARGS}",
         ],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "MAKEFLAGS"},
+        env={name: value for name, value in os.environ.items() if name[:4] != "MAKE"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
