@@ -53,6 +53,8 @@ class Run:
     """"stock" (Titan's own function) or a ``fsdp_wrap`` of ours."""
     world: int = 1
     ep: int = 1
+    pp: int = 1
+    tp: int = 1
     backend: str = "spmd_types"
     ac: str = "selective"
     """selective, full or none."""
@@ -79,7 +81,9 @@ class Run:
 
     def __str__(self) -> str:
         parts = [self.model, f"{self.world}r", f"ep{self.ep}", self.backend, self.parallelize]
-        extras = [self.ac] if self.ac != "selective" else []
+        extras = [f"pp{self.pp}"] if self.pp > 1 else []
+        extras += [f"tp{self.tp}"] if self.tp > 1 else []
+        extras += [self.ac] if self.ac != "selective" else []
         extras += ["compiled"] if self.compiled else []
         extras += ["fp32"] if self.param_dtype == "float32" else []
         extras += ["exact"] if self.exact_sums else []
@@ -129,13 +133,15 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.dump_folder = str(folder)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
     config.training = TrainingConfig(
-        local_batch_size=run.global_batch // run.world,
+        local_batch_size=run.global_batch // (run.world // (run.pp * run.tp)),
         seq_len=run.seq_len,
         steps=run.steps,
         disable_cuda_graphs=True,
         mixed_precision_param=cast(Any, run.param_dtype),
     )
     config.parallelism.expert_parallel_degree = run.ep
+    config.parallelism.pipeline_parallel_degree = run.pp
+    config.parallelism.tensor_parallel_degree = run.tp
     config.parallelism.spmd_backend = cast(Any, run.backend)
     config.activation_checkpoint = {
         "selective": SelectiveAC.Config(),

@@ -43,6 +43,14 @@ _OTHER_DECODERS = [
         [("llama3", 1), ("gpt_oss", 2), ("kimi_text", 2)], _BACKENDS, _WRAPS
     )
 ]
+_PIPELINE = [
+    Run(world=world, ep=ep, pp=2, backend=backend, parallelize=wrap)
+    for (world, ep), backend, wrap in product([(2, 1), (4, 2)], _BACKENDS, _WRAPS)
+]
+_TENSOR = [
+    Run(world=world, ep=ep, tp=2, backend=backend, parallelize=wrap)
+    for (world, ep), backend, wrap in product([(2, 2), (4, 4)], _BACKENDS, _WRAPS)
+]
 # Compiled sub-module units fuse other operations than compiled blocks do: see test_compile.py.
 _COMPILED = [
     Run(model=model, world=2, ep=2, ac=ac, compiled=True, parallelize="block")
@@ -62,6 +70,8 @@ ROWS: list[Run] = [
         _DENSE,
         _MTP,
         _OTHER_DECODERS,
+        _PIPELINE,
+        _TENSOR,
         _ACTIVATION_CHECKPOINTING,
         _FP32,
         _COMPILED,
@@ -77,7 +87,7 @@ FAST: list[Run] = [
         Run(world=2, ep=2, parallelize="submodule"),
         Run(world=2, ep=2, backend="partial_dtensor", parallelize="submodule"),
         Run(world=4, ep=2, parallelize="submodule"),
-        Run(world=4, ep=2, parallelize="block"),
+        Run(world=2, pp=2, parallelize="submodule"),
         Run(world=4, ep=4, backend="partial_dtensor", parallelize="submodule"),
         Run(model="qwen3", world=2, parallelize="submodule"),
         Run(model="qwen3_moe", world=2, ep=2, parallelize="submodule"),
