@@ -166,6 +166,7 @@ def titan_config(model: str) -> TitanTrainer.Config:
     from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
     from torchtitan.models.gpt_oss import config_registry as gpt_oss
     from torchtitan.models.llama3 import config_registry as llama3
+    from torchtitan.models.muse_glimmer import config_registry as muse_glimmer
     from torchtitan.models.qwen3 import config_registry as qwen3
 
     return {
@@ -175,6 +176,7 @@ def titan_config(model: str) -> TitanTrainer.Config:
         "qwen3_moe": qwen3.qwen3_moe_debug,
         "llama3": llama3.llama3_debugmodel,
         "gpt_oss": gpt_oss.gpt_oss_debugmodel,
+        "muse_glimmer": muse_glimmer.muse_glimmer_debugmodel,
         "kimi_text": _kimi_text,
     }[model]()
 

@@ -110,8 +110,8 @@ def adapt_config(config: Trainer.Config) -> None:
 
     FlexAttention and varlen attention become ScaledDotProductAttention (CausalAttention where a
     model needs more), which is causal over the packed documents of a sequence: it attends across
-    their borders. CUDA graphs are switched off. Nothing changes where
-    an accelerator exists, and nothing the second time.
+    their borders. CUDA graphs are switched off. Nothing changes where an accelerator exists, and
+    nothing the second time.
     """
     if not needed():
         return
@@ -140,7 +140,7 @@ def adapt_spec(spec: ModelSpec) -> None:
 
 def _cpu_attention(attention: Any) -> ScaledDotProductAttention.Config:
     """What replaces the inner attention of an attention config."""
-    if hasattr(attention, "sliding_window_size"):  # gpt_oss: windows, and sinks that need the lse
+    if hasattr(attention, "sliding_window_size"):  # gpt_oss (its sinks need the lse), muse_glimmer
         return CausalAttention.Config(window=attention.sliding_window_size)
     return ScaledDotProductAttention.Config()
 

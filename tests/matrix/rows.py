@@ -43,6 +43,9 @@ _OTHER_DECODERS = [
         [("llama3", 1), ("gpt_oss", 2), ("kimi_text", 2)], _BACKENDS, _WRAPS
     )
 ]
+_OTHER_DECODERS += [  # supports one backend only
+    Run(model="muse_glimmer", world=2, parallelize=wrap) for wrap in _WRAPS
+]
 _PIPELINE = [
     Run(world=world, ep=ep, pp=2, backend=backend, parallelize=wrap)
     for (world, ep), backend, wrap in product([(2, 1), (4, 2)], _BACKENDS, _WRAPS)
