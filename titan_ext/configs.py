@@ -6,9 +6,11 @@ section without knowing of it.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
+
+from titan_ext.fsdp.units import resolve_wrap
 
 __all__ = ["SUPPORTED_SPMD_BACKENDS", "FSDPWrap", "ParallelismConfig", "check_parallelism"]
 
@@ -47,11 +49,7 @@ def check_parallelism(parallelism: TitanParallelismConfig) -> None:
     Raises:
         ValueError: for an unknown ``fsdp_wrap``, or an SPMD backend that is not supported.
     """
-    wrap = getattr(parallelism, "fsdp_wrap", "auto")
-    if wrap not in get_args(FSDPWrap):
-        raise ValueError(
-            f"parallelism.fsdp_wrap is {wrap!r}; expected one of {', '.join(get_args(FSDPWrap))}."
-        )
+    resolve_wrap(getattr(parallelism, "fsdp_wrap", "auto"), parallelism.expert_parallel_degree)
     if parallelism.spmd_backend not in SUPPORTED_SPMD_BACKENDS:
         raise ValueError(
             f"parallelism.spmd_backend is {parallelism.spmd_backend!r}, which titan_ext does not "

@@ -38,7 +38,10 @@ def main() -> int:
             if error:
                 failures[str(row)] = error
                 progress.write(f"FAILED {row}\n  {error}")
-    shutil.rmtree(folder) if not failures else print(f"logs: {folder}")
+    if failures:
+        print(f"logs: {folder}")
+    else:
+        shutil.rmtree(folder)
     print(f"{time.monotonic() - start:.0f} s, every other row equals stock TorchTitan bit for bit")
     print(f"{len(rows) - len(failures)} passed, {len(failures)} failed")
     return 1 if failures else 0
