@@ -71,7 +71,13 @@ def test_fsdp2_reduces_through_a_class_that_the_matrix_replaces():
 
 def test_ours_takes_what_titans_fsdp_function_takes():
     titan = _parameters(titan_fsdp.apply_fsdp_to_decoder)
-    assert _parameters(shard.apply_fsdp_to_decoder) == [*titan, "wrap"]
+    assert _parameters(shard.apply_fsdp_to_decoder) == [
+        *titan,
+        "wrap",
+        "reshard_groups",
+        "prefetch",
+        "prefetch_backward",
+    ]
 
 
 def test_titan_resolves_spmd_meshes():

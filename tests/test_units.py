@@ -1,7 +1,7 @@
 """What one unit is: planned on the meta device, without a process group."""
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
 from tests.training import titan_config
-from titan_ext.fsdp.reshard import reshard_after_forward
+from titan_ext.fsdp.reshard import Reshard, reshard_after_forward
 from titan_ext.fsdp.units import Unit, UnitKind, plan_units, resolve_wrap
 
 MODELS = ["deepseek_v3", "deepseek_v3_mtp", "qwen3", "qwen3_moe"]
@@ -137,10 +137,10 @@ def test_reshard_policy():
     head = units[-1]
     resolved = {
         (policy, pp): (
-            reshard_after_forward(attention, policy, pp),
-            reshard_after_forward(head, policy, pp),
+            reshard_after_forward(attention, policy, {}, pp_enabled=pp),
+            reshard_after_forward(head, policy, {}, pp_enabled=pp),
         )
-        for policy in ("default", "always", "never")
+        for policy in cast(list[Reshard], ["default", "always", "never"])
         for pp in (False, True)
     }
     assert resolved == {
@@ -152,7 +152,7 @@ def test_reshard_policy():
         ("never", True): (False, False),
     }
     with pytest.raises(ValueError, match="sometimes"):
-        reshard_after_forward(head, "sometimes", False)
+        reshard_after_forward(head, cast(Any, "sometimes"), {}, pp_enabled=False)
 
 
 def test_a_unit_is_immutable():

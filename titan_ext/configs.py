@@ -5,14 +5,27 @@ command-line flag, it is printed with the rest of the config, and Titan's own co
 section without knowing of it.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
+import torch
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.model import BaseModel
 
-from titan_ext.fsdp.units import resolve_wrap
+from titan_ext.fsdp.prefetch import parse_reach
+from titan_ext.fsdp.reshard import Reshard, check_reshard, check_reshard_groups
+from titan_ext.fsdp.units import plan_units, resolve_wrap, vision_units
 
-__all__ = ["SUPPORTED_SPMD_BACKENDS", "FSDPWrap", "ParallelismConfig", "check_parallelism"]
+__all__ = [
+    "SUPPORTED_SPMD_BACKENDS",
+    "FSDPWrap",
+    "ParallelismConfig",
+    "check_parallelism",
+    "check_unit_names",
+    "fsdp_settings",
+]
 
 FSDPWrap = Literal["auto", "submodule", "block"]
 SUPPORTED_SPMD_BACKENDS = ("spmd_types", "partial_dtensor")
@@ -20,7 +33,7 @@ SUPPORTED_SPMD_BACKENDS = ("spmd_types", "partial_dtensor")
 
 @dataclass(kw_only=True, slots=True)
 class ParallelismConfig(TitanParallelismConfig):
-    """Titan's ``parallelism`` section with the keys that decide what one FSDP unit is."""
+    """Titan's ``parallelism`` section with the keys that decide what FSDP gathers and when."""
 
     fsdp_wrap: FSDPWrap = "auto"
     """
@@ -34,9 +47,51 @@ class ParallelismConfig(TitanParallelismConfig):
     The losses and gradient norms do not depend on it. See docs/fsdp_units.md.
     """
 
+    # A wider type for a field of the parent.
+    fsdp_reshard_after_forward: Reshard = "default"  # pyrefly: ignore[bad-override]
+    """
+    When the parameters of a unit are freed after its forward (see docs/fsdp_memory.md):
+
+    - "default": for blocks, not pp_enabled; the last norm and head stay, and so does what is
+      small outside the blocks.
+    - "always": after every forward, the head's too.
+    - "never": they stay until backward.
+    - a number of ranks: they are sharded over a smaller world of that many ranks, which must divide
+      the shard axis. It is no limit on concurrent all-gathers. With spmd_backend
+      "partial_dtensor" only, for units whose parameters nothing but FSDP splits.
+    """
+
+    fsdp_reshard_groups: dict[str, Reshard] = field(default_factory=dict)
+    """
+    The same for some units: by kind (embedding, attention, moe, feed_forward, block, head, vision)
+    or by pattern for their names ("layers.0.*", "layers.[0-3].moe"). A pattern goes before a kind,
+    a later pattern before an earlier one, and both before fsdp_reshard_after_forward.
+    """
+
+    fsdp_prefetch: int | str = 1
+    """
+    How far ahead of the unit that runs to gather: a number of units (0, 1, 2, ...), or a size
+    ("512MiB"): as many units as fit into it, counted as gathered on one rank.
+    """
+
+    fsdp_prefetch_backward: int | str | None = None
+    """The same in backward. None: as fsdp_prefetch."""
+
     def __post_init__(self) -> None:
         TitanParallelismConfig.__post_init__(self)
         check_parallelism(self)
+
+
+def fsdp_settings(parallelism: TitanParallelismConfig) -> dict[str, Any]:
+    """The settings of ``shard_decoder`` in a section of ours, or the defaults for Titan's own."""
+    ours = parallelism if isinstance(parallelism, ParallelismConfig) else ParallelismConfig()
+    return {
+        "wrap": ours.fsdp_wrap,
+        "reshard_after_forward_policy": parallelism.fsdp_reshard_after_forward,
+        "reshard_groups": ours.fsdp_reshard_groups,
+        "prefetch": ours.fsdp_prefetch,
+        "prefetch_backward": ours.fsdp_prefetch_backward,
+    }
 
 
 def check_parallelism(parallelism: TitanParallelismConfig) -> None:
@@ -44,15 +99,82 @@ def check_parallelism(parallelism: TitanParallelismConfig) -> None:
 
     Args:
         parallelism: Titan's section or ours. A stock section (a drop-in model spec under the
-            stock trainer) has no ``fsdp_wrap``; that reads as "auto".
+            stock trainer) has none of our keys; they read as their defaults.
 
     Raises:
-        ValueError: for an unknown ``fsdp_wrap``, or an SPMD backend that is not supported.
+        ValueError: for a value that a key cannot have, or an SPMD backend that is not supported.
     """
-    resolve_wrap(getattr(parallelism, "fsdp_wrap", "auto"), parallelism.expert_parallel_degree)
+    settings = fsdp_settings(parallelism)
+    resolve_wrap(settings["wrap"], parallelism.expert_parallel_degree)
     if parallelism.spmd_backend not in SUPPORTED_SPMD_BACKENDS:
         raise ValueError(
             f"parallelism.spmd_backend is {parallelism.spmd_backend!r}, which titan_ext does not "
             "support (TorchTitan removed it after 0.3); expected one of "
             f"{', '.join(SUPPORTED_SPMD_BACKENDS)}."
         )
+    parse_reach("parallelism.fsdp_prefetch", settings["prefetch"])
+    if settings["prefetch_backward"] is not None:
+        parse_reach("parallelism.fsdp_prefetch_backward", settings["prefetch_backward"])
+    everywhere = {"fsdp_reshard_after_forward": settings["reshard_after_forward_policy"]}
+    groups = {
+        f"fsdp_reshard_groups.{name}": value for name, value in settings["reshard_groups"].items()
+    }
+    for key, value in (everywhere | groups).items():
+        check_reshard(f"parallelism.{key}", value)
+        if isinstance(value, int):
+            _check_reshard_world(f"parallelism.{key}", value, parallelism)
+
+
+def check_unit_names(model: BaseModel.Config, parallelism: ParallelismConfig) -> None:
+    """Refuse names in ``fsdp_reshard_groups`` that no unit of the model answers to.
+
+    Raises:
+        ValueError: for such a name; one that is a unit with another ``fsdp_wrap`` included.
+    """
+    if not parallelism.fsdp_reshard_groups:
+        return
+    with torch.device("meta"):
+        built = cast(Decoder, model.build())
+    wrap = resolve_wrap(parallelism.fsdp_wrap, parallelism.expert_parallel_degree)
+    # In a pipeline a vision tower is no unit (fsdp.shard).
+    towers = vision_units(built) if parallelism.pipeline_parallel_degree == 1 else []
+    check_reshard_groups(parallelism.fsdp_reshard_groups, [*towers, *plan_units(built, wrap)])
+
+
+def _check_reshard_world(key: str, ranks: int, parallelism: TitanParallelismConfig) -> None:
+    if parallelism.spmd_backend != "partial_dtensor":
+        raise ValueError(
+            f"{key} is {ranks}, a number of ranks, which torch does not offer with "
+            f'parallelism.spmd_backend = "{parallelism.spmd_backend}" (fully_shard refuses it on a '
+            'mesh with other axes). Use "always" or "never", or spmd_backend = "partial_dtensor"; '
+            "to keep gathering inside a machine use data_parallel_replicate_degree (HSDP)."
+        )
+    if parallelism.tensor_parallel_degree > 1:
+        raise ValueError(
+            f"{key} is {ranks}, a number of ranks, which torch does not offer with "
+            "parallelism.tensor_parallel_degree > 1 (FSDP2 reshards only plain tensors to a "
+            'smaller world). Use "always" or "never".'
+        )
+    world = _shard_axis(parallelism)
+    if world is not None and world % ranks:
+        fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise ValueError(
+            f"{key} is {ranks}, the number of ranks over which to reshard, but parameters are "
+            f"sharded over {world}; expected one of {fitting}."
+        )
+
+
+def _shard_axis(parallelism: TitanParallelismConfig) -> int | None:
+    """Ranks that dense parameters are sharded over; None if it is not known yet."""
+    shard = parallelism.data_parallel_shard_degree
+    cp = parallelism.context_parallel_degree
+    if shard > 0:
+        return shard * cp
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    others = (
+        parallelism.data_parallel_replicate_degree
+        * parallelism.tensor_parallel_degree
+        * parallelism.pipeline_parallel_degree
+    )
+    return max(int(os.environ["WORLD_SIZE"]) // others, 1)

@@ -8,7 +8,7 @@ from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.compile import compile_units
-from titan_ext.configs import check_parallelism
+from titan_ext.configs import check_parallelism, fsdp_settings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, resolve_wrap, vision_modules
 
@@ -49,8 +49,8 @@ def parallelize(
             "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
-    fsdp_wrap = getattr(parallelism, "fsdp_wrap", "auto")
-    wrap = resolve_wrap(fsdp_wrap, parallel_dims.ep)
+    settings = fsdp_settings(parallelism)
+    wrap = resolve_wrap(settings["wrap"], parallel_dims.ep)
 
     # 1. Shard over the model-parallel axes: TP, EP, CP.
     _shard_model_axes(model, parallel_dims)
@@ -85,9 +85,8 @@ def parallelize(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         cpu_offload=training.enable_cpu_offload,
-        reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
-        wrap=fsdp_wrap,
+        **settings,
     )
     return model
 

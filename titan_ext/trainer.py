@@ -14,7 +14,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
 from titan_ext.agreement import check_agreement
-from titan_ext.configs import ParallelismConfig
+from titan_ext.configs import ParallelismConfig, check_unit_names
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.specs import check_model_limits, extend_model_spec
 
@@ -34,6 +34,7 @@ class Trainer(TitanTrainer):
         def __post_init__(self) -> None:
             if self.model_spec is not None:
                 check_model_limits(self.model_spec.name, self.parallelism)
+                check_unit_names(self.model_spec.model, self.parallelism)
             no_accelerator.adapt_config(self)
             TitanTrainer.Config.__post_init__(self)
 

@@ -6,7 +6,7 @@ torchtitan/distributed/fsdp.py.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,9 +31,16 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.mesh import resolve_meshes
-from titan_ext.fsdp.prefetch import set_prefetch
-from titan_ext.fsdp.reshard import reshard_after_forward
-from titan_ext.fsdp.units import Unit, plan_units, resolve_wrap, vision_modules
+from titan_ext.fsdp.plan import FSDPPlan, make_plan, remember_plan
+from titan_ext.fsdp.prefetch import parse_reach, set_prefetch
+from titan_ext.fsdp.reshard import Reshard
+from titan_ext.fsdp.units import (
+    Unit,
+    innermost_first,
+    plan_units,
+    resolve_wrap,
+    vision_units,
+)
 from titan_ext.no_accelerator import reduce_without_premul_sum
 
 __all__ = ["apply_fsdp_to_decoder", "shard_decoder"]
@@ -48,10 +55,13 @@ def shard_decoder(
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
-    reshard_after_forward_policy: str = "default",
+    reshard_after_forward_policy: Reshard = "default",
     enable_symm_mem: bool = False,
     wrap: str = "auto",
-) -> list[Unit]:
+    reshard_groups: Mapping[str, Reshard] | None = None,
+    prefetch: int | str = 1,
+    prefetch_backward: int | str | None = None,
+) -> FSDPPlan:
     """Shard a Titan decoder and its vision towers with FSDP2 over the axes of ``parallel_dims``.
 
     See ``apply_fsdp_to_decoder`` for the arguments, the result and the errors.
@@ -59,16 +69,25 @@ def shard_decoder(
     meshes = resolve_meshes(parallel_dims)
     # A vision tower is one unit each. With pipeline parallelism a microbatch may have no images,
     # and a unit that never runs trips FSDP2: there its parameters stay with the root.
-    for tower in vision_modules(model).values() if not parallel_dims.pp_enabled else ():
+    towers = vision_units(model) if not parallel_dims.pp_enabled else []
+    towers_plan = make_plan(
+        towers,
+        shard_world=_shard_world(meshes.dense, meshes.dense_axes),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        reshard=reshard_after_forward_policy,
+        reshard_groups=reshard_groups or {},
+    )
+    for tower, plan in zip(towers, towers_plan.units, strict=True):
         apply_fsdp_to_vision_encoder(
-            tower,
+            tower.modules[0],
             meshes.dense,
             param_dtype,
             reduce_dtype,
-            reshard_after_forward_policy=reshard_after_forward_policy,
+            reshard_after_forward_policy=_titan_name(plan.reshard_after_forward, tower.name),
             dp_mesh_dims=meshes.dense_axes,
         )
-    units = apply_fsdp_to_decoder(
+    plan = apply_fsdp_to_decoder(
         model,
         meshes.dense,
         param_dtype=param_dtype,
@@ -82,10 +101,16 @@ def shard_decoder(
         edp_mesh_dims=meshes.experts_axes,
         enable_symm_mem=enable_symm_mem,
         wrap=wrap,
+        reshard_groups=reshard_groups,
+        prefetch=prefetch,
+        prefetch_backward=prefetch_backward,
     )
     if meshes.dense.device_type == "cpu":
         reduce_without_premul_sum(model)
-    return units
+    plan = FSDPPlan(units=towers_plan.units + plan.units)
+    logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")
+    remember_plan(model, plan)
+    return plan
 
 
 def apply_fsdp_to_decoder(
@@ -95,7 +120,7 @@ def apply_fsdp_to_decoder(
     reduce_dtype: torch.dtype,
     pp_enabled: bool,
     cpu_offload: bool = False,
-    reshard_after_forward_policy: str = "default",
+    reshard_after_forward_policy: Reshard = "default",
     ep_degree: int = 1,
     edp_mesh: DeviceMesh | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -103,7 +128,10 @@ def apply_fsdp_to_decoder(
     enable_symm_mem: bool = False,
     *,
     wrap: str = "auto",
-) -> list[Unit]:
+    reshard_groups: Mapping[str, Reshard] | None = None,
+    prefetch: int | str = 1,
+    prefetch_backward: int | str | None = None,
+) -> FSDPPlan:
     """Shard a Titan decoder with FSDP2 in place.
 
     Args:
@@ -114,23 +142,45 @@ def apply_fsdp_to_decoder(
         reduce_dtype: Dtype in which gradients are reduced.
         pp_enabled: Whether the model is a pipeline chunk; decides the "default" reshard policy.
         cpu_offload: Keep sharded parameters, gradients and optimizer states in host memory.
-        reshard_after_forward_policy: "default", "always" or "never".
+        reshard_after_forward_policy: "default", "always", "never" or a number of ranks (see
+            ``fsdp.reshard``).
         ep_degree: Size of the expert axis.
         edp_mesh: Mesh for routed experts; required when ``ep_degree > 1``.
         dp_mesh_dims: Data-parallel axes of ``dp_mesh`` where it is the full SPMD mesh.
         edp_mesh_dims: The same for ``edp_mesh``.
         enable_symm_mem: Symmetric-memory collectives (Titan's option).
         wrap: "submodule", "block" or "auto" (see ``fsdp.units``).
+        reshard_groups: Reshard policies by kind of unit or by pattern for its name.
+        prefetch: Units, or bytes ("512MiB"), to gather ahead (see ``fsdp.prefetch``).
+        prefetch_backward: The same in backward; None: as ``prefetch``.
 
     Returns:
-        The units, in forward order. Gradients are summed, not averaged: Titan divides the loss by
-        the global number of tokens.
+        What was done with each unit, in forward order. Gradients are summed, not averaged: Titan
+        divides the loss by the global number of tokens.
 
     Raises:
-        ValueError: for an unknown ``wrap`` or reshard policy.
+        ValueError: for an unknown ``wrap``, reshard policy or prefetch.
     """
     resolved_wrap = resolve_wrap(wrap, ep_degree)
     units = plan_units(model, resolved_wrap)
+    placements = _ExpertPlacement(dp_mesh, dp_mesh_dims, edp_mesh, edp_mesh_dims, ep_degree)
+    ahead = parse_reach("parallelism.fsdp_prefetch", prefetch)
+    behind = ahead
+    if prefetch_backward is not None:
+        behind = parse_reach("parallelism.fsdp_prefetch_backward", prefetch_backward)
+    plan = make_plan(
+        units,
+        shard_world=_shard_world(dp_mesh, dp_mesh_dims),
+        experts_world=edp_mesh["efsdp"].size() if ep_degree > 1 and edp_mesh else None,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        expert_shard_dims={unit.name: placements.shard_dim(unit) for unit in units},
+        reshard=reshard_after_forward_policy,
+        reshard_groups=reshard_groups or {},
+        pp_enabled=pp_enabled,
+        prefetch=ahead,
+        prefetch_backward=behind,
+    )
 
     config: dict[str, Any] = {
         "mesh": dp_mesh,
@@ -143,14 +193,11 @@ def apply_fsdp_to_decoder(
     if cpu_offload:
         config["offload_policy"] = CPUOffloadPolicy()
 
-    placements = _ExpertPlacement(dp_mesh, dp_mesh_dims, edp_mesh, edp_mesh_dims, ep_degree)
-    for unit in _innermost_first(units):
+    for unit in innermost_first(units):
         fully_shard(
             unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
             **config,
-            reshard_after_forward=reshard_after_forward(
-                unit, reshard_after_forward_policy, pp_enabled
-            ),
+            reshard_after_forward=plan[unit.name].reshard_after_forward,
             shard_placement_fn=placements.function_for(unit),
         )
     fully_shard(model, **config)
@@ -158,12 +205,9 @@ def apply_fsdp_to_decoder(
     if enable_symm_mem:
         enable_fsdp_symm_mem(model)
     disable_fsdp_gradient_division(model)
-    # With EP = 1 and whole blocks FSDP2's own prefetching does the same, as in stock Titan.
-    if resolved_wrap == "submodule" or ep_degree > 1:
-        set_prefetch(units)
-
+    set_prefetch(units, plan.prefetch)
     _log_units(wrap, resolved_wrap, units, ep_degree)
-    return units
+    return plan
 
 
 class _ExpertPlacement:
@@ -192,12 +236,18 @@ class _ExpertPlacement:
         self._experts_mesh_info = _fsdp_mesh_info(edp_mesh, edp_mesh_dims)
         self._dense_mesh_info = _fsdp_mesh_info(dp_mesh, dp_mesh_dims)
 
+    def shard_dim(self, unit: Unit) -> int:
+        """The dim that the routed experts of ``unit`` are sharded along; 0 if it has none."""
+        if unit.experts is None:
+            return 0
+        return 1 if self._num_expert_ranks > unit.experts.num_experts else 0
+
     def function_for(self, unit: Unit) -> ShardPlacementFn | None:
         """FSDP2's ``shard_placement_fn`` for ``unit``; None where its default is right."""
         if unit.experts is None:
             return None
         expert_params = set(unit.experts.parameters())
-        expert_shard = Shard(1 if self._num_expert_ranks > unit.experts.num_experts else 0)
+        expert_shard = Shard(self.shard_dim(unit))
         experts_mesh_info, dense_mesh_info = self._experts_mesh_info, self._dense_mesh_info
 
         if experts_mesh_info is None or dense_mesh_info is None:
@@ -219,9 +269,17 @@ def _fsdp_mesh_info(mesh: DeviceMesh, axes: DataParallelMeshDims | None) -> FSDP
     return info
 
 
-def _innermost_first(units: list[Unit]) -> list[Unit]:
-    # fully_shard goes bottom up: a unit claims what its submodules' units have left.
-    return sorted(units, key=lambda unit: -unit.name.count("."))
+def _shard_world(mesh: DeviceMesh, axes: DataParallelMeshDims | None) -> int:
+    return _fsdp_mesh_info(mesh, axes).shard_mesh_size
+
+
+def _titan_name(reshard: bool | int, tower: str) -> str:
+    if not isinstance(reshard, bool):
+        raise ValueError(
+            f"{tower} cannot be resharded to {reshard} ranks: TorchTitan shards it as one unit, "
+            'always or never. Give "vision" one of these in parallelism.fsdp_reshard_groups.'
+        )
+    return "always" if reshard else "never"
 
 
 def _log_units(asked: str, wrap: str, units: list[Unit], ep_degree: int) -> None:

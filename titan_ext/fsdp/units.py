@@ -23,9 +23,11 @@ __all__ = [
     "UnitKind",
     "Wrap",
     "decoder_blocks",
+    "innermost_first",
     "plan_units",
     "resolve_wrap",
     "vision_modules",
+    "vision_units",
 ]
 
 Wrap = Literal["submodule", "block"]
@@ -55,6 +57,7 @@ class UnitKind(StrEnum):
     FEED_FORWARD = "feed_forward"
     BLOCK = "block"
     HEAD = "head"
+    VISION = "vision"
     TIED = "tied_embedding_and_head"
 
 
@@ -66,12 +69,14 @@ class Unit:
         name: Fully qualified name in the model, without wrapper prefixes ("layers.3.moe").
         kind: What it holds.
         modules: Its modules, in the order in which they run.
+        module_names: Their names in the block or model that holds them; "" for a whole block.
         experts: The routed experts inside it, which live on the expert mesh when EP > 1.
     """
 
     name: str
     kind: UnitKind
     modules: tuple[nn.Module, ...]
+    module_names: tuple[str, ...]
     experts: GroupedExperts | None = None
 
     def num_groups(self, ep_degree: int) -> int:
@@ -110,6 +115,13 @@ def vision_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if module is not None}
 
 
+def vision_units(model: nn.Module) -> list[Unit]:
+    """A unit for each vision tower of a multimodal decoder."""
+    return [
+        _unit(name, UnitKind.VISION, {"": tower}) for name, tower in vision_modules(model).items()
+    ]
+
+
 def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
     """Split a Titan decoder into FSDP units, in the order in which they first run.
 
@@ -124,16 +136,15 @@ def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
         root owns none; what a model keeps elsewhere (a vision tower, parameters of its own) is
         not in them.
     """
-    embedding = model.tok_embeddings
-    head = [m for m in (model.norm, model.lm_head) if m is not None]
+    first = _children(model, ("tok_embeddings",))
+    head = _children(model, ("norm", "lm_head"))
     units: list[Unit] = []
 
     if model.enable_weight_tying:
         # One parameter, so one unit: embeddings and head cannot be freed apart.
-        modules = ([embedding] if embedding is not None else []) + head
-        units.append(_unit("tok_embeddings+lm_head", UnitKind.TIED, modules))
-    elif embedding is not None:
-        units.append(_unit("tok_embeddings", UnitKind.EMBEDDING, [embedding]))
+        units.append(_unit("tok_embeddings+lm_head", UnitKind.TIED, first | head))
+    elif first:
+        units.append(_unit("tok_embeddings", UnitKind.EMBEDDING, first))
 
     for name, block in decoder_blocks(model):
         units.extend(_block_units(name, block, wrap))
@@ -143,10 +154,15 @@ def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
     return units
 
 
+def innermost_first(units: Sequence[Unit]) -> list[Unit]:
+    """The order in which ``fully_shard`` takes them: a unit gets what those inside it have left."""
+    return sorted(units, key=lambda unit: -unit.name.count("."))
+
+
 def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
     moe = _moe_of(block)
     experts = moe.routed_experts.inner_experts if moe is not None else None
-    whole = _unit(name, UnitKind.BLOCK, [block], experts)
+    whole = _unit(name, UnitKind.BLOCK, {"": block}, experts)
     if wrap == "block":
         return [whole]
 
@@ -159,22 +175,28 @@ def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
             (UnitKind.ATTENTION, attention, None),
             (ffn_kind, ffn, experts),
         )
-        if any(True for m in modules for _ in m.parameters())
+        if any(True for m in modules.values() for _ in m.parameters())
     ]
     covered = {id(p) for unit in units for m in unit.modules for p in m.parameters()}
     if any(id(p) not in covered for p in block.parameters()):
         # A block with parameters of its own: they form the block's group, gathered around both.
-        units.insert(0, _unit(name, UnitKind.BLOCK, [block]))
+        units.insert(0, _unit(name, UnitKind.BLOCK, {"": block}))
     return units
 
 
 def _unit(
     name: str,
     kind: UnitKind,
-    modules: Sequence[nn.Module],
+    modules: dict[str, nn.Module],
     experts: GroupedExperts | None = None,
 ) -> Unit:
-    return Unit(name=name, kind=kind, modules=tuple(modules), experts=experts)
+    return Unit(
+        name=name,
+        kind=kind,
+        modules=tuple(modules.values()),
+        module_names=tuple(modules),
+        experts=experts,
+    )
 
 
 def _moe_of(block: nn.Module) -> MoE | None:
@@ -184,6 +206,6 @@ def _moe_of(block: nn.Module) -> MoE | None:
     return cast(MoE, block.moe)
 
 
-def _children(block: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    children = [getattr(block, name, None) for name in names]
-    return [child for child in children if child is not None]
+def _children(parent: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    children = {name: getattr(parent, name, None) for name in names}
+    return {name: child for name, child in children.items() if child is not None}
