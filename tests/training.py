@@ -32,6 +32,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests.cluster import run_ranks
 from tests.collectives import Collective, CollectiveTrace
+from tests.plans import plan_run
 from titan_ext import no_accelerator
 from titan_ext.data.stdlib_corpus import (
     STDLIB_CORPUS,
@@ -39,6 +40,9 @@ from titan_ext.data.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
+from titan_ext.fsdp.accounting import Timeline
+from titan_ext.fsdp.predict import predict
+from titan_ext.memory_log import step_order
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.trainer import extend_config
 
@@ -76,6 +80,10 @@ class Run:
     """
     routing: str = "learned"
     """"one_expert" sends every token to the first top_k experts: the other ranks get none."""
+    tracked: bool = False
+    """Measure FSDP's memory; of ours only. The last step's timeline is in the result."""
+    reshard: str = "default"
+    """``parallelism.fsdp_reshard_after_forward``."""
     keep_gradients: bool = False
     """Return the (clipped) gradients of the last step, unsharded, from rank 0."""
 
@@ -87,6 +95,8 @@ class Run:
         extras += ["compiled"] if self.compiled else []
         extras += ["fp32"] if self.param_dtype == "float32" else []
         extras += ["exact"] if self.exact_sums else []
+        extras += ["tracked"] if self.tracked else []
+        extras += [self.reshard] if self.reshard != "default" else []
         extras += [self.routing] if self.routing != "learned" else []
         return "-".join(parts + extras)
 
@@ -100,6 +110,8 @@ class RankResult:
     grad_norms: list[float] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    memory: Timeline | None = None
+    predicted_memory: Timeline | None = None
 
 
 @dataclass
@@ -142,6 +154,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.parallelism.expert_parallel_degree = run.ep
     config.parallelism.pipeline_parallel_degree = run.pp
     config.parallelism.tensor_parallel_degree = run.tp
+    config.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     config.parallelism.spmd_backend = cast(Any, run.backend)
     config.activation_checkpoint = {
         "selective": SelectiveAC.Config(),
@@ -159,6 +172,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         return _stock_config(config)
     ours = extend_config(config)
     ours.parallelism.fsdp_wrap = cast(Any, run.parallelize)
+    ours.parallelism.fsdp_track_memory = run.tracked
     return ours
 
 
@@ -276,11 +290,21 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
         grad_norms=norms,
         collectives=trace.events,
         gradients=_full_gradients(trainer) if run.keep_gradients else {},
+        memory=trainer.memory_log.timeline if run.tracked else None,
+        predicted_memory=_predict_memory(trainer, run) if run.tracked else None,
     )
     trainer.close()
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+def _predict_memory(trainer, run: Run) -> Timeline:
+    """From the shapes of the model on the meta device; what has been trained gives its names."""
+    with torch.device("meta"):
+        model = trainer.config.model_spec.model.build()
+    (part,) = trainer.model_parts
+    return predict(plan_run(run, model, part), step_order(trainer))
 
 
 def _observe_steps(trainer, run: Run, trace: CollectiveTrace, norms: list[float]) -> None:
