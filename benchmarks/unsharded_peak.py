@@ -1,7 +1,7 @@
 """Peak of unsharded parameters: sub-module units one ahead against whole blocks one ahead.
 
-    python benchmarks/unsharded_peak.py              # predicted, from shapes on the meta device
-    python benchmarks/unsharded_peak.py --measure    # the debug model too, trained here (a minute)
+    python -m benchmarks.unsharded_peak              # predicted, from shapes on the meta device
+    python -m benchmarks.unsharded_peak --measure    # the debug model too, trained here (a minute)
 
 Bytes on one rank, in MiB, at the peak of a steady step with activation checkpointing and chunked
 loss. "logical": parameters of blocks between unshard and reshard. "with flat": live storages of

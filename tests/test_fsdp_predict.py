@@ -122,7 +122,7 @@ def test_what_is_not_known_is_refused():
         predict([replace(_plan()[0], name="mtp_layers.0.attention")], ORDER)
 
 
-@pytest.mark.parametrize("module", ["accounting", "simulate", "predict"])
+@pytest.mark.parametrize("module", ["accounting", "simulated", "simulate", "predict"])
 def test_the_predictor_sees_nothing_of_fsdp(module: str):
     source = Path(titan_ext.__file__).parent / "fsdp" / f"{module}.py"
     imported = set()
@@ -133,4 +133,4 @@ def test_the_predictor_sees_nothing_of_fsdp(module: str):
             imported.add(node.module)
     assert not [name for name in imported if name.startswith(("torch.", "torchtitan"))]
     ours = {name for name in imported if name.startswith("titan_ext")}
-    assert ours <= {f"titan_ext.fsdp.{n}" for n in ("accounting", "simulate", "plan")}
+    assert ours <= {f"titan_ext.fsdp.{n}" for n in ("accounting", "simulated", "simulate", "plan")}

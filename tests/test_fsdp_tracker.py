@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.cluster import run_ranks
-from tests.training import Run, train
+from tests.training import Run, make_config, train
 from titan_ext.fsdp.accounting import CLASSES
 from titan_ext.fsdp.timeline import FOLDER, main
 from titan_ext.fsdp.tracker import MemoryTracker
@@ -107,6 +107,34 @@ def _close(_folder: Path) -> bool:
     after = _hooks_and_comms(model)
     dist.destroy_process_group()
     return before != during and before == after
+
+
+def _watched(run: Run, folder: Path) -> tuple[int, int]:
+    """Hooks of ours, and groups with communication of ours, in the model of a run."""
+    import torch.distributed as dist
+
+    trainer = make_config(run, folder).build()
+    (model,) = trainer.model_parts
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    comms = {g._all_gather_comm for state in states for g in state._fsdp_param_groups}
+    trainer.close()
+    dist.destroy_process_group()
+    ours = [hook for hook in hooks if "MemoryTracker" in getattr(hook, "__qualname__", "")]
+    return len(ours), sum("_Watched" in type(comm).__name__ for comm in comms)
+
+
+def test_off_it_registers_nothing(tmp_path: Path):
+    run = Run(parallelize="submodule", layers=1)
+    assert run_ranks(_watched, 1, run, tmp_path, log_folder=tmp_path) == [(0, 0)]
+    run = replace(run, tracked=True)
+    ((hooks, comms),) = run_ranks(_watched, 1, run, tmp_path, log_folder=tmp_path)
+    assert hooks > 0
+    assert comms == 4  # embedding, attention, feed-forward, head
 
 
 def _planted(fault: str) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -9,80 +9,19 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
 
 from titan_ext.fsdp.accounting import Bytes, Event, Timeline
+from titan_ext.fsdp.simulated import Buffer, Group, Phase, SimulatedUnit
 
 if TYPE_CHECKING:
-    from titan_ext.fsdp.plan import GroupPlan, UnitPlan
+    from titan_ext.fsdp.plan import UnitPlan
 
-__all__ = ["FSDPSimulation", "SimulatedUnit"]
+__all__ = ["FSDPSimulation"]
 
 _INPUT_BUFFERS = 1  # reduce-scatter inputs that FSDP2 lets live, unless told otherwise
-
-
-class _Phase(Enum):
-    IDLE = auto()
-    FORWARD = auto()
-    PRE_BACKWARD = auto()
-    POST_BACKWARD = auto()
-
-
-@dataclass(eq=False)
-class _Buffer:
-    """A flat buffer. Of an all-gather over one rank, which needs none, it has no bytes."""
-
-    group: "_Group"
-    name: str
-    nbytes: int
-
-
-@dataclass(eq=False)
-class _Group:
-    plan: "GroupPlan"
-    unit: "SimulatedUnit"
-    name: str
-    phase: _Phase = _Phase.IDLE
-    is_unsharded: bool = False
-    kept_nbytes: int = 0  # after a reshard to a smaller world
-    pending: _Buffer | None = None  # unshard has been called, nothing copied out yet
-    reshards_after_forward: bool | int = True
-    reshards_after_backward: bool = True
-    reduces: bool = True
-    post_backward_pending: bool = False
-    gradients: set[int] = field(default_factory=set)  # unsharded ones, by index of the parameter
-    sharded_gradients: set[int] = field(default_factory=set)
-
-    def live_bytes(self, buffers: Sequence[_Buffer], issuing: bool) -> Bytes:
-        full = self.plan.gathered_nbytes
-        of = dict.fromkeys(("all_gather", "reduce_scatter", "gradients"), 0)
-        for buffer in buffers:
-            if buffer.group is self:
-                of[buffer.name] += buffer.nbytes
-        return Bytes(
-            gathered=(full if self.is_unsharded else 0) + self.kept_nbytes,
-            logical=full if self.is_logical or issuing else 0,
-            **of,
-        )
-
-    @property
-    def is_logical(self) -> bool:
-        return self.is_unsharded or self.pending is not None
-
-
-@dataclass(eq=False)
-class SimulatedUnit:
-    """A unit and where it is in its forward. ``roles`` are the parts of it that run apart."""
-
-    plan: "UnitPlan"
-    roles: tuple[str, ...]
-    groups: list[_Group] = field(default_factory=list)
-    phase: _Phase = _Phase.IDLE
-    roles_to_run: set[str] = field(default_factory=set)
 
 
 class FSDPSimulation:
@@ -102,14 +41,14 @@ class FSDPSimulation:
     ) -> None:
         self.timeline = Timeline()
         self._grad_dtype = grad_dtype
-        self._buffers: list[_Buffer] = []
-        self._retained: _Buffer | None = None  # the last all-gather of a forward
-        self._reduce_inputs: list[_Buffer] = []
+        self._buffers: list[Buffer] = []
+        self._retained: Buffer | None = None  # the last all-gather of a forward
+        self._reduce_inputs: list[Buffer] = []
         self._forward_root: SimulatedUnit | str | None = None
         self.units = {plan.name: SimulatedUnit(plan, roles.get(plan.name, ("",))) for plan in plans}
         for unit in self.units.values():
             unit.groups = [
-                _Group(
+                Group(
                     group,
                     unit,
                     f"{unit.plan.name}/experts" if index else unit.plan.name,
@@ -119,7 +58,7 @@ class FSDPSimulation:
             ]
         self._groups = [group for unit in self.units.values() for group in unit.groups]
 
-    def sample(self, action: str, unit: str, issuing: _Group | None = None) -> None:
+    def sample(self, action: str, unit: str, issuing: Group | None = None) -> None:
         """Put what is live into the timeline."""
         live: dict[str, Bytes] = {}
         for group in self._groups:
@@ -149,18 +88,18 @@ class FSDPSimulation:
         """Before a unit, or the part ``role`` of it, runs. ``in_backward``: as a recompute."""
         if not unit.roles_to_run:
             unit.roles_to_run = set(unit.roles)
-        if unit.phase is _Phase.PRE_BACKWARD:
+        if unit.phase is Phase.PRE_BACKWARD:
             for group in unit.groups:
                 self._unshard(group)
                 self._wait(group)
             self.sample("forward", unit.plan.name)
             return
-        is_first_part = unit.phase is not _Phase.FORWARD
-        unit.phase = _Phase.FORWARD
+        is_first_part = unit.phase is not Phase.FORWARD
+        unit.phase = Phase.FORWARD
         if is_first_part and self._forward_root is None:
             self._forward_root = unit
         for group in unit.groups:
-            group.phase = _Phase.FORWARD
+            group.phase = Phase.FORWARD
             self._unshard(group)
             self._wait(group)
         if is_first_part and not in_backward:
@@ -171,7 +110,7 @@ class FSDPSimulation:
 
     def post_forward(self, unit: SimulatedUnit, role: str = "", in_backward: bool = False) -> None:
         unit.roles_to_run.discard(role)
-        if not unit.roles_to_run and unit.phase is not _Phase.PRE_BACKWARD:
+        if not unit.roles_to_run and unit.phase is not Phase.PRE_BACKWARD:
             self._complete_forward(unit, in_backward)
             if self._forward_root is unit:
                 self._end_forward_root(in_backward)
@@ -181,10 +120,10 @@ class FSDPSimulation:
 
     def pre_backward(self, unit: SimulatedUnit, seen_by: str | None = None) -> None:
         """Before the backward of a unit; ``seen_by`` is whose hook sees it, if not its own."""
-        unit.phase = _Phase.PRE_BACKWARD
+        unit.phase = Phase.PRE_BACKWARD
         for group in unit.groups:
-            if group.phase is not _Phase.PRE_BACKWARD:
-                group.phase = _Phase.PRE_BACKWARD
+            if group.phase is not Phase.PRE_BACKWARD:
+                group.phase = Phase.PRE_BACKWARD
                 self._unshard(group)
                 self._wait(group)
         for name in unit.plan.backward_prefetch:
@@ -209,13 +148,13 @@ class FSDPSimulation:
         for unit in self.units.values():
             unit.roles_to_run.clear()
             for group in reversed(unit.groups):
-                if group.phase is not _Phase.POST_BACKWARD:
+                if group.phase is not Phase.POST_BACKWARD:
                     if finalizes or not group.reduces:
                         self._post_backward(group)
                     else:
                         group.post_backward_pending = True
-                group.phase = _Phase.IDLE
-            unit.phase = _Phase.IDLE
+                group.phase = Phase.IDLE
+            unit.phase = Phase.IDLE
         if finalizes:
             self._end_iteration()
         else:
@@ -230,7 +169,7 @@ class FSDPSimulation:
                 self._post_backward(group)
             else:
                 self._reshard(group)
-            group.phase = _Phase.IDLE
+            group.phase = Phase.IDLE
         self._end_iteration()
 
     # What a user of FSDP2 may call: FSDPModule.unshard, .reshard and .set_*
@@ -261,39 +200,39 @@ class FSDPSimulation:
 
     # Groups
 
-    def _unshard(self, group: _Group) -> None:
+    def _unshard(self, group: Group) -> None:
         if group.is_logical:
             return
         nbytes = group.plan.gathered_nbytes if group.plan.shard_world > 1 else 0
-        buffer = _Buffer(group, "all_gather", nbytes)
+        buffer = Buffer(group, "all_gather", nbytes)
         if nbytes:
             self._buffers.append(buffer)
             self.sample("unshard", group.unit.plan.name, issuing=group)
         group.pending = buffer
 
-    def _wait(self, group: _Group) -> None:
+    def _wait(self, group: Group) -> None:
         buffer = group.pending
         if buffer is None:
             return
-        if group.phase is _Phase.FORWARD:
+        if group.phase is Phase.FORWARD:
             self._release_retained()
         group.is_unsharded, group.kept_nbytes = True, 0
-        if group.phase is _Phase.FORWARD and buffer.nbytes:
+        if group.phase is Phase.FORWARD and buffer.nbytes:
             self._retained = buffer  # so that the next all-gather may overlap with the copy-out
         else:
             self._free(buffer)
         group.pending = None
 
-    def _reshard(self, group: _Group) -> None:
-        if group.phase is _Phase.FORWARD:
+    def _reshard(self, group: Group) -> None:
+        if group.phase is Phase.FORWARD:
             if group.reshards_after_forward is False:
                 return
             if group.reshards_after_forward is not True:
                 group.kept_nbytes = group.plan.gathered_nbytes // group.reshards_after_forward
         group.is_unsharded = False
 
-    def _post_backward(self, group: _Group) -> None:
-        group.phase = _Phase.POST_BACKWARD
+    def _post_backward(self, group: Group) -> None:
+        group.phase = Phase.POST_BACKWARD
         group.post_backward_pending = not group.reduces
         if group.reshards_after_backward:
             self._reshard(group)
@@ -305,12 +244,12 @@ class FSDPSimulation:
         if group.gradients:
             self._reduce(group)
 
-    def _reduce(self, group: _Group) -> None:
+    def _reduce(self, group: Group) -> None:
         params = [group.plan.params[index] for index in sorted(group.gradients)]
         world = group.plan.shard_world
         nbytes = sum(p.padded_numel(world) * p.reduce_dtype.itemsize for p in params)
-        whole = _Buffer(group, "reduce_scatter", nbytes)
-        shard = _Buffer(group, "gradients", nbytes // world)
+        whole = Buffer(group, "reduce_scatter", nbytes)
+        shard = Buffer(group, "gradients", nbytes // world)
         self._buffers.append(whole)
         self.sample("reduce", group.unit.plan.name)
         self._buffers.append(shard)
@@ -326,8 +265,8 @@ class FSDPSimulation:
         for group in unit.groups:
             if not in_backward:
                 self._reshard(group)
-            group.phase = _Phase.IDLE
-        unit.phase = _Phase.IDLE
+            group.phase = Phase.IDLE
+        unit.phase = Phase.IDLE
 
     def _end_forward_root(self, in_backward: bool = False) -> None:
         for unit in reversed(self.units.values()):
@@ -352,7 +291,7 @@ class FSDPSimulation:
             self._free(self._retained)
             self._retained = None
 
-    def _free(self, buffer: _Buffer) -> None:
+    def _free(self, buffer: Buffer) -> None:
         if buffer.nbytes:
             self.sample("copied", buffer.group.unit.plan.name)
             self._buffers.remove(buffer)
