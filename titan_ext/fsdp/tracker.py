@@ -134,7 +134,11 @@ class _Group:
     def add_buffer(
         self, name: str, buffer: torch.Tensor, on_free: Callable[[], None] | None = None
     ) -> None:
-        """Count ``buffer`` until its storage is freed, whoever frees it."""
+        """Count ``buffer`` until FSDP has let go of it; of gradients, until the storage is freed.
+
+        A process group's thread may hold a buffer for an instant after its collective is over, so
+        collectives are given other tensors of the same storage (``_lend``).
+        """
         storage = buffer.untyped_storage()
         nbytes = storage.nbytes()
         self._buffers[name] += nbytes
@@ -144,7 +148,8 @@ class _Group:
                 on_free()  # the buffer still counts: it is being freed
             self._buffers[name] -= nbytes
 
-        finalizer = weakref.finalize(storage, freed)
+        lifetime = storage if name == "gradients" else buffer
+        finalizer = weakref.finalize(lifetime, freed)
         finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def is_unsharded(self) -> bool:
@@ -193,7 +198,7 @@ class _WatchedAllGather(AllGather):
         return buffer
 
     def __call__(self, *args: Any, **kwargs: Any):
-        return self.inner(*args, **kwargs)
+        return self.inner(*map(_lend, args), **{k: _lend(v) for k, v in kwargs.items()})
 
 
 class _WatchedReduceScatter(ReduceScatter):
@@ -216,7 +221,12 @@ class _WatchedReduceScatter(ReduceScatter):
         return buffer
 
     def __call__(self, *args: Any, **kwargs: Any):
-        return self.inner(*args, **kwargs)
+        return self.inner(*map(_lend, args), **{k: _lend(v) for k, v in kwargs.items()})
+
+
+def _lend(value: Any) -> Any:
+    """Another tensor of the same storage, that keeps neither the first nor its base alive."""
+    return value.data if isinstance(value, torch.Tensor) else value
 
 
 def _gathered_tensors(param: Any) -> list[torch.Tensor]:
