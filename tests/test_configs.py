@@ -113,3 +113,13 @@ def test_limits_of_titan_models_are_refused_by_key(name: str, parallelism: dict,
 def test_a_config_without_a_model_is_refused():
     with pytest.raises(ValueError, match="no model_spec"):
         extend_config(TitanTrainer.Config())
+
+
+def test_memory_is_not_tracked_through_cuda_graphs(accelerator):
+    ours = extend_config(titan_config("qwen3"))
+    tracked = ParallelismConfig(fsdp_track_memory=True)
+    ours.training.disable_cuda_graphs = False
+    with pytest.raises(ValueError, match=r"fsdp_track_memory needs training\.disable_cuda_graphs"):
+        dataclasses.replace(ours, parallelism=tracked)
+    ours.training.disable_cuda_graphs = True
+    assert dataclasses.replace(ours, parallelism=tracked).parallelism.fsdp_track_memory

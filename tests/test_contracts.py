@@ -13,7 +13,11 @@ import torchtitan.trainer
 from torch import _utils
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_init
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    FSDPParamGroup,
+    RegisterPostBackwardFunction,
+)
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed import full_dtensor
@@ -162,3 +166,50 @@ def test_titan_data_set_registry():
 
 def test_torch_sees_no_accelerator_the_way_titan_asks():
     assert _utils._get_available_device_type() is None or torch.accelerator.is_available()
+
+
+def test_fsdp2_names_used_by_the_memory_tracker():
+    """fsdp.tracker reads storages through them, and gives each group its own communication."""
+    group = inspect.getsource(FSDPParamGroup.__init__)
+    for name in ("fsdp_params", "_all_gather_comm", "_reduce_scatter_comm", "_all_gather_result"):
+        assert f"self.{name}" in group
+    assert isinstance(FSDPParamGroup.is_unsharded, property)
+    param = inspect.getsource(FSDPParam)
+    for name in (
+        "all_gather_outputs",
+        "_unsharded_inner_tensors",
+        "_sharded_post_forward_param_data",
+        "padded_sharded_param_size",
+        "param_dtype",
+        "orig_dtype",
+    ):
+        assert f"self.{name}" in param
+    assert "shard_mesh_size" in inspect.getsource(_fsdp_common.FSDPMeshInfo)
+    assert RegisterPostBackwardFunction.__name__ == "RegisterPostBackwardFunction"
+
+
+def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
+    """fsdp.tracker sets it for the groups of a unit apart; the public setters refuse two."""
+    for method, attribute in (
+        (FSDPModule.set_custom_all_gather, "_all_gather_comm"),
+        (FSDPModule.set_custom_reduce_scatter, "_reduce_scatter_comm"),
+    ):
+        source = inspect.getsource(method)
+        assert f"fsdp_param_group.{attribute} = comm" in source
+        assert "len(state._fsdp_param_groups) > 1" in source
+
+
+def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
+    """fsdp.tracker tells them apart by that."""
+    source = inspect.getsource(_fsdp_collectives.foreach_reduce)
+    assert source.count("reduce_scatter_comm.allocate(") == 2
+    first, second = (
+        source.index(f"{name} = reduce_scatter_comm.allocate(")
+        for name in ("reduce_scatter_input", "reduce_output")
+    )
+    assert first < second
+
+
+def test_titan_logs_metrics_through_a_public_logger():
+    """memory_log.MemoryLog adds its own."""
+    assert "self.logger.log(metrics, step)" in inspect.getsource(MetricsProcessor.log_validation)

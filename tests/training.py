@@ -39,6 +39,7 @@ from titan_ext.data.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
+from titan_ext.fsdp.accounting import Timeline
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.trainer import extend_config
 
@@ -76,6 +77,17 @@ class Run:
     """
     routing: str = "learned"
     """"one_expert" sends every token to the first top_k experts: the other ranks get none."""
+    tracked: bool = False
+    """Measure FSDP's memory; of ours only. The last step's timeline is in the result."""
+    reshard: str | int = "default"
+    """``parallelism.fsdp_reshard_after_forward``."""
+    reshard_groups: tuple[tuple[str, str | int], ...] = ()
+    """``parallelism.fsdp_reshard_groups``; of ours only."""
+    prefetch: int | str = 1
+    """``parallelism.fsdp_prefetch``; of ours only."""
+    prefetch_backward: int | str | None = None
+    microbatch_size: int = 1
+    """Samples of a microbatch of the pipeline."""
     keep_gradients: bool = False
     """Return the (clipped) gradients of the last step, unsharded, from rank 0."""
 
@@ -87,6 +99,11 @@ class Run:
         extras += ["compiled"] if self.compiled else []
         extras += ["fp32"] if self.param_dtype == "float32" else []
         extras += ["exact"] if self.exact_sums else []
+        extras += ["tracked"] if self.tracked else []
+        extras += [f"reshard_{self.reshard}"] if self.reshard != "default" else []
+        extras += [f"{name}_{value}" for name, value in self.reshard_groups]
+        extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
+        extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
         extras += [self.routing] if self.routing != "learned" else []
         return "-".join(parts + extras)
 
@@ -100,6 +117,8 @@ class RankResult:
     grad_norms: list[float] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    memory: Timeline | None = None
+    predicted_memory: Timeline | None = None
 
 
 @dataclass
@@ -142,6 +161,9 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.parallelism.expert_parallel_degree = run.ep
     config.parallelism.pipeline_parallel_degree = run.pp
     config.parallelism.tensor_parallel_degree = run.tp
+    config.parallelism.pipeline_parallel_microbatch_size = run.microbatch_size
+    if isinstance(run.reshard, str):
+        config.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     config.parallelism.spmd_backend = cast(Any, run.backend)
     config.activation_checkpoint = {
         "selective": SelectiveAC.Config(),
@@ -159,6 +181,11 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         return _stock_config(config)
     ours = extend_config(config)
     ours.parallelism.fsdp_wrap = cast(Any, run.parallelize)
+    ours.parallelism.fsdp_track_memory = run.tracked
+    ours.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
+    ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
+    ours.parallelism.fsdp_prefetch = run.prefetch
+    ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
     return ours
 
 
@@ -276,6 +303,8 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
         grad_norms=norms,
         collectives=trace.events,
         gradients=_full_gradients(trainer) if run.keep_gradients else {},
+        memory=trainer.memory_log.timeline if run.tracked else None,
+        predicted_memory=trainer.memory_log.predicted if run.tracked else None,
     )
     trainer.close()
     dist.barrier()

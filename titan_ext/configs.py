@@ -77,6 +77,13 @@ class ParallelismConfig(TitanParallelismConfig):
     fsdp_prefetch_backward: int | str | None = None
     """The same in backward. None: as fsdp_prefetch."""
 
+    fsdp_track_memory: bool = False
+    """
+    Measure what FSDP holds on every rank: gathered parameters, all-gather and reduce-scatter
+    buffers, by unit and step. The peak goes to the log and to the metrics; steps and a picture of
+    one of them to fsdp_memory/ in dump_folder. Off, it costs nothing.
+    """
+
     def __post_init__(self) -> None:
         TitanParallelismConfig.__post_init__(self)
         check_parallelism(self)

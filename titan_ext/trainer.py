@@ -16,6 +16,8 @@ from titan_ext import no_accelerator
 from titan_ext.agreement import check_agreement
 from titan_ext.configs import ParallelismConfig, check_unit_names
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
+from titan_ext.fsdp.plan import plan_of
+from titan_ext.memory_log import MemoryLog
 from titan_ext.specs import check_model_limits, extend_model_spec
 
 __all__ = ["Trainer", "extend_config"]
@@ -37,6 +39,13 @@ class Trainer(TitanTrainer):
                 check_unit_names(self.model_spec.model, self.parallelism)
             no_accelerator.adapt_config(self)
             TitanTrainer.Config.__post_init__(self)
+            if self.parallelism.fsdp_track_memory and not self.training.disable_cuda_graphs:
+                raise ValueError(
+                    "parallelism.fsdp_track_memory needs training.disable_cuda_graphs = true: "
+                    "when a CUDA graph is replayed, FSDP does not run and there is nothing to see."
+                )
+
+    memory_log: MemoryLog | None = None
 
     def __init__(self, config: Config) -> None:
         has_no_accelerator = no_accelerator.enable()
@@ -49,6 +58,18 @@ class Trainer(TitanTrainer):
             # Titan leaves the MFU out of its metrics where quantisation makes it meaningless, and
             # has no other switch for it. There is no peak to compare a CPU with.
             self.metrics_processor.has_quantization = True
+        if config.parallelism.fsdp_track_memory:
+            self.memory_log = MemoryLog(
+                self, [u for part in self.model_parts for u in plan_of(part).units]
+            )
+
+    def train_step(self, data_iterator) -> None:
+        if self.memory_log is None:
+            return super().train_step(data_iterator)
+        self.memory_log.begin_step()
+        super().train_step(data_iterator)
+        self.memory_log.end_step()
+        return None
 
     def init_distributed(self) -> ParallelDims:
         parallel_dims = super().init_distributed()

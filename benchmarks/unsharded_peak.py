@@ -1,0 +1,118 @@
+"""Peak of unsharded parameters: sub-module units one ahead against whole blocks one ahead.
+
+    python -m benchmarks.unsharded_peak              # predicted, from shapes on the meta device
+    python -m benchmarks.unsharded_peak --measure    # the debug model too, trained here (a minute)
+
+Bytes on one rank, in MiB, at the peak of a steady step with activation checkpointing and chunked
+loss. "logical": parameters of blocks between unshard and reshard. "with flat": live storages of
+blocks, gathered and all-gather buffers. Reduce-scatter buffers, and embedding and head (logical),
+have peaks of their own. "block" with EP > 1 is stock TorchTitan; with EP = 1 stock leaves the
+prefetch in forward to the device's queue, and "block, one ahead" is what that amounts to.
+"""
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_16b
+
+from tests.training import Run, titan_config, train
+from titan_ext.fsdp.accounting import Timeline
+from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, make_plan
+from titan_ext.fsdp.predict import StepOrder, predict
+from titan_ext.fsdp.prefetch import Reach
+from titan_ext.fsdp.units import Wrap, plan_units
+
+_MIB = 2**20
+_OTHERS = ("embedding", "head")
+_COLUMNS = ("logical", "with flat", "reduce-scatter", "embedding+head")
+_GOALS = {"logical": 0.51, "with flat": 0.65}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--measure", action="store_true", help="train the debug model, too")
+    measures = parser.parse_args().measure
+    print(f"{'':52}" + "".join(f"{name:>16}" for name in _COLUMNS))
+    for world, ep in ((2, 1), (2, 2), (4, 2)):
+        run = Run(world=world, ep=ep, layers=6, steps=2)
+        with torch.device("meta"):
+            model = titan_config("deepseek_v3").model_spec.model.build()
+        name = f"debug, {world} ranks, EP {ep}"
+        compare(f"{name}, predicted", *(predicted(run, model, wrap) for wrap in _WRAPS))
+        if measures and ep > 1:
+            compare(f"{name}, measured", *(measured(run, wrap) for wrap in _WRAPS))
+    for world, ep in ((8, 1), (8, 8), (64, 1), (64, 8), (512, 8)):
+        with torch.device("meta"):
+            model = deepseek_v3_16b().model_spec.model.build()
+        run = Run(world=world, ep=ep)
+        name = f"DeepSeek-V3 16B, {world} ranks, EP {ep}"
+        compare(f"{name}, predicted", *(predicted(run, model, wrap) for wrap in _WRAPS))
+
+
+_WRAPS: tuple[Wrap, Wrap] = ("block", "submodule")
+
+
+def predicted(run: Run, model: Decoder, wrap: Wrap) -> Timeline:
+    plan = make_plan(
+        plan_units(model, wrap),
+        shard_world=run.world,
+        experts_world=run.world // run.ep if run.ep > 1 else None,
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        prefetch=Reach(units=1),
+        prefetch_backward=Reach(units=1),
+    )
+    return predict(_with_local_experts(plan, run.ep).units, StepOrder(loss_chunks=8))
+
+
+def _with_local_experts(plan: FSDPPlan, ep: int) -> FSDPPlan:
+    """The experts of one rank, of a model that expert parallelism has not split."""
+
+    def local(group: GroupPlan) -> GroupPlan:
+        if group.kind != "experts":
+            return group
+        params = tuple(replace(p, shape=(p.shape[0] // ep, *p.shape[1:])) for p in group.params)
+        return replace(group, params=params)
+
+    return FSDPPlan(units=tuple(replace(u, groups=tuple(map(local, u.groups))) for u in plan.units))
+
+
+def measured(run: Run, wrap: Wrap) -> Timeline:
+    with tempfile.TemporaryDirectory() as folder:
+        result = train(replace(run, parallelize=wrap, tracked=True), Path(folder))
+    timeline = result.ranks[0].memory
+    assert timeline is not None
+    return timeline
+
+
+def compare(name: str, block: Timeline, submodule: Timeline) -> None:
+    rows = {"block, one ahead": figures(block), "submodule, one ahead": figures(submodule)}
+    print(name)
+    for title, row in rows.items():
+        print(f"  {title:50}" + "".join(f"{row[c] / _MIB:16.2f}" for c in _COLUMNS))
+    first, second = rows.values()
+    ratios = {column: second[column] / first[column] for column in _COLUMNS}
+    print(f"  {'ratio':50}" + "".join(f"{ratios[c]:16.3f}" for c in _COLUMNS))
+    missed = [f"{c} at most {goal}" for c, goal in _GOALS.items() if ratios[c] > goal]
+    if missed:
+        print(f"  goal missed: {', '.join(missed)}")
+
+
+def figures(timeline: Timeline) -> dict[str, int]:
+    peaks = timeline.peaks()
+    return {
+        "logical": peaks["blocks_logical"],
+        "with flat": peaks["blocks_unsharded"],
+        "reduce-scatter": peaks["reduce_scatter"],
+        "embedding+head": timeline.peak("logical", _OTHERS),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""What FSDP holds: measured, event by event, and held against what was predicted from shapes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tests.cluster import run_ranks
+from tests.training import Run, make_config, train
+from titan_ext.fsdp.accounting import CLASSES
+from titan_ext.fsdp.timeline import FOLDER, main
+from titan_ext.fsdp.tracker import MemoryTracker
+from titan_ext.fsdp.units import Unit, UnitKind
+
+TRACKED = Run(steps=2, tracked=True)
+LAYOUTS = [
+    replace(TRACKED, world=2, ep=1, parallelize="block", ac="none"),
+    replace(TRACKED, world=2, ep=2, parallelize="block", ac="full", reshard="never"),
+    replace(TRACKED, world=2, ep=2, parallelize="submodule", global_batch=8),
+    replace(TRACKED, world=4, ep=2, parallelize="submodule", backend="partial_dtensor"),
+    replace(TRACKED, world=2, pp=2, parallelize="block", reshard="always"),
+    replace(TRACKED, world=4, ep=2, pp=2, parallelize="submodule"),
+    replace(TRACKED, world=2, model="qwen3", parallelize="submodule"),
+    replace(TRACKED, world=4, parallelize="submodule", backend="partial_dtensor", reshard=2),
+    replace(TRACKED, world=2, ep=2, parallelize="submodule", prefetch=2, prefetch_backward=0),
+    replace(
+        TRACKED,
+        world=2,
+        ep=2,
+        parallelize="submodule",
+        prefetch="2MiB",
+        reshard_groups=(("attention", "never"), ("layers.2.*", "always")),
+    ),
+]
+
+
+@pytest.mark.parametrize("run", LAYOUTS, ids=str)
+def test_measured_is_predicted(run: Run, tmp_path: Path):
+    for rank in train(run, tmp_path).ranks:
+        measured, predicted = rank.memory, rank.predicted_memory
+        assert measured is not None
+        assert predicted is not None
+        assert measured.peaks() == predicted.peaks()
+        assert measured.unshards() == predicted.unshards()
+        assert measured.events == predicted.events
+        assert measured.left_over() == ()
+        assert measured.peak("gathered") > 0
+
+
+def test_a_tracked_run_is_bit_identical_and_leaves_files(tmp_path: Path, capsys, monkeypatch):
+    run = Run(world=2, ep=2, parallelize="submodule", steps=3)
+    plain = train(run, tmp_path / "plain")
+    tracked = train(replace(run, tracked=True), tmp_path / "tracked")
+    assert tracked.losses == plain.losses
+    assert [r.state_hash for r in tracked.ranks] == [r.state_hash for r in plain.ranks]
+    assert not (tmp_path / "plain" / FOLDER).exists()
+
+    folder = tmp_path / "tracked" / FOLDER
+    for rank in range(2):
+        lines = [json.loads(t) for t in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert ["events" in line for line in lines] == [False, True, False]
+        assert lines[2]["unshards"]["layers.1.moe"] == lines[2]["reshards"]["layers.1.moe"] == 2
+        assert (folder / f"rank{rank}.png").stat().st_size > 10_000
+    log = (tmp_path / "tracked" / "logs" / "rank_0.log").read_text()
+    assert log.count("FSDP peak: ") == 1
+
+    (folder / "rank0.png").unlink()
+    monkeypatch.setattr("sys.argv", ["timeline", str(tmp_path / "tracked")])
+    main()
+    assert (folder / "rank0.png").exists()
+    assert capsys.readouterr().out.count("FSDP peak: ") == 2
+
+
+def _small_model() -> tuple[nn.Module, list[Unit]]:
+    """Three linear layers, a unit each, sharded over every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    units = []
+    for index, layer in enumerate(model):
+        fully_shard(layer)
+        units.append(
+            Unit(
+                name=f"layers.{index}.attention",
+                kind=UnitKind.ATTENTION,
+                modules=(layer,),
+                module_names=("attention",),
+            )
+        )
+    fully_shard(model)
+    return model, units
+
+
+def _step(model: nn.Module) -> None:
+    model(torch.ones(2, 64)).sum().backward()
+
+
+def _hooks_and_comms(model: nn.Module) -> list:
+    found: list = []
+    for module in model.modules():
+        found += [list(module._forward_hooks), list(module._forward_pre_hooks)]
+        assert isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            found += [type(group._all_gather_comm), type(group._reduce_scatter_comm)]
+    return found
+
+
+def _close(_folder: Path) -> bool:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model, units = _small_model()
+    before = _hooks_and_comms(model)
+    tracker = MemoryTracker([(model, units)])
+    during = _hooks_and_comms(model)
+    tracker.close()
+    after = _hooks_and_comms(model)
+    dist.destroy_process_group()
+    return before != during and before == after
+
+
+def _watched(run: Run, folder: Path) -> tuple[int, int]:
+    """Hooks of ours, and groups with communication of ours, in the model of a run."""
+    import torch.distributed as dist
+
+    trainer = make_config(run, folder).build()
+    (model,) = trainer.model_parts
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    comms = {g._all_gather_comm for state in states for g in state._fsdp_param_groups}
+    trainer.close()
+    dist.destroy_process_group()
+    ours = [hook for hook in hooks if "MemoryTracker" in getattr(hook, "__qualname__", "")]
+    return len(ours), sum("_Watched" in type(comm).__name__ for comm in comms)
+
+
+def test_off_it_registers_nothing(tmp_path: Path):
+    run = Run(parallelize="submodule", layers=1)
+    assert run_ranks(_watched, 1, run, tmp_path, log_folder=tmp_path) == [(0, 0)]
+    run = replace(run, tracked=True)
+    ((hooks, comms),) = run_ranks(_watched, 1, run, tmp_path, log_folder=tmp_path)
+    assert hooks > 0
+    assert comms == 4  # embedding, attention, feed-forward, head
+
+
+def _planted(fault: str) -> tuple[dict[str, int], tuple[str, ...]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model, units = _small_model()
+    tracker = MemoryTracker([(model, units)])
+    leaked = []
+    if fault == "leaked all-gather buffer":
+        layer = units[1].modules[0]
+        assert isinstance(layer, FSDPModule)
+        group = cast(Any, layer._get_fsdp_state()._fsdp_param_groups[0])
+        allocate = group._all_gather_comm.inner.allocate
+
+        def leak(*args, **kwargs):
+            leaked.append(allocate(*args, **kwargs))
+            return leaked[-1]
+
+        group._all_gather_comm.inner.allocate = leak
+    elif fault == "never resharded":
+        for layer in model.children():
+            assert isinstance(layer, FSDPModule)
+            layer.set_reshard_after_backward(False)
+    _step(model)
+    tracker.begin_step()
+    _step(model)
+    timeline = tracker.end_step()
+    dist.destroy_process_group()
+    last = timeline.events[-1].bytes_of()
+    return {name: getattr(last, name) for name in CLASSES}, timeline.left_over()
+
+
+_LAYER = 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "gathered", "all_gather", "left_over"),
+    [
+        ("none", 0, 0, ()),
+        # Two gathers a step, two steps.
+        ("leaked all-gather buffer", 0, 4 * _LAYER, ("all_gather buffers",)),
+        (
+            "never resharded",
+            3 * _LAYER,
+            0,
+            tuple(f"layers.{i}.attention" for i in range(3)),
+        ),
+    ],
+)
+def test_planted_faults_show_up(fault, gathered, all_gather, left_over, tmp_path: Path):
+    for live, left in run_ranks(_planted, 2, fault, log_folder=tmp_path):
+        assert (live["gathered"], live["all_gather"]) == (gathered, all_gather)
+        assert left == left_over
+
+
+def test_close_takes_everything_off(tmp_path: Path):
+    assert run_ranks(_close, 1, tmp_path, log_folder=tmp_path) == [True]

@@ -1,0 +1,267 @@
+"""What FSDP will hold unsharded on a rank, said before anything runs.
+
+From shapes and settings alone: a plan (``fsdp.plan``) and the order of a training step. Neither
+FSDP nor a process group is needed, so that a laptop answers for a job of 512 ranks; and a
+measurement (``fsdp.tracker``) can be held against it, event by event.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from titan_ext.fsdp.accounting import Timeline
+from titan_ext.fsdp.simulate import FSDPSimulation
+from titan_ext.fsdp.simulated import SimulatedUnit
+
+if TYPE_CHECKING:
+    from titan_ext.fsdp.plan import UnitPlan
+
+__all__ = ["Pipeline", "StepOrder", "predict"]
+
+_NORM, _HEAD = "norm", "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """One stage of a pipeline with one stage a rank.
+
+    Attributes:
+        stage: Its index.
+        stages: How many there are.
+        microbatches: In one call of the schedule.
+        schedule: "1F1B" or "GPipe".
+    """
+
+    stage: int
+    stages: int
+    microbatches: int
+    schedule: str = "1F1B"
+
+    def forwards_and_backwards(self) -> Iterator[str]:
+        """ "F" or "B" for each microbatch's forward or backward, in the order of this stage."""
+        ahead = self.microbatches
+        if self.schedule == "1F1B":
+            ahead = min(self.microbatches, self.stages - self.stage)
+        for index in range(self.microbatches + ahead):
+            if index < ahead:
+                yield "F"
+            elif index < self.microbatches:
+                yield from ("B", "F")
+            else:
+                yield "B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOrder:
+    """What decides the order of a training step, beside the plan.
+
+    Attributes:
+        recomputes: Whether blocks are checkpointed, with any policy.
+        loss_chunks: Chunks of Titan's chunked loss, which runs the head by itself; 0 where the head
+            runs with the model.
+        accumulation: Forwards and backwards of a step (calls of the schedule in a pipeline).
+        pipeline: The stage, in a pipeline.
+        grad_dtype: Of sharded parameters and their gradients (``training.dtype``).
+    """
+
+    recomputes: bool = True
+    loss_chunks: int = 8
+    accumulation: int = 1
+    pipeline: Pipeline | None = None
+    grad_dtype: torch.dtype = torch.float32
+
+
+def predict(units: Sequence["UnitPlan"], order: StepOrder) -> Timeline:
+    """The timeline of a steady step: any but the first, in which some policies do not hold yet.
+
+    Args:
+        units: What FSDP does with each unit, in forward order.
+        order: What else decides the order of a step.
+
+    Returns:
+        The same events that ``MemoryTracker`` records on that rank.
+
+    Raises:
+        ValueError: for a schedule, or a unit, whose order is not known here.
+    """
+    step = _Step(units, order)
+    for _ in range(2):
+        step.run()
+    return step.fsdp.timeline
+
+
+class _Step:
+    def __init__(self, units: Sequence["UnitPlan"], order: StepOrder) -> None:
+        if order.pipeline is not None and order.pipeline.schedule not in ("1F1B", "GPipe"):
+            raise ValueError(
+                f"pipeline schedule {order.pipeline.schedule!r}: what FSDP holds is predicted for "
+                "1F1B and GPipe."
+            )
+        if any(unit.name.startswith("mtp_layers.") for unit in units):
+            raise ValueError("multi-token prediction runs norm and head between blocks.")
+        self.order = order
+        self.fsdp = FSDPSimulation(units, _roles(units, order), order.grad_dtype)
+        found = list(self.fsdp.units.values())
+        self.embedding = next((u for u in found if u.plan.kind == "embedding"), None)
+        self.head = next((u for u in found if _is_head(u)), None)
+        self.is_tied = self.head is not None and self.head.plan.kind == "tied_embedding_and_head"
+        between = [u for u in found if u is not self.embedding and u is not self.head]
+        self.blocks = [list(block) for _, block in groupby(between, key=_block_name)]
+
+    def run(self) -> None:
+        self.fsdp.timeline = Timeline()
+        self.fsdp.sample("step", "")
+        self.fsdp.zero_grad()
+        for _ in range(self.order.accumulation):
+            if self.order.pipeline is None:
+                self._forward()
+                self._backward()
+                self.fsdp.end_backward()
+            else:
+                self._run_pipeline(self.order.pipeline)
+        self.fsdp.sample("after step", "")
+
+    def _run_pipeline(self, pipeline: Pipeline) -> None:
+        everything = list(self.fsdp.units.values())
+        for what in pipeline.forwards_and_backwards():
+            if what == "F":
+                self._forward()
+                continue
+            self.fsdp.configure(everything, reduces=False, reshards_after_backward=False)
+            self._backward()
+            self.fsdp.end_backward(finalizes=False)
+        self.fsdp.finalize()
+
+    def _forward(self) -> None:
+        fsdp = self.fsdp
+        fsdp.begin_forward()
+        if self.embedding is not None:
+            fsdp.pre_forward(self.embedding)
+            fsdp.post_forward(self.embedding)
+        if self.head is not None and self.is_tied:
+            fsdp.pre_forward(self.head, "tok_embeddings")
+            fsdp.post_forward(self.head, "tok_embeddings")
+        for block in self.blocks:
+            self._run_block(block)
+        if self.head is not None:
+            for role in (_NORM, _HEAD) if not self.order.loss_chunks else (_NORM,):
+                fsdp.pre_forward(self.head, role)
+                fsdp.post_forward(self.head, role)
+        fsdp.end_forward()
+        if self.head is not None and self.order.loss_chunks:
+            self._run_chunked_loss(self.head)
+
+    def _run_block(self, block: list[SimulatedUnit], in_backward: bool = False) -> None:
+        outer, inner = _outer_and_inner(block)
+        if outer is not None and not in_backward:
+            self.fsdp.pre_forward(outer)
+        for unit in inner:
+            self.fsdp.pre_forward(unit, in_backward=in_backward)
+            self.fsdp.post_forward(unit, in_backward=in_backward)
+        if outer is not None and not in_backward:
+            self.fsdp.post_forward(outer)
+
+    def _run_chunked_loss(self, head: SimulatedUnit) -> None:
+        """Titan's ChunkedLossWrapper: forward and backward of the head, chunk by chunk."""
+        fsdp = self.fsdp
+        fsdp.configure(
+            [head], reduces=False, reshards_after_backward=False, reshards_after_forward=False
+        )
+        fsdp.unshard(head)
+        for chunk in range(self.order.loss_chunks):
+            if chunk == self.order.loss_chunks - 1:
+                fsdp.configure([head], reduces=True)
+            fsdp.pre_forward(head, _HEAD)
+            fsdp.post_forward(head, _HEAD)
+            fsdp.add_gradients(head, _trainable(head) & _params_of_head(head))
+            fsdp.post_backward(head)
+        fsdp.configure(
+            [head], reduces=True, reshards_after_backward=True, reshards_after_forward=True
+        )
+        fsdp.reshard(head)
+
+    def _backward(self) -> None:
+        fsdp = self.fsdp
+        if self.head is not None:
+            chunked = bool(self.order.loss_chunks)
+            if chunked:
+                # The norm's output is the model's, and a hook on it sees what the loss has freed.
+                fsdp.sample("backward", self.head.plan.name)
+            fsdp.pre_backward(self.head, seen_by="" if chunked else self.head.plan.name)
+            done = _params_of_head(self.head) if chunked else set()
+            if not self.is_tied:
+                fsdp.add_gradients(self.head, _trainable(self.head) - done)
+                fsdp.post_backward(self.head)
+        for block in reversed(self.blocks):
+            self._run_block_backward(block)
+        if self.embedding is not None:
+            # Its inputs have no gradients: what ends its backward is the end of all backward.
+            fsdp.pre_backward(self.embedding)
+            fsdp.add_gradients(self.embedding, _trainable(self.embedding))
+        if self.head is not None and self.is_tied:
+            own = {name for name in _trainable(self.head) if not name.startswith(f"{_HEAD}.")}
+            fsdp.add_gradients(self.head, own if self.order.loss_chunks else _trainable(self.head))
+
+    def _run_block_backward(self, block: list[SimulatedUnit]) -> None:
+        fsdp = self.fsdp
+        outer, inner = _outer_and_inner(block)
+        if outer is not None:
+            fsdp.pre_backward(outer)
+        for unit in reversed(inner):
+            fsdp.pre_backward(unit)
+            if unit is inner[-1] and self.order.recomputes:
+                self._run_block(block, in_backward=True)
+            fsdp.add_gradients(unit, _trainable(unit))
+            fsdp.post_backward(unit)
+        if outer is not None:
+            fsdp.add_gradients(outer, _trainable(outer))
+            fsdp.post_backward(outer)
+
+
+def _roles(units: Sequence["UnitPlan"], order: StepOrder) -> dict[str, tuple[str, ...]]:
+    """The parts of units whose forwards are apart: norm and head, and tied embeddings."""
+    roles = {}
+    for unit in units:
+        if unit.kind == "tied_embedding_and_head":
+            roles[unit.name] = ("tok_embeddings", _NORM, _HEAD)
+        elif unit.kind == "head":
+            names = {p.name for group in unit.groups for p in group.params}
+            if order.loss_chunks and not any(_is_norm(name) for name in names):
+                raise ValueError(f"unit {unit.name}: a head without a norm is not predicted.")
+            roles[unit.name] = (_NORM, _HEAD)
+    return roles
+
+
+def _is_head(unit: SimulatedUnit) -> bool:
+    return unit.plan.kind in ("head", "tied_embedding_and_head")
+
+
+def _is_norm(param: str) -> bool:
+    return param.startswith(f"{_NORM}.")
+
+
+def _params_of_head(unit: SimulatedUnit) -> set[str]:
+    """Those of ``lm_head`` in a head's unit. A tied one may be there under the embedding's name."""
+    names = {p.name for group in unit.groups for p in group.plan.params}
+    own = {name for name in names if name.startswith(f"{_HEAD}.")}
+    return own or {name for name in names if not _is_norm(name)}
+
+
+def _trainable(unit: SimulatedUnit) -> set[str]:
+    return {p.name for group in unit.groups for p in group.plan.params if p.requires_grad}
+
+
+def _block_name(unit: SimulatedUnit) -> str:
+    """ "layers.3" for "layers.3" and "layers.3.moe"; other units are by themselves."""
+    return ".".join(unit.plan.name.split(".")[:2])
+
+
+def _outer_and_inner(
+    block: list[SimulatedUnit],
+) -> tuple[SimulatedUnit | None, list[SimulatedUnit]]:
+    if block[0].plan.name == _block_name(block[0]):
+        return block[0], block[1:]
+    return None, block

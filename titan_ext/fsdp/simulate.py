@@ -1,0 +1,297 @@
+"""FSDP2's bookkeeping, acted out on sizes.
+
+The rules of FSDP2 (torch 2.14, 2.15) for when parameters are gathered, copied out of the buffer
+they arrive in, and freed: which buffers outlive the call that made them, what a unit of several
+modules does when only some of them run, what a recompute may change. ``predict`` says in which
+order the units run; nothing here or there sees a tensor, a process group or FSDP's own state.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from titan_ext.fsdp.accounting import Bytes, Event, Timeline
+from titan_ext.fsdp.simulated import Buffer, Group, Phase, SimulatedUnit
+
+if TYPE_CHECKING:
+    from titan_ext.fsdp.plan import UnitPlan
+
+__all__ = ["FSDPSimulation"]
+
+_INPUT_BUFFERS = 1  # reduce-scatter inputs that FSDP2 lets live, unless told otherwise
+
+
+class FSDPSimulation:
+    """The state of FSDP on one rank.
+
+    Args:
+        plans: The units in forward order.
+        roles: Names of the parts of a unit whose forwards are apart, by unit; else it has one.
+        grad_dtype: Of sharded gradients, which is that of the sharded parameters.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence["UnitPlan"],
+        roles: dict[str, tuple[str, ...]],
+        grad_dtype: torch.dtype,
+    ) -> None:
+        self.timeline = Timeline()
+        self._grad_dtype = grad_dtype
+        self._buffers: list[Buffer] = []
+        self._retained: Buffer | None = None  # the last all-gather of a forward
+        self._reduce_inputs: list[Buffer] = []
+        self._forward_root: SimulatedUnit | str | None = None
+        self.units = {plan.name: SimulatedUnit(plan, roles.get(plan.name, ("",))) for plan in plans}
+        for unit in self.units.values():
+            unit.groups = [
+                Group(
+                    group,
+                    unit,
+                    f"{unit.plan.name}/experts" if index else unit.plan.name,
+                    reshards_after_forward=unit.plan.reshard_after_forward,
+                )
+                for index, group in enumerate(unit.plan.groups)
+            ]
+        self._groups = [group for unit in self.units.values() for group in unit.groups]
+
+    def sample(self, action: str, unit: str, issuing: Group | None = None) -> None:
+        """Put what is live into the timeline."""
+        live: dict[str, Bytes] = {}
+        for group in self._groups:
+            kind = str(group.unit.plan.kind)
+            found = group.live_bytes(self._buffers, group is issuing)
+            live[kind] = live.get(kind, Bytes()) + found
+        unsharded = tuple(g.name for g in self._groups if g.is_logical or g is issuing)
+        self.timeline.record(Event(action=action, unit=unit, live=live, unsharded=unsharded))
+
+    def zero_grad(self) -> None:
+        """Free the sharded gradients."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.name != "gradients"]
+        for group in self._groups:
+            group.sharded_gradients.clear()
+
+    # Forward
+
+    def begin_forward(self) -> None:
+        self.sample("forward", "")
+        self._forward_root = "model"
+
+    def end_forward(self) -> None:
+        self._end_forward_root()
+        self.sample("after forward", "")
+
+    def pre_forward(self, unit: SimulatedUnit, role: str = "", in_backward: bool = False) -> None:
+        """Before a unit, or the part ``role`` of it, runs. ``in_backward``: as a recompute."""
+        if not unit.roles_to_run:
+            unit.roles_to_run = set(unit.roles)
+        if unit.phase is Phase.PRE_BACKWARD:
+            for group in unit.groups:
+                self._unshard(group)
+                self._wait(group)
+            self.sample("forward", unit.plan.name)
+            return
+        is_first_part = unit.phase is not Phase.FORWARD
+        unit.phase = Phase.FORWARD
+        if is_first_part and self._forward_root is None:
+            self._forward_root = unit
+        for group in unit.groups:
+            group.phase = Phase.FORWARD
+            self._unshard(group)
+            self._wait(group)
+        if is_first_part and not in_backward:
+            for name in unit.plan.forward_prefetch:
+                for group in self.units[name].groups:
+                    self._unshard(group)
+        self.sample("forward", unit.plan.name)
+
+    def post_forward(self, unit: SimulatedUnit, role: str = "", in_backward: bool = False) -> None:
+        unit.roles_to_run.discard(role)
+        if not unit.roles_to_run and unit.phase is not Phase.PRE_BACKWARD:
+            self._complete_forward(unit, in_backward)
+            if self._forward_root is unit:
+                self._end_forward_root(in_backward)
+        self.sample("after forward", unit.plan.name)
+
+    # Backward
+
+    def pre_backward(self, unit: SimulatedUnit, seen_by: str | None = None) -> None:
+        """Before the backward of a unit; ``seen_by`` is whose hook sees it, if not its own."""
+        unit.phase = Phase.PRE_BACKWARD
+        for group in unit.groups:
+            if group.phase is not Phase.PRE_BACKWARD:
+                group.phase = Phase.PRE_BACKWARD
+                self._unshard(group)
+                self._wait(group)
+        for name in unit.plan.backward_prefetch:
+            for group in reversed(self.units[name].groups):
+                self._unshard(group)
+        self.sample("backward", unit.plan.name if seen_by is None else seen_by)
+
+    def add_gradients(self, unit: SimulatedUnit, names: set[str]) -> None:
+        """Autograd has given the parameters ``names`` of a unit their gradients."""
+        for group in unit.groups:
+            group.gradients |= {i for i, p in enumerate(group.plan.params) if p.name in names}
+
+    def post_backward(self, unit: SimulatedUnit) -> None:
+        """After the backward of a unit whose inputs have gradients."""
+        for group in reversed(unit.groups):
+            self._post_backward(group)
+            self.sample("after backward", unit.plan.name)
+
+    def end_backward(self, finalizes: bool = True) -> None:
+        """The end of a backward. ``finalizes=False``: of one that a pipeline finalizes later."""
+        self._forward_root = None
+        for unit in self.units.values():
+            unit.roles_to_run.clear()
+            for group in reversed(unit.groups):
+                if group.phase is not Phase.POST_BACKWARD:
+                    if finalizes or not group.reduces:
+                        self._post_backward(group)
+                    else:
+                        group.post_backward_pending = True
+                group.phase = Phase.IDLE
+            unit.phase = Phase.IDLE
+        if finalizes:
+            self._end_iteration()
+        else:
+            self._release_retained()
+
+    def finalize(self) -> None:
+        """Reduce what the backwards of a pipeline's microbatches have left to do."""
+        for group in self._groups:
+            group.reduces = group.reshards_after_backward = True
+        for group in reversed(self._groups):
+            if group.post_backward_pending:
+                self._post_backward(group)
+            else:
+                self._reshard(group)
+            group.phase = Phase.IDLE
+        self._end_iteration()
+
+    # What a user of FSDP2 may call: FSDPModule.unshard, .reshard and .set_*
+
+    def unshard(self, unit: SimulatedUnit) -> None:
+        for group in unit.groups:
+            self._unshard(group)
+            self._wait(group)
+
+    def reshard(self, unit: SimulatedUnit) -> None:
+        for group in unit.groups:
+            self._reshard(group)
+
+    def configure(
+        self,
+        units: Sequence[SimulatedUnit],
+        *,
+        reduces: bool,
+        reshards_after_backward: bool | None = None,
+        reshards_after_forward: bool | None = None,
+    ) -> None:
+        for group in (group for unit in units for group in unit.groups):
+            group.reduces = reduces
+            if reshards_after_backward is not None:
+                group.reshards_after_backward = reshards_after_backward
+            if reshards_after_forward is not None:
+                group.reshards_after_forward = reshards_after_forward
+
+    # Groups
+
+    def _unshard(self, group: Group) -> None:
+        if group.is_logical:
+            return
+        nbytes = group.plan.gathered_nbytes if group.plan.shard_world > 1 else 0
+        buffer = Buffer(group, "all_gather", nbytes)
+        if nbytes:
+            self._buffers.append(buffer)
+            self.sample("unshard", group.unit.plan.name, issuing=group)
+        group.pending = buffer
+
+    def _wait(self, group: Group) -> None:
+        buffer = group.pending
+        if buffer is None:
+            return
+        if group.phase is Phase.FORWARD:
+            self._release_retained()
+        group.is_unsharded, group.kept_nbytes = True, 0
+        if group.phase is Phase.FORWARD and buffer.nbytes:
+            self._retained = buffer  # so that the next all-gather may overlap with the copy-out
+        else:
+            self._free(buffer)
+        group.pending = None
+
+    def _reshard(self, group: Group) -> None:
+        if group.phase is Phase.FORWARD:
+            if group.reshards_after_forward is False:
+                return
+            if group.reshards_after_forward is not True:
+                group.kept_nbytes = group.plan.gathered_nbytes // group.reshards_after_forward
+        group.is_unsharded = False
+
+    def _post_backward(self, group: Group) -> None:
+        group.phase = Phase.POST_BACKWARD
+        group.post_backward_pending = not group.reduces
+        if group.reshards_after_backward:
+            self._reshard(group)
+        if not group.reduces:
+            return
+        if group is group.unit.groups[-1]:  # the first of its unit in backward
+            while len(self._reduce_inputs) >= _INPUT_BUFFERS:
+                self._buffers.remove(self._reduce_inputs.pop(0))
+        if group.gradients:
+            self._reduce(group)
+
+    def _reduce(self, group: Group) -> None:
+        params = [group.plan.params[index] for index in sorted(group.gradients)]
+        world = group.plan.shard_world
+        nbytes = sum(p.padded_numel(world) * p.reduce_dtype.itemsize for p in params)
+        whole = Buffer(group, "reduce_scatter", nbytes)
+        shard = Buffer(group, "gradients", nbytes // world)
+        self._buffers.append(whole)
+        self.sample("reduce", group.unit.plan.name)
+        self._buffers.append(shard)
+        self.sample("reduced", group.unit.plan.name)
+        self._reduce_inputs.append(whole)
+        is_cast = params[0].reduce_dtype != self._grad_dtype
+        if is_cast or group.gradients <= group.sharded_gradients:
+            self._buffers.remove(shard)  # copied, or added to what is there
+        group.sharded_gradients |= group.gradients
+        group.gradients.clear()
+
+    def _complete_forward(self, unit: SimulatedUnit, in_backward: bool) -> None:
+        for group in unit.groups:
+            if not in_backward:
+                self._reshard(group)
+            group.phase = Phase.IDLE
+        unit.phase = Phase.IDLE
+
+    def _end_forward_root(self, in_backward: bool = False) -> None:
+        for unit in reversed(self.units.values()):
+            if unit.roles_to_run:
+                self._complete_forward(unit, in_backward)
+                unit.roles_to_run.clear()
+        self._release_retained()
+        self._forward_root = None
+
+    def _end_iteration(self) -> None:
+        for group in self._groups:
+            if group.pending is not None:  # gathered ahead for nothing
+                self._free(group.pending)
+                group.pending = None
+        self._release_retained()
+        for buffer in self._reduce_inputs:
+            self._buffers.remove(buffer)
+        self._reduce_inputs.clear()
+
+    def _release_retained(self) -> None:
+        if self._retained is not None:
+            self._free(self._retained)
+            self._retained = None
+
+    def _free(self, buffer: Buffer) -> None:
+        if buffer.nbytes:
+            self.sample("copied", buffer.group.unit.plan.name)
+            self._buffers.remove(buffer)

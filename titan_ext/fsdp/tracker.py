@@ -1,0 +1,253 @@
+"""What FSDP holds unsharded on this rank, measured while it trains.
+
+Nothing of torch is replaced: FSDP2 lets a parameter group bring the object that allocates its
+buffers, modules take hooks before and after FSDP's own, and autograd nodes take hooks after they
+have run. Gathered parameters appear at a copy-out and disappear at a reshard, and nowhere else, so
+that reading the storages at each of those is exact.
+
+Not counted: what lives inside one of FSDP's calls only (the cast of the local shard before an
+all-gather; a second copy of parameters sharded along another dim than 0).
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._pytree import tree_leaves
+
+from titan_ext.fsdp.accounting import Bytes, Event, Timeline
+from titan_ext.fsdp.units import Unit
+
+__all__ = ["MemoryTracker"]
+
+_POST_BACKWARD_NODE = "RegisterPostBackwardFunctionBackward"
+
+
+class MemoryTracker:
+    """Follows every unshard and reshard of the units of a model on this rank.
+
+    Args:
+        models: Each FSDP root (one, or one for each stage of a pipeline that this rank has) with
+            its units, in forward order. They have been sharded.
+    """
+
+    def __init__(self, models: Sequence[tuple[nn.Module, Sequence[Unit]]]) -> None:
+        self._timeline = Timeline()
+        self._handles: list[Any] = []
+        self._groups = [
+            _Group(group, unit, index)
+            for _, units in models
+            for unit in units
+            for index, group in enumerate(_fsdp_module(unit)._get_fsdp_state()._fsdp_param_groups)
+        ]
+        for group in self._groups:
+            group.watch(self)
+        for root, units in models:
+            for unit in units:
+                for module in unit.modules:
+                    self._watch_module(module, unit.name)
+            before = self._hook(lambda *_: self.sample("forward", ""))
+            self._handles.append(root.register_forward_pre_hook(before, prepend=True))
+            self._watch_module(root, "")
+
+    def begin_step(self) -> None:
+        """Start a timeline. What ran since the last step (a validation) is not in it."""
+        self._timeline = Timeline()
+        self.sample("step", "")
+
+    def end_step(self) -> Timeline:
+        """The timeline since ``begin_step``."""
+        self.sample("after step", "")
+        return self._timeline
+
+    def close(self) -> None:
+        """Take everything off the model again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for group in self._groups:
+            group.unwatch()
+
+    def sample(self, action: str, unit: str, issuing: "_Group | None" = None) -> None:
+        """Read what is live now. ``issuing`` is the group whose all-gather is being issued."""
+        live: dict[str, Bytes] = {}
+        unsharded = []
+        for group in self._groups:
+            is_unsharded = group is issuing or group.is_unsharded()
+            if is_unsharded:
+                unsharded.append(group.name)
+            found = group.live_bytes(is_unsharded)
+            live[group.kind] = live.get(group.kind, Bytes()) + found
+        self._timeline.record(
+            Event(action=action, unit=unit, live=live, unsharded=tuple(unsharded))
+        )
+
+    def _watch_module(self, module: nn.Module, unit: str) -> None:
+        def ready(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.sample("forward", unit)
+            for node in _post_backward_nodes((args, kwargs)):
+                node.register_hook(lambda *_: self.sample("after backward", unit))
+
+        def done(_module: nn.Module, _args: Any, output: Any) -> None:
+            self.sample("after forward", unit)
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.sample("backward", unit))
+
+        pre_hook = module.register_forward_pre_hook(self._hook(ready), with_kwargs=True)
+        self._handles += [pre_hook, module.register_forward_hook(self._hook(done))]
+
+    @staticmethod
+    def _hook(function: Callable[..., None]) -> Callable[..., None]:
+        return torch._dynamo.disable(function)  # as FSDP's own hooks are
+
+
+class _Group:
+    """One parameter group of FSDP2's, with the buffers that it has alive."""
+
+    def __init__(self, group: FSDPParamGroup, unit: Unit, index: int) -> None:
+        self.unit = unit.name
+        self.name = f"{unit.name}/experts" if index else unit.name
+        self.kind = unit.kind.value
+        self._group = group
+        self._logical_nbytes = 0
+        self._buffers = dict.fromkeys(("all_gather", "reduce_scatter", "gradients"), 0)
+
+    def watch(self, tracker: MemoryTracker) -> None:
+        # What FSDPModule.set_custom_all_gather does; that refuses a unit with two groups, for which
+        # one object would be ambiguous. Here each group gets its own.
+        self._group._all_gather_comm = _WatchedAllGather(self, tracker)
+        self._group._reduce_scatter_comm = _WatchedReduceScatter(self, tracker)
+
+    def unwatch(self) -> None:
+        for comm in ("_all_gather_comm", "_reduce_scatter_comm"):
+            watched = getattr(self._group, comm)
+            if isinstance(watched, _WatchedAllGather | _WatchedReduceScatter):
+                setattr(self._group, comm, watched.inner)
+
+    def add_buffer(
+        self, name: str, buffer: torch.Tensor, on_free: Callable[[], None] | None = None
+    ) -> None:
+        """Count ``buffer`` until FSDP has let go of it; of gradients, until the storage is freed.
+
+        A process group's thread may hold a buffer for an instant after its collective is over, so
+        collectives are given other tensors of the same storage (``_lend``).
+        """
+        storage = buffer.untyped_storage()
+        nbytes = storage.nbytes()
+        self._buffers[name] += nbytes
+
+        def freed() -> None:
+            if on_free is not None:
+                on_free()  # the buffer still counts: it is being freed
+            self._buffers[name] -= nbytes
+
+        lifetime = storage if name == "gradients" else buffer
+        finalizer = weakref.finalize(lifetime, freed)
+        finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def is_unsharded(self) -> bool:
+        """Whether it is between unshard and reshard."""
+        return self._group.is_unsharded or self._group._all_gather_result is not None
+
+    def live_bytes(self, is_unsharded: bool) -> Bytes:
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for param in self._group.fsdp_params
+            for tensor in _gathered_tensors(param)
+        }
+        return Bytes(
+            gathered=sum(storages.values()),
+            logical=self._nbytes_when_gathered() if is_unsharded else 0,
+            **self._buffers,
+        )
+
+    def _nbytes_when_gathered(self) -> int:
+        if not self._logical_nbytes:
+            mesh_info = self._group.mesh_info
+            assert isinstance(mesh_info, FSDPMeshInfo), "fully_shard shards"
+            world = mesh_info.shard_mesh_size
+            self._logical_nbytes = sum(
+                param.padded_sharded_param_size.numel()
+                * world
+                * (param.param_dtype or param.orig_dtype).itemsize
+                for param in self._group.fsdp_params
+            )
+        return self._logical_nbytes
+
+
+class _WatchedAllGather(AllGather):
+    """A group's all-gather as it was, with its buffers counted."""
+
+    def __init__(self, group: _Group, tracker: MemoryTracker) -> None:
+        self.inner: AllGather = group._group._all_gather_comm
+        self._owner = group
+        self._tracker = tracker
+
+    def allocate(self, size, *, dtype, device) -> torch.Tensor:
+        buffer = self.inner.allocate(size, dtype=dtype, device=device)
+        tracker, owner = self._tracker, self._owner
+        owner.add_buffer("all_gather", buffer, lambda: tracker.sample("copied", owner.unit))
+        tracker.sample("unshard", owner.unit, issuing=owner)
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any):
+        return self.inner(*map(_lend, args), **{k: _lend(v) for k, v in kwargs.items()})
+
+
+class _WatchedReduceScatter(ReduceScatter):
+    """A group's reduce-scatter as it was, with its buffers counted: input, then output."""
+
+    def __init__(self, group: _Group, tracker: MemoryTracker) -> None:
+        self.inner: ReduceScatter = group._group._reduce_scatter_comm
+        self._owner = group
+        self._tracker = tracker
+        self._next_is_output = False
+
+    def allocate(self, size, *, dtype, device) -> torch.Tensor:
+        buffer = self.inner.allocate(size, dtype=dtype, device=device)
+        name, action = (
+            ("gradients", "reduced") if self._next_is_output else ("reduce_scatter", "reduce")
+        )
+        self._next_is_output = not self._next_is_output
+        self._owner.add_buffer(name, buffer)
+        self._tracker.sample(action, self._owner.unit)
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any):
+        return self.inner(*map(_lend, args), **{k: _lend(v) for k, v in kwargs.items()})
+
+
+def _lend(value: Any) -> Any:
+    """Another tensor of the same storage, that keeps neither the first nor its base alive."""
+    return value.data if isinstance(value, torch.Tensor) else value
+
+
+def _gathered_tensors(param: Any) -> list[torch.Tensor]:
+    """The tensors that hold (or held) a parameter of FSDP2's unsharded, or part of it."""
+    tensors = [*param.all_gather_outputs, *getattr(param, "_unsharded_inner_tensors", ())]
+    kept = getattr(param, "_sharded_post_forward_param_data", None)
+    return tensors if kept is None else [*tensors, kept]
+
+
+def _post_backward_nodes(inputs: Any) -> list[Any]:
+    """The autograd nodes that end a unit's backward, one for each of its groups, last first."""
+    nodes: list[Any] = []
+    for tensor in tree_leaves(inputs):
+        node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+        while node is not None and node.name() == _POST_BACKWARD_NODE and node not in nodes:
+            nodes.append(node)
+            node = next((n for n, _ in node.next_functions if n is not None), None)
+    return nodes
+
+
+def _fsdp_module(unit: Unit) -> FSDPModule:
+    module = unit.modules[0]
+    assert isinstance(module, FSDPModule), f"unit {unit.name} has not been sharded"
+    return module
