@@ -54,6 +54,33 @@ _TENSOR = [
     Run(world=world, ep=ep, tp=2, backend=backend, parallelize=wrap)
     for (world, ep), backend, wrap in product([(2, 2), (4, 4)], _BACKENDS, _WRAPS)
 ]
+_RESHARD_AND_PREFETCH = [
+    replace(row, parallelize=wrap, backend=backend, **setting)
+    for row, backend, wrap in product(
+        [Run(world=2), Run(world=2, ep=2), Run(world=4, ep=2, pp=2)], _BACKENDS, _WRAPS
+    )
+    for setting in (
+        {"reshard": "always"},
+        {"reshard": "never"},
+        {"prefetch": 0},
+        {"prefetch": 3, "prefetch_backward": "8MiB"},
+    )
+]
+_RESHARD_AND_PREFETCH += [  # to a smaller world, which torch offers with one backend
+    Run(world=world, backend="partial_dtensor", parallelize=wrap, reshard=2, prefetch=2)
+    for world, wrap in product((2, 4), _WRAPS)
+]
+_RESHARD_AND_PREFETCH += [
+    Run(
+        world=4,
+        ep=2,
+        backend=backend,
+        parallelize="submodule",
+        prefetch=2,
+        reshard_groups=(("attention", "never"), ("layers.2.*", "always"), ("head", "always")),
+    )
+    for backend in _BACKENDS
+]
 # Compiled sub-module units fuse other operations than compiled blocks do: see test_compile.py.
 _COMPILED = [
     Run(model=model, world=2, ep=2, ac=ac, compiled=True, parallelize="block")
@@ -75,6 +102,7 @@ ROWS: list[Run] = [
         _OTHER_DECODERS,
         _PIPELINE,
         _TENSOR,
+        _RESHARD_AND_PREFETCH,
         _ACTIVATION_CHECKPOINTING,
         _FP32,
         _COMPILED,
@@ -97,6 +125,9 @@ FAST: list[Run] = [
         Run(model="qwen3_moe", world=4, ep=1, parallelize="submodule"),
         Run(model="deepseek_v3_mtp", world=2, ep=2, parallelize="submodule"),
         Run(world=2, ep=2, ac="full", parallelize="submodule"),
+        Run(world=2, ep=2, parallelize="submodule", reshard="never"),
+        Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
+        Run(world=4, backend="partial_dtensor", parallelize="submodule", reshard=2, prefetch=2),
     ]
 ]
 """The rows of ``make test``: each axis at least once. All are rows of the matrix."""
@@ -106,4 +137,11 @@ assert set(FAST) <= set(ROWS)
 
 def reference_of(row: Run) -> Run:
     """The stock run that ``row`` must equal."""
-    return replace(row, parallelize="stock")
+    return replace(
+        row,
+        parallelize="stock",
+        reshard="default",
+        reshard_groups=(),
+        prefetch=1,
+        prefetch_backward=None,
+    )

@@ -1,0 +1,297 @@
+"""Reshard and prefetch settings: what is decided for each unit, and what the collectives show."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torchtitan.models.common.decoder import Decoder
+
+from tests.collectives import Collective
+from tests.training import Run, titan_config, train
+from titan_ext.configs import ParallelismConfig
+from titan_ext.fsdp.plan import FSDPPlan, make_plan
+from titan_ext.fsdp.prefetch import Reach, parse_reach
+from titan_ext.fsdp.reshard import Reshard
+from titan_ext.fsdp.units import Wrap, plan_units
+from titan_ext.trainer import extend_config
+
+_MIB = 2**20
+
+
+def _plan(
+    model: str = "deepseek_v3",
+    wrap: Wrap = "submodule",
+    reshard: Reshard = "default",
+    groups: Mapping[str, Reshard] | None = None,
+    ahead: Reach = Reach(units=1),  # noqa: B008
+    pp_enabled: bool = False,
+    world: int = 8,
+) -> FSDPPlan:
+    spec = titan_config(model).model_spec
+    assert spec is not None
+    with torch.device("meta"):
+        built = cast(Decoder, spec.model.build())
+    return make_plan(
+        plan_units(built, wrap),
+        shard_world=world,
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        reshard=reshard,
+        reshard_groups=groups,
+        pp_enabled=pp_enabled,
+        prefetch=ahead,
+        prefetch_backward=ahead,
+    )
+
+
+def _decisions(plan: FSDPPlan) -> dict[str, bool | int]:
+    return {unit.name: unit.reshard_after_forward for unit in plan.units}
+
+
+@pytest.mark.parametrize(
+    ("reshard", "pp_enabled", "blocks", "head"),
+    [
+        ("default", False, True, False),
+        ("default", True, False, False),
+        ("always", False, True, True),
+        ("always", True, True, True),
+        ("never", False, False, False),
+        (2, False, 2, False),
+    ],
+)
+def test_one_setting_for_all(reshard: Reshard, pp_enabled: bool, blocks, head):
+    decisions = _decisions(_plan(reshard=reshard, pp_enabled=pp_enabled))
+    assert decisions.pop("lm_head") is head
+    assert all(decision is blocks for decision in decisions.values())
+
+
+def test_a_pattern_goes_before_a_kind_and_a_later_one_before_an_earlier():
+    decisions = _decisions(
+        _plan(
+            groups={
+                "layers.1.*": "always",
+                "attention": "never",
+                "layers.[1-2].moe": 4,
+                "head": "always",
+                "embedding": "never",
+            }
+        )
+    )
+    assert decisions["layers.0.attention"] is False
+    assert decisions["layers.1.attention"] is True
+    assert decisions["layers.1.moe"] == 4
+    assert decisions["layers.2.moe"] == 4
+    assert decisions["layers.3.moe"] is True
+    assert decisions["lm_head"] is True
+    assert decisions["tok_embeddings"] is False
+
+
+def test_the_head_is_freed_as_its_own_entry_says():
+    # "default" of the head is to stay; of all units, only "always" frees it.
+    assert _decisions(_plan(reshard="always", groups={"head": "default"}))["lm_head"] is False
+    assert _decisions(_plan(groups={"head": 2}))["lm_head"] == 2
+
+
+def test_tied_weights_are_the_head():
+    plan = _plan(model="qwen3", groups={"head": "always"})
+    assert _decisions(plan)["tok_embeddings+lm_head"] is True
+
+
+def test_what_is_small_outside_the_blocks_stays():
+    units = plan_units(_built("deepseek_v3"), "block")
+    small = replace(units[0], name="tok_embeddings", modules=(torch.nn.Embedding(2, 2),))
+    arguments: dict[str, Any] = {
+        "shard_world": 2,
+        "param_dtype": torch.bfloat16,
+        "reduce_dtype": torch.float32,
+    }
+    plan = make_plan([small, *units[1:]], **arguments)
+    assert plan["tok_embeddings"].reshard_after_forward is False
+    plan = make_plan([small, *units[1:]], **arguments, reshard="always")
+    assert plan["tok_embeddings"].reshard_after_forward is True
+
+
+def _built(model: str) -> Decoder:
+    spec = titan_config(model).model_spec
+    assert spec is not None
+    with torch.device("meta"):
+        return cast(Decoder, spec.model.build())
+
+
+def test_a_world_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"is 3, .* sharded over 8; expected one of 1, 2, 4, 8"):
+        _plan(reshard=3)
+
+
+@pytest.mark.parametrize(
+    ("value", "reach"),
+    [
+        (0, Reach(units=0)),
+        ("3", Reach(units=3)),
+        ("512MiB", Reach(nbytes=512 * _MIB)),
+        ("1.5 GiB", Reach(nbytes=1536 * _MIB)),
+        ("2GB", Reach(nbytes=2 * 10**9)),
+    ],
+)
+def test_reach(value: int | str, reach: Reach):
+    assert parse_reach("key", value) == reach
+
+
+def test_prefetch_by_units():
+    plan = _plan(ahead=Reach(units=2))
+    assert plan["layers.1.attention"].forward_prefetch == ("layers.1.moe", "layers.2.attention")
+    assert plan["layers.1.attention"].backward_prefetch == (
+        "layers.0.feed_forward",
+        "layers.0.attention",
+    )
+    assert plan["lm_head"].forward_prefetch == ()
+    assert plan["tok_embeddings"].backward_prefetch == ()
+
+
+def test_prefetch_by_bytes_takes_as_many_units_as_fit():
+    sizes = {unit.name: unit.gathered_nbytes for unit in _plan().units}
+    budget = sizes["layers.2.attention"] + sizes["layers.2.moe"]
+    plan = _plan(ahead=Reach(nbytes=budget))
+    assert plan["layers.1.moe"].forward_prefetch == ("layers.2.attention", "layers.2.moe")
+    plan = _plan(ahead=Reach(nbytes=budget - 1))
+    assert plan["layers.1.moe"].forward_prefetch == ("layers.2.attention",)
+    for unit in plan.units:
+        for ahead in (unit.forward_prefetch, unit.backward_prefetch):
+            assert sum(sizes[name] for name in ahead) < budget
+
+
+def test_the_table_says_what_is_done():
+    table = _plan(groups={"moe": "never"}, world=4).table().splitlines()
+    assert table[0].split() == [
+        *("unit", "gathered", "after", "forward", "ahead", "ahead", "in", "backward")
+    ]
+    (moe,) = [line for line in table if line.startswith("layers.1.moe")]
+    assert "(5)" in moe
+    assert "kept" in moe
+    assert "MiB" in moe
+    (attention,) = [line for line in table if line.startswith("layers.0.attention")]
+    assert "resharded" in attention
+
+
+_BAD: list[tuple[dict[str, Any], str]] = [
+    ({"fsdp_reshard_after_forward": "alway"}, "did you mean 'always'"),
+    ({"fsdp_reshard_after_forward": True}, "is True; expected one of default, always, never"),
+    ({"fsdp_reshard_after_forward": 0}, "at least 1"),
+    ({"fsdp_reshard_after_forward": 2}, "spmd_backend"),
+    ({"fsdp_reshard_groups": {"moe": "often"}}, r"fsdp_reshard_groups\.moe is 'often'"),
+    ({"fsdp_reshard_groups": {"mo": "always"}}, "is called 'mo'.*did you mean 'moe'"),
+    ({"fsdp_reshard_groups": {"layers.9.*": "always"}}, "no unit of this model"),
+    ({"fsdp_reshard_groups": {"attention": "always"}, "fsdp_wrap": "block"}, "kind of unit"),
+    ({"fsdp_reshard_groups": {"vision": "always"}}, "no unit of this model"),
+    ({"fsdp_prefetch": "512 megabytes"}, "fsdp_prefetch is '512 megabytes'"),
+    ({"fsdp_prefetch": -1}, "fsdp_prefetch is -1"),
+    ({"fsdp_prefetch_backward": "lots"}, "fsdp_prefetch_backward is 'lots'"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), _BAD, ids=[str(keys) for keys, _ in _BAD])
+def test_bad_settings_are_refused_before_any_process_group(keys: dict[str, Any], message: str):
+    ours = extend_config(titan_config("deepseek_v3"))
+    wrapped: dict[str, Any] = {"fsdp_wrap": "submodule", **keys}
+    with pytest.raises(ValueError, match=message):
+        replace(ours, parallelism=ParallelismConfig(**wrapped))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree > 1"),
+        ({"data_parallel_shard_degree": 3}, "sharded over 3; expected one of 1, 3"),
+    ],
+)
+def test_a_world_that_torch_cannot_do_is_refused(keys: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        ParallelismConfig(fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor", **keys)
+
+
+def _gathers(events: list[Collective]) -> Counter[str]:
+    return Counter(_unit(e.unit) for e in events if e.kind == "all_gather")
+
+
+def _unit(name: str) -> str:
+    names = name.replace("_checkpoint_wrapped_module.", "").split(", ")
+    return next(n for n in names if not n.endswith("norm"))
+
+
+_TRACED = Run(world=2, ep=2, parallelize="submodule", steps=2, traced_step=2)
+
+
+def _gathers_of_a_step(run: Run, folder: Path) -> Counter[str]:
+    return _gathers(train(run, folder).ranks[0].collectives)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"prefetch": "64MiB"},  # all units
+        {"prefetch": 3, "ac": "full"},
+        {"prefetch": 3, "ac": "none"},
+        {"prefetch": 3, "prefetch_backward": 0, "parallelize": "block"},
+    ],
+    ids=str,
+)
+def test_no_setting_of_prefetch_gathers_again(settings: dict[str, Any], tmp_path: Path):
+    """In forward and in backward once each, a recompute included; the order is the plan's."""
+    run = replace(_TRACED, **settings)
+    gathers = _gathers_of_a_step(run, tmp_path)
+    assert gathers.pop("lm_head") == 3
+    assert set(gathers.values()) == {2}
+
+
+def test_prefetch_is_as_far_ahead_as_it_says(tmp_path: Path):
+    """Which units have been gathered when the tokens of the first MoE layer are sent."""
+    sizes = {u.name: u.gathered_nbytes for u in _plan(world=2).units}
+    one_unit = f"{sizes['layers.2.attention'] // 1000 + 1}KB"
+    before: dict[Any, list[str]] = {}
+    for reach in (0, 2, one_unit):
+        run = replace(_TRACED, prefetch=reach)
+        events = train(run, tmp_path / str(reach)).ranks[0].collectives
+        first = next(i for i, e in enumerate(events) if e.kind == "all_to_all")
+        before[reach] = [_unit(e.unit) for e in events[:first] if e.kind == "all_gather"]
+    upto = ["tok_embeddings", "layers.0.attention", "layers.0.feed_forward"]
+    upto += ["layers.1.attention", "layers.1.moe"]
+    assert before[0] == upto
+    assert before[2] == [*upto, "layers.2.attention", "layers.2.moe"]
+    assert before[one_unit] == [*upto, "layers.2.attention"]
+
+
+def test_never_and_groups_show_in_the_collectives(tmp_path: Path):
+    never = _gathers_of_a_step(replace(_TRACED, reshard="never"), tmp_path / "never")
+    assert never.pop("lm_head") == 3  # chunked loss frees it by itself
+    assert set(never.values()) == {1}
+    groups = (("attention", "never"), ("layers.2.attention", "always"), ("embedding", "never"))
+    run = replace(_TRACED, reshard_groups=groups)
+    mixed = _gathers_of_a_step(run, tmp_path / "mixed")
+    assert mixed["tok_embeddings"] == mixed["layers.0.attention"] == 1
+    assert mixed["layers.1.attention"] == 1
+    assert mixed["layers.2.attention"] == mixed["layers.1.moe"] == 2
+
+
+@pytest.mark.parametrize(("reshard", "grows"), [("default", False), ("always", True)])
+def test_microbatches_of_a_pipeline(reshard: str, grows: bool, tmp_path: Path):
+    run = Run(world=4, pp=2, parallelize="block", steps=2, traced_step=2, reshard=reshard)
+    few, many = (
+        [
+            _gathers(rank.collectives)
+            for rank in train(replace(run, global_batch=batch), tmp_path / str(batch)).ranks
+        ]
+        for batch in (4, 8)  # 2 and 4 microbatches
+    )
+    for before, after in zip(few, many, strict=True):
+        if "lm_head" in before and not grows:
+            # Titan's chunked loss gathers and frees the head in each microbatch, in stock too.
+            assert (before.pop("lm_head"), after.pop("lm_head")) == (2 * 2 + 1, 2 * 4 + 1)
+        assert before.keys() == after.keys()
+        assert all((after[unit] > before[unit]) is grows for unit in before)
+        assert before
