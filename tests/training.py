@@ -56,8 +56,8 @@ class Run:
     pp: int = 1
     tp: int = 1
     backend: str = "spmd_types"
-    ac: str = "selective"
-    """selective, full or none."""
+    ac: Any = "selective"
+    """selective, full, none, or a policy config of ours (FP8AC.Config)."""
     compiled: bool = False
     param_dtype: str = "bfloat16"
     global_batch: int = 4
@@ -83,7 +83,10 @@ class Run:
         parts = [self.model, f"{self.world}r", f"ep{self.ep}", self.backend, self.parallelize]
         extras = [f"pp{self.pp}"] if self.pp > 1 else []
         extras += [f"tp{self.tp}"] if self.tp > 1 else []
-        extras += [self.ac] if self.ac != "selective" else []
+        if isinstance(self.ac, str):
+            extras += [self.ac] if self.ac != "selective" else []
+        else:
+            extras += [f"fp8-{self.ac.mode}-{self.ac.preset}"]
         extras += ["compiled"] if self.compiled else []
         extras += ["fp32"] if self.param_dtype == "float32" else []
         extras += ["exact"] if self.exact_sums else []
@@ -143,11 +146,11 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.parallelism.pipeline_parallel_degree = run.pp
     config.parallelism.tensor_parallel_degree = run.tp
     config.parallelism.spmd_backend = cast(Any, run.backend)
-    config.activation_checkpoint = {
-        "selective": SelectiveAC.Config(),
-        "full": FullAC.Config(),
-        "none": None,
-    }[run.ac]
+    config.activation_checkpoint = (
+        {"selective": SelectiveAC.Config(), "full": FullAC.Config(), "none": None}[run.ac]
+        if isinstance(run.ac, str)
+        else run.ac
+    )
     config.compile.enable = run.compiled
     config.compile.components = ["model"]
     config.metrics = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)

@@ -6,13 +6,16 @@ docs/extension.md). Training itself, checkpoints, metrics and data loading stay 
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.agreement import check_agreement
 from titan_ext.configs import ParallelismConfig
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
@@ -30,6 +33,10 @@ class Trainer(TitanTrainer):
         parallelism: ParallelismConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
             default_factory=ParallelismConfig
         )
+        # Titan's choices and one more name on the command line.
+        activation_checkpoint: (  # pyrefly: ignore[bad-override-mutable-attribute]
+            ActivationCheckpointingConfig | Annotated[FP8AC.Config, tyro.conf.subcommand("fp8")]
+        ) = field(default_factory=SelectiveAC.Config)
 
         def __post_init__(self) -> None:
             if self.model_spec is not None:

@@ -1,0 +1,333 @@
+"""The policy ``fp8``: Titan's activation checkpointing with a fourth way to keep an activation.
+
+Titan builds it from its config and applies it to a model, as it does its own policies.
+"""
+
+import fnmatch
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.tools.logging import logger
+
+from titan_ext.activation_checkpoint.blocks import (
+    BlockCheckpoint,
+    BlockStore,
+    UncheckpointedBlock,
+)
+from titan_ext.activation_checkpoint.presets import PRESETS, Attention, Preset, make_plan
+from titan_ext.activation_checkpoint.receipts import BlockReceipt, RunReceipt
+from titan_ext.activation_checkpoint.verdicts import (
+    INPUT,
+    Rule,
+    Verdict,
+    nearest,
+    parse_rules,
+    unknown_modules,
+)
+from titan_ext.fp8 import Codec
+
+__all__ = ["FP8AC", "enable_fp8_activation_checkpointing", "measure_block"]
+
+Mode = Literal["selective", "full", "none"]
+_KEY = "activation_checkpoint"
+_CHILDREN = ("attention", "attn", "moe", "feed_forward")
+
+
+class FP8AC(ActivationCheckpointing):
+    """Saves, recomputes, saves in float8 or drops, operation by operation.
+
+    Attributes:
+        receipt: What the first forward of each block stored; complete after the first step.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        mode: Mode = "selective"
+        """
+        "selective": what ``preset`` and ``verdicts`` say. "full": only the inputs of the blocks are
+        kept, in float8, and what fixes the routing. "none": nothing is recomputed, and what
+        autograd saves is kept in float8.
+        """
+
+        preset: Preset = "memory"
+        """
+        With mode "selective": "memory" (what stock selective saves, in float8), "speed" (few FLOPs
+        recomputed at about stock's bytes), "attention" (recompute attention only) or "stock" (what
+        stock selective saves, exactly: for ``verdicts`` to start from).
+        """
+
+        verdicts: dict[str, str] = field(default_factory=dict)
+        """
+        "module[:op[:operand[:occurrence]]]" to exact, float8, recompute or drop; globs; the first
+        that matches decides, before the preset. "input" names the inputs of the blocks.
+        """
+
+        attention: Attention = "exact"
+        """
+        The tensors that attention itself saves. Its backward is exact only if they are. With mode
+        "selective", also "recompute".
+        """
+
+        fp32: Literal["exact", "float8"] = "exact"
+        """Whether fp32 tensors may be compressed; statistics (short rows) never are."""
+
+        exempt_first: int = 0
+        """The first so many layers keep exactly what the others keep in float8."""
+
+        exempt_last: int = 0
+        """The last so many layers."""
+
+        exempt: list[str] = field(default_factory=list)
+        """Globs for the names of modules in the model that keep it exactly ("*.attention")."""
+
+        dtype: Literal["e4m3", "e5m2"] = "e4m3"
+        """The float8 format: 3 bits of mantissa, or 2 and more range."""
+
+        block: Literal[64, 128, 256, "row", "tensor"] = 128
+        """How many neighbours share a scale."""
+
+        scale: Literal["e8m0", "fp32"] = "e8m0"
+        """Scales of one byte, powers of two; or of four."""
+
+        stochastic: bool = False
+        """Round at random, without bias."""
+
+        seed: int = 0
+        """Of the stochastic rounding."""
+
+        def __post_init__(self) -> None:
+            _check_choice("mode", self.mode, ("selective", "full", "none"))
+            _check_choice("preset", self.preset, PRESETS)
+            _check_choice("attention", self.attention, ("exact", "float8", "recompute"))
+            _check_choice("fp32", self.fp32, ("exact", "float8"))
+            for key in ("exempt_first", "exempt_last"):
+                value = getattr(self, key)
+                if not isinstance(value, int) or value < 0:
+                    raise ValueError(f"{_KEY}.{key} is {value!r}; expected 0 or more layers.")
+            if self.mode != "selective" and self.preset != "memory":
+                raise ValueError(
+                    f'{_KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
+                )
+            if self.mode == "none" and self.attention == "recompute":
+                raise ValueError(
+                    f'{_KEY}.attention is "recompute", but mode "none" recomputes nothing; '
+                    'expected "exact" or "float8".'
+                )
+            if self.debug and self.mode != "none":
+                raise ValueError(
+                    f"{_KEY}.debug is on; torch has no debug mode for selective checkpoints. "
+                    'Expected false, or policy "full".'
+                )
+            self._check_rules()
+            try:
+                self.codec()
+            except ValueError as error:
+                raise ValueError(str(error).replace("Codec.", f"{_KEY}.")) from None
+
+        def codec(self) -> Codec:
+            """The codec that the keys describe."""
+            return Codec(self.dtype, self.block, self.scale, self.stochastic, self.seed)
+
+        def rules(self) -> tuple[Rule, ...]:
+            """``verdicts``, parsed."""
+            return parse_rules(self.verdicts, f"{_KEY}.verdicts")
+
+        def _check_rules(self) -> None:
+            for rule in self.rules():
+                stored = rule.verdict in (Verdict.EXACT, Verdict.FLOAT8)
+                if rule.module == INPUT and not stored:
+                    raise ValueError(
+                        f'{_KEY}.verdicts."{INPUT}" is {rule.verdict.value!r}; the inputs of a '
+                        "block cannot be had again: expected exact or float8."
+                    )
+                if self.mode == "none" and (not stored or rule.op != "*"):
+                    raise ValueError(
+                        f'{_KEY}.verdicts: with mode "none" autograd decides what is saved; '
+                        f"expected modules with exact or float8, got {rule.module}:{rule.op} = "
+                        f"{rule.verdict.value!r}."
+                    )
+
+    def __init__(self, config: "FP8AC.Config", dump_folder: str = "") -> None:
+        super().__init__(config, dump_folder)
+        self.blocks: dict[str, BlockReceipt | None] = {}
+        self._total_layers = 0
+
+    @property
+    def receipt(self) -> RunReceipt:
+        return RunReceipt([receipt for receipt in self.blocks.values() if receipt is not None])
+
+    def apply(self, model: nn.Module) -> None:
+        """Wrap every transformer block of ``model``, in place.
+
+        Raises:
+            ValueError: if a name in ``verdicts`` or ``exempt`` is of no module.
+        """
+        layers = model.get_submodule("layers")
+        self._total_layers = _number_of_layers(model)
+        self._check_names({f"layers.{name}": block for name, block in layers.named_children()})
+        super().apply(model)
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        name = base_fqn or "block"
+        self.blocks[name] = None
+        config = cast("FP8AC.Config", self.config)
+        store = BlockStore(module, config.codec(), config.fp32)
+        exempt = functools.partial(self._is_exempt, name)
+        on_receipt = functools.partial(self._take_receipt)
+        if config.mode == "none":
+            is_exact = functools.partial(_why_exact, config, config.rules(), exempt)
+            return UncheckpointedBlock(module, name, store, is_exact, on_receipt)
+        plan = make_plan(
+            module,
+            name,
+            mode=config.mode,
+            preset=config.preset,
+            attention=config.attention,
+            user_rules=config.rules(),
+            exempt=exempt,
+        )
+        options = {
+            "preserve_rng_state": config.preserve_rng_state,
+            "determinism_check": config.determinism_check,
+        }
+        checkpoint = BlockCheckpoint(module, name, plan, store, options, on_receipt)
+        return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
+
+    def _is_exempt(self, block: str, module: str) -> bool:
+        config = cast("FP8AC.Config", self.config)
+        layer = block.rpartition(".")[2]
+        if layer.isdecimal():
+            if int(layer) < config.exempt_first:
+                return True
+            if int(layer) >= self._total_layers - config.exempt_last:
+                return True
+        name = f"{block}.{module}" if module else block
+        parts = name.split(".")
+        names = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        return any(fnmatch.fnmatchcase(n, glob) for glob in config.exempt for n in names)
+
+    def _check_names(self, blocks: dict[str, nn.Module]) -> None:
+        config = cast("FP8AC.Config", self.config)
+        inside = {name for block in blocks.values() for name, _ in block.named_modules()} - {""}
+        if not inside:
+            return
+        missing = {name for name in _CHILDREN if name not in inside}  # in other pipeline stages
+        for pattern in unknown_modules(config.rules(), inside):
+            if pattern.split(".")[0] not in missing:
+                raise ValueError(
+                    f"{_KEY}.verdicts: no module of a block is called {pattern!r}"
+                    f"{nearest(pattern, inside)}."
+                )
+
+    def _take_receipt(self, receipt: BlockReceipt) -> None:
+        self.blocks[receipt.block] = receipt
+        if any(waiting is None for waiting in self.blocks.values()):
+            return
+        run = self.receipt
+        logger.info(f"What waits for backward ({len(run.blocks)} blocks, one forward):\n{run}")
+        if self.dump_folder:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            first = run.blocks[0].block.replace(".", "_")
+            run.write(Path(self.dump_folder) / _KEY / f"rank{rank}_{first}.json")
+        if self._wants_float8() and not any(block.float8_tensors for block in run.blocks):
+            kept = sorted({row.treatment for row in run.rows()})
+            raise RuntimeError(
+                f"{_KEY}: float8 was asked for and nothing was stored in it. What was kept: "
+                f"{', '.join(kept) or 'nothing'}. fp32 activations need {_KEY}.fp32 = 'float8'; "
+                "else choose policy 'selective', 'full' or 'none'."
+            )
+
+    def _wants_float8(self) -> bool:
+        config = cast("FP8AC.Config", self.config)
+        if all(self._is_exempt(name, "") for name in self.blocks):
+            return False
+        if config.mode == "selective" and config.preset == "stock":
+            return any(rule.verdict is Verdict.FLOAT8 for rule in config.rules())
+        return True
+
+
+def enable_fp8_activation_checkpointing(
+    model: nn.Module, config: FP8AC.Config | None = None, *, dump_folder: str = ""
+) -> FP8AC:
+    """Checkpoint the blocks of a model in place, without Titan's trainer.
+
+    Call it after sharding over the model-parallel axes and before FSDP.
+
+    Args:
+        model: Its blocks are the children of ``model.layers``.
+        config: Default: mode "selective", preset "memory".
+        dump_folder: Where the receipt goes, as JSON; "" for nowhere.
+
+    Returns:
+        The policy; its ``receipt`` says what was stored.
+
+    Raises:
+        ValueError: for a name that no module has.
+    """
+    policy = FP8AC(config or FP8AC.Config(), dump_folder)
+    policy.apply(model)
+    return policy
+
+
+def measure_block(
+    block: nn.Module,
+    *args: Any,
+    config: FP8AC.Config | None = None,
+    loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> BlockReceipt:
+    """Run one block forward and backward under a policy and say what was stored and recomputed.
+
+    The block is not wrapped afterwards; gradients are accumulated into its parameters and inputs.
+
+    Args:
+        block: A transformer block.
+        args, kwargs: Its inputs.
+        config: The policy.
+        loss: From the output of the block to a scalar; the sum if None.
+    """
+    policy = FP8AC(config or FP8AC.Config())
+    policy._total_layers = 1 << 30
+    wrapped = policy._wrap_block(block, base_fqn="block")
+    out = wrapped(*args, **kwargs)
+    (loss(out) if loss is not None else out.float().sum()).backward()
+    (receipt,) = policy.receipt.blocks
+    return receipt
+
+
+def _why_exact(
+    config: FP8AC.Config, rules: tuple[Rule, ...], exempt: Callable[[str], bool], module: str
+) -> str | None:
+    """Mode "none": why what a module saves stays exact, or None."""
+    if exempt(module):
+        return "exempt"
+    for rule in rules:
+        if rule.module == "*" or unknown_modules([rule], [module]) == []:
+            return "as asked" if rule.verdict is Verdict.EXACT else None
+    parts = module.split(".")
+    if "inner_attention" in parts and config.attention == "exact":
+        return "attention"
+    return "routing" if "router" in parts else None
+
+
+def _number_of_layers(model: nn.Module) -> int:
+    """Of the whole model, of which ``model`` may be a pipeline stage."""
+    config = getattr(model, "config", None)
+    layers = getattr(config, "layers", None)
+    return len(layers) if layers else len(list(model.get_submodule("layers").children()))
+
+
+def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"{_KEY}.{key} is {value!r}; expected one of {', '.join(choices)}"
+            f"{nearest(str(value), choices)}."
+        )
