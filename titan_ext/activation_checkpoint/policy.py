@@ -70,10 +70,11 @@ class FP8AC(ActivationCheckpointing):
         that matches decides, before the preset. "input" names the inputs of the blocks.
         """
 
-        attention: Attention = "exact"
+        attention: Attention = "auto"
         """
-        The tensors that attention itself saves. Its backward is exact only if they are. With mode
-        "selective", also "recompute".
+        What attention's own backward reads (q, k, v, its output): "exact"; "float8"; or, with mode
+        "selective", "recompute" the attention operation. Its gradient is exact only with the
+        first. "auto" is "exact", except for preset "speed" (docs/fp8_ac.md).
         """
 
         fp32: Literal["exact", "float8"] = "exact"
@@ -106,7 +107,7 @@ class FP8AC(ActivationCheckpointing):
         def __post_init__(self) -> None:
             _check_choice("mode", self.mode, ("selective", "full", "none"))
             _check_choice("preset", self.preset, PRESETS)
-            _check_choice("attention", self.attention, ("exact", "float8", "recompute"))
+            _check_choice("attention", self.attention, ("auto", "exact", "float8", "recompute"))
             _check_choice("fp32", self.fp32, ("exact", "float8"))
             for key in ("exempt_first", "exempt_last"):
                 value = getattr(self, key)
@@ -115,6 +116,11 @@ class FP8AC(ActivationCheckpointing):
             if self.mode != "selective" and self.preset != "memory":
                 raise ValueError(
                     f'{_KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
+                )
+            if self.mode == "full" and self.attention != "auto":
+                raise ValueError(
+                    f'{_KEY}.attention is {self.attention!r}; it has no meaning with mode "full", '
+                    "which recomputes attention."
                 )
             if self.mode == "none" and self.attention == "recompute":
                 raise ValueError(
@@ -313,7 +319,7 @@ def _why_exact(
         if rule.module == "*" or unknown_modules([rule], [module]) == []:
             return "as asked" if rule.verdict is Verdict.EXACT else None
     parts = module.split(".")
-    if "inner_attention" in parts and config.attention == "exact":
+    if "inner_attention" in parts and config.attention != "float8":
         return "attention"
     return "routing" if "router" in parts else None
 
