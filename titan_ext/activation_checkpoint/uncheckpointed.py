@@ -30,13 +30,14 @@ class UncheckpointedBlock(ActivationWrapper):
         block: nn.Module,
         name: str,
         store: BlockStore,
+        sites: BlockSites,
         is_exact: Callable[[str], str | None],
         on_receipt: Callable[[BlockReceipt], None],
     ) -> None:
         super().__init__(block)
         self._name = name
         self._store = store
-        self._sites = BlockSites(block)
+        self._sites = sites
         self._is_exact = is_exact
         self.receipt: BlockReceipt | None = None
         self._on_receipt = on_receipt
