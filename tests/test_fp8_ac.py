@@ -279,6 +279,19 @@ def test_exempt_layers_and_modules_are_exact():
     assert float8(Config(exempt=["layers.1.moe"])) == {"layers.0": 2, "layers.1": 1, "layers.2": 2}
 
 
+def test_fp32_copies_of_bf16_are_kept_as_bf16():
+    """Without a loss: with everything else exact, the gradients are those of no policy."""
+    exact = Config(mode="none", verdicts={"*": "exact", "input": "float8"})
+    with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
+        receipt = measure_block(_block(), _input(), None, None, config=exact)
+        ours = _gradients(exact)
+    narrowed = [row for row in receipt.stored if row.treatment == "exact: as bfloat16"]
+    assert any(2 * row.nbytes == row.original_nbytes for row in narrowed)
+    assert sum(row.nbytes for row in narrowed) >= 2 * _ROUTED * _D
+    reference = _gradients(None)
+    assert all(torch.equal(reference[name], ours[name]) for name in reference)
+
+
 def test_verdicts_by_name():
     config = Config(
         preset="stock",

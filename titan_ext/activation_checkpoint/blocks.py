@@ -41,7 +41,7 @@ class BlockStore:
 
     def __init__(self, block: nn.Module, codec: Codec, fp32: str) -> None:
         self._store = SavedTensorStore(codec, modules=[block], policy=self._keep_exact)
-        self._fp32 = fp32
+        self.fp32 = fp32
         self._reason: str | None = None
 
     def pack(self, x: torch.Tensor, name: str, *, reason: str | None) -> Any:
@@ -56,7 +56,7 @@ class BlockStore:
         if self._reason is not None:
             return self._reason
         statistic = x.dtype == torch.float32 and (x.dim() == 0 or x.shape[-1] < _CODEC_BLOCK)
-        return keep_exact(x, fp32=statistic or self._fp32 == "exact")
+        return keep_exact(x, fp32=statistic or self.fp32 == "exact")
 
 
 class BlockCheckpoint:
