@@ -382,6 +382,13 @@ def test_toml(tmp_path, monkeypatch):
     assert [rule.module for rule in config.rules()] == ["moe.shared_experts", "*"]
 
 
+def test_compile_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = DEBUG + '[activation_checkpoint]\npolicy = "fp8"\n[compile]\nenable = true\n'
+    with pytest.raises(ValueError, match=r'policy "fp8" does not run under torch\.compile yet'):
+        resolve_text(tmp_path, text)
+
+
 def test_every_key_of_the_codec_is_a_key():
     names = {f.name for f in dataclasses.fields(Config)}
     assert {f.name for f in dataclasses.fields(Codec)} <= names
