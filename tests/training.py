@@ -57,8 +57,8 @@ class Run:
     pp: int = 1
     tp: int = 1
     backend: str = "spmd_types"
-    ac: str = "selective"
-    """selective, full or none."""
+    ac: Any = "selective"
+    """selective, full, none, or a policy config of ours (FP8AC.Config)."""
     compiled: bool = False
     param_dtype: str = "bfloat16"
     global_batch: int = 4
@@ -88,6 +88,8 @@ class Run:
     prefetch_backward: int | str | None = None
     microbatch_size: int = 1
     """Samples of a microbatch of the pipeline."""
+    watch_routing: bool = False
+    """Record the expert ids of every router call, in forward and in recompute."""
     keep_gradients: bool = False
     """Return the (clipped) gradients of the last step, unsharded, from rank 0."""
 
@@ -95,7 +97,10 @@ class Run:
         parts = [self.model, f"{self.world}r", f"ep{self.ep}", self.backend, self.parallelize]
         extras = [f"pp{self.pp}"] if self.pp > 1 else []
         extras += [f"tp{self.tp}"] if self.tp > 1 else []
-        extras += [self.ac] if self.ac != "selective" else []
+        if isinstance(self.ac, str):
+            extras += [self.ac] if self.ac != "selective" else []
+        else:
+            extras += [f"fp8-{self.ac.mode}-{self.ac.preset}"]
         extras += ["compiled"] if self.compiled else []
         extras += ["fp32"] if self.param_dtype == "float32" else []
         extras += ["exact"] if self.exact_sums else []
@@ -119,6 +124,8 @@ class RankResult:
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     memory: Timeline | None = None
     predicted_memory: Timeline | None = None
+    routing: list[tuple[str, bool, np.ndarray]] = field(default_factory=list)
+    """Router, whether in backward (a recompute), expert ids: one item for each call."""
 
 
 @dataclass
@@ -165,11 +172,11 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     if isinstance(run.reshard, str):
         config.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     config.parallelism.spmd_backend = cast(Any, run.backend)
-    config.activation_checkpoint = {
-        "selective": SelectiveAC.Config(),
-        "full": FullAC.Config(),
-        "none": None,
-    }[run.ac]
+    config.activation_checkpoint = (
+        {"selective": SelectiveAC.Config(), "full": FullAC.Config(), "none": None}[run.ac]
+        if isinstance(run.ac, str)
+        else run.ac
+    )
     config.compile.enable = run.compiled
     config.compile.components = ["model"]
     config.metrics = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)
@@ -296,6 +303,7 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
             trainer = make_config(run, folder).build()
         if run.routing == "one_expert":
             _send_every_token_to_the_first_experts(trainer)
+        routing = _watch_routing(trainer) if run.watch_routing else []
         _observe_steps(trainer, run, trace, norms)
         trainer.train()
     result = RankResult(
@@ -305,11 +313,28 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
         gradients=_full_gradients(trainer) if run.keep_gradients else {},
         memory=trainer.memory_log.timeline if run.tracked else None,
         predicted_memory=trainer.memory_log.predicted if run.tracked else None,
+        routing=routing,
     )
     trainer.close()
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+def _watch_routing(trainer) -> list[tuple[str, bool, np.ndarray]]:
+    calls: list[tuple[str, bool, np.ndarray]] = []
+    for part in trainer.model_parts:
+        for name, module in part.named_modules():
+            if type(module).__name__ == "TokenChoiceTopKRouter":
+
+                def note(module, args, output, name=name) -> None:
+                    ids = output[1]
+                    local = ids.to_local() if isinstance(ids, DTensor) else ids
+                    in_backward = torch._C._current_graph_task_id() != -1
+                    calls.append((canonical_fqn(name), in_backward, local.detach().clone().numpy()))
+
+                module.register_forward_hook(note)
+    return calls
 
 
 def _observe_steps(trainer, run: Run, trace: CollectiveTrace, norms: list[float]) -> None:

@@ -6,13 +6,16 @@ docs/extension.md). Training itself, checkpoints, metrics and data loading stay 
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
+from titan_ext.activation_checkpoint import FP8AC, receipt_of
 from titan_ext.agreement import check_agreement
 from titan_ext.configs import ParallelismConfig, check_unit_names
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
@@ -32,12 +35,17 @@ class Trainer(TitanTrainer):
         parallelism: ParallelismConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
             default_factory=ParallelismConfig
         )
+        # Titan's choices and one more name on the command line.
+        activation_checkpoint: (  # pyrefly: ignore[bad-override-mutable-attribute]
+            ActivationCheckpointingConfig | Annotated[FP8AC.Config, tyro.conf.subcommand("fp8")]
+        ) = field(default_factory=SelectiveAC.Config)
 
         def __post_init__(self) -> None:
             if self.model_spec is not None:
                 check_model_limits(self.model_spec.name, self.parallelism)
                 check_unit_names(self.model_spec.model, self.parallelism)
             no_accelerator.adapt_config(self)
+            self._check_activation_checkpoint()
             TitanTrainer.Config.__post_init__(self)
             if self.parallelism.fsdp_track_memory and not self.training.disable_cuda_graphs:
                 raise ValueError(
@@ -45,9 +53,18 @@ class Trainer(TitanTrainer):
                     "when a CUDA graph is replayed, FSDP does not run and there is nothing to see."
                 )
 
+        def _check_activation_checkpoint(self) -> None:
+            compiled = self.compile.enable and "model" in self.compile.components
+            if compiled and isinstance(self.activation_checkpoint, FP8AC.Config):
+                raise ValueError(
+                    'activation_checkpoint.policy "fp8" does not run under torch.compile yet: '
+                    "expected compile.enable = false, or compile.components without model."
+                )
+
     memory_log: MemoryLog | None = None
 
     def __init__(self, config: Config) -> None:
+        self._receipt_is_logged = False
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:
@@ -63,13 +80,18 @@ class Trainer(TitanTrainer):
                 self, [u for part in self.model_parts for u in plan_of(part).units]
             )
 
-    def train_step(self, data_iterator) -> None:
-        if self.memory_log is None:
-            return super().train_step(data_iterator)
-        self.memory_log.begin_step()
+    def train_step(self, data_iterator: Any) -> None:
+        if self.memory_log is not None:
+            self.memory_log.begin_step()
         super().train_step(data_iterator)
-        self.memory_log.end_step()
-        return None
+        if self.memory_log is not None:
+            self.memory_log.end_step()
+        if not self._receipt_is_logged and isinstance(
+            self.config.activation_checkpoint, FP8AC.Config
+        ):
+            receipt = receipt_of(self.model_parts)
+            self.metrics_processor.logger.log(receipt.metrics(), self.step)
+            self._receipt_is_logged = True
 
     def init_distributed(self) -> ParallelDims:
         parallel_dims = super().init_distributed()

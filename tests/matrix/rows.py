@@ -6,6 +6,7 @@ rows that differ in nothing else share it. New features add rows here, not code.
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from tests.training import Run
 
@@ -54,17 +55,18 @@ _TENSOR = [
     Run(world=world, ep=ep, tp=2, backend=backend, parallelize=wrap)
     for (world, ep), backend, wrap in product([(2, 2), (4, 4)], _BACKENDS, _WRAPS)
 ]
+_SETTINGS: list[dict[str, Any]] = [
+    {"reshard": "always"},
+    {"reshard": "never"},
+    {"prefetch": 0},
+    {"prefetch": 3, "prefetch_backward": "8MiB"},
+]
 _RESHARD_AND_PREFETCH = [
     replace(row, parallelize=wrap, backend=backend, **setting)
     for row, backend, wrap in product(
         [Run(world=2), Run(world=2, ep=2), Run(world=4, ep=2, pp=2)], _BACKENDS, _WRAPS
     )
-    for setting in (
-        {"reshard": "always"},
-        {"reshard": "never"},
-        {"prefetch": 0},
-        {"prefetch": 3, "prefetch_backward": "8MiB"},
-    )
+    for setting in _SETTINGS
 ]
 _RESHARD_AND_PREFETCH += [  # to a smaller world, which torch offers with one backend
     Run(world=world, backend="partial_dtensor", parallelize=wrap, reshard=2, prefetch=2)
