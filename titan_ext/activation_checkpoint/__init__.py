@@ -1,0 +1,1 @@
+"""Activation checkpointing with verdicts: exact, float8, recompute or drop."""
