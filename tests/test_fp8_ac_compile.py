@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -227,13 +227,13 @@ def test_blocks_that_decide_differently_share_no_code():
     class SecondExact(VerdictAC):
         def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
             if name == "layers.2":
-                return rule_decisions(parse_rules({"*:aten.topk": "exact"}))
+                return rule_decisions(parse_rules({"*:aten.topk": "exact"}), inputs=self.inputs)
             return super().compiled_decisions(block, name)
 
     outcome = run(SecondExact(VerdictAC.Config()), "block")
     assert [activations(saved) for saved in outcome.saved] == [
         *EXPECTED["block"],
-        [("aten.topk", (B, L, 3), "exact")],
+        [INPUT, ("aten.topk", (B, L, 3), "exact")],
     ]
 
 
@@ -245,6 +245,34 @@ def test_a_block_without_decisions_is_not_checkpointed():
     outcome = run(SecondFree(VerdictAC.Config()), "block")
     assert not [s for s in outcome.saved[2] if s.treatment.startswith("float8")]
     assert len(outcome.saved[2]) > len(outcome.saved[1])
+
+
+def test_nothing_is_computed_again_if_asked():
+    """The compiler saves what it would save without a checkpoint, in float8 what the rules name."""
+
+    class Float8None(VerdictAC):
+        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
+            rules = {"*:aten.topk": "exact", "*.inner_attention": "exact", "*": "float8"}
+            decisions = rule_decisions(parse_rules(rules), inputs=self.inputs)
+            return replace(decisions, recompute=False)
+
+    class NoAC(VerdictAC):
+        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
+            return None
+
+    outcome = run(Float8None(VerdictAC.Config()), "block")
+    free = run(NoAC(VerdictAC.Config()), "block")
+    assert outcome.graphs == 2
+    for gemm in ("aten::mm", "aten::_grouped_mm", "aten::topk"):
+        assert outcome.operations[gemm] == free.operations[gemm]
+    for mine, its in zip(outcome.saved, free.saved, strict=True):
+        assert Counter((s.source, s.shape) for s in mine) == Counter(
+            (s.source, s.shape) for s in its
+        )
+        weights = [s for s in mine if s.source == "input" or s.shape == (8, 256, 256)]
+        assert [s.shape for s in weights if s.treatment != "exact"] == [(B, L, D)]
+    assert outcome.nbytes < 0.85 * free.nbytes
+    assert 0.999 < worst_cosine(outcome, free) < 1
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,14 @@ class Decisions:
         begin: Called at the start of a traced forward; the result is asked about each operation.
         key: Equal for two blocks only if they decide alike. They may share compiled code then.
         inputs: Exact or float8, for what enters.
+        recompute: False if the compiler shall choose what it saves, as without a checkpoint; the
+            verdicts then only say what of it is float8.
     """
 
     begin: Callable[[], Decide]
     key: str
     inputs: Verdict = Verdict.EXACT
+    recompute: bool = True
 
 
 @runtime_checkable
@@ -100,7 +103,7 @@ def compiled_checkpoint(
     """
     # Compiled code is shared between blocks. Dynamo (2.15) does not look at a checkpoint's policy
     # to tell whether it may be; it does look at constants that the traced function uses.
-    notes = annotation(decisions.inputs, decisions.key)
+    notes = annotation(decisions.inputs, decisions.key, recompute=decisions.recompute)
 
     def context_fn() -> Any:
         return create_selective_checkpoint_contexts(_policy(modules, main, decisions))

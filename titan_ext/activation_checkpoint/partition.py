@@ -47,6 +47,7 @@ BACKENDS = ("inductor", "aot_eager")
 
 _FLOAT8 = "titan_ext.float8"
 _INPUTS = "titan_ext.inputs"
+_RECOMPUTE = "titan_ext.recompute"
 _WAIT = "_c10d_functional.wait_tensor"
 
 
@@ -72,7 +73,9 @@ class Float8Partitioner(CustomPartitionerFn):
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         _read_tags(gm.graph)
-        if Verdict.FLOAT8 in _annotations(gm.graph):
+        if False in _annotations(gm.graph, _RECOMPUTE):
+            _forget_checkpoints(gm.graph)
+        if Verdict.FLOAT8 in _annotations(gm.graph, _INPUTS):
             _tag_inputs(gm.graph)
         forward, backward = min_cut_rematerialization_partition(
             gm,
@@ -135,12 +138,15 @@ def install(
             )
 
 
-def annotation(inputs: Verdict, key: str) -> dict[str, str]:
-    """What to ``torch.fx.traceback.annotate`` a region with: the verdict on its inputs.
+def annotation(inputs: Verdict, key: str, *, recompute: bool) -> dict[str, Any]:
+    """What to ``torch.fx.traceback.annotate`` a region with.
 
-    Graphs with another ``key`` are compiled apart.
+    Args:
+        inputs: The verdict on its inputs.
+        key: Graphs with another key are compiled apart.
+        recompute: False to forget that the region is a checkpoint once its tags have been read.
     """
-    return {_INPUTS: inputs.value, "titan_ext.key": key}
+    return {_INPUTS: inputs.value, "titan_ext.key": key, _RECOMPUTE: recompute}
 
 
 def _aot_eager(partitioner: Float8Partitioner) -> Callable[..., Any]:
@@ -176,8 +182,24 @@ def _read_tags(graph: fx.Graph) -> None:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _annotations(graph: fx.Graph) -> set[str]:
-    return {node.meta.get("custom", {}).get(_INPUTS, "") for node in graph.nodes}
+def _forget_checkpoints(graph: fx.Graph) -> None:
+    """Leave the choice of what is saved to the min-cut; keep our marks, but not on weights."""
+    of_state: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            is_weight = isinstance(value, FakeTensor) and is_state(value)
+        else:
+            is_weight = bool(node.all_input_nodes) and of_state.issuperset(node.all_input_nodes)
+        if is_weight:  # a weight, or a transposed or cast one
+            of_state.add(node)
+            node.meta.pop(_FLOAT8, None)
+        node.meta.pop("recompute", None)
+        node.meta.pop("ac_graph_id", None)
+
+
+def _annotations(graph: fx.Graph, name: str) -> set[Any]:
+    return {node.meta.get("custom", {}).get(name) for node in graph.nodes}
 
 
 def _tag_inputs(graph: fx.Graph) -> None:
