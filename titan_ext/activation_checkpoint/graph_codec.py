@@ -72,6 +72,7 @@ def store_in_float8(
             continue
         why = "" if wanted(node) else "not asked for"
         why = why or ("also an output" if node in visible else _must_stay_exact(value))
+        why = why or ("" if inputs[node.name].users else "not read")
         if why:
             stored.append(node)
         else:
