@@ -5,6 +5,7 @@ A release that changes one of these fails the test that names it, before anythin
 
 import dataclasses
 import inspect
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ import torch.nn as nn
 import torchtitan.distributed.compile
 import torchtitan.trainer
 from torch import _utils
+from torch._functorch import partitioners
+from torch._guards import detect_fake_mode
+from torch._inductor import compile_fx, custom_graph_pass
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_init
@@ -20,6 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPParamGroup,
     RegisterPostBackwardFunction,
 )
+from torch.fx import traceback as fx_traceback
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -155,6 +161,65 @@ def test_titan_dispatcher_exchanges(method: str, parameters: list[str]):
     stock = token_dispatcher.AllToAllTokenDispatcher
     assert _parameters(getattr(stock, method)) == parameters
     assert f"self.{method}(" in inspect.getsource(stock)
+
+
+def test_torch_partitioner_seam():
+    """activation_checkpoint.partition: who calls it, with what, and what it calls."""
+    assert torch._inductor.config.custom_partitioner_fn is None
+    source = inspect.getsource(compile_fx.partition_fn)
+    assert "config.custom_partitioner_fn(" in source
+    assert _parameters(partitioners.min_cut_rematerialization_partition) == [
+        "joint_module",
+        "_joint_inputs",
+        "compiler",
+        "num_fwd_outputs",
+        "static_lifetime_input_indices",
+    ]
+    assert custom_graph_pass.CustomPartitionerFn.__abstractmethods__ == {"__call__", "uuid"}
+
+
+def test_torch_compile_takes_a_checkpoint_policy_literally():
+    """PREFER_SAVE, which we read as float8, reaches the partitioner and means nothing to it."""
+    source = inspect.getsource(torch_checkpoint._CachingTorchDispatchMode.__torch_dispatch__)
+    assert 'node.meta["recompute"] = policy' in source
+    assert "PREFER_SAVE" not in inspect.getsource(partitioners)
+    assert "== CheckpointPolicy.MUST_SAVE" in inspect.getsource(partitioners.solve_min_cut)
+
+
+def test_torch_traces_with_module_ids_and_one_fake_tensor_for_a_parameter():
+    """activation_checkpoint.traced_sites names operations by them."""
+    seen = {}
+    linear = torch.nn.Linear(4, 4)
+
+    def policy(ctx, func, *args, **kwargs):
+        mode = detect_fake_mode()
+        assert mode is not None
+        keys = set(fx_traceback.get_current_meta()["nn_module_stack"])
+        stands_in = mode.from_tensor(linear.weight)
+        again = mode.from_tensor(linear.weight)
+        seen[str(func)] = str(id(linear)) in keys and stands_in is again
+        return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    def context_fn():
+        return torch_checkpoint.create_selective_checkpoint_contexts(policy)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(x):
+        return torch_checkpoint.checkpoint(linear, x, use_reentrant=False, context_fn=context_fn)
+
+    run(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert seen["aten.addmm.default"]
+
+
+def test_titan_policies_wrap_a_module_in_a_checkpoint_function():
+    """activation_checkpoint.units puts the function of Titan's wrapper inside compiled modules."""
+    assert _parameters(SelectiveAC._wrap_block) == ["self", "module", "base_fqn"]
+    module = torch.nn.Linear(4, 4)
+    config = SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])
+    wrapper = cast(Any, SelectiveAC(config)._wrap_block(module))
+    x = torch.randn(2, 4)
+    assert torch.equal(wrapper.checkpoint_fn(module.forward, x), module(x))
+    assert "forward" not in vars(module)
 
 
 def test_titan_mtp_block_children():

@@ -382,11 +382,19 @@ def test_toml(tmp_path, monkeypatch):
     assert [rule.module for rule in config.rules()] == ["moe.shared_experts", "*"]
 
 
-def test_compile_is_refused(tmp_path, monkeypatch):
+def test_what_compiled_code_cannot_do_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = DEBUG + '[activation_checkpoint]\npolicy = "fp8"\n[compile]\nenable = true\n'
-    with pytest.raises(ValueError, match=r'policy "fp8" does not run under torch\.compile yet'):
-        resolve_text(tmp_path, text)
+    compiled = "[compile]\nenable = true\n"
+    section = '[activation_checkpoint]\npolicy = "fp8"\n'
+    resolve_text(tmp_path, DEBUG + section + compiled)
+    for key, message in (
+        ('mode = "none"\nfp32 = "float8"\n', r'fp32 is .float8.; expected "exact" under'),
+        ("stochastic = true\n", "stochastic"),
+        ('block = "tensor"\n', "row"),
+    ):
+        resolve_text(tmp_path, DEBUG + section + key)
+        with pytest.raises(ValueError, match=message):
+            resolve_text(tmp_path, DEBUG + section + key + compiled)
 
 
 def test_every_key_of_the_codec_is_a_key():

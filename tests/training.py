@@ -7,6 +7,7 @@ far as a CPU needs: see ``_stock_config``.
 import contextlib
 import hashlib
 import unittest.mock
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.metrics import MetricsProcessor
@@ -32,6 +35,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests.cluster import run_ranks
 from tests.collectives import Collective, CollectiveTrace
+from tests.compiled_verdicts import VerdictAC
 from titan_ext import no_accelerator
 from titan_ext.data.stdlib_corpus import (
     STDLIB_CORPUS,
@@ -58,8 +62,9 @@ class Run:
     tp: int = 1
     backend: str = "spmd_types"
     ac: Any = "selective"
-    """selective, full, none, or a policy config of ours (FP8AC.Config)."""
+    """selective, full, none, verdicts (``tests.compiled_verdicts``), or a policy config."""
     compiled: bool = False
+    compile_backend: str = "inductor"
     param_dtype: str = "bfloat16"
     global_batch: int = 4
     seq_len: int = 64
@@ -67,6 +72,8 @@ class Run:
     steps: int = 10
     traced_step: int = 0
     """The step whose collectives are recorded; 0 for none."""
+    profiled_step: int = 0
+    """The step whose operations are counted, in compiled code too; 0 for none."""
     exact_sums: bool = False
     """Sum in an order that does not depend on what else is in a bucket, or in the graph.
 
@@ -126,6 +133,10 @@ class RankResult:
     predicted_memory: Timeline | None = None
     routing: list[tuple[str, bool, np.ndarray]] = field(default_factory=list)
     """Router, whether in backward (a recompute), expert ids: one item for each call."""
+    operations: Counter[str] = field(default_factory=Counter)
+    """Calls in the profiled step, by name as the profiler has it ("aten::mm")."""
+    graphs: int = 0
+    """How many graphs Dynamo compiled in the whole run."""
 
 
 @dataclass
@@ -172,12 +183,15 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     if isinstance(run.reshard, str):
         config.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     config.parallelism.spmd_backend = cast(Any, run.backend)
-    config.activation_checkpoint = (
-        {"selective": SelectiveAC.Config(), "full": FullAC.Config(), "none": None}[run.ac]
-        if isinstance(run.ac, str)
-        else run.ac
-    )
+    policies: dict[str, Any] = {
+        "selective": SelectiveAC.Config(),
+        "full": FullAC.Config(),
+        "none": None,
+        "verdicts": VerdictAC.Config(),
+    }
+    config.activation_checkpoint = policies[run.ac] if isinstance(run.ac, str) else run.ac
     config.compile.enable = run.compiled
+    config.compile.backend = run.compile_backend
     config.compile.components = ["model"]
     config.metrics = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)
     config.checkpoint = CheckpointManager.Config(enable=False)
@@ -296,6 +310,7 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
     no_accelerator.enable()
     register_stdlib_corpus()
     trace = CollectiveTrace()
+    operations = profile(activities=[ProfilerActivity.CPU])
     norms: list[float] = []
     # From the start: Titan binds each module's forward when it parallelizes.
     with _patched(run):
@@ -304,7 +319,7 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
         if run.routing == "one_expert":
             _send_every_token_to_the_first_experts(trainer)
         routing = _watch_routing(trainer) if run.watch_routing else []
-        _observe_steps(trainer, run, trace, norms)
+        _observe_steps(trainer, run, trace, operations, norms)
         trainer.train()
     result = RankResult(
         state_hash=state_hash(trainer),
@@ -314,6 +329,10 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
         memory=trainer.memory_log.timeline if run.tracked else None,
         predicted_memory=trainer.memory_log.predicted if run.tracked else None,
         routing=routing,
+        operations=Counter(e.name for e in operations.events() or [])
+        if run.profiled_step
+        else Counter(),
+        graphs=counters["stats"]["unique_graphs"],
     )
     trainer.close()
     dist.barrier()
@@ -337,12 +356,18 @@ def _watch_routing(trainer) -> list[tuple[str, bool, np.ndarray]]:
     return calls
 
 
-def _observe_steps(trainer, run: Run, trace: CollectiveTrace, norms: list[float]) -> None:
+def _observe_steps(
+    trainer, run: Run, trace: CollectiveTrace, operations: profile, norms: list[float]
+) -> None:
     step = trainer.train_step
     log = trainer.metrics_processor.log
 
     def observed_step(data_iterator) -> None:
-        with trace if trainer.step == run.traced_step else contextlib.nullcontext():
+        with contextlib.ExitStack() as observers:
+            if trainer.step == run.traced_step:
+                observers.enter_context(trace)
+            if trainer.step == run.profiled_step:
+                observers.enter_context(operations)
             step(data_iterator)
         if run.keep_gradients and trainer.step == run.steps:
             trainer.kept = {

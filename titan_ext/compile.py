@@ -5,19 +5,20 @@ in stock Titan; with sub-module units each module of a unit is. Both go through 
 ``apply_compile``, which sets the compiler flags and handles FlexAttention regions.
 """
 
+from dataclasses import replace
+from typing import Any, cast
+
 import torch
 import torch._dynamo
 import torch.nn as nn
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import (
-    ActivationCheckpointingConfig,
-    SelectiveAC,
-)
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.tools.logging import logger
 
+from titan_ext.activation_checkpoint.compiled import CompiledPolicy
+from titan_ext.activation_checkpoint.partition import Float8Partitioner, install
+from titan_ext.activation_checkpoint.units import passes_through
 from titan_ext.fsdp.units import Unit, UnitKind, Wrap, plan_units, vision_modules
 
 __all__ = ["compile_units"]
@@ -31,20 +32,21 @@ def compile_units(
     wrap: Wrap,
     *,
     compile_config: CompileConfig,
-    ac_config: ActivationCheckpointingConfig,
     parallel_dims: ParallelDims,
+    float8: CompiledPolicy | None = None,
 ) -> None:
     """Compile the blocks of ``model`` (``wrap="block"``) or the modules of their units, in place.
 
-    Multi-token-prediction blocks stay eager, as in stock Titan. ``ac_config`` is the activation
-    checkpointing that has been applied to the blocks.
+    Multi-token-prediction blocks stay eager, as in stock Titan. Activation checkpointing has been
+    applied; ``float8`` is the policy, if it stores in float8.
+
+    Raises:
+        ValueError: if the compiler backend cannot store in float8.
     """
-    if wrap == "submodule" and isinstance(ac_config, SelectiveAC.Config):
-        logger.warning(
-            "Selective activation checkpointing around compiled sub-module units recomputes most "
-            "of what its policy saves (docs/fsdp_units.md, Limits). "
-            "parallelism.fsdp_wrap = 'block' keeps it selective."
-        )
+    if float8 is not None:
+        partitioner = Float8Partitioner(float8.compiled_codec(), report=float8.take_graph)
+        backend = install(partitioner, compile_config.backend)
+        compile_config = replace(compile_config, backend=cast(Any, backend))
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         # A block may be compiled once while its inputs are still in flight (AsyncCollectiveTensor)
         # and again for plain tensors; times two for models that alternate kinds of attention.
@@ -68,5 +70,6 @@ class _UnitsAsLayers(nn.Module):
                 for unit in units
                 if unit.kind in _COMPILED_KINDS and unit.name.startswith("layers.")
                 for index, module in enumerate(unit.modules)
+                if not passes_through(module)
             }
         )

@@ -7,6 +7,8 @@ from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
+from titan_ext.activation_checkpoint.compiled import CompiledPolicy
+from titan_ext.activation_checkpoint.units import apply_activation_checkpointing
 from titan_ext.compile import compile_units
 from titan_ext.configs import check_parallelism, fsdp_settings
 from titan_ext.fsdp.shard import shard_decoder
@@ -59,21 +61,23 @@ def parallelize(
     #    the model config, so that the modules were built that way.
 
     # 3. Activation checkpointing, of the blocks of a vision tower too.
+    compiled = compile_config.enable and "model" in compile_config.components
+    policy = None
     if ac_config is not None:
         policy = ac_config.build(dump_folder=dump_folder)
-        policy.apply(model)
+        apply_activation_checkpointing(model, policy, wrap, compiled=compiled)
         for tower in vision_modules(model).values():
             if hasattr(tower, "layers"):
                 policy.apply(tower)
 
     # 4. Compile, inside of FSDP's hooks.
-    if compile_config.enable and "model" in compile_config.components:
+    if compiled:
         compile_units(
             model,
             wrap,
             compile_config=compile_config,
-            ac_config=ac_config,
             parallel_dims=parallel_dims,
+            float8=policy if isinstance(policy, CompiledPolicy) else None,
         )
 
     # 5. FSDP, the outermost: it sees what the other passes have made of the modules.

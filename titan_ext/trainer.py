@@ -15,7 +15,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
-from titan_ext.activation_checkpoint import FP8AC, receipt_of
+from titan_ext.activation_checkpoint import FP8AC, check_stored, receipt_of
 from titan_ext.agreement import check_agreement
 from titan_ext.configs import ParallelismConfig, check_unit_names
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
@@ -56,10 +56,7 @@ class Trainer(TitanTrainer):
         def _check_activation_checkpoint(self) -> None:
             compiled = self.compile.enable and "model" in self.compile.components
             if compiled and isinstance(self.activation_checkpoint, FP8AC.Config):
-                raise ValueError(
-                    'activation_checkpoint.policy "fp8" does not run under torch.compile yet: '
-                    "expected compile.enable = false, or compile.components without model."
-                )
+                self.activation_checkpoint.check_compiled()
 
     memory_log: MemoryLog | None = None
 
@@ -89,6 +86,7 @@ class Trainer(TitanTrainer):
         if not self._receipt_is_logged and isinstance(
             self.config.activation_checkpoint, FP8AC.Config
         ):
+            check_stored(self.model_parts)
             receipt = receipt_of(self.model_parts)
             self.metrics_processor.logger.log(receipt.metrics(), self.step)
             self._receipt_is_logged = True

@@ -10,7 +10,7 @@ from titan_ext.activation_checkpoint.api import (
     enable_fp8_activation_checkpointing,
     measure_block,
 )
-from titan_ext.activation_checkpoint.policy import FP8AC, receipt_of
+from titan_ext.activation_checkpoint.policy import FP8AC, check_stored, receipt_of
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, OpRow, RunReceipt
 from titan_ext.activation_checkpoint.verdicts import Rule, Site, Verdict
 
@@ -22,6 +22,7 @@ __all__ = [
     "RunReceipt",
     "Site",
     "Verdict",
+    "check_stored",
     "enable_fp8_activation_checkpointing",
     "measure_block",
     "receipt_of",

@@ -22,6 +22,7 @@ from torchtitan.tools.logging import logger
 from titan_ext.activation_checkpoint.drops import Dropped, DropTracker
 from titan_ext.activation_checkpoint.presets import GEMMS, BlockPlan
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, count_flops, op_rows
+from titan_ext.activation_checkpoint.ruling import Ruling
 from titan_ext.activation_checkpoint.sites import BlockSites, op_name
 from titan_ext.activation_checkpoint.verdicts import INPUT, Rule, Site, Verdict
 from titan_ext.fp8 import Codec, Ledger, SavedTensorStore, keep_exact
@@ -118,11 +119,10 @@ class _Call:
     def __init__(self, owner: BlockCheckpoint, *, counting: bool) -> None:
         self._owner = owner
         self._plan = owner.plan
-        self._stock_policy = owner.plan.stock_policy()
-        self._matches: dict[Rule, int] = {}
+        self._ruling = Ruling(owner.plan, owner.used_rules, owner.refused_drops)
         self._drops = DropTracker()
         self._site = Site("", INPUT)
-        self._verdict = self._input_verdict()
+        self._verdict = self._ruling.on_input()
         self._strict_drops: dict[int, Site] = {}
         self._drop_sites: dict[int, Site] = {}
         self._counting = counting
@@ -136,11 +136,7 @@ class _Call:
         sites, out = self._owner.sites, ctx.op_output
         sites.see_cast(func, args, out)
         site = sites.site(func, args, with_operand=op_name(func) in GEMMS)
-        stock_saves = self._stock_policy(ctx, func, *args, **kwargs) in (
-            CheckpointPolicy.MUST_SAVE,
-            CheckpointPolicy.PREFER_SAVE,
-        )
-        verdict = self._verdict_of(site, func, args, kwargs, out, stock_saves)
+        verdict = self._ruling.on(site, ctx, func, args, kwargs, out)
         self._site, self._verdict = site, verdict
         stored = verdict in (Verdict.EXACT, Verdict.FLOAT8)
         self._drops.see(func, site.module, args, out, stored=stored)
@@ -187,44 +183,6 @@ class _Call:
         self._owner.refused_drops.add(site)
         logger.info(f"{name}: {site} is not dropped, as {entry.reader} reads it.")
 
-    def _input_verdict(self) -> Verdict:
-        site = Site("", INPUT)
-        rule = next((r for r in self._plan.user_rules if r.matches(site)), None)
-        if rule is not None:
-            self._owner.used_rules.add(rule)
-        return self._exempted(rule.verdict if rule else self._plan.input, site)
-
-    def _verdict_of(
-        self, site: Site, func: Any, args: Any, kwargs: Any, out: Any, stock_saves: bool
-    ) -> Verdict:
-        if _is_copy_to_host(func, args, kwargs):
-            return Verdict.EXACT
-        base = self._plan.base_verdict(site, out, stock_saves=stock_saves)
-        if site.op == "aten.topk":
-            return base
-        for rule in self._plan.user_rules:
-            if self._applies(rule, site):
-                self._owner.used_rules.add(rule)
-                return self._exempted(rule.verdict, site)
-        for rule in self._plan.preset_rules:
-            refused = rule.verdict is Verdict.DROP and site in self._owner.refused_drops
-            if not refused and self._applies(rule, site):
-                return self._exempted(rule.verdict, site)
-        return self._exempted(base, site)
-
-    def _applies(self, rule: Rule, site: Site) -> bool:
-        if not rule.matches(site, expensive=site.op in self._plan.expensive_ops):
-            return False
-        if not rule.occurrence:
-            return True
-        self._matches[rule] = self._matches.get(rule, 0) + 1
-        return self._matches[rule] == rule.occurrence
-
-    def _exempted(self, verdict: Verdict, site: Site) -> Verdict:
-        if verdict is Verdict.FLOAT8 and self._plan.exempt(site.module):
-            return Verdict.EXACT
-        return verdict
-
 
 @torch.no_grad()
 def restore(entry: Any) -> torch.Tensor:
@@ -236,14 +194,3 @@ def _reason(site: Site) -> str:
     if site.op == "aten.topk":
         return "routing"
     return "attention" if "attention" in site.module.split(".") else "as asked"
-
-
-def _is_copy_to_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A copy of counts to the host, for the split lists of an exchange."""
-    device = kwargs.get("device")
-    return (
-        func is torch.ops.aten._to_copy.default
-        and device is not None
-        and torch.device(device).type == "cpu"
-        and args[0].device.type != "cpu"
-    )

@@ -5,10 +5,12 @@ Titan builds it from its config and applies it to a model, as it does its own po
 
 import fnmatch
 import functools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -21,16 +23,20 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, BlockStore
 from titan_ext.activation_checkpoint.checks import KEY, check_choice, check_names, check_rules
-from titan_ext.activation_checkpoint.presets import PRESETS, Attention, Preset, make_plan
+from titan_ext.activation_checkpoint.compiled import Decisions, none_decisions, plan_decisions
+from titan_ext.activation_checkpoint.graph_codec import Saved
+from titan_ext.activation_checkpoint.presets import PRESETS, Attention, BlockPlan, Preset, make_plan
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, RunReceipt
 from titan_ext.activation_checkpoint.sites import BlockSites
 from titan_ext.activation_checkpoint.uncheckpointed import UncheckpointedBlock, why_exact
 from titan_ext.activation_checkpoint.verdicts import Rule, Verdict, parse_rules
 from titan_ext.fp8 import Codec
 
-__all__ = ["FP8AC", "receipt_of"]
+__all__ = ["FP8AC", "check_stored", "receipt_of"]
 
 Mode = Literal["selective", "full", "none"]
+
+_POLICIES: WeakKeyDictionary[nn.Module, "FP8AC"] = WeakKeyDictionary()
 
 
 class FP8AC(ActivationCheckpointing):
@@ -138,12 +144,32 @@ class FP8AC(ActivationCheckpointing):
             """``verdicts``, parsed."""
             return parse_rules(self.verdicts, f"{KEY}.verdicts")
 
+        def check_compiled(self) -> None:
+            """Refuse what compiled code cannot do.
+
+            Raises:
+                ValueError: naming the key.
+            """
+            if self.fp32 != "exact":
+                raise ValueError(
+                    f'{KEY}.fp32 is {self.fp32!r}; expected "exact" under torch.compile, which '
+                    "stores only bf16 and fp16 in float8."
+                )
+            if self.stochastic or self.block == "tensor":
+                raise ValueError(
+                    f"{KEY}.stochastic = true and {KEY}.block = 'tensor' do not run under "
+                    "torch.compile: expected stochastic = false and a block of 64, 128, 256 or "
+                    "'row', or compile.enable = false."
+                )
+
     def __init__(self, config: "FP8AC.Config", dump_folder: str = "") -> None:
         super().__init__(config, dump_folder)
+        self.graphs: list[list[Saved]] = []
         self.blocks: dict[str, BlockReceipt | None] = {}
         self.used_rules: set[Rule] = set()
         self._sites: list[BlockSites] = []
         self._total_layers = 0
+        self._is_compiled = False
         self._prefix = ""
 
     @property
@@ -156,13 +182,84 @@ class FP8AC(ActivationCheckpointing):
         Raises:
             ValueError: if a name in ``verdicts`` or ``exempt`` is of no module.
         """
-        if not self.blocks:
-            config = cast("FP8AC.Config", self.config)
-            self._total_layers = _number_of_layers(model)
-            check_names(config.rules(), config.exempt, model, self._total_layers)
-        else:
+        if not self._total_layers:
+            self.prepare(model)
+        elif self.blocks or self._is_compiled:
             self._prefix = f"{type(model).__name__}."
         super().apply(model)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Check the names of ``config`` against the blocks of ``model``.
+
+        Raises:
+            ValueError: if a name in ``verdicts`` or ``exempt`` is of no module.
+        """
+        config = cast("FP8AC.Config", self.config)
+        self._total_layers = _number_of_layers(model)
+        check_names(config.rules(), config.exempt, model, self._total_layers)
+        _POLICIES[model] = self
+
+    def compiled_codec(self) -> Codec:
+        """How float8 tensors are stored."""
+        return cast("FP8AC.Config", self.config).codec()
+
+    def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
+        """The verdicts for a block that is compiled (see ``activation_checkpoint.units``).
+
+        Raises:
+            ValueError: for what compiled code cannot do.
+        """
+        config = cast("FP8AC.Config", self.config)
+        config.check_compiled()
+        self._is_compiled = True
+        exempt = functools.partial(self._is_exempt, name)
+        exempted = sorted(module for module, _ in block.named_modules() if exempt(module))
+        if config.mode == "none":
+            is_exact = functools.partial(
+                why_exact, rules=config.rules(), attention=config.attention, exempt=exempt
+            )
+            return none_decisions(is_exact, key=f"{config} {exempted}")
+        plan = self._plan(block, name, exempt)
+        return plan_decisions(plan, self.used_rules, key=f"{config} {plan.attention} {exempted}")
+
+    def take_graph(self, saved: list[Saved]) -> None:
+        """Note what a compiled graph saves, and say it."""
+        self.graphs.append(saved)
+        treatments = Counter(tensor.treatment for tensor in saved)
+        logger.info(
+            f"Compiled graph {len(self.graphs)} saves for backward: "
+            + ", ".join(f"{count} {treatment}" for treatment, count in sorted(treatments.items()))
+        )
+
+    def check_stored(self) -> None:
+        """After a step: float8 must have been stored, if it was asked for.
+
+        Raises:
+            RuntimeError: if nothing was.
+        """
+        stored = {tensor.treatment for graph in self.graphs for tensor in graph}
+        if self._is_compiled and self._wants_float8():
+            self._refuse_empty(stored, any(kept.startswith("float8") for kept in stored))
+
+    def _refuse_empty(self, kept: Iterable[str], has_float8: bool) -> None:
+        if not has_float8:
+            raise RuntimeError(
+                f"{KEY}: float8 was asked for and nothing was stored in it. What was kept: "
+                f"{', '.join(sorted(kept)) or 'nothing'}. fp32 activations need {KEY}.fp32 = "
+                "'float8'; else choose policy 'selective', 'full' or 'none'."
+            )
+
+    def _plan(self, block: nn.Module, name: str, exempt: Callable[[str], bool]) -> BlockPlan:
+        config = cast("FP8AC.Config", self.config)
+        return make_plan(
+            block,
+            name,
+            mode=config.mode,
+            preset=config.preset,
+            attention=config.attention,
+            user_rules=config.rules(),
+            exempt=exempt,
+        )
 
     def remove_hooks(self) -> None:
         """Take our hooks off the modules again; the wrappers around the blocks stay."""
@@ -182,15 +279,7 @@ class FP8AC(ActivationCheckpointing):
                 why_exact, rules=config.rules(), attention=config.attention, exempt=exempt
             )
             return UncheckpointedBlock(module, name, store, sites, is_exact, self._take_receipt)
-        plan = make_plan(
-            module,
-            name,
-            mode=config.mode,
-            preset=config.preset,
-            attention=config.attention,
-            user_rules=config.rules(),
-            exempt=exempt,
-        )
+        plan = self._plan(module, name, exempt)
         options = {
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
@@ -223,13 +312,9 @@ class FP8AC(ActivationCheckpointing):
             rank = dist.get_rank() if dist.is_initialized() else 0
             first = run.blocks[0].block.replace(".", "_")
             run.write(Path(self.dump_folder) / KEY / f"rank{rank}_{first}.json")
-        if self._wants_float8() and not any(block.float8_tensors for block in run.blocks):
-            kept = sorted({row.treatment for row in run.rows()})
-            raise RuntimeError(
-                f"{KEY}: float8 was asked for and nothing was stored in it. What was kept: "
-                f"{', '.join(kept) or 'nothing'}. fp32 activations need {KEY}.fp32 = 'float8'; "
-                "else choose policy 'selective', 'full' or 'none'."
-            )
+        if self._wants_float8():
+            kept = {row.treatment for row in run.rows()}
+            self._refuse_empty(kept, any(block.float8_tensors for block in run.blocks))
 
     def _warn_of_idle_rules(self) -> None:
         config = cast("FP8AC.Config", self.config)
@@ -244,11 +329,18 @@ class FP8AC(ActivationCheckpointing):
 
     def _wants_float8(self) -> bool:
         config = cast("FP8AC.Config", self.config)
-        if all(self._is_exempt(name, "") for name in self.blocks):
+        if self.blocks and all(self._is_exempt(name, "") for name in self.blocks):
             return False
         if config.mode == "selective" and config.preset == "stock":
             return any(rule.verdict is Verdict.FLOAT8 for rule in config.rules())
         return True
+
+
+def check_stored(model_parts: Iterable[nn.Module]) -> None:
+    """``FP8AC.check_stored`` for the policies of ``model_parts``."""
+    for part in model_parts:
+        if part in _POLICIES:
+            _POLICIES[part].check_stored()
 
 
 def receipt_of(model_parts: Iterable[nn.Module]) -> RunReceipt:

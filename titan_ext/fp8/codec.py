@@ -66,8 +66,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from titan_ext.fp8.local import Layout, local_tensor
 
@@ -174,7 +174,7 @@ def quantize(x: torch.Tensor, codec: Codec, *, step: int | torch.Tensor = 0) -> 
 
     x = x.detach()
     scales_shape = codec.scales_shape(x.shape)
-    if x.numel() == 0:
+    if _is_empty(x):
         scale_dtype = torch.uint8 if codec.scale == "e8m0" else torch.float32
         empty = torch.zeros(scales_shape, dtype=scale_dtype, device=x.device)
         return Quantized(torch.empty(x.shape, dtype=codec.float8, device=x.device), empty)
@@ -211,15 +211,21 @@ def dequantize(quantized: Quantized, codec: Codec, dtype: torch.dtype) -> torch.
     if isinstance(data, DTensor):
         local = dequantize(Quantized(local_tensor(data), scales), codec, dtype)
         return Layout.of(data).wrap(local)
-    if data.numel() == 0:
+    if _is_empty(data):
         return torch.empty(data.shape, dtype=dtype, device=data.device)
 
     scale = _power_of_two(scales.to(torch.int32)) if codec.scale == "e8m0" else scales
     values = _fold(data.float(), codec)
-    values = values * _spread(scale.reshape(values.shape[0], -1), values, codec)
+    blocks = values.shape[1] if values.dim() == 3 else scales.shape[-1]
+    values = values * _spread(scale.reshape(values.shape[0], blocks), values, codec)
     # The largest value of a block may have been rounded up to 2^128 (2^16 in fp16).
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype).reshape(data.shape).contiguous()
+
+
+def _is_empty(x: torch.Tensor) -> bool:
+    """False for a traced tensor whose size is not known: the general code serves it, too."""
+    return guard_or_false(x.numel() == 0)
 
 
 def _expect(field: str, value: object, expected: tuple) -> None:
@@ -243,14 +249,21 @@ def _fold(x: torch.Tensor, codec: Codec) -> torch.Tensor:
     if codec.block == "tensor":
         return x.reshape(1, 1, size)
     x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
-    return x if x.shape[-1] % size else x.reshape(x.shape[0], -1, size)
+    return x if x.shape[-1] % size else _split(x, size)
+
+
+def _split(x: torch.Tensor, size: int) -> torch.Tensor:
+    # No -1: in a traced graph there may be no rows, and then it has no meaning.
+    return x.reshape(x.shape[0], x.shape[-1] // size, size)
 
 
 def _largest_of_blocks(values: torch.Tensor, codec: Codec) -> torch.Tensor:
     if values.dim() == 2:
         size = codec.block_size(values.shape)
-        values = nn.functional.pad(values, (0, -values.shape[-1] % size))
-        values = values.reshape(values.shape[0], -1, size)
+        # cat, as pad wants to know the number of rows, which a traced tensor may not.
+        padding = values.new_zeros(values.shape[0], -values.shape[-1] % size)
+        values = torch.cat((values, padding), -1)
+        values = _split(values, size)
     return values.amax(-1)
 
 

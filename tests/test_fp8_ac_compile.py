@@ -1,0 +1,350 @@
+"""Verdicts in compiled code: what is saved how, what runs again, and what gradients come of it."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn as nn
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
+from torchtitan.models.common.decoder import Decoder
+
+from tests.compiled_verdicts import RULES, VerdictAC
+from tests.fp8_activations import debug_model
+from tests.training import Run, train
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.compiled import Decisions, rule_decisions
+from titan_ext.activation_checkpoint.graph_codec import Saved
+from titan_ext.activation_checkpoint.partition import Float8Partitioner, install
+from titan_ext.activation_checkpoint.units import apply_activation_checkpointing, parts
+from titan_ext.activation_checkpoint.verdicts import Verdict, parse_rules
+from titan_ext.fp8 import Codec
+from titan_ext.fsdp.units import Wrap
+
+B, L, D = 2, 64, 256
+TOKENS = B * L
+
+
+class ExactAC(VerdictAC):
+    """The same tensors, all of them exact."""
+
+    rules: ClassVar[dict[str, str]] = {
+        pattern: verdict.replace("float8", "exact") for pattern, verdict in RULES.items()
+    }
+    inputs = Verdict.EXACT
+
+
+@dataclass
+class Outcome:
+    """One step of the blocks of the debug model."""
+
+    saved: list[list[Saved]]
+    """By graph."""
+    nbytes: int
+    """In storages that wait for backward, those of parameters and buffers not counted."""
+    operations: Counter[str]
+    graphs: int
+    gradients: dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _compiler_settings():
+    """What Titan's apply_compile sets, and nothing left of other tests."""
+    torch._dynamo.reset()
+    with (
+        torch._dynamo.config.patch(
+            capture_scalar_outputs=True, skip_fwd_side_effects_in_bwd_under_checkpoint=True
+        ),
+        torch._inductor.config.patch(custom_partitioner_fn=None),
+    ):
+        yield
+    torch._dynamo.reset()
+
+
+def run(
+    policy: ActivationCheckpointing,
+    wrap: Wrap,
+    *,
+    backend: str | None = "aot_eager",
+    lengths: tuple[int, ...] = (L, L),
+) -> Outcome:
+    """Forward and backward of one dense and two MoE blocks, for each length; None: eager."""
+    model = debug_model(layers=3)
+    apply_activation_checkpointing(model, policy, wrap, compiled=backend is not None)
+    saved: list[list[Saved]] = []
+    counters.clear()
+    if backend is not None:
+        compiler = install(Float8Partitioner(Codec(), report=saved.append), backend)
+        for part in parts(model, wrap):
+            part.main.compile(backend=cast(Any, compiler), fullgraph=True)
+    for seq_len in lengths:
+        waiting: dict[int, int] = {}
+        model.zero_grad()
+        torch.manual_seed(1)
+        x_BLD = torch.randn(B, seq_len, D).bfloat16().requires_grad_()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            h_BLD = x_BLD
+            with torch.autograd.graph.saved_tensors_hooks(_count_into(waiting, model), _same):
+                for block in model.layers.values():
+                    h_BLD = block(h_BLD, None, None)
+            h_BLD.float().square().mean().backward()
+    return Outcome(
+        saved=saved,
+        nbytes=sum(waiting.values()),
+        operations=Counter(event.name for event in profiler.events() or []),
+        graphs=counters["stats"]["unique_graphs"],
+        gradients={
+            canonical_fqn(name): cast(Any, p.grad).double()
+            for name, p in model.layers.named_parameters()
+        },
+    )
+
+
+def _count_into(waiting: dict[int, int], model: Decoder) -> Callable[[torch.Tensor], Any]:
+    state = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    alive = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in state:
+            waiting[storage._cdata] = storage.nbytes()
+            alive.append(storage)  # no other tensor gets its address
+        return x
+
+    return pack
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def activations(saved: list[Saved]) -> list[tuple]:
+    """Without parameters and buffers: those are inputs that are exact."""
+    return [
+        (s.source, s.shape, s.treatment)
+        for s in saved
+        if not (s.source == "input" and s.treatment.startswith("exact"))
+    ]
+
+
+def worst_cosine(a: Outcome, b: Outcome) -> float:
+    assert a.gradients.keys() == b.gradients.keys()
+    return min(
+        torch.cosine_similarity(a.gradients[name].flatten(), b.gradients[name].flatten(), 0).item()
+        for name in a.gradients
+    )
+
+
+INPUT = ("input", (B, L, D), "float8 e4m3")
+ATTENTION = [
+    ("aten.mm", (TOKENS, 3072), "exact"),
+    ("aten.mm", (TOKENS, 576), "exact"),
+    ("aten.mm", (TOKENS, 4096), "exact"),
+]
+WO = ("aten.mm", (TOKENS, D), "exact")  # for the residual stream, which a unit is given
+MOE = [
+    ("aten.topk", (B, L, 3), "exact"),
+    ("aten._grouped_mm", (TOKENS * 3, 256), "float8 e4m3"),
+    ("aten._grouped_mm", (TOKENS * 3, 256), "exact"),
+    ("aten.mm", (TOKENS, 512), "float8 e4m3"),
+    ("aten.mm", (TOKENS, 512), "float8 e4m3"),
+]
+EXPECTED: dict[Wrap, list[list]] = {
+    "block": [[INPUT, *ATTENTION, WO], [INPUT, *ATTENTION, WO, *MOE]],
+    "submodule": [[INPUT, *ATTENTION], [INPUT], [INPUT, *MOE]],
+}
+
+
+@pytest.mark.parametrize("wrap", ["block", "submodule"])
+def test_verdicts_tensor_by_tensor(wrap: Wrap):
+    """One graph for each kind of unit; the router and every GEMM whose output is saved run once."""
+    outcome = run(VerdictAC(VerdictAC.Config()), wrap)
+    assert [activations(saved) for saved in outcome.saved] == EXPECTED[wrap]
+    assert outcome.graphs == len(EXPECTED[wrap])
+    assert outcome.operations["aten::topk"] == 2
+
+    exact = run(ExactAC(ExactAC.Config()), wrap)
+    assert exact.operations["aten::mm"] == outcome.operations["aten::mm"]
+    assert worst_cosine(outcome, exact) > 0.999
+    assert worst_cosine(outcome, exact) < 1
+
+    moe_blocks = 2
+    halved = {"block": 3, "submodule": 6}[wrap] * TOKENS * D
+    halved += moe_blocks * TOKENS * (3 * 256 + 2 * 512)
+    assert exact.nbytes - outcome.nbytes == 2 * halved - halved * 129 // 128
+
+
+def test_inductor_stores_the_same():
+    """Its kernels round otherwise, which a router may turn into another choice."""
+    inductor = run(VerdictAC(VerdictAC.Config()), "submodule", backend="inductor", lengths=(L,))
+    assert [activations(saved) for saved in inductor.saved] == EXPECTED["submodule"]
+    aot_eager = run(VerdictAC(VerdictAC.Config()), "submodule", lengths=(L,))
+    assert inductor.nbytes == aot_eager.nbytes
+    assert worst_cosine(inductor, aot_eager) > 0.98
+
+
+@pytest.mark.parametrize("wrap", ["block", "submodule"])
+def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
+    """And runs no matrix multiplication more often: the checkpoint is inside compiled code."""
+    compiled = run(SelectiveAC(SelectiveAC.Config()), wrap)
+    eager = run(RespectingSelectiveAC(SelectiveAC.Config()), wrap, backend=None)
+    assert 0.95 * eager.nbytes < compiled.nbytes <= eager.nbytes
+    assert compiled.operations["aten::topk"] == 2
+    assert compiled.operations["aten::mm"] < eager.operations["aten::mm"]
+    assert worst_cosine(compiled, eager) > 0.9999
+
+
+def test_without_float8_nothing_changes():
+    """The partitioner is torch's own for graphs that do not ask for float8."""
+    ours = run(ExactAC(ExactAC.Config()), "block")
+    model = debug_model(layers=3)
+    apply_activation_checkpointing(model, ExactAC(ExactAC.Config()), "block", compiled=True)
+    for part in parts(model, "block"):
+        part.main.compile(backend="aot_eager", fullgraph=True)
+    torch.manual_seed(1)
+    h_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+    for block in model.layers.values():
+        h_BLD = block(h_BLD, None, None)
+    h_BLD.float().square().mean().backward()
+    for name, param in model.layers.named_parameters():
+        assert torch.equal(cast(Any, param.grad).double(), ours.gradients[name]), name
+
+
+def test_another_length_is_one_more_graph_of_each_kind():
+    outcome = run(VerdictAC(VerdictAC.Config()), "submodule", lengths=(64, 96, 80, 64))
+    assert outcome.graphs == 2 * len(EXPECTED["submodule"])
+
+
+def test_blocks_that_decide_differently_share_no_code():
+    """Dynamo would give the second block the code of the first: it does not guard on policies."""
+
+    class SecondExact(VerdictAC):
+        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
+            if name == "layers.2":
+                return rule_decisions(parse_rules({"*:aten.topk": "exact"}), inputs=self.inputs)
+            return super().compiled_decisions(block, name)
+
+    outcome = run(SecondExact(VerdictAC.Config()), "block")
+    assert [activations(saved) for saved in outcome.saved] == [
+        *EXPECTED["block"],
+        [INPUT, ("aten.topk", (B, L, 3), "exact")],
+    ]
+
+
+def test_a_block_without_decisions_is_not_checkpointed():
+    class SecondFree(VerdictAC):
+        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
+            return None if name == "layers.2" else super().compiled_decisions(block, name)
+
+    outcome = run(SecondFree(VerdictAC.Config()), "block")
+    assert not [s for s in outcome.saved[2] if s.treatment.startswith("float8")]
+    assert len(outcome.saved[2]) > len(outcome.saved[1])
+
+
+def test_nothing_is_computed_again_if_asked():
+    """The compiler saves what it would save without a checkpoint, in float8 what the rules name."""
+
+    class Float8None(VerdictAC):
+        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
+            rules = {"*:aten.topk": "exact", "*.inner_attention": "exact", "*": "float8"}
+            decisions = rule_decisions(parse_rules(rules), inputs=self.inputs)
+            return replace(decisions, recompute=False)
+
+    class NoAC(VerdictAC):
+        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
+            return None
+
+    outcome = run(Float8None(VerdictAC.Config()), "block")
+    free = run(NoAC(VerdictAC.Config()), "block")
+    assert outcome.graphs == 2
+    for gemm in ("aten::mm", "aten::_grouped_mm", "aten::topk"):
+        assert outcome.operations[gemm] == free.operations[gemm]
+    for mine, its in zip(outcome.saved, free.saved, strict=True):
+        assert Counter((s.source, s.shape) for s in mine) == Counter(
+            (s.source, s.shape) for s in its
+        )
+        weights = [s for s in mine if s.source == "input" or s.shape == (8, 256, 256)]
+        assert [s.shape for s in weights if s.treatment != "exact"] == [(B, L, D)]
+    assert outcome.nbytes < 0.85 * free.nbytes
+    assert 0.999 < worst_cosine(outcome, free) < 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "codec", "message"),
+    [
+        ("eager", Codec(), "compile.backend is 'eager'; .* inductor, aot_eager"),
+        ("inductor", Codec(stochastic=True), "cannot be compiled"),
+        ("aot_eager", Codec(block="tensor"), "cannot be compiled"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(backend: str, codec: Codec, message: str):
+    with pytest.raises(ValueError, match=message):
+        install(Float8Partitioner(codec), backend)
+
+
+@pytest.mark.parametrize("routing", ["learned", "one_expert"])
+def test_expert_parallel_exchanges_are_not_run_again(routing: str, tmp_path: Path):
+    """Three all-to-alls in the forward of the MoE layer and two in its backward; float8 outputs.
+
+    With one_expert, all tokens go to the experts of one rank: the other computes on none.
+    """
+    result = train(
+        Run(
+            world=2,
+            ep=2,
+            ac="verdicts",
+            compiled=True,
+            compile_backend="aot_eager",
+            parallelize="submodule",
+            layers=2,
+            seq_len=32,
+            steps=2,
+            profiled_step=2,
+            routing=routing,
+        ),
+        tmp_path,
+    )
+    for rank in result.ranks:
+        assert rank.graphs == 3
+        assert rank.operations["_c10d_functional::all_to_all_single"] == 5
+        assert rank.operations["aten::topk"] == 1
+    assert all(0 < norm < 100 for norm in result.grad_norms)
+
+
+class RespectingSelectiveAC(SelectiveAC):
+    """Shows what it saves to the hooks that count."""
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapper = cast(Any, super()._wrap_block(module, base_fqn=base_fqn))
+        wrapper.checkpoint_fn.keywords["respect_saved_tensors_hooks"] = True
+        return wrapper
+
+
+@pytest.mark.parametrize("wrap", ["block", "submodule"])
+@pytest.mark.parametrize("preset", ["memory", "speed"])
+def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
+    """Within 5 % of the bytes, in one graph for each kind of unit, with the same gradients."""
+    policies = [FP8AC(FP8AC.Config(preset=preset)) for _ in range(2)]
+    eager = run(policies[0], wrap, backend=None, lengths=(L,))
+    compiled = run(policies[1], wrap, lengths=(L,))
+    receipt = sum(block.nbytes for block in policies[0].receipt.blocks)
+    assert 0.95 * receipt < compiled.nbytes < 1.05 * receipt
+    assert compiled.graphs == len(EXPECTED[wrap])
+    assert compiled.operations["aten::mm"] <= eager.operations["aten::mm"]
+    # A unit's own input is float8 too; a block has only one.
+    assert worst_cosine(compiled, eager) > (0.9999 if wrap == "block" else 0.998)
+
+
+def test_a_compiled_run_that_stores_nothing_in_float8_fails():
+    policy = FP8AC(FP8AC.Config())
+    run(policy, "block", lengths=(L,))
+    policy.graphs.clear()
+    with pytest.raises(RuntimeError, match="float8 was asked for and nothing was stored"):
+        policy.check_stored()
