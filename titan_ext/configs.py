@@ -8,11 +8,18 @@ section without knowing of it.
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtitan.config import DebugConfig as TitanDebugConfig
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 
 from titan_ext.fsdp.units import resolve_wrap
 
-__all__ = ["SUPPORTED_SPMD_BACKENDS", "FSDPWrap", "ParallelismConfig", "check_parallelism"]
+__all__ = [
+    "SUPPORTED_SPMD_BACKENDS",
+    "DebugConfig",
+    "FSDPWrap",
+    "ParallelismConfig",
+    "check_parallelism",
+]
 
 FSDPWrap = Literal["auto", "submodule", "block"]
 SUPPORTED_SPMD_BACKENDS = ("spmd_types", "partial_dtensor")
@@ -37,6 +44,19 @@ class ParallelismConfig(TitanParallelismConfig):
     def __post_init__(self) -> None:
         TitanParallelismConfig.__post_init__(self)
         check_parallelism(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class DebugConfig(TitanDebugConfig):
+    """Titan's ``debug`` section with the watch over the order of collectives."""
+
+    record_collectives: bool = False
+    """
+    Record every collective of every rank outside its process before it is issued, and compare the
+    ranks: a hang, an abort or a silent mismatch is reported with the ranks, the place in the order
+    and the units that differ. Gradients that a rank is about to reduce are checked for NaN and
+    infinity. Costs time at every operation. See docs/hangs_and_faults.md.
+    """
 
 
 def check_parallelism(parallelism: TitanParallelismConfig) -> None:

@@ -9,11 +9,35 @@ Reads what Titan wrote (checkpoints, TensorBoard files); writes ``loss.png``.
 import argparse
 import contextlib
 import re
+import tempfile
 from pathlib import Path
 
-__all__ = ["LOSS", "latest_checkpoint_step", "next_target", "read_scalar", "report"]
+__all__ = [
+    "LOSS",
+    "check_writable",
+    "latest_checkpoint_step",
+    "next_target",
+    "read_scalar",
+    "report",
+]
 
 LOSS = "loss_metrics/global_avg_loss"
+
+
+def check_writable(dump_folder: str) -> None:
+    """Make the run's folder if need be, and write a file there for a moment.
+
+    Raises:
+        ValueError: if that fails: now, and not at the first checkpoint.
+    """
+    try:
+        Path(dump_folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=dump_folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"dump_folder is {dump_folder!r}, where this rank cannot write: {error}."
+        ) from error
 
 
 def latest_checkpoint_step(folder: Path) -> int:

@@ -5,18 +5,25 @@ docs/extension.md). Training itself, checkpoints, metrics and data loading stay 
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan.config import DebugConfig as TitanDebugConfig
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
 from titan_ext.agreement import check_agreement
-from titan_ext.configs import ParallelismConfig
+from titan_ext.configs import DebugConfig, ParallelismConfig
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
+from titan_ext.debug.watch import CollectiveWatch, NoWatch
+from titan_ext.finite import refuse_gradients_that_are_not_finite
+from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
+from titan_ext.stop import StopOnSignal, end_with_launcher
 
 __all__ = ["Trainer", "extend_config"]
 
@@ -30,6 +37,9 @@ class Trainer(TitanTrainer):
         parallelism: ParallelismConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
             default_factory=ParallelismConfig
         )
+        debug: DebugConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=DebugConfig
+        )
 
         def __post_init__(self) -> None:
             if self.model_spec is not None:
@@ -38,6 +48,8 @@ class Trainer(TitanTrainer):
             TitanTrainer.Config.__post_init__(self)
 
     def __init__(self, config: Config) -> None:
+        end_with_launcher()
+        check_writable(config.dump_folder)
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:
@@ -48,12 +60,38 @@ class Trainer(TitanTrainer):
             # Titan leaves the MFU out of its metrics where quantisation makes it meaningless, and
             # has no other switch for it. There is no peak to compare a CPU with.
             self.metrics_processor.has_quantization = True
+        self.watch.name_modules(self.model_parts)
+        self.stop = StopOnSignal(self.checkpointer)
+        refuse_gradients_that_are_not_finite(self)
 
     def init_distributed(self) -> ParallelDims:
         parallel_dims = super().init_distributed()
         if self.config.comm.mode not in ("fake_backend", "local_tensor"):
             check_agreement(self.config)
+        self.watch = _make_watch(self.config)
         return parallel_dims
+
+    @record
+    def train(self) -> None:
+        with self.watch.run():
+            super().train()
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        with self.watch.step(self.step):
+            super().train_step(data_iterator)
+
+    def should_continue_training(self) -> bool:
+        return super().should_continue_training() and not self.stop.now()
+
+
+def _make_watch(config: TitanTrainer.Config) -> CollectiveWatch | NoWatch:
+    if not getattr(config.debug, "record_collectives", False):
+        return NoWatch()
+    return CollectiveWatch(
+        config.dump_folder,
+        timeout_s=config.comm.train_timeout_seconds,
+        is_pipelined=config.parallelism.pipeline_parallel_degree > 1,
+    )
 
 
 def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
@@ -78,7 +116,10 @@ def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
         raise ValueError("cannot extend a trainer config that has no model_spec.")
     values = _values_of(config)
     values["model_spec"] = extend_model_spec(config.model_spec)
-    values["parallelism"] = _extend_parallelism(config.parallelism)
+    values["parallelism"] = _extend_section(
+        config.parallelism, TitanParallelismConfig, ParallelismConfig
+    )
+    values["debug"] = _extend_section(config.debug, TitanDebugConfig, DebugConfig)
     return _extended_class(type(config))(**values)
 
 
@@ -97,10 +138,9 @@ def _extended_class(titan_class: type[TitanTrainer.Config]) -> type[Trainer.Conf
     return Config
 
 
-def _extend_parallelism(parallelism: TitanParallelismConfig) -> ParallelismConfig:
-    if isinstance(parallelism, ParallelismConfig):
-        return parallelism
-    return ParallelismConfig(**_values_of(parallelism))
+def _extend_section(section: Any, titan_class: type, our_class: type) -> Any:
+    """A section of Titan's as ours; one that is ours already, or somebody else's, as it is."""
+    return our_class(**_values_of(section)) if type(section) is titan_class else section
 
 
 def _values_of(config: Any) -> dict[str, Any]:
