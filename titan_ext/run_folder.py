@@ -19,6 +19,7 @@ __all__ = [
     "next_target",
     "read_scalar",
     "report",
+    "whole_checkpoint_steps",
 ]
 
 LOSS = "loss_metrics/global_avg_loss"
@@ -40,18 +41,22 @@ def check_writable(dump_folder: str) -> None:
         ) from error
 
 
-def latest_checkpoint_step(folder: Path) -> int:
-    """The step of the newest whole checkpoint, 0 if there is none.
+def whole_checkpoint_steps(checkpoints: Path) -> list[int]:
+    """The steps of the whole checkpoints in a folder of them, oldest first.
 
     A checkpoint is whole if it has its ``.metadata``, which is written last: the rule by which
     Titan's checkpointer finds what to resume from (torchtitan/components/checkpointer/dcp.py).
     """
-    steps = [
+    return sorted(
         int(match[1])
-        for path in folder.glob("checkpoint/step-*/.metadata")
+        for path in checkpoints.glob("step-*/.metadata")
         if (match := re.fullmatch(r"step-(\d+)", path.parent.name))
-    ]
-    return max(steps, default=0)
+    )
+
+
+def latest_checkpoint_step(folder: Path) -> int:
+    """The step of the newest whole checkpoint of a run, 0 if there is none."""
+    return max(whole_checkpoint_steps(folder / "checkpoint"), default=0)
 
 
 def next_target(folder: Path, steps: int) -> int:

@@ -17,6 +17,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
 from titan_ext.agreement import check_agreement
+from titan_ext.checkpoint_check import check_checkpoint, one_clear_error
 from titan_ext.configs import DebugConfig, ParallelismConfig
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.debug.watch import CollectiveWatch, NoWatch
@@ -73,7 +74,8 @@ class Trainer(TitanTrainer):
 
     @record
     def train(self) -> None:
-        with self.watch.run():
+        with self.watch.run(), one_clear_error(self.config):
+            check_checkpoint(self.config)
             super().train()
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
