@@ -110,7 +110,7 @@ def _die_in_the_step():
     )
 
 
-def _nan_gradient():
+def nan_gradient():
     combine = FunctionalAllToAllTokenDispatcher._combine_token_exchange
 
     def poisoned(self, routed_output_RD, *args):
@@ -128,5 +128,5 @@ _FAULTS = {
     "wrong splits": _wrong_splits,
     "stopped": _stop_in_the_step,
     "killed": _die_in_the_step,
-    "nan": _nan_gradient,
+    "nan": nan_gradient,
 }

@@ -8,6 +8,7 @@ are compared here, before Titan loads: each file by one rank, at the speed of re
 
 import contextlib
 import io
+import shutil
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -101,8 +102,11 @@ def one_clear_error(config: Trainer.Config) -> Iterator[None]:
         for rank, (cause, _) in error.failures.items():
             causes[f"{type(cause).__name__}: {cause}"].append(rank)
         said = "; ".join(f"on rank {', '.join(map(str, r))}: {c}" for c, r in causes.items())
+        # torch's writer does not pass on why a write failed: the most frequent reason is shown.
+        free_gib = shutil.disk_usage(config.dump_folder).free / 2**30
         raise RuntimeError(
-            f"a checkpoint could not be saved or loaded, {said}. {_advice(config)}"
+            f"a checkpoint could not be saved or loaded, {said}. {free_gib:.2f} GiB are free in "
+            f"{config.dump_folder}. {_advice(config)}"
         ) from error
 
 

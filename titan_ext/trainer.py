@@ -19,6 +19,7 @@ from titan_ext import no_accelerator
 from titan_ext.agreement import check_agreement
 from titan_ext.checkpoint_check import check_checkpoint, one_clear_error
 from titan_ext.configs import DebugConfig, ParallelismConfig
+from titan_ext.data.paths import check_dataset_path
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.debug.watch import CollectiveWatch, NoWatch
 from titan_ext.finite import refuse_gradients_that_are_not_finite
@@ -51,6 +52,7 @@ class Trainer(TitanTrainer):
     def __init__(self, config: Config) -> None:
         end_with_launcher()
         check_writable(config.dump_folder)
+        check_dataset_path(config.dataloader)
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:

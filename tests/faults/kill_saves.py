@@ -5,6 +5,7 @@ kills both ranks at a random moment from there. The next trial must resume from 
 checkpoint. In the end the losses of all steps are compared with those of a run that nobody killed.
 """
 
+import contextlib
 import dataclasses
 import random
 import shutil
@@ -23,7 +24,7 @@ from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=10_000)
-START_S = 60.0
+START_S = 150.0
 
 
 def _train(run: Run, folder: Path, async_mode: str) -> None:
@@ -74,11 +75,18 @@ def trials(count: int, folder: Path, async_mode: str = "disabled", seed: int = 0
 
 
 def _wait_for_a_save(folder: Path, step: int, ranks: list[Any]) -> None:
-    deadline = time.monotonic() + START_S
-    while not (folder / "checkpoint" / f"step-{step}").exists():
+    deadline, begun = time.monotonic() + START_S, time.time()
+    # A save that was cut off before may have left a folder of that name.
+    while not _is_written(folder / "checkpoint" / f"step-{step}", begun):
         assert time.monotonic() < deadline, f"no save of step {step}"
         assert all(process.is_alive() for process, _, _ in ranks), ranks[0][2].read_text()[-3000:]
         time.sleep(0.002)
+
+
+def _is_written(checkpoint: Path, since: float) -> bool:
+    with contextlib.suppress(OSError):
+        return any(path.stat().st_mtime > since for path in (checkpoint, *checkpoint.iterdir()))
+    return False
 
 
 def _check_resumed(log: Path, step: int) -> None:
