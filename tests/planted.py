@@ -78,11 +78,11 @@ def _skip_expert_backward():
 
 
 def _wrong_splits():
-    """Expects one row from the wrong rank; the sum, and so the shapes, stay."""
+    """Expects one row more from rank 0 than that sends."""
     dispatch = FunctionalAllToAllTokenDispatcher._dispatch_token_exchange
 
     def shifted(self, x, pg, output_splits, input_splits):
-        return dispatch(self, x, pg, [output_splits[0] + 1, output_splits[1] - 1], input_splits)
+        return dispatch(self, x, pg, [output_splits[0] + 1, output_splits[1]], input_splits)
 
     return unittest.mock.patch.object(
         FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", shifted

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.tools.logging import logger
 
-__all__ = ["StopOnSignal", "end_with_launcher"]
+__all__ = ["StopOnSignal", "end_with_launcher", "warn_of_restarts_that_hang"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -38,6 +38,21 @@ def end_with_launcher() -> None:
         logger.warning("this worker cannot be ended with its launcher: prctl refused.")
     elif os.getppid() != launcher:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def warn_of_restarts_that_hang() -> None:
+    """Say how ``torchrun --max-restarts`` can work, where it was asked for and would not.
+
+    torchrun keeps one store for all attempts, and torch 2.15 reads the first attempt's addresses
+    from it in the second: ``init_process_group`` then waits for processes that are gone.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts > 0 and shares_store and os.environ.get("LOCAL_RANK") == "0":
+        logger.warning(
+            f"torchrun --max-restarts={restarts}: a restart hangs in init_process_group unless "
+            "torchrun is started with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment."
+        )
 
 
 class StopOnSignal:

@@ -25,7 +25,7 @@ from titan_ext.debug.watch import CollectiveWatch, NoWatch
 from titan_ext.finite import refuse_gradients_that_are_not_finite
 from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
-from titan_ext.stop import StopOnSignal, end_with_launcher
+from titan_ext.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 
 __all__ = ["Trainer", "extend_config"]
 
@@ -51,6 +51,7 @@ class Trainer(TitanTrainer):
 
     def __init__(self, config: Config) -> None:
         end_with_launcher()
+        warn_of_restarts_that_hang()
         check_writable(config.dump_folder)
         check_dataset_path(config.dataloader)
         has_no_accelerator = no_accelerator.enable()

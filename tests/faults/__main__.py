@@ -1,9 +1,11 @@
 """``python -m tests.faults FOLDER``: every fault trial that takes minutes, one line each."""
 
 import argparse
+import functools
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults import kill_saves, torchrun
@@ -17,24 +19,23 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     trials = [t for t in torchrun.TRIALS if arguments.only in t.__name__]
-    failed = 0
+    passed = []
     if trials:
         torchrun.reference(folder / "reference")
     for trial in trials:
-        shutil.rmtree(folder / trial.__name__, ignore_errors=True)
-        failed += not _run(trial.__name__, lambda: trial(folder / trial.__name__))  # noqa: B023
-    if arguments.only in "kill_saves":
+        own = folder / trial.__name__
+        shutil.rmtree(own, ignore_errors=True)
+        passed.append(_run(trial.__name__, functools.partial(trial, own)))
+    if arguments.only in "kill_saves" and arguments.kills > 0:
         asynchronous = arguments.kills // 5
-        for mode, count in (
-            ("disabled", arguments.kills - asynchronous),
-            ("async", asynchronous),
-        ):
+        for mode, count in (("disabled", arguments.kills - asynchronous), ("async", asynchronous)):
             name = f"kill_saves_{mode}"
-            failed += not _run(name, lambda: kill_saves.trials(count, folder / name, mode))  # noqa: B023
-    return min(failed, 1)
+            kills = functools.partial(kill_saves.trials, count, folder / name, mode)
+            passed.append(_run(name, kills))
+    return 0 if all(passed) else 1
 
 
-def _run(name: str, trial) -> bool:
+def _run(name: str, trial: Callable[[], str]) -> bool:
     begun = time.monotonic()
     try:
         seen, passed = trial(), True

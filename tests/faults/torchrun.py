@@ -36,7 +36,10 @@ def launch(folder: Path, *flags: str, torchrun: tuple[str, ...] = ()) -> subproc
     command += [*FLAGS, "--dump_folder", str(folder), *flags]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.log", "a") as log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
 
 
 def killed_rank(folder: Path) -> str:
