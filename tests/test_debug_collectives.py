@@ -115,6 +115,9 @@ def test_watching_changes_nothing(tmp_path: Path):
     assert not (tmp_path / "off" / "collectives").exists()
     (records,) = (tmp_path / "none").glob("collectives/*")
     assert observer.report_once(records).splitlines() == ["rank 0: finished", "rank 1: finished"]
+    units = {record.unit for record in RingReader(records, 0)}
+    assert "layers.1.ffn_norm, layers.1.moe" in units
+    assert not any("_checkpoint_wrapped_module" in unit for unit in units)
 
 
 def _records(folder: Path, ranks: int = 2, **groups: list[int]) -> list[RingWriter]:

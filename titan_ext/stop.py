@@ -66,7 +66,7 @@ class StopOnSignal:
         self._group: dist.ProcessGroup | None = None
         communicates = dist.get_backend() != "fake" and dist.is_gloo_available()
         if checkpointer.enable and hasattr(checkpointer, "interval") and communicates:
-            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", group_desc="stop"))
             signal.signal(signal.SIGTERM, self._note)
 
     def now(self) -> bool:

@@ -106,7 +106,7 @@ def terminated(folder: Path) -> str:
 
 def stopped_rank(folder: Path) -> str:
     """A rank is stopped (SIGSTOP): the run ends inside the timeout, and says who waited."""
-    options = ("--nproc_per_node=2", "--rdzv_endpoint=localhost:0", "--shutdown-timeout=5")
+    options = ("--nproc_per_node=2", "--rdzv_endpoint=localhost:0")
     flags = ("--debug.record_collectives", "--comm.train_timeout_seconds", "10")
     launcher = launch(folder, *flags, torchrun=options)
     _wait_for_step(folder, 3, launcher)

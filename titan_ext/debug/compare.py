@@ -18,10 +18,14 @@ _SHOWN = 5
 
 
 class Comparison:
-    """The records of every rank whose files are in ``folder``, compared as far as they go."""
+    """The records of every rank whose files are in ``folder``, compared as far as they go.
 
-    def __init__(self, folder: Path) -> None:
+    With ``host``, only of the ranks on that machine.
+    """
+
+    def __init__(self, folder: Path, *, host: str = "") -> None:
         self._folder = folder
+        self._host = host
         self._readers: dict[int, RingReader] = {}
         self._pending: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
         self._newest: dict[tuple[int, str], int] = {}
@@ -33,7 +37,8 @@ class Comparison:
 
     def advance(self) -> bool:
         """Read what is new and compare it. Returns whether anything was new."""
-        self.facts = Facts.read_all(self._folder)
+        everyone = Facts.read_all(self._folder)
+        self.facts = {r: f for r, f in everyone.items() if self._host in ("", f.host)}
         news = False
         for rank in self.facts:
             if rank not in self._readers:

@@ -1,11 +1,13 @@
 """A small process that outlives the ranks and says which of them differ, wait or have died.
 
-Local rank 0 of each machine starts one (``start``). It reads the records while the ranks run, and
+Local rank 0 of each machine starts one (``start``), which looks at the ranks of its machine; rank
+0's looks at all ranks. It reads the records while the ranks run, and
 reports on standard error and in ``report.txt`` beside the records:
 
 - when two ranks' collectives differ;
 - when nothing has been issued for half the timeout while somebody waits: who waits for whom;
-- when a rank of this machine has died, or was told by torch that its wait timed out.
+- when a rank of this machine has died, or was told by torch that its wait timed out. Ranks of the
+  machine that are stopped (SIGSTOP) are killed then, so that the run can end.
 
 It ends when the ranks of its machine have ended. ``python -m titan_ext.debug.observer FOLDER``
 reports once about records that are there already.
@@ -13,6 +15,7 @@ reports once about records that are there already.
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,9 +33,10 @@ _SETTLE_S = 1.0
 """How long others may take to notice a death before the report is written."""
 
 
-def start(folder: Path) -> None:
-    """Start the observer of this machine's ranks, in a session of its own."""
+def start(folder: Path, *, of_all_machines: bool) -> None:
+    """Start an observer of this machine's ranks, or of all ranks, in a session of its own."""
     command = [sys.executable, "-m", "titan_ext.debug.observer", str(folder), "--follow"]
+    command += [] if of_all_machines else ["--host", socket.gethostname()]
     # A session of its own: torchrun ends a worker with everything in the worker's session.
     subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
 
@@ -46,9 +50,9 @@ def report_once(folder: Path) -> str:
 
 
 class _Observer:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str) -> None:
         self._folder = folder
-        self._comparison = Comparison(folder)
+        self._comparison = Comparison(folder, host=host)
         self._last_news = time.monotonic()
         self._said: set[str] = set()
 
@@ -85,6 +89,14 @@ class _Observer:
         for part in (self._comparison.difference, self._comparison.waiting()):
             self._say(part)
         self._say(_states(self._comparison.facts))
+        self._end_stopped_ranks()
+
+    def _end_stopped_ranks(self) -> None:
+        """torchrun asks with SIGTERM, which a stopped process cannot hear, and waits 30 seconds."""
+        for facts in self._local().values():
+            if not facts.ending and _process_state(facts.pid) == "T":
+                os.kill(facts.pid, signal.SIGKILL)
+                self._say(f"rank {facts.rank} was stopped; now killed (process {facts.pid})")
 
     def _say(self, text: str) -> None:
         if not text or text in self._said:
@@ -136,9 +148,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="a folder of records: collectives/<run>")
     parser.add_argument("--follow", action="store_true", help="watch until the ranks have ended")
+    parser.add_argument("--host", default="", help="only the ranks of this machine")
     parsed = parser.parse_args(arguments)
     if parsed.follow:
-        _Observer(parsed.folder).follow()
+        _Observer(parsed.folder, parsed.host).follow()
     else:
         print(report_once(parsed.folder) or "no difference, and nobody waits")
 

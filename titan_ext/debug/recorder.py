@@ -161,7 +161,7 @@ class CollectiveRecorder:
         while frame is not None:
             code = frame.f_code
             if code in _UNIT_METHODS:
-                return frame.f_locals["self"]._module_fqn or "root", ""
+                return canonical_fqn(frame.f_locals["self"]._module_fqn or "root"), ""
             if code is _MODULE_CALL:
                 name = self._names.get(frame.f_locals["self"])
                 if name is not None:

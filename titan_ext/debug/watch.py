@@ -70,7 +70,7 @@ class CollectiveWatch:
         dist.barrier()  # every rank's files are there before anyone reads them
         self._comparison = Comparison(self._folder) if rank == 0 else None
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            observer.start(self._folder)
+            observer.start(self._folder, of_all_machines=rank == 0)
         self._recorder.watch_groups()
         logger.info(f"Collectives are recorded in {self._folder}")
 
