@@ -118,6 +118,7 @@ def test_watching_changes_nothing(tmp_path: Path):
     units = {record.unit for record in RingReader(records, 0)}
     assert "layers.1.ffn_norm, layers.1.moe" in units
     assert not any("_checkpoint_wrapped_module" in unit for unit in units)
+    assert "_dist_reduce_tensor" in {record.site for record in RingReader(records, 0)}
 
 
 def _records(folder: Path, ranks: int = 2, **groups: list[int]) -> list[RingWriter]:

@@ -12,6 +12,7 @@ import sys
 import time
 import unittest.mock
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,12 @@ from torchtitan.tools.logging import init_logger
 
 from tests import planted
 from tests.cluster import RankError, run_ranks
+from tests.faults.torchrun import is_alive
 from tests.training import Run, make_config, titan_config
 from titan_ext.checkpoint_check import check_checkpoint, corrupt_items
 from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.run_folder import LOSS, check_writable, latest_checkpoint_step, read_scalar
+from titan_ext.stop import StopOnSignal, warn_of_restarts_that_hang
 from titan_ext.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
@@ -183,13 +186,30 @@ def test_a_worker_ends_with_its_launcher(tmp_path: Path):
     process.kill()
     process.wait()
     deadline = time.monotonic() + 5
-    while _is_alive(pid):
+    while is_alive(pid):
         assert time.monotonic() < deadline, "the worker outlived its launcher"
         time.sleep(0.01)
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def test_sigterm_is_left_alone_where_nothing_is_saved(one_rank: None):
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopOnSignal(SimpleNamespace(enable=False))  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not stop.now()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "warns"), [(1, True, True), (0, True, False), (1, False, False)]
+)
+def test_restarts_that_would_hang_are_said(
+    restarts: int,
+    shared: bool,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
+    warn_of_restarts_that_hang()
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warns

@@ -29,6 +29,8 @@ from titan_ext.stop import StopOnSignal, end_with_launcher, warn_of_restarts_tha
 
 __all__ = ["Trainer", "extend_config"]
 
+_ONE_PROCESS_MODES = ("fake_backend", "local_tensor")
+
 
 class Trainer(TitanTrainer):
     """Titan's trainer; on a machine with no accelerator it trains on the CPU."""
@@ -70,7 +72,7 @@ class Trainer(TitanTrainer):
 
     def init_distributed(self) -> ParallelDims:
         parallel_dims = super().init_distributed()
-        if self.config.comm.mode not in ("fake_backend", "local_tensor"):
+        if self.config.comm.mode not in _ONE_PROCESS_MODES:
             check_agreement(self.config)
         self.watch = _make_watch(self.config)
         return parallel_dims
@@ -92,6 +94,11 @@ class Trainer(TitanTrainer):
 def _make_watch(config: TitanTrainer.Config) -> CollectiveWatch | NoWatch:
     if not getattr(config.debug, "record_collectives", False):
         return NoWatch()
+    if config.comm.mode in _ONE_PROCESS_MODES:
+        raise ValueError(
+            f"debug.record_collectives compares the ranks of a run; comm.mode is "
+            f"{config.comm.mode!r}, which has one process. Expected 'default'."
+        )
     return CollectiveWatch(
         config.dump_folder,
         timeout_s=config.comm.train_timeout_seconds,

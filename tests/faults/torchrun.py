@@ -83,7 +83,7 @@ def killed_launcher(folder: Path) -> str:
     launcher.kill()
     launcher.wait()
     begun = time.monotonic()
-    while any(_is_alive(pid) for pid in workers):
+    while any(is_alive(pid) for pid in workers):
         assert time.monotonic() - begun < 5, "the workers are still there"
         time.sleep(0.01)
     return f"both workers ended {1000 * (time.monotonic() - begun):.0f} ms after it"
@@ -166,7 +166,8 @@ def _worker(folder: Path, rank: int) -> int:
     raise AssertionError(f"no worker of rank {rank}")
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; not if it has ended and nobody has asked how."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -37,7 +37,7 @@ __all__ = ["CollectiveRecorder"]
 _HOOK_ID = 0x7E47
 """Names our hook to a process group, among the hooks of others."""
 
-_NOT_AN_ISSUER = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+_NOT_AN_ISSUER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 _CARRIES_GRADIENTS = ("reduce_scatter", "all_reduce", "all_to_all", "send")
 _OPS = {
     "allreduce": "all_reduce",
