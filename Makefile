@@ -1,6 +1,7 @@
 # make train   train the debug MoE model here, on 4 processes; again: go on
 # make test    lint, types and tests
 # make matrix  every row of the matrix against stock TorchTitan
+# make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
 # ARGS="--training.seq_len 512" adds Titan flags to train; PYTEST_ARGS="-k units" picks tests.
 # Each sets up what it needs (.venv, data) and can be repeated. PYTHON=... picks the interpreter.
 
@@ -11,9 +12,10 @@ RUN_FOLDER := outputs/moe_debug
 STEPS := 30
 NGPU := 4
 ARGS :=
+KILLS := 50
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test matrix lint setup data clean
+.PHONY: train test matrix faults lint setup data clean
 
 train: data
 	$(BIN)/torchrun --nproc_per_node=$(NGPU) --rdzv_backend c10d --rdzv_endpoint=localhost:0 \
@@ -28,6 +30,9 @@ test: lint data
 
 matrix: data
 	$(BIN)/python -m tests.matrix.runner
+
+faults: data
+	$(BIN)/python -m tests.faults outputs/faults --kills $(KILLS)
 
 lint: setup
 	$(BIN)/ruff check .

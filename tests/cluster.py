@@ -46,6 +46,17 @@ def run_ranks(
     Raises:
         RankError: if a rank raises, dies, or runs past ``timeout_s``.
     """
+    ranks = start_ranks(function, world_size, *args, log_folder=log_folder)
+    try:
+        return _collect(ranks, time.monotonic() + timeout_s)
+    finally:
+        kill_ranks(ranks)
+
+
+def start_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, log_folder: Path
+) -> list[Any]:
+    """Begin what ``run_ranks`` does, and return a (process, receiver, log) for each rank."""
     context = _fork_server()
     log_folder.mkdir(parents=True, exist_ok=True)
     port = _free_port()
@@ -59,13 +70,16 @@ def run_ranks(
         process.start()
         sender.close()
         ranks.append((process, receiver, log))
-    try:
-        return _collect(ranks, time.monotonic() + timeout_s)
-    finally:
-        for process, _, _ in ranks:
-            if process.is_alive():
-                process.kill()
-            process.join()
+    return ranks
+
+
+def kill_ranks(ranks: list[Any]) -> None:
+    """SIGKILL what still runs of them."""
+    for process, _, _ in ranks:
+        if process.is_alive():
+            process.kill()
+    for process, _, _ in ranks:
+        process.join()
 
 
 def _collect(ranks: list[Any], deadline: float) -> list[Any]:

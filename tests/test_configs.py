@@ -39,6 +39,8 @@ def test_command_line_wins():
     )
     assert config.parallelism.fsdp_wrap == "block"
     assert config.training.steps == 7
+    assert not config.debug.record_collectives
+    assert _parse("--debug.record_collectives").debug.record_collectives
     assert "FullAC" in type(config.activation_checkpoint).__qualname__
 
 
@@ -66,11 +68,13 @@ def test_extended_config_keeps_every_value():
     titan = titan_config("deepseek_v3")
     ours = extend_config(titan)
     for f in fields(TitanTrainer.Config):
-        if f.name in ("model_spec", "parallelism"):
+        if f.name in ("model_spec", "parallelism", "debug"):
             continue
         assert getattr(ours, f.name) is getattr(titan, f.name), f.name
-    for f in fields(titan.parallelism):
-        assert getattr(ours.parallelism, f.name) == getattr(titan.parallelism, f.name), f.name
+    for section in ("parallelism", "debug"):
+        theirs = getattr(titan, section)
+        for f in fields(theirs):
+            assert getattr(getattr(ours, section), f.name) == getattr(theirs, f.name), f.name
 
 
 def test_extending_twice_changes_nothing():

@@ -16,6 +16,7 @@ from torch import _utils
 from torch._functorch import partitioners
 from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx, custom_graph_pass
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_init
@@ -26,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
 )
 from torch.fx import traceback as fx_traceback
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -33,6 +35,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from torch.utils.flop_counter import flop_registry
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed import fsdp as titan_fsdp
@@ -48,6 +51,7 @@ from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint.presets import make_plan
+from titan_ext.debug import recorder
 from titan_ext.fsdp import shard, units
 
 
@@ -92,6 +96,39 @@ def test_fsdp2_reduces_through_a_class_that_the_matrix_replaces():
         "op",
         "async_op",
     ]
+
+
+def test_torch_tells_hooks_of_a_process_group_what_the_collective_recorder_reads():
+    """debug.recorder; in torch.distributed's stub, for C++ says nothing to inspect."""
+    assert {"register_pre_hook", "unregister_pre_hook"} <= set(dir(ProcessGroup))
+    fields = {"name", "input_tensors", "output_tensors", "root"}
+    assert fields <= set(dir(torch._C._distributed_c10d.PreHookArgs))
+    assert distributed_c10d._world.pg_map is distributed_c10d._pg_map
+
+
+def test_torch_frames_and_ops_that_the_collective_recorder_knows():
+    for code in (*recorder._UNIT_METHODS, recorder._MODULE_CALL):
+        assert code.co_varnames[0] == "self"
+    assert torch._C._current_graph_task_id() == -1
+    assert TorchDispatchMode.ignore_compile_internals() is False
+    for op in ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single"):
+        (schema,) = torch._C._jit_get_schemas_for_operator(op)
+        arguments = {argument.name for argument in schema.arguments}
+        assert {"input_split_sizes", "output_split_sizes"} <= arguments
+
+
+def test_titan_saves_every_step_when_its_interval_is_one():
+    """stop.StopOnSignal sets CheckpointManager.interval; finite.py repeats when Titan saves."""
+    source = inspect.getsource(CheckpointManager._should_save)
+    assert "curr_step % self.interval == 0" in source
+    assert "curr_step == 1 and self.enable_first_step_checkpoint" in source
+
+
+def test_titan_trains_in_the_order_that_stopping_relies_on():
+    source = inspect.getsource(torchtitan.trainer.Trainer.train)
+    order = ["while self.should_continue_training()", "self.train_step(", "self.checkpointer.save("]
+    places = [source.index(call) for call in order]
+    assert places == sorted(places)
 
 
 def test_ours_takes_what_titans_fsdp_function_takes():

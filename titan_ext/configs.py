@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
+from torchtitan.config import DebugConfig as TitanDebugConfig
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
@@ -20,6 +21,7 @@ from titan_ext.fsdp.units import plan_units, resolve_wrap, vision_units
 
 __all__ = [
     "SUPPORTED_SPMD_BACKENDS",
+    "DebugConfig",
     "FSDPWrap",
     "ParallelismConfig",
     "check_parallelism",
@@ -99,6 +101,19 @@ def fsdp_settings(parallelism: TitanParallelismConfig) -> dict[str, Any]:
         "prefetch": ours.fsdp_prefetch,
         "prefetch_backward": ours.fsdp_prefetch_backward,
     }
+
+
+@dataclass(kw_only=True, slots=True)
+class DebugConfig(TitanDebugConfig):
+    """Titan's ``debug`` section with the watch over the order of collectives."""
+
+    record_collectives: bool = False
+    """
+    Record every collective of every rank outside its process before it is issued, and compare the
+    ranks: a hang, an abort or a silent mismatch is reported with the ranks, the place in the order
+    and the units that differ. Gradients that a rank is about to reduce are checked for NaN and
+    infinity. Costs time at every operation. See docs/hangs_and_faults.md.
+    """
 
 
 def check_parallelism(parallelism: TitanParallelismConfig) -> None:

@@ -5,7 +5,8 @@ line to the run's folder; the log says once, at the first steady step, what the 
 was predicted (``fsdp.predict``); Titan's metrics get the peaks of every logged step.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,13 +18,13 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.configs import ParallelismConfig
 from titan_ext.fsdp.accounting import Timeline
+from titan_ext.fsdp.plan import UnitPlan, plan_of
 from titan_ext.fsdp.predict import Pipeline, StepOrder, predict
 from titan_ext.fsdp.timeline import MemoryFile, draw, summary
 from titan_ext.fsdp.tracker import MemoryTracker
 from titan_ext.fsdp.units import plan_units, resolve_wrap
 
 if TYPE_CHECKING:
-    from titan_ext.fsdp.plan import UnitPlan
     from titan_ext.trainer import Trainer
 
 __all__ = ["MemoryLog", "step_order"]
@@ -36,10 +37,9 @@ class MemoryLog:
 
     Args:
         trainer: With its model sharded.
-        plans: What FSDP does with each unit of this rank, in forward order.
     """
 
-    def __init__(self, trainer: "Trainer", plans: Sequence["UnitPlan"]) -> None:
+    def __init__(self, trainer: "Trainer") -> None:
         parallelism = cast(ParallelismConfig, trainer.config.parallelism)
         wrap = resolve_wrap(parallelism.fsdp_wrap, parallelism.expert_parallel_degree)
         self._trainer = trainer
@@ -49,12 +49,17 @@ class MemoryLog:
         self._file = MemoryFile(Path(trainer.config.dump_folder), dist.get_rank())
         self._steps = 0
         self.timeline = Timeline()
+        plans = [unit for part in trainer.model_parts for unit in plan_of(part).units]
         self.predicted = _predict(plans, trainer)
 
-    def begin_step(self) -> None:
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step."""
         self._tracker.begin_step()
+        yield
+        self._end_step()
 
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         """Write what the step has held. The first steady step is drawn, and said in the log."""
         trainer, self.timeline = self._trainer, self._tracker.end_step()
         self._steps += 1
@@ -107,7 +112,7 @@ def step_order(trainer: "Trainer") -> StepOrder:
     )
 
 
-def _predict(plans: Sequence["UnitPlan"], trainer: "Trainer") -> Timeline | None:
+def _predict(plans: Sequence[UnitPlan], trainer: "Trainer") -> Timeline | None:
     try:
         return predict(plans, step_order(trainer))
     except ValueError as error:

@@ -4,26 +4,38 @@ A small subclass, the way that TorchTitan documents for adding configuration (it
 docs/extension.md). Training itself, checkpoints, metrics and data loading stay Titan's.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 import tyro
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan.config import DebugConfig as TitanDebugConfig
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
-from titan_ext.activation_checkpoint import FP8AC, check_stored, receipt_of
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.receipt_log import ReceiptLog
 from titan_ext.agreement import check_agreement
-from titan_ext.configs import ParallelismConfig, check_unit_names
+from titan_ext.checkpoint_check import check_checkpoint, one_clear_error
+from titan_ext.configs import DebugConfig, ParallelismConfig, check_unit_names
+from titan_ext.data.paths import check_dataset_path
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
-from titan_ext.fsdp.plan import plan_of
+from titan_ext.debug.watch import CollectiveWatch, NoWatch
+from titan_ext.finite import refuse_gradients_that_are_not_finite
 from titan_ext.memory_log import MemoryLog
+from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
+from titan_ext.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 
 __all__ = ["Trainer", "extend_config"]
+
+_ONE_PROCESS_MODES = ("fake_backend", "local_tensor")
 
 
 class Trainer(TitanTrainer):
@@ -39,6 +51,9 @@ class Trainer(TitanTrainer):
         activation_checkpoint: (  # pyrefly: ignore[bad-override-mutable-attribute]
             ActivationCheckpointingConfig | Annotated[FP8AC.Config, tyro.conf.subcommand("fp8")]
         ) = field(default_factory=SelectiveAC.Config)
+        debug: DebugConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=DebugConfig
+        )
 
         def __post_init__(self) -> None:
             if self.model_spec is not None:
@@ -61,7 +76,10 @@ class Trainer(TitanTrainer):
     memory_log: MemoryLog | None = None
 
     def __init__(self, config: Config) -> None:
-        self._receipt_is_logged = False
+        end_with_launcher()
+        warn_of_restarts_that_hang()
+        check_writable(config.dump_folder)
+        check_dataset_path(config.dataloader)
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:
@@ -73,29 +91,48 @@ class Trainer(TitanTrainer):
             # has no other switch for it. There is no peak to compare a CPU with.
             self.metrics_processor.has_quantization = True
         if config.parallelism.fsdp_track_memory:
-            self.memory_log = MemoryLog(
-                self, [u for part in self.model_parts for u in plan_of(part).units]
-            )
-
-    def train_step(self, data_iterator: Any) -> None:
-        if self.memory_log is not None:
-            self.memory_log.begin_step()
-        super().train_step(data_iterator)
-        if self.memory_log is not None:
-            self.memory_log.end_step()
-        if not self._receipt_is_logged and isinstance(
-            self.config.activation_checkpoint, FP8AC.Config
-        ):
-            check_stored(self.model_parts)
-            receipt = receipt_of(self.model_parts)
-            self.metrics_processor.logger.log(receipt.metrics(), self.step)
-            self._receipt_is_logged = True
+            self.memory_log = MemoryLog(self)
+        self.receipts = ReceiptLog(self)
+        self.watch.name_modules(self.model_parts)
+        self.stop = StopOnSignal(self.checkpointer)
+        refuse_gradients_that_are_not_finite(self)
 
     def init_distributed(self) -> ParallelDims:
         parallel_dims = super().init_distributed()
-        if self.config.comm.mode not in ("fake_backend", "local_tensor"):
+        if self.config.comm.mode not in _ONE_PROCESS_MODES:
             check_agreement(self.config)
+        self.watch = _make_watch(self.config)
         return parallel_dims
+
+    @record
+    def train(self) -> None:
+        with self.watch.run(), one_clear_error(self.config):
+            check_checkpoint(self.config)
+            super().train()
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        memory = self.memory_log.step() if self.memory_log else contextlib.nullcontext()
+        with self.watch.step(self.step), memory:
+            super().train_step(data_iterator)
+        self.receipts.after_step()
+
+    def should_continue_training(self) -> bool:
+        return super().should_continue_training() and not self.stop.now()
+
+
+def _make_watch(config: TitanTrainer.Config) -> CollectiveWatch | NoWatch:
+    if not getattr(config.debug, "record_collectives", False):
+        return NoWatch()
+    if config.comm.mode in _ONE_PROCESS_MODES:
+        raise ValueError(
+            f"debug.record_collectives compares the ranks of a run; comm.mode is "
+            f"{config.comm.mode!r}, which has one process. Expected 'default'."
+        )
+    return CollectiveWatch(
+        config.dump_folder,
+        timeout_s=config.comm.train_timeout_seconds,
+        is_pipelined=config.parallelism.pipeline_parallel_degree > 1,
+    )
 
 
 def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
@@ -120,7 +157,10 @@ def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
         raise ValueError("cannot extend a trainer config that has no model_spec.")
     values = _values_of(config)
     values["model_spec"] = extend_model_spec(config.model_spec)
-    values["parallelism"] = _extend_parallelism(config.parallelism)
+    values["parallelism"] = _extend_section(
+        config.parallelism, TitanParallelismConfig, ParallelismConfig
+    )
+    values["debug"] = _extend_section(config.debug, TitanDebugConfig, DebugConfig)
     return _extended_class(type(config))(**values)
 
 
@@ -139,10 +179,9 @@ def _extended_class(titan_class: type[TitanTrainer.Config]) -> type[Trainer.Conf
     return Config
 
 
-def _extend_parallelism(parallelism: TitanParallelismConfig) -> ParallelismConfig:
-    if isinstance(parallelism, ParallelismConfig):
-        return parallelism
-    return ParallelismConfig(**_values_of(parallelism))
+def _extend_section(section: Any, titan_class: type, our_class: type) -> Any:
+    """A section of Titan's as ours; one that is ours already, or somebody else's, as it is."""
+    return our_class(**_values_of(section)) if type(section) is titan_class else section
 
 
 def _values_of(config: Any) -> dict[str, Any]:

@@ -1,0 +1,134 @@
+"""Faults for one rank of a short training run whose collectives are recorded."""
+
+import contextlib
+import os
+import signal
+import unittest.mock
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools.logging import init_logger
+
+from tests.training import Run, make_config
+from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.fsdp import shard
+
+RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, steps=3, ac="none")
+PLANTED_STEP = 2
+TIMEOUT_S = 4
+HANGS = ("stopped", "skipped expert backward")
+"""Faults that gloo does not notice by itself."""
+
+
+def train_watched(run: Run, folder: Path, fault: str) -> None:
+    """One rank of a watched run; rank 1 has the fault."""
+    init_logger()
+    config: Any = make_config(run, folder)
+    config.debug.record_collectives = fault != "off"
+    config.comm.train_timeout_seconds = TIMEOUT_S if fault in HANGS else 60
+    is_faulty = os.environ["RANK"] == "1"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))
+        if is_faulty and fault == "other units":
+            stack.enter_context(_whole_blocks())
+        trainer = config.build()
+        if is_faulty and fault in _FAULTS:
+            stack.enter_context(_from_step(trainer, _FAULTS[fault]))
+        trainer.train()
+    trainer.close()
+
+
+def _whole_blocks():
+    """What no key says, so that no comparison of configs can find it."""
+    return unittest.mock.patch.object(shard, "resolve_wrap", return_value="block")
+
+
+@contextlib.contextmanager
+def _from_step(trainer, fault):
+    step = trainer.train_step
+
+    def faulty_step(data_iterator) -> None:
+        with fault() if trainer.step == PLANTED_STEP else contextlib.nullcontext():
+            step(data_iterator)
+
+    trainer.train_step = faulty_step
+    yield
+
+
+def _skip_dispatch():
+    """No tokens are sent: a rank that takes its own for what it would have received."""
+
+    def skipped(self, routed_input_ND, pg, output_splits, input_splits):
+        rows = sum(output_splits)
+        return routed_input_ND.new_zeros(rows, routed_input_ND.shape[1])
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", skipped
+    )
+
+
+def _skip_expert_backward():
+    """The experts' outputs do not reach the loss: their backward, all-to-alls and all, is gone."""
+    combine = FunctionalAllToAllTokenDispatcher._combine_token_exchange
+
+    def detached(self, routed_output_RD, *args):
+        return combine(self, routed_output_RD.detach(), *args)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_combine_token_exchange", detached
+    )
+
+
+def _wrong_splits():
+    """Expects one row more from rank 0 than that sends."""
+    dispatch = FunctionalAllToAllTokenDispatcher._dispatch_token_exchange
+
+    def shifted(self, x, pg, output_splits, input_splits):
+        return dispatch(self, x, pg, [output_splits[0] + 1, output_splits[1]], input_splits)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", shifted
+    )
+
+
+def _stop_in_the_step():
+    dispatch = FunctionalAllToAllTokenDispatcher._dispatch_token_exchange
+
+    def stopping(self, *args):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return dispatch(self, *args)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", stopping
+    )
+
+
+def _die_in_the_step():
+    def dying(self, *args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", dying
+    )
+
+
+def nan_gradient():
+    combine = FunctionalAllToAllTokenDispatcher._combine_token_exchange
+
+    def poisoned(self, routed_output_RD, *args):
+        routed_output_RD.register_hook(lambda gradient: gradient * float("nan"))
+        return combine(self, routed_output_RD, *args)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_combine_token_exchange", poisoned
+    )
+
+
+_FAULTS = {
+    "skipped all-to-all": _skip_dispatch,
+    "skipped expert backward": _skip_expert_backward,
+    "wrong splits": _wrong_splits,
+    "stopped": _stop_in_the_step,
+    "killed": _die_in_the_step,
+    "nan": nan_gradient,
+}

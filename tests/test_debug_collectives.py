@@ -1,0 +1,194 @@
+"""Ranks that leave the common order of collectives are found, and named, whatever ends them.
+
+Each fault is planted in rank 1 of two gloo ranks, in the second step of a real training run. gloo
+may abort the process, wait for its timeout, or (where the bytes happen to match) notice nothing.
+"""
+
+import dataclasses
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import RankError, run_ranks
+from tests.planted import RUN, train_watched
+from titan_ext.data.stdlib_corpus import make_corpus
+from titan_ext.debug import observer
+from titan_ext.debug.compare import Comparison
+from titan_ext.debug.ring import SLOTS, Facts, Record, RingReader, RingWriter
+from titan_ext.run_folder import LOSS, read_scalar
+
+
+def _report_of(folder: Path, *wanted: str) -> str:
+    """The observer's, which may be a moment behind the ranks."""
+    deadline = time.monotonic() + 10
+    text = ""
+    while time.monotonic() < deadline:
+        for report in folder.glob(f"collectives/*/{observer.REPORT}"):
+            text = report.read_text()
+        if text and all(piece in text for piece in wanted):
+            return text
+        time.sleep(0.1)
+    raise AssertionError(f"no report with {wanted}:\n{text}")
+
+
+@pytest.fixture
+def fails(tmp_path: Path):
+    """Trains with a fault in rank 1, which must end the run."""
+    make_corpus()
+
+    def train(fault: str, **changes: Any) -> str:
+        run = dataclasses.replace(RUN, **changes)
+        with pytest.raises(RankError) as caught:
+            run_ranks(
+                train_watched, 2, run, tmp_path, fault, log_folder=tmp_path / "logs", timeout_s=60
+            )
+        return str(caught.value)
+
+    return train
+
+
+def test_a_rank_with_other_units(fails, tmp_path: Path):
+    fails("other units")
+    report = _report_of(tmp_path, "rank 0: all_gather", "rank 1: all_gather")
+    assert re.search(r"differ at collective \d+ of group .*:\n", report)
+    assert "by layers.0.attention, layers.0.attention_norm, step 1" in report
+    assert "by layers.0, step 1" in report
+
+
+def test_a_skipped_all_to_all(fails, tmp_path: Path):
+    fails("skipped all-to-all")
+    report = _report_of(tmp_path, "the ranks differ")
+    unit = r"by layers\.1\.moe\.routed_experts in FunctionalAllToAllTokenDispatcher"
+    assert re.search(rf"rank 0: all_to_all .* {unit}\._dispatch_token_exchange, step 2", report)
+    assert re.search(r"rank 1: all_to_all .* in .*_combine_token_exchange, step 2", report)
+
+
+def test_a_skipped_expert_backward(fails, tmp_path: Path):
+    fails("skipped expert backward")
+    report = _report_of(tmp_path, "the ranks differ")
+    assert re.search(r"rank 0: all_to_all of .*, backward, step 2", report)
+    assert re.search(r"rank 1: reduce_scatter of .* by layers\.1\..*moe, backward, step 2", report)
+
+
+def test_all_to_alls_whose_splits_do_not_fit(fails, tmp_path: Path):
+    fails("wrong splits")
+    report = _report_of(tmp_path, "the ranks differ")
+    assert re.search(r"rank 0 sends \d+ rows to rank 1, which expects \d+: all_to_all", report)
+
+
+def test_a_rank_that_stops(fails, tmp_path: Path):
+    begun = time.monotonic()
+    fails("stopped")
+    assert time.monotonic() - begun < 30
+    report = _report_of(tmp_path, "stopped by a signal")
+    assert re.search(r"rank 0 waits in collective \d+ of group .*: all_to_all .*_dispatch_", report)
+    assert re.search(r"rank 1 has not issued it; the last that it issued is .*_token_count", report)
+
+
+def test_a_rank_that_dies(fails, tmp_path: Path):
+    fails("killed")
+    report = _report_of(tmp_path, "rank 1: died without a word")
+    assert "rank 0 waits in collective" in report
+
+
+def test_gradients_that_are_not_finite_name_their_rank(fails, tmp_path: Path):
+    fails("nan")
+    report = _report_of(tmp_path, "rank 1: failed")
+    assert "rank 1 is about to send gradients that are not finite: all_to_all" in report
+    assert "rank 0 is about to send" not in report
+
+
+def test_watching_changes_nothing(tmp_path: Path):
+    """Compiled blocks, selective recompute, and the losses of a run that is not watched."""
+    make_corpus()
+    run = dataclasses.replace(RUN, ac="selective")
+    for fault in ("none", "off"):
+        folder = tmp_path / fault
+        run_ranks(train_watched, 2, run, folder, fault, log_folder=folder / "logs", timeout_s=60)
+    watched, plain = (read_scalar(tmp_path / name, LOSS) for name in ("none", "off"))
+    assert watched == plain
+    assert not list((tmp_path / "none").glob(f"collectives/*/{observer.REPORT}"))
+    assert not (tmp_path / "off" / "collectives").exists()
+    (records,) = (tmp_path / "none").glob("collectives/*")
+    assert observer.report_once(records).splitlines() == ["rank 0: finished", "rank 1: finished"]
+    units = {record.unit for record in RingReader(records, 0)}
+    assert "layers.1.ffn_norm, layers.1.moe" in units
+    assert not any("_checkpoint_wrapped_module" in unit for unit in units)
+    assert "_dist_reduce_tensor" in {record.site for record in RingReader(records, 0)}
+
+
+def _records(folder: Path, ranks: int = 2, **groups: list[int]) -> list[RingWriter]:
+    for rank in range(ranks):
+        facts = Facts(rank=rank, world_size=ranks, pid=os.getpid(), host="here", timeout_s=1)
+        facts.groups = groups or {"g": list(range(ranks))}
+        facts.write(folder)
+    return [RingWriter(folder, rank) for rank in range(ranks)]
+
+
+def _record(index: int, op: str = "all_reduce", **values: Any) -> Record:
+    values = {"group": "g", "position": index, "step": 1, "inputs": [[4]], "outputs": [], **values}
+    return Record(index=index, op=op, **values)
+
+
+def test_a_ring_keeps_the_newest_records(tmp_path: Path):
+    (writer,) = _records(tmp_path, ranks=1)
+    reader = RingReader(tmp_path, 0)
+    for index in range(SLOTS + 10):
+        writer.write(_record(index))
+    assert [record.index for record in reader] == list(range(10, SLOTS + 10))
+    assert reader.lost == 10
+    assert list(reader) == []
+    assert (tmp_path / "rank_0.ring").stat().st_size < 5 << 20
+
+
+def test_a_record_that_does_not_fit_loses_its_splits(tmp_path: Path):
+    (writer,) = _records(tmp_path, ranks=1)
+    writer.write(_record(0, "all_to_all", splits=([10000] * 200, [10000] * 200)))
+    (record,) = RingReader(tmp_path, 0)
+    assert record.splits is None
+
+
+@pytest.mark.parametrize(
+    ("op", "theirs"),
+    [
+        ("all_reduce", {"inputs": [[5]]}),
+        ("all_reduce", {"dtype": "float32"}),
+        ("all_reduce", {"unit": "layers.1"}),
+        ("all_reduce", {"backward": True}),
+        ("broadcast", {"root": 1}),
+        ("all_to_all", {"inputs": [[4, 2]]}),
+    ],
+)
+def test_what_must_be_equal(op: str, theirs: dict, tmp_path: Path):
+    ours, other = _records(tmp_path)
+    ours.write(_record(0, op))
+    other.write(_record(0, op, **theirs))
+    comparison = Comparison(tmp_path)
+    comparison.advance()
+    assert comparison.difference.startswith("the ranks differ at collective 0 of group g:")
+
+
+def test_what_may_differ(tmp_path: Path):
+    """The order between groups, the rows of an all-to-all, the modules at a pipeline's ends."""
+    ours, other = _records(tmp_path, a=[0, 1], b=[0, 1], p=[0, 1])
+    first = _record(
+        0, "all_to_all", group="a", inputs=[[3]], outputs=[[4]], splits=([1, 2], [1, 3])
+    )
+    second = _record(1, group="b", position=0)
+    ours.write(first)
+    ours.write(second)
+    ours.write(_record(2, "send", group="p", position=0, unit="layers.1"))
+    other.write(dataclasses.replace(second, index=0))
+    theirs = dataclasses.replace(
+        first, index=1, inputs=[[4]], outputs=[[3]], splits=([3, 1], [2, 1])
+    )
+    other.write(theirs)
+    other.write(_record(2, "recv", group="p", position=0, inputs=[], outputs=[[4]]))
+    comparison = Comparison(tmp_path)
+    assert comparison.advance()
+    assert comparison.difference == ""
+    assert comparison.waiting() == ""

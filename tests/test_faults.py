@@ -1,0 +1,215 @@
+"""What goes wrong around a run ends it with one error that says what, and loses nothing.
+
+The faults of whole launches (torchrun, its agents, kill -9 of saves) take minutes: ``make faults``.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import unittest.mock
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.tools.logging import init_logger
+
+from tests import planted
+from tests.cluster import RankError, run_ranks
+from tests.faults.torchrun import is_alive
+from tests.training import Run, make_config, titan_config
+from titan_ext.checkpoint_check import check_checkpoint, corrupt_items
+from titan_ext.data.stdlib_corpus import make_corpus
+from titan_ext.run_folder import LOSS, check_writable, latest_checkpoint_step, read_scalar
+from titan_ext.stop import StopOnSignal, warn_of_restarts_that_hang
+from titan_ext.trainer import extend_config
+
+RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
+FAULTY_STEP = 4
+
+
+def _train(run: Run, folder: Path, fault: str) -> int:
+    """One rank of a run that saves every second step; rank 1 has the fault in step 4."""
+    init_logger()
+    config: Any = make_config(run, folder)
+    config.checkpoint = CheckpointManager.Config(
+        enable=True, interval=2, keep_latest_k=2, last_save_model_only=False
+    )
+    with unittest.mock.patch("torchtitan.trainer.time.sleep"):
+        trainer = config.build()
+        step = trainer.train_step
+
+        def train_step(data_iterator) -> None:
+            faulty = trainer.step == FAULTY_STEP and os.environ["RANK"] == "1"
+            with _FAULTS[fault]() if faulty else contextlib.nullcontext():
+                step(data_iterator)
+
+        trainer.train_step = train_step
+        trainer.train()
+    trainer.close()
+    return trainer.step
+
+
+@contextlib.contextmanager
+def _full_disk():
+    """Files of this process may have 2 MiB: less than its part of a checkpoint."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+    yield
+
+
+@contextlib.contextmanager
+def _sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+    yield
+
+
+_FAULTS = {
+    "none": contextlib.nullcontext,
+    "nan": planted.nan_gradient,
+    "full disk": _full_disk,
+    "sigterm": _sigterm,
+}
+
+
+def _run(folder: Path, fault: str) -> list[int]:
+    make_corpus()
+    return run_ranks(_train, 2, RUN, folder, fault, log_folder=folder / "logs", timeout_s=60)
+
+
+def test_gradients_that_are_not_finite_are_not_applied(tmp_path: Path):
+    error = r"step 4: gradients are not finite.*\n?.*run again with --debug\.record_collectives"
+    with pytest.raises(RankError, match=error):
+        _run(tmp_path, "nan")
+    assert [path.name for path in tmp_path.glob("checkpoint/*")] == ["step-2"]
+    assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
+
+
+def test_a_full_disk_loses_no_checkpoint(tmp_path: Path):
+    error = r"saved or loaded, on rank 1: .* GiB are free in .* The newest whole checkpoint is .*2"
+    with pytest.raises(RankError, match=error):
+        _run(tmp_path, "full disk")
+    assert latest_checkpoint_step(tmp_path) == 2
+    assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
+    assert _run(tmp_path, "none") == [6, 6]
+    assert "Training starts at step 3" in (tmp_path / "logs" / "rank_0.log").read_text()
+
+
+def test_sigterm_on_one_rank_saves_a_step_and_nothing_is_lost(tmp_path: Path):
+    assert _run(tmp_path / "stopped", "sigterm") == [5, 5]
+    assert latest_checkpoint_step(tmp_path / "stopped") == 5
+    assert _run(tmp_path / "stopped", "none") == [6, 6]
+    assert _run(tmp_path / "whole", "none") == [6, 6]
+    stopped, whole = (read_scalar(tmp_path / name, LOSS) for name in ("stopped", "whole"))
+    assert stopped == whole
+
+
+def _saved(folder: Path) -> tuple[Path, Any]:
+    """Two checkpoints of one small tensor, and a config that resumes from the newer."""
+    config = extend_config(titan_config("qwen3"))
+    config.dump_folder = str(folder)
+    config.checkpoint = CheckpointManager.Config(enable=True)
+    for step in (2, 4):
+        dcp.save({"w": torch.arange(1000.0)}, checkpoint_id=folder / "checkpoint" / f"step-{step}")
+    return folder / "checkpoint" / "step-4", config
+
+
+@pytest.mark.parametrize("fault", ["flip", "cut", "missing", "metadata"])
+def test_a_corrupt_checkpoint_is_named_with_the_one_before(
+    fault: str, tmp_path: Path, one_rank: None
+):
+    step_4, config = _saved(tmp_path)
+    check_checkpoint(config)
+    shard = step_4 / (".metadata" if fault == "metadata" else "__0_0.distcp")
+    content = bytearray(shard.read_bytes())
+    if fault == "missing":
+        shard.unlink()
+    elif fault == "flip":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    else:
+        shard.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=rf"step-4 is corrupt \({shard.name}: .*step-2: move"):
+        check_checkpoint(config)
+    config.checkpoint.load_step = 2
+    check_checkpoint(config)
+
+
+def test_a_bit_flip_is_nothing_to_torch(tmp_path: Path, one_rank: None):
+    """Why the checksums are compared here. When this fails, torch does it."""
+    step_4, _ = _saved(tmp_path)
+    shard = step_4 / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    loaded = {"w": torch.zeros(1000)}
+    dcp.load(loaded, checkpoint_id=step_4)
+    assert (loaded["w"] != torch.arange(1000.0)).sum() == 1
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"dump_folder is '.*/file/run', where this rank cannot"):
+        check_writable(str(tmp_path / "file" / "run"))
+
+
+def test_data_that_is_not_there_is_named_before_any_process_group(tmp_path: Path):
+    config = extend_config(titan_config("qwen3"))
+    config.dump_folder = str(tmp_path)
+    config.dataloader.dataset_path = str(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"dataloader\.dataset_path is '.*/nothing'.*no such"):
+        config.build()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_worker_ends_with_its_launcher(tmp_path: Path):
+    """As under torchrun: the worker has a session of its own, and the launcher gets SIGKILL."""
+    worker = "from titan_ext.stop import *; end_with_launcher(); print(1, flush=True)"
+    worker = f"{worker}; import time; time.sleep(60)"
+    launcher = f"import subprocess as s, sys; p = s.Popen([sys.executable, '-c', {worker!r}], "
+    launcher += "start_new_session=True); print(p.pid, flush=True); p.wait()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher],
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "test"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert process.stdout.readline() == "1\n"
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 5
+    while is_alive(pid):
+        assert time.monotonic() < deadline, "the worker outlived its launcher"
+        time.sleep(0.01)
+
+
+def test_sigterm_is_left_alone_where_nothing_is_saved(one_rank: None):
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopOnSignal(SimpleNamespace(enable=False))  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not stop.now()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "warns"), [(1, True, True), (0, True, False), (1, False, False)]
+)
+def test_restarts_that_would_hang_are_said(
+    restarts: int,
+    shared: bool,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
+    warn_of_restarts_that_hang()
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warns
