@@ -76,6 +76,8 @@ class Run:
     """
     routing: str = "learned"
     """"one_expert" sends every token to the first top_k experts: the other ranks get none."""
+    watch_routing: bool = False
+    """Record the expert ids of every router call, in forward and in recompute."""
     keep_gradients: bool = False
     """Return the (clipped) gradients of the last step, unsharded, from rank 0."""
 
@@ -103,6 +105,8 @@ class RankResult:
     grad_norms: list[float] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    routing: list[tuple[str, bool, np.ndarray]] = field(default_factory=list)
+    """Router, whether in backward (a recompute), expert ids: one item for each call."""
 
 
 @dataclass
@@ -272,6 +276,7 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
             trainer = make_config(run, folder).build()
         if run.routing == "one_expert":
             _send_every_token_to_the_first_experts(trainer)
+        routing = _watch_routing(trainer) if run.watch_routing else []
         _observe_steps(trainer, run, trace, norms)
         trainer.train()
     result = RankResult(
@@ -279,11 +284,28 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
         grad_norms=norms,
         collectives=trace.events,
         gradients=_full_gradients(trainer) if run.keep_gradients else {},
+        routing=routing,
     )
     trainer.close()
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+def _watch_routing(trainer) -> list[tuple[str, bool, np.ndarray]]:
+    calls: list[tuple[str, bool, np.ndarray]] = []
+    for part in trainer.model_parts:
+        for name, module in part.named_modules():
+            if type(module).__name__ == "TokenChoiceTopKRouter":
+
+                def note(module, args, output, name=name) -> None:
+                    ids = output[1]
+                    local = ids.to_local() if isinstance(ids, DTensor) else ids
+                    in_backward = torch._C._current_graph_task_id() != -1
+                    calls.append((canonical_fqn(name), in_backward, local.detach().clone().numpy()))
+
+                module.register_forward_hook(note)
+    return calls
 
 
 def _observe_steps(trainer, run: Run, trace: CollectiveTrace, norms: list[float]) -> None:

@@ -15,7 +15,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
-from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint import FP8AC, receipt_of
 from titan_ext.agreement import check_agreement
 from titan_ext.configs import ParallelismConfig
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
@@ -42,9 +42,19 @@ class Trainer(TitanTrainer):
             if self.model_spec is not None:
                 check_model_limits(self.model_spec.name, self.parallelism)
             no_accelerator.adapt_config(self)
+            self._check_activation_checkpoint()
             TitanTrainer.Config.__post_init__(self)
 
+        def _check_activation_checkpoint(self) -> None:
+            compiled = self.compile.enable and "model" in self.compile.components
+            if compiled and isinstance(self.activation_checkpoint, FP8AC.Config):
+                raise ValueError(
+                    'activation_checkpoint.policy "fp8" does not run under torch.compile yet: '
+                    "expected compile.enable = false, or compile.components without model."
+                )
+
     def __init__(self, config: Config) -> None:
+        self._receipt_is_logged = False
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:
@@ -55,6 +65,15 @@ class Trainer(TitanTrainer):
             # Titan leaves the MFU out of its metrics where quantisation makes it meaningless, and
             # has no other switch for it. There is no peak to compare a CPU with.
             self.metrics_processor.has_quantization = True
+
+    def train_step(self, data_iterator: Any) -> None:
+        super().train_step(data_iterator)
+        if not self._receipt_is_logged and isinstance(
+            self.config.activation_checkpoint, FP8AC.Config
+        ):
+            receipt = receipt_of(self.model_parts)
+            self.metrics_processor.logger.log(receipt.metrics(), self.step)
+            self._receipt_is_logged = True
 
     def init_distributed(self) -> ParallelDims:
         parallel_dims = super().init_distributed()

@@ -2,14 +2,15 @@
 
 ``verdicts`` is the data model, ``presets`` the verdicts for Titan's decoders, ``sites`` names the
 operations of a running block, ``drops`` shows that nothing reads what is dropped, ``blocks``
-checkpoints one block, ``receipts`` counts, ``policy`` is the configuration and the way in.
+checkpoints one block, ``uncheckpointed`` is a block that recomputes nothing, ``receipts`` counts,
+``policy`` is the configuration, ``api`` the way in without Titan's trainer.
 """
 
-from titan_ext.activation_checkpoint.policy import (
-    FP8AC,
+from titan_ext.activation_checkpoint.api import (
     enable_fp8_activation_checkpointing,
     measure_block,
 )
+from titan_ext.activation_checkpoint.policy import FP8AC, receipt_of
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, OpRow, RunReceipt
 from titan_ext.activation_checkpoint.verdicts import Rule, Site, Verdict
 
@@ -23,4 +24,5 @@ __all__ = [
     "Verdict",
     "enable_fp8_activation_checkpointing",
     "measure_block",
+    "receipt_of",
 ]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,11 +22,11 @@ from torchtitan.tools.logging import logger
 from titan_ext.activation_checkpoint.drops import Dropped, DropTracker
 from titan_ext.activation_checkpoint.presets import GEMMS, BlockPlan
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, count_flops, op_rows
-from titan_ext.activation_checkpoint.sites import BlockSites, op_name, storage_ids
+from titan_ext.activation_checkpoint.sites import BlockSites, op_name
 from titan_ext.activation_checkpoint.verdicts import INPUT, Rule, Site, Verdict
 from titan_ext.fp8 import Codec, Ledger, SavedTensorStore, keep_exact
 
-__all__ = ["BlockCheckpoint", "BlockStore", "UncheckpointedBlock"]
+__all__ = ["BlockCheckpoint", "BlockStore", "restore"]
 
 _CODEC_BLOCK = 128
 
@@ -86,13 +85,14 @@ class BlockCheckpoint:
         self.sites = BlockSites(block)
         self.refused_drops: set[Site] = set()
         self._options = options
-        self._on_receipt: Callable[[BlockReceipt], None] | None = on_receipt
+        self.receipt: BlockReceipt | None = None
+        self._on_receipt = on_receipt
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return module(*args, **kwargs)
-        call = _Call(self, counting=self._on_receipt is not None)
-        with torch.autograd.graph.saved_tensors_hooks(call.pack, _restore):
+        call = _Call(self, counting=self.receipt is None)
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, restore):
             out = checkpoint(
                 module,
                 *args,
@@ -104,9 +104,9 @@ class BlockCheckpoint:
                 **kwargs,
             )
         call.finish()
-        if self._on_receipt is not None:
-            on_receipt, self._on_receipt = self._on_receipt, None
-            on_receipt(call.receipt())
+        if self.receipt is None:
+            self.receipt = call.receipt()
+            self._on_receipt(self.receipt)
         return out
 
 
@@ -157,7 +157,7 @@ class _Call:
             self._drop_sites[id(entry)] = self._site
         else:
             float8 = self._verdict is Verdict.FLOAT8
-            entry = self._owner.store.pack(x, name, reason=None if float8 else "as asked")
+            entry = self._owner.store.pack(x, name, reason=None if float8 else _reason(self._site))
         if self._counting:
             self._entries.append(entry)
         return entry
@@ -221,62 +221,16 @@ class _Call:
         return verdict
 
 
-class UncheckpointedBlock(ActivationWrapper):
-    """A block that recomputes nothing: what autograd saves in it goes through the store.
-
-    No ``checkpoint_impl``, by which Titan tells that a block's tokens are counted twice.
-
-    Args:
-        is_exact: Why what a module saves stays exact, if it does; modules named within the block.
-    """
-
-    def __init__(
-        self,
-        block: nn.Module,
-        name: str,
-        store: BlockStore,
-        is_exact: Callable[[str], str | None],
-        on_receipt: Callable[[BlockReceipt], None],
-    ) -> None:
-        super().__init__(block)
-        self._name = name
-        self._store = store
-        self._sites = BlockSites(block)
-        self._is_exact = is_exact
-        self._on_receipt: Callable[[BlockReceipt], None] | None = on_receipt
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        entries: list[Any] = []
-        packs = 0
-        exact_storages: set[int] = set()
-
-        def pack(x: torch.Tensor) -> Any:
-            nonlocal packs
-            packs += 1
-            module = self._sites.module
-            reason = self._is_exact(module)
-            if reason is None and exact_storages.intersection(storage_ids(x)):
-                reason = "kept by another"
-            entry = self._store.pack(x, module or "(block)", reason=reason)
-            if entry.treatment.startswith("exact"):
-                exact_storages.update(storage_ids(x))
-            if self._on_receipt is not None:
-                entries.append(entry)
-            return entry
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, _restore):
-            out = self._checkpoint_wrapped_module(*args, **kwargs)
-        if self._on_receipt is not None and torch.is_grad_enabled():
-            on_receipt, self._on_receipt = self._on_receipt, None
-            ledger = Ledger(list({id(entry): entry for entry in entries}.values()))
-            on_receipt(BlockReceipt(self._name, tuple(ledger.rows()), (), packs))
-            entries.clear()
-        return out
-
-
 @torch.no_grad()
-def _restore(entry: Any) -> torch.Tensor:
+def restore(entry: Any) -> torch.Tensor:
+    """What was packed."""
     return entry.restore()
+
+
+def _reason(site: Site) -> str:
+    if site.op == "aten.topk":
+        return "routing"
+    return "attention" if "attention" in site.module.split(".") else "as asked"
 
 
 def _is_copy_to_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

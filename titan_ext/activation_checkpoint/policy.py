@@ -5,25 +5,24 @@ Titan builds it from its config and applies it to a model, as it does its own po
 
 import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import (
-    BlockCheckpoint,
-    BlockStore,
-    UncheckpointedBlock,
-)
+from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, BlockStore
 from titan_ext.activation_checkpoint.presets import PRESETS, Attention, Preset, make_plan
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, RunReceipt
+from titan_ext.activation_checkpoint.uncheckpointed import UncheckpointedBlock, why_exact
 from titan_ext.activation_checkpoint.verdicts import (
     INPUT,
     Rule,
@@ -34,7 +33,7 @@ from titan_ext.activation_checkpoint.verdicts import (
 )
 from titan_ext.fp8 import Codec
 
-__all__ = ["FP8AC", "enable_fp8_activation_checkpointing", "measure_block"]
+__all__ = ["FP8AC", "receipt_of"]
 
 Mode = Literal["selective", "full", "none"]
 _KEY = "activation_checkpoint"
@@ -70,10 +69,11 @@ class FP8AC(ActivationCheckpointing):
         that matches decides, before the preset. "input" names the inputs of the blocks.
         """
 
-        attention: Attention = "exact"
+        attention: Attention = "auto"
         """
-        The tensors that attention itself saves. Its backward is exact only if they are. With mode
-        "selective", also "recompute".
+        What attention's own backward reads (q, k, v, its output): "exact"; "float8"; or, with mode
+        "selective", "recompute" the attention operation. Its gradient is exact only with the
+        first. "auto" is "exact", except for preset "speed" (docs/fp8_ac.md).
         """
 
         fp32: Literal["exact", "float8"] = "exact"
@@ -106,7 +106,7 @@ class FP8AC(ActivationCheckpointing):
         def __post_init__(self) -> None:
             _check_choice("mode", self.mode, ("selective", "full", "none"))
             _check_choice("preset", self.preset, PRESETS)
-            _check_choice("attention", self.attention, ("exact", "float8", "recompute"))
+            _check_choice("attention", self.attention, ("auto", "exact", "float8", "recompute"))
             _check_choice("fp32", self.fp32, ("exact", "float8"))
             for key in ("exempt_first", "exempt_last"):
                 value = getattr(self, key)
@@ -115,6 +115,11 @@ class FP8AC(ActivationCheckpointing):
             if self.mode != "selective" and self.preset != "memory":
                 raise ValueError(
                     f'{_KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
+                )
+            if self.mode == "full" and self.attention != "auto":
+                raise ValueError(
+                    f'{_KEY}.attention is {self.attention!r}; it has no meaning with mode "full", '
+                    "which recomputes attention."
                 )
             if self.mode == "none" and self.attention == "recompute":
                 raise ValueError(
@@ -158,7 +163,8 @@ class FP8AC(ActivationCheckpointing):
     def __init__(self, config: "FP8AC.Config", dump_folder: str = "") -> None:
         super().__init__(config, dump_folder)
         self.blocks: dict[str, BlockReceipt | None] = {}
-        self._total_layers = 0
+        self.total_layers = 0
+        """Of the whole model; ``exempt_last`` counts from there."""
 
     @property
     def receipt(self) -> RunReceipt:
@@ -171,7 +177,7 @@ class FP8AC(ActivationCheckpointing):
             ValueError: if a name in ``verdicts`` or ``exempt`` is of no module.
         """
         layers = model.get_submodule("layers")
-        self._total_layers = _number_of_layers(model)
+        self.total_layers = _number_of_layers(model)
         self._check_names({f"layers.{name}": block for name, block in layers.named_children()})
         super().apply(model)
 
@@ -181,10 +187,11 @@ class FP8AC(ActivationCheckpointing):
         config = cast("FP8AC.Config", self.config)
         store = BlockStore(module, config.codec(), config.fp32)
         exempt = functools.partial(self._is_exempt, name)
-        on_receipt = functools.partial(self._take_receipt)
         if config.mode == "none":
-            is_exact = functools.partial(_why_exact, config, config.rules(), exempt)
-            return UncheckpointedBlock(module, name, store, is_exact, on_receipt)
+            is_exact = functools.partial(
+                why_exact, rules=config.rules(), attention=config.attention, exempt=exempt
+            )
+            return UncheckpointedBlock(module, name, store, is_exact, self._take_receipt)
         plan = make_plan(
             module,
             name,
@@ -198,7 +205,7 @@ class FP8AC(ActivationCheckpointing):
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
         }
-        checkpoint = BlockCheckpoint(module, name, plan, store, options, on_receipt)
+        checkpoint = BlockCheckpoint(module, name, plan, store, options, self._take_receipt)
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
 
     def _is_exempt(self, block: str, module: str) -> bool:
@@ -207,7 +214,7 @@ class FP8AC(ActivationCheckpointing):
         if layer.isdecimal():
             if int(layer) < config.exempt_first:
                 return True
-            if int(layer) >= self._total_layers - config.exempt_last:
+            if int(layer) >= self.total_layers - config.exempt_last:
                 return True
         name = f"{block}.{module}" if module else block
         parts = name.split(".")
@@ -254,68 +261,17 @@ class FP8AC(ActivationCheckpointing):
         return True
 
 
-def enable_fp8_activation_checkpointing(
-    model: nn.Module, config: FP8AC.Config | None = None, *, dump_folder: str = ""
-) -> FP8AC:
-    """Checkpoint the blocks of a model in place, without Titan's trainer.
-
-    Call it after sharding over the model-parallel axes and before FSDP.
-
-    Args:
-        model: Its blocks are the children of ``model.layers``.
-        config: Default: mode "selective", preset "memory".
-        dump_folder: Where the receipt goes, as JSON; "" for nowhere.
-
-    Returns:
-        The policy; its ``receipt`` says what was stored.
-
-    Raises:
-        ValueError: for a name that no module has.
-    """
-    policy = FP8AC(config or FP8AC.Config(), dump_folder)
-    policy.apply(model)
-    return policy
-
-
-def measure_block(
-    block: nn.Module,
-    *args: Any,
-    config: FP8AC.Config | None = None,
-    loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    **kwargs: Any,
-) -> BlockReceipt:
-    """Run one block forward and backward under a policy and say what was stored and recomputed.
-
-    The block is not wrapped afterwards; gradients are accumulated into its parameters and inputs.
-
-    Args:
-        block: A transformer block.
-        args, kwargs: Its inputs.
-        config: The policy.
-        loss: From the output of the block to a scalar; the sum if None.
-    """
-    policy = FP8AC(config or FP8AC.Config())
-    policy._total_layers = 1 << 30
-    wrapped = policy._wrap_block(block, base_fqn="block")
-    out = wrapped(*args, **kwargs)
-    (loss(out) if loss is not None else out.float().sum()).backward()
-    (receipt,) = policy.receipt.blocks
-    return receipt
-
-
-def _why_exact(
-    config: FP8AC.Config, rules: tuple[Rule, ...], exempt: Callable[[str], bool], module: str
-) -> str | None:
-    """Mode "none": why what a module saves stays exact, or None."""
-    if exempt(module):
-        return "exempt"
-    for rule in rules:
-        if rule.module == "*" or unknown_modules([rule], [module]) == []:
-            return "as asked" if rule.verdict is Verdict.EXACT else None
-    parts = module.split(".")
-    if "inner_attention" in parts and config.attention == "exact":
-        return "attention"
-    return "routing" if "router" in parts else None
+def receipt_of(model_parts: Iterable[nn.Module]) -> RunReceipt:
+    """What the first forward of each wrapped block in ``model_parts`` stored, as far as it ran."""
+    receipts = []
+    for part in model_parts:
+        for module in part.modules():
+            owner: Any = module
+            if isinstance(module, CheckpointWrapper):
+                owner = module.checkpoint_fn.func
+            if isinstance(owner, BlockCheckpoint | UncheckpointedBlock) and owner.receipt:
+                receipts.append(owner.receipt)
+    return RunReceipt(receipts)
 
 
 def _number_of_layers(model: nn.Module) -> int:

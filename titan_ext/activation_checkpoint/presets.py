@@ -20,7 +20,7 @@ __all__ = ["PRESETS", "Attention", "BlockPlan", "Preset", "StockPolicy", "make_p
 
 Preset = Literal["memory", "speed", "attention", "stock"]
 PRESETS = ("memory", "speed", "attention", "stock")
-Attention = Literal["exact", "float8", "recompute"]
+Attention = Literal["auto", "exact", "float8", "recompute"]
 
 StockPolicy = Callable[..., CheckpointPolicy]
 """What Titan gives to torch's selective checkpointing: called for each operation, in order."""
@@ -74,12 +74,6 @@ class BlockPlan:
             return self.attention if saves else Verdict.RECOMPUTE
         return self.saved if saves else Verdict.RECOMPUTE
 
-    def wants_float8(self) -> bool:
-        """Whether anything is meant to be stored in float8."""
-        rules = self.user_rules + self.preset_rules
-        verdicts = [self.saved, self.attention, self.input, *(rule.verdict for rule in rules)]
-        return Verdict.FLOAT8 in verdicts and not self.exempt("")
-
 
 def make_plan(
     block: nn.Module,
@@ -103,18 +97,32 @@ def make_plan(
     wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
     contexts = wrapper.checkpoint_fn.keywords["context_fn"]
     saved = {op_name(op) for op in stock.get_save_ops()}
+    verdict = resolve_attention(attention, preset, block)
     float8 = mode == "full" or preset != "stock"
     return BlockPlan(
         user_rules=user_rules,
-        preset_rules=() if mode == "full" else _preset_rules(preset, block),
+        preset_rules=() if mode == "full" else _preset_rules(preset, verdict, block),
         base=_base(mode, preset),
         saved=Verdict.FLOAT8 if float8 else Verdict.EXACT,
-        attention=Verdict(attention) if float8 else None,
+        attention=verdict if float8 else None,
         input=Verdict.FLOAT8 if float8 else Verdict.EXACT,
         exempt=exempt,
         stock_policy=lambda: contexts()[0].policy_fn,
         expensive_ops=frozenset({*saved, *_GROUPED, _CPU_ATTENTION} - {"aten.max", "aten.topk"}),
     )
+
+
+def resolve_attention(attention: Attention, preset: Preset, block: nn.Module) -> Verdict:
+    """What "auto" means: "exact", but "speed" has no bytes for it.
+
+    There, multi-head latent attention is stored in float8; of grouped-query attention, whose
+    output is larger than the model dimension, the operation is recomputed.
+    """
+    if attention != "auto":
+        return Verdict(attention)
+    if preset != "speed":
+        return Verdict.EXACT
+    return Verdict.FLOAT8 if hasattr(_attention_of(block), "wkv_a") else Verdict.RECOMPUTE
 
 
 def _base(mode: str, preset: Preset) -> Literal["stock", "expensive", "routing"]:
@@ -123,23 +131,38 @@ def _base(mode: str, preset: Preset) -> Literal["stock", "expensive", "routing"]
     return "expensive" if preset in ("speed", "attention") else "stock"
 
 
-def _preset_rules(preset: Preset, block: nn.Module) -> tuple[Rule, ...]:
+def _preset_rules(preset: Preset, attention: Verdict, block: nn.Module) -> tuple[Rule, ...]:
     if preset == "stock":
         return ()
-    drops = [Rule(Verdict.DROP, module) for module in _ONLY_ADDED]
+    rules = [Rule(Verdict.DROP, module) for module in _ONLY_ADDED]
     last_gemm = {"module": _EXPERTS, "op": "aten.*grouped_mm*", "operand": "w2*"}
     if _exchange_is_stored(block):
-        drops.append(Rule(Verdict.DROP, **last_gemm))
-    rules = [*drops, Rule(Verdict.RECOMPUTE, "moe.router")]
+        rules.append(Rule(Verdict.DROP, **last_gemm))
+    rules.append(Rule(Verdict.RECOMPUTE, "moe.router"))
+    if preset == "attention":
+        return (*rules, Rule(Verdict.RECOMPUTE, "attention"), Rule(Verdict.RECOMPUTE, "attn"))
+    if attention is Verdict.EXACT:
+        rules += _exact_attention()
     if preset == "speed":
-        # What costs most bytes for the FLOPs it saves: FLOPs per byte are the length of the dot
-        # products, so the projections from a low rank go first.
+        # FLOPs saved per byte are the length of the dot products: a low rank goes first.
         rules += [Rule(Verdict.RECOMPUTE, f"attention.{w}") for w in ("wkv_a", "wkv_b", "wq_b")]
         rules.append(Rule(Verdict.RECOMPUTE, **last_gemm))
-    if preset == "attention":
-        rules.append(Rule(Verdict.RECOMPUTE, "attention"))
-        rules.append(Rule(Verdict.RECOMPUTE, "attn"))
+        if attention is Verdict.EXACT:
+            # From exact q, k and v they come out exact, and stock's bytes do not hold them.
+            rules.append(Rule(Verdict.RECOMPUTE, "attention.inner_attention"))
+            rules.append(Rule(Verdict.RECOMPUTE, "attention.wo"))
     return tuple(rules)
+
+
+def _exact_attention() -> list[Rule]:
+    """Exact q, k and v in the recompute: exact projections, of a low rank where there is one."""
+    exact = ("attention.wkv_a", "attention.wq_a", "attention.wq", "attention.qkv_linear")
+    rules = [Rule(Verdict.EXACT, module) for module in exact]
+    return rules + [Rule(Verdict.RECOMPUTE, f"attention.{w}") for w in ("wkv_b", "wq_b")]
+
+
+def _attention_of(block: nn.Module) -> nn.Module | None:
+    return getattr(block, "attention", None)
 
 
 def _exchange_is_stored(block: nn.Module) -> bool:

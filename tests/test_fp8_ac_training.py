@@ -1,0 +1,108 @@
+"""FP8 activation checkpointing under the trainer: several ranks, exchanges, pipelines, units."""
+
+import dataclasses
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training import RankResult, Run, train
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.run_folder import read_scalar
+
+Config = FP8AC.Config
+
+_MOE_BLOCKS = 2
+_EP2 = Run(world=2, ep=2, parallelize="submodule", steps=2, traced_step=2)
+
+
+def _exchanges_in_backward(rank: RankResult) -> int:
+    return sum(e.kind == "all_to_all" and e.in_backward for e in rank.collectives)
+
+
+def _routes_alike(rank: RankResult) -> bool:
+    """Every recompute of a router chose the experts that one of its forwards chose."""
+    forward: dict[str, list[np.ndarray]] = defaultdict(list)
+    recomputed: dict[str, list[np.ndarray]] = defaultdict(list)
+    for name, in_backward, ids in rank.routing:
+        (recomputed if in_backward else forward)[name].append(ids)
+    assert forward
+    assert forward.keys() == recomputed.keys()
+    return all(
+        len(forward[name]) == len(again)
+        and all(np.array_equal(a, b) for a, b in zip(forward[name], again, strict=True))
+        for name, again in recomputed.items()
+    )
+
+
+def test_the_stock_preset_trains_as_stock_selective_does(tmp_path: Path):
+    stock = train(_EP2, tmp_path / "stock")
+    ours = train(dataclasses.replace(_EP2, ac=Config(preset="stock")), tmp_path / "ours")
+    assert ours.losses == stock.losses
+    assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in stock.ranks]
+    assert [r.collectives for r in ours.ranks] == [r.collectives for r in stock.ranks]
+
+
+@pytest.mark.parametrize(
+    ("run", "exchanges"),
+    [
+        (dataclasses.replace(_EP2, ac=Config()), 2),
+        (dataclasses.replace(_EP2, ac=Config(), backend="partial_dtensor"), 2),
+        (dataclasses.replace(_EP2, ac=Config(), routing="one_expert"), 2),
+        (dataclasses.replace(_EP2, ac=Config(preset="speed"), parallelize="block"), 2),
+        # Full exchanges the tokens again, but not their numbers.
+        (dataclasses.replace(_EP2, ac=Config(mode="full")), 4),
+    ],
+    ids=lambda value: str(value),
+)
+def test_under_expert_parallelism(run: Run, exchanges: int, tmp_path: Path):
+    result = train(dataclasses.replace(run, watch_routing=True), tmp_path)
+    for rank in result.ranks:
+        assert _exchanges_in_backward(rank) == exchanges * _MOE_BLOCKS
+        assert _routes_alike(rank)
+    assert np.isfinite(result.losses + result.grad_norms).all()
+    if run.routing == "one_expert":
+        chosen = {int(i) for _, _, ids in result.ranks[0].routing for i in ids.ravel()}
+        assert chosen == {0, 1, 2}, "all of them on the first rank"
+
+
+@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
+def test_without_recompute_nothing_is_exchanged_twice(backend: str, tmp_path: Path):
+    result = train(dataclasses.replace(_EP2, ac=Config(mode="none"), backend=backend), tmp_path)
+    assert {_exchanges_in_backward(rank) for rank in result.ranks} == {2 * _MOE_BLOCKS}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(world=2, pp=2, parallelize="block", ac=Config(), global_batch=4, layers=4),
+        Run(world=2, tp=2, parallelize="block", ac=Config()),
+        Run(model="deepseek_v3_mtp", parallelize="block", ac=Config(), layers=2),
+        Run(model="qwen3_moe", parallelize="block", ac=Config(preset="speed"), layers=2),
+        Run(model="muse_glimmer", parallelize="block", ac=Config(), layers=2),
+    ],
+    ids=str,
+)
+def test_other_layouts_and_models(run: Run, tmp_path: Path):
+    """The first step's gradient norm is bf16's, nearly; the loss falls."""
+    run = dataclasses.replace(run, steps=3)
+    ours = train(run, tmp_path / "ours")
+    stock = train(dataclasses.replace(run, ac="selective", steps=1), tmp_path / "stock")
+    assert ours.losses[0] == stock.losses[0]
+    assert ours.grad_norms[0] == pytest.approx(stock.grad_norms[0], rel=0.01)
+    assert ours.losses[-1] < ours.losses[0]
+
+
+def test_the_receipt_is_in_the_folder_and_in_the_metrics(tmp_path: Path):
+    run = Run(parallelize="block", ac=Config(), steps=1)
+    train(run, tmp_path)
+    (file,) = (tmp_path / "activation_checkpoint").glob("*.json")
+    receipt = json.loads(file.read_text())
+    assert file.name == "rank0_layers_0.json"
+    assert [block["block"] for block in receipt["blocks"]] == ["layers.0", "layers.1", "layers.2"]
+    for name, value in receipt["totals"].items():
+        assert read_scalar(tmp_path, name) == {1: pytest.approx(value)}
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("What waits for backward (3 blocks, one forward):") == 1
