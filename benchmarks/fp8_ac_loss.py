@@ -76,15 +76,17 @@ def train_rank(arm: str, seed: int, steps: int, batch: int, seq_len: int, folder
     config.activation_checkpoint = ARMS[arm]()
     config.debug.seed = 42 + seed
     config.lr_scheduler.warmup_steps = min(20, steps)
-    with _bad_codec() if arm == "bad-codec" else contextlib.nullcontext():
-        with unittest.mock.patch("torchtitan.trainer.time.sleep"):
-            trainer = config.build()
-            if arm == "noise":
-                with torch.no_grad():
-                    for part in trainer.model_parts:
-                        for parameter in part.parameters():
-                            parameter.mul_(1 + 1e-5)
-            trainer.train()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))
+        if arm == "bad-codec":
+            stack.enter_context(_bad_codec())
+        trainer = config.build()
+        if arm == "noise":
+            with torch.no_grad():
+                for part in trainer.model_parts:
+                    for parameter in part.parameters():
+                        parameter.mul_(1 + 1e-5)
+        trainer.train()
     trainer.close()
     dist.barrier()
     dist.destroy_process_group()
