@@ -8,21 +8,36 @@ import inspect
 
 import pytest
 import torch
+import torch.nn as nn
 import torchtitan.distributed.compile
 import torchtitan.trainer
 from torch import _utils
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import flop_registry
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed import full_dtensor
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.common import token_dispatcher
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.moe import MoE, RoutedExperts
+from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
+from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.fsdp import shard, units
 
 
@@ -156,3 +171,78 @@ def test_titan_data_set_registry():
 
 def test_torch_sees_no_accelerator_the_way_titan_asks():
     assert _utils._get_available_device_type() is None or torch.accelerator.is_available()
+
+
+def test_titan_selective_checkpointing_shows_its_policy():
+    """activation_checkpoint.presets asks it what stock would save."""
+    block = nn.Sequential(nn.Linear(4, 4))
+    policy = SelectiveAC(SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[]))
+    wrapper = policy._wrap_block(block, base_fqn="layers.0")
+    assert isinstance(wrapper, CheckpointWrapper)
+    forward, _ = wrapper.checkpoint_fn.keywords["context_fn"]()
+    context = SelectiveCheckpointContext(is_recompute=False, op_output=None)
+    x, w = torch.zeros(2, 4), torch.zeros(4, 4)
+    answers = [forward.policy_fn(context, torch.ops.aten.mm.default, x, w) for _ in range(2)]
+    assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+    plan = make_plan(
+        block,
+        "layers.0",
+        mode="selective",
+        preset="stock",
+        attention="auto",
+        user_rules=(),
+        exempt=lambda module: False,
+    )
+    assert plan.stock_policy() is not plan.stock_policy(), "counts start anew in each forward"
+
+
+def test_torch_gives_saved_outputs_to_the_hooks_around_a_checkpoint():
+    """activation_checkpoint.blocks: the input first, then each output that the policy saves."""
+    seen: list[tuple[int, ...]] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return x.detach()
+
+    def policy(ctx, func, *args, **kwargs) -> CheckpointPolicy:
+        assert not ctx.is_recompute
+        assert ctx.op_output is not None
+        saves = func is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 5, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = checkpoint(
+            lambda x: torch.mm(x, w).sin(),
+            x,
+            use_reentrant=False,
+            respect_saved_tensors_hooks=True,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        )
+    y.sum().backward()
+    assert seen == [(2, 3), (2, 5)]
+
+
+def test_titan_halves_the_token_counts_of_checkpointed_blocks():
+    """uncheckpointed.UncheckpointedBlock has no ``checkpoint_impl`` and so is not halved."""
+    source = inspect.getsource(register_moe_load_balancing_hook)
+    assert 'getattr(module, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT' in source
+
+
+def test_titan_names_that_presets_go_by():
+    assert {"inner_experts", "token_dispatcher"} <= {
+        f.name for f in dataclasses.fields(RoutedExperts.Config)
+    }
+    assert {"routed_experts", "router", "shared_experts"} <= {
+        f.name for f in dataclasses.fields(MoE.Config)
+    }
+    latent = {f.name for f in dataclasses.fields(LatentAttention.Config)}
+    assert {"wq", "wq_a", "wq_b", "wkv_a", "wkv_b", "wo", "inner_attention"} <= latent
+    assert {"qkv_linear", "wo", "inner_attention"} <= {
+        f.name for f in dataclasses.fields(GQAttention.Config)
+    }
+
+
+def test_torch_has_no_flop_formula_for_grouped_gemms():
+    """activation_checkpoint.receipts counts them itself."""
+    assert torch.ops.aten._grouped_mm not in flop_registry

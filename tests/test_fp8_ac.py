@@ -2,7 +2,9 @@
 
 import dataclasses
 import gc
+import logging
 import unittest.mock
+from typing import Any
 
 import pytest
 import torch
@@ -57,8 +59,11 @@ def _gradients(
 
 def _worst(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, str]:
     assert reference.keys() == other.keys()
-    flat = {n: (reference[n].double().flatten(), other[n].double().flatten()) for n in reference}
-    return min((nn.functional.cosine_similarity(a, b, 0).item(), n) for n, (a, b) in flat.items())
+    return min((_cosine(reference[name], other[name]), name) for name in reference)
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
 
 
 def _block(index: str = "1") -> nn.Module:
@@ -161,9 +166,7 @@ def test_attention_is_exact_by_default():
     for name in ("wq", "wkv_a", "wkv_b"):
         key = f"layers.1.attention.{name}.weight"
         # What reaches it from float8 comes through the feed-forward of the block only.
-        assert (
-            nn.functional.cosine_similarity(*(g[key].double().flatten() for g in grads), 0) > 0.9998
-        )
+        assert _cosine(grads[0][key], grads[1][key]) > 0.9998
 
 
 @pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="full")])
@@ -201,7 +204,7 @@ def test_tokens_are_counted_as_titan_expects():
         config.build(dump_folder="").apply(model)
         _forward(model, tokens()).backward()
         block = model.layers["1"]
-        assert block.moe.tokens_per_expert_E.sum() == times * _ROUTED
+        assert block.get_submodule("moe").get_buffer("tokens_per_expert_E").sum() == times * _ROUTED
         halves = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
         assert halves == (times == 2)
 
@@ -276,6 +279,19 @@ def test_exempt_layers_and_modules_are_exact():
     assert float8(Config(exempt=["layers.1.moe"])) == {"layers.0": 2, "layers.1": 1, "layers.2": 2}
 
 
+def test_fp32_copies_of_bf16_are_kept_as_bf16():
+    """Without a loss: with everything else exact, the gradients are those of no policy."""
+    exact = Config(mode="none", verdicts={"*": "exact", "input": "float8"})
+    with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
+        receipt = measure_block(_block(), _input(), None, None, config=exact)
+        ours = _gradients(exact)
+    narrowed = [row for row in receipt.stored if row.treatment == "exact: as bfloat16"]
+    assert any(2 * row.nbytes == row.original_nbytes for row in narrowed)
+    assert sum(row.nbytes for row in narrowed) >= 2 * _ROUTED * _D
+    reference = _gradients(None)
+    assert all(torch.equal(reference[name], ours[name]) for name in reference)
+
+
 def test_verdicts_by_name():
     config = Config(
         preset="stock",
@@ -294,6 +310,15 @@ def test_verdicts_by_name():
     assert by_name["attention.wkv_b:aten.mm:weight"] == "exact"
 
 
+def test_a_verdict_that_decides_nothing_is_said(caplog):
+    verdicts = {"moe:aten.mm:w9*": "exact", "moe.shared_experts.w1": "exact"}
+    with caplog.at_level(logging.WARNING):
+        measure_block(_block(), _input(), None, None, config=Config(verdicts=verdicts))
+    said = [record.message for record in caplog.records if "decided nothing" in record.message]
+    assert len(said) == 1
+    assert "moe:aten.mm:w9*" in said[0]
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -309,6 +334,7 @@ def test_verdicts_by_name():
         ({"verdicts": {"moe": "flaot8"}}, r"verdicts\.'moe' is 'flaot8'.*mean 'float8'"),
         ({"verdicts": {"moe::x": "float8"}}, r"'moe::x' is no pattern"),
         ({"verdicts": {"*:aten.mm:*:x": "exact"}}, r"the occurrence in '\*:aten\.mm:\*:x'"),
+        ({"verdicts": {"*:aten.mmm": "exact"}}, r"no operation 'aten\.mmm'; .*mean 'aten\.mm'"),
         ({"verdicts": {"input": "drop"}}, r'verdicts\."input" is .drop.; the inputs'),
         ({"mode": "none", "verdicts": {"moe": "drop"}}, r"autograd decides what is saved"),
     ],
@@ -316,6 +342,11 @@ def test_verdicts_by_name():
 def test_bad_values(keys, message):
     with pytest.raises(ValueError, match=message):
         Config(**keys)
+
+
+def test_unknown_exempt():
+    with pytest.raises(ValueError, match=r"exempt: no module of the model is called 'layers\.7'"):
+        enable_fp8_activation_checkpointing(debug_model(layers=2), Config(exempt=["layers.7"]))
 
 
 def test_unknown_module():
@@ -330,7 +361,7 @@ def test_command_line():
         "--module titan_ext --config deepseek_v3_debugmodel activation_checkpoint:fp8 "
         "--activation_checkpoint.preset speed --activation_checkpoint.exempt_first 2"
     )
-    config = ConfigManager().parse_args(line.split())
+    config: Any = ConfigManager().parse_args([str(word) for word in line.split()])
     assert config.activation_checkpoint == Config(preset="speed", exempt_first=2)
 
 
@@ -349,6 +380,13 @@ def test_toml(tmp_path, monkeypatch):
     verdicts = {"moe.shared_experts": "exact", "*:aten.mm": "float8"}
     assert config == Config(preset="speed", block=64, verdicts=verdicts)
     assert [rule.module for rule in config.rules()] == ["moe.shared_experts", "*"]
+
+
+def test_compile_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = DEBUG + '[activation_checkpoint]\npolicy = "fp8"\n[compile]\nenable = true\n'
+    with pytest.raises(ValueError, match=r'policy "fp8" does not run under torch\.compile yet'):
+        resolve_text(tmp_path, text)
 
 
 def test_every_key_of_the_codec_is_a_key():

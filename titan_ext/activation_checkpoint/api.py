@@ -44,7 +44,7 @@ def measure_block(
 ) -> BlockReceipt:
     """Run one block forward and backward under a policy and say what was stored and recomputed.
 
-    Gradients are accumulated into its parameters and inputs.
+    The block is left as it was; gradients are accumulated into its parameters and inputs.
 
     Args:
         block: A transformer block.
@@ -58,5 +58,6 @@ def measure_block(
     policy.apply(holder)
     out = holder.get_submodule("layers.0")(*args, **kwargs)
     (loss(out) if loss is not None else out.float().sum()).backward()
+    policy.remove_hooks()
     (receipt,) = policy.receipt.blocks
     return receipt

@@ -41,7 +41,7 @@ class BlockStore:
 
     def __init__(self, block: nn.Module, codec: Codec, fp32: str) -> None:
         self._store = SavedTensorStore(codec, modules=[block], policy=self._keep_exact)
-        self._fp32 = fp32
+        self.fp32 = fp32
         self._reason: str | None = None
 
     def pack(self, x: torch.Tensor, name: str, *, reason: str | None) -> Any:
@@ -56,34 +56,36 @@ class BlockStore:
         if self._reason is not None:
             return self._reason
         statistic = x.dtype == torch.float32 and (x.dim() == 0 or x.shape[-1] < _CODEC_BLOCK)
-        return keep_exact(x, fp32=statistic or self._fp32 == "exact")
+        return keep_exact(x, fp32=statistic or self.fp32 == "exact")
 
 
 class BlockCheckpoint:
     """A ``checkpoint_fn`` for torch's ``CheckpointWrapper``.
 
     Args:
-        block, name: The block, and its name in the model.
+        name: Of the block, in the model.
         plan: Its verdicts.
         store: Where outputs go.
+        sites: Names its operations.
         options: For ``torch.utils.checkpoint.checkpoint``.
         on_receipt: Called with the receipt of the first forward.
     """
 
     def __init__(
         self,
-        block: nn.Module,
         name: str,
         plan: BlockPlan,
         store: BlockStore,
+        sites: BlockSites,
         options: dict[str, Any],
         on_receipt: Callable[[BlockReceipt], None],
     ) -> None:
         self.name = name
         self.plan = plan
         self.store = store
-        self.sites = BlockSites(block)
+        self.sites = sites
         self.refused_drops: set[Site] = set()
+        self.used_rules: set[Rule] = set()
         self._options = options
         self.receipt: BlockReceipt | None = None
         self._on_receipt = on_receipt
@@ -188,6 +190,8 @@ class _Call:
     def _input_verdict(self) -> Verdict:
         site = Site("", INPUT)
         rule = next((r for r in self._plan.user_rules if r.matches(site)), None)
+        if rule is not None:
+            self._owner.used_rules.add(rule)
         return self._exempted(rule.verdict if rule else self._plan.input, site)
 
     def _verdict_of(
@@ -200,6 +204,7 @@ class _Call:
             return base
         for rule in self._plan.user_rules:
             if self._applies(rule, site):
+                self._owner.used_rules.add(rule)
                 return self._exempted(rule.verdict, site)
         for rule in self._plan.preset_rules:
             refused = rule.verdict is Verdict.DROP and site in self._owner.refused_drops

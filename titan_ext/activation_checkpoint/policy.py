@@ -20,24 +20,17 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, BlockStore
+from titan_ext.activation_checkpoint.checks import KEY, check_choice, check_names, check_rules
 from titan_ext.activation_checkpoint.presets import PRESETS, Attention, Preset, make_plan
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, RunReceipt
+from titan_ext.activation_checkpoint.sites import BlockSites
 from titan_ext.activation_checkpoint.uncheckpointed import UncheckpointedBlock, why_exact
-from titan_ext.activation_checkpoint.verdicts import (
-    INPUT,
-    Rule,
-    Verdict,
-    nearest,
-    parse_rules,
-    unknown_modules,
-)
+from titan_ext.activation_checkpoint.verdicts import Rule, Verdict, parse_rules
 from titan_ext.fp8 import Codec
 
 __all__ = ["FP8AC", "receipt_of"]
 
 Mode = Literal["selective", "full", "none"]
-_KEY = "activation_checkpoint"
-_CHILDREN = ("attention", "attn", "moe", "feed_forward")
 
 
 class FP8AC(ActivationCheckpointing):
@@ -104,38 +97,38 @@ class FP8AC(ActivationCheckpointing):
         """Of the stochastic rounding."""
 
         def __post_init__(self) -> None:
-            _check_choice("mode", self.mode, ("selective", "full", "none"))
-            _check_choice("preset", self.preset, PRESETS)
-            _check_choice("attention", self.attention, ("auto", "exact", "float8", "recompute"))
-            _check_choice("fp32", self.fp32, ("exact", "float8"))
+            check_choice("mode", self.mode, ("selective", "full", "none"))
+            check_choice("preset", self.preset, PRESETS)
+            check_choice("attention", self.attention, ("auto", "exact", "float8", "recompute"))
+            check_choice("fp32", self.fp32, ("exact", "float8"))
             for key in ("exempt_first", "exempt_last"):
                 value = getattr(self, key)
                 if not isinstance(value, int) or value < 0:
-                    raise ValueError(f"{_KEY}.{key} is {value!r}; expected 0 or more layers.")
+                    raise ValueError(f"{KEY}.{key} is {value!r}; expected 0 or more layers.")
             if self.mode != "selective" and self.preset != "memory":
                 raise ValueError(
-                    f'{_KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
+                    f'{KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
                 )
             if self.mode == "full" and self.attention != "auto":
                 raise ValueError(
-                    f'{_KEY}.attention is {self.attention!r}; it has no meaning with mode "full", '
+                    f'{KEY}.attention is {self.attention!r}; it has no meaning with mode "full", '
                     "which recomputes attention."
                 )
             if self.mode == "none" and self.attention == "recompute":
                 raise ValueError(
-                    f'{_KEY}.attention is "recompute", but mode "none" recomputes nothing; '
+                    f'{KEY}.attention is "recompute", but mode "none" recomputes nothing; '
                     'expected "exact" or "float8".'
                 )
             if self.debug and self.mode != "none":
                 raise ValueError(
-                    f"{_KEY}.debug is on; torch has no debug mode for selective checkpoints. "
+                    f"{KEY}.debug is on; torch has no debug mode for selective checkpoints. "
                     'Expected false, or policy "full".'
                 )
-            self._check_rules()
+            check_rules(self.rules(), self.mode)
             try:
                 self.codec()
             except ValueError as error:
-                raise ValueError(str(error).replace("Codec.", f"{_KEY}.")) from None
+                raise ValueError(str(error).replace("Codec.", f"{KEY}.")) from None
 
         def codec(self) -> Codec:
             """The codec that the keys describe."""
@@ -143,55 +136,52 @@ class FP8AC(ActivationCheckpointing):
 
         def rules(self) -> tuple[Rule, ...]:
             """``verdicts``, parsed."""
-            return parse_rules(self.verdicts, f"{_KEY}.verdicts")
-
-        def _check_rules(self) -> None:
-            for rule in self.rules():
-                stored = rule.verdict in (Verdict.EXACT, Verdict.FLOAT8)
-                if rule.module == INPUT and not stored:
-                    raise ValueError(
-                        f'{_KEY}.verdicts."{INPUT}" is {rule.verdict.value!r}; the inputs of a '
-                        "block cannot be had again: expected exact or float8."
-                    )
-                if self.mode == "none" and (not stored or rule.op != "*"):
-                    raise ValueError(
-                        f'{_KEY}.verdicts: with mode "none" autograd decides what is saved; '
-                        f"expected modules with exact or float8, got {rule.module}:{rule.op} = "
-                        f"{rule.verdict.value!r}."
-                    )
+            return parse_rules(self.verdicts, f"{KEY}.verdicts")
 
     def __init__(self, config: "FP8AC.Config", dump_folder: str = "") -> None:
         super().__init__(config, dump_folder)
         self.blocks: dict[str, BlockReceipt | None] = {}
-        self.total_layers = 0
-        """Of the whole model; ``exempt_last`` counts from there."""
+        self.used_rules: set[Rule] = set()
+        self._sites: list[BlockSites] = []
+        self._total_layers = 0
+        self._prefix = ""
 
     @property
     def receipt(self) -> RunReceipt:
         return RunReceipt([receipt for receipt in self.blocks.values() if receipt is not None])
 
     def apply(self, model: nn.Module) -> None:
-        """Wrap every transformer block of ``model``, in place.
+        """Wrap every transformer block of ``model``, in place: the decoder first, then any towers.
 
         Raises:
             ValueError: if a name in ``verdicts`` or ``exempt`` is of no module.
         """
-        layers = model.get_submodule("layers")
-        self.total_layers = _number_of_layers(model)
-        self._check_names({f"layers.{name}": block for name, block in layers.named_children()})
+        if not self.blocks:
+            config = cast("FP8AC.Config", self.config)
+            self._total_layers = _number_of_layers(model)
+            check_names(config.rules(), config.exempt, model, self._total_layers)
+        else:
+            self._prefix = f"{type(model).__name__}."
         super().apply(model)
 
+    def remove_hooks(self) -> None:
+        """Take our hooks off the modules again; the wrappers around the blocks stay."""
+        for sites in self._sites:
+            sites.remove()
+
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        name = base_fqn or "block"
+        name = f"{self._prefix}{base_fqn or 'block'}"
         self.blocks[name] = None
         config = cast("FP8AC.Config", self.config)
         store = BlockStore(module, config.codec(), config.fp32)
         exempt = functools.partial(self._is_exempt, name)
+        sites = BlockSites(module)
+        self._sites.append(sites)
         if config.mode == "none":
             is_exact = functools.partial(
                 why_exact, rules=config.rules(), attention=config.attention, exempt=exempt
             )
-            return UncheckpointedBlock(module, name, store, is_exact, self._take_receipt)
+            return UncheckpointedBlock(module, name, store, sites, is_exact, self._take_receipt)
         plan = make_plan(
             module,
             name,
@@ -205,34 +195,22 @@ class FP8AC(ActivationCheckpointing):
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
         }
-        checkpoint = BlockCheckpoint(module, name, plan, store, options, self._take_receipt)
+        checkpoint = BlockCheckpoint(name, plan, store, sites, options, self._take_receipt)
+        checkpoint.used_rules = self.used_rules
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
 
     def _is_exempt(self, block: str, module: str) -> bool:
         config = cast("FP8AC.Config", self.config)
         layer = block.rpartition(".")[2]
-        if layer.isdecimal():
+        if layer.isdecimal() and not self._prefix:
             if int(layer) < config.exempt_first:
                 return True
-            if int(layer) >= self.total_layers - config.exempt_last:
+            if int(layer) >= self._total_layers - config.exempt_last:
                 return True
         name = f"{block}.{module}" if module else block
         parts = name.split(".")
         names = [".".join(parts[: n + 1]) for n in range(len(parts))]
         return any(fnmatch.fnmatchcase(n, glob) for glob in config.exempt for n in names)
-
-    def _check_names(self, blocks: dict[str, nn.Module]) -> None:
-        config = cast("FP8AC.Config", self.config)
-        inside = {name for block in blocks.values() for name, _ in block.named_modules()} - {""}
-        if not inside:
-            return
-        missing = {name for name in _CHILDREN if name not in inside}  # in other pipeline stages
-        for pattern in unknown_modules(config.rules(), inside):
-            if pattern.split(".")[0] not in missing:
-                raise ValueError(
-                    f"{_KEY}.verdicts: no module of a block is called {pattern!r}"
-                    f"{nearest(pattern, inside)}."
-                )
 
     def _take_receipt(self, receipt: BlockReceipt) -> None:
         self.blocks[receipt.block] = receipt
@@ -240,17 +218,29 @@ class FP8AC(ActivationCheckpointing):
             return
         run = self.receipt
         logger.info(f"What waits for backward ({len(run.blocks)} blocks, one forward):\n{run}")
+        self._warn_of_idle_rules()
         if self.dump_folder:
             rank = dist.get_rank() if dist.is_initialized() else 0
             first = run.blocks[0].block.replace(".", "_")
-            run.write(Path(self.dump_folder) / _KEY / f"rank{rank}_{first}.json")
+            run.write(Path(self.dump_folder) / KEY / f"rank{rank}_{first}.json")
         if self._wants_float8() and not any(block.float8_tensors for block in run.blocks):
             kept = sorted({row.treatment for row in run.rows()})
             raise RuntimeError(
-                f"{_KEY}: float8 was asked for and nothing was stored in it. What was kept: "
-                f"{', '.join(kept) or 'nothing'}. fp32 activations need {_KEY}.fp32 = 'float8'; "
+                f"{KEY}: float8 was asked for and nothing was stored in it. What was kept: "
+                f"{', '.join(kept) or 'nothing'}. fp32 activations need {KEY}.fp32 = 'float8'; "
                 "else choose policy 'selective', 'full' or 'none'."
             )
+
+    def _warn_of_idle_rules(self) -> None:
+        config = cast("FP8AC.Config", self.config)
+        if config.mode == "none":
+            return
+        for pattern, rule in zip(config.verdicts, config.rules(), strict=True):
+            if rule not in self.used_rules:
+                logger.warning(
+                    f"{KEY}.verdicts: {pattern!r} decided nothing in these blocks: no operation "
+                    "matches it, or an earlier verdict does."
+                )
 
     def _wants_float8(self) -> bool:
         config = cast("FP8AC.Config", self.config)
@@ -279,11 +269,3 @@ def _number_of_layers(model: nn.Module) -> int:
     config = getattr(model, "config", None)
     layers = getattr(config, "layers", None)
     return len(layers) if layers else len(list(model.get_submodule("layers").children()))
-
-
-def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(
-            f"{_KEY}.{key} is {value!r}; expected one of {', '.join(choices)}"
-            f"{nearest(str(value), choices)}."
-        )

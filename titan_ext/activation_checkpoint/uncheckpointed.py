@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from titan_ext.activation_checkpoint.blocks import BlockStore, restore
 from titan_ext.activation_checkpoint.receipts import BlockReceipt
 from titan_ext.activation_checkpoint.sites import BlockSites, storage_ids
+from titan_ext.activation_checkpoint.upcasts import Narrowed, UpcastWatch
 from titan_ext.activation_checkpoint.verdicts import Rule, Verdict, unknown_modules
 from titan_ext.fp8 import Ledger
 
@@ -30,13 +31,14 @@ class UncheckpointedBlock(ActivationWrapper):
         block: nn.Module,
         name: str,
         store: BlockStore,
+        sites: BlockSites,
         is_exact: Callable[[str], str | None],
         on_receipt: Callable[[BlockReceipt], None],
     ) -> None:
         super().__init__(block)
         self._name = name
         self._store = store
-        self._sites = BlockSites(block)
+        self._sites = sites
         self._is_exact = is_exact
         self.receipt: BlockReceipt | None = None
         self._on_receipt = on_receipt
@@ -45,6 +47,7 @@ class UncheckpointedBlock(ActivationWrapper):
         entries: list[Any] = []
         packs = 0
         exact_storages: set[int] = set()
+        upcasts = UpcastWatch()
 
         def pack(x: torch.Tensor) -> Any:
             nonlocal packs
@@ -53,14 +56,20 @@ class UncheckpointedBlock(ActivationWrapper):
             reason = self._is_exact(module)
             if reason is None and exact_storages.intersection(storage_ids(x)):
                 reason = "kept by another"
-            entry = self._store.pack(x, module or "(block)", reason=reason)
-            if entry.treatment.startswith("exact"):
+            name = module or "(block)"
+            narrow = upcasts.source_dtype(x) if self._store.fp32 == "exact" else None
+            entry: Any
+            if narrow is not None and x.numel() == x.untyped_storage().nbytes() // 4:
+                entry = Narrowed(x, narrow, name)
+            else:
+                entry = self._store.pack(x, name, reason=reason)
+            if entry.treatment.startswith("exact") and not isinstance(entry, Narrowed):
                 exact_storages.update(storage_ids(x))
             if self.receipt is None:
                 entries.append(entry)
             return entry
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, restore):
+        with upcasts, torch.autograd.graph.saved_tensors_hooks(pack, restore):
             out = self._checkpoint_wrapped_module(*args, **kwargs)
         if self.receipt is None and torch.is_grad_enabled():
             ledger = Ledger(list({id(entry): entry for entry in entries}.values()))
