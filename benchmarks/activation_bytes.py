@@ -20,6 +20,7 @@ largest attention logit is 20.
 import argparse
 import contextlib
 import dataclasses
+import gc
 import os
 import sys
 import tempfile
@@ -127,6 +128,8 @@ def measure(
                 worst=worst,
             )
         )
+        del gradients
+        gc.collect()  # modules are cycles: without it two models are there at a time
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
