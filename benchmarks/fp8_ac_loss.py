@@ -1,0 +1,228 @@
+"""Does float8 activation checkpointing change the loss? Paired runs, beside a run of mere noise.
+
+    python benchmarks/fp8_ac_loss.py                    # every arm, 3 seeds; goes on where it was
+    python benchmarks/fp8_ac_loss.py --arms selective noise --seeds 0
+    python benchmarks/fp8_ac_loss.py --report-only
+
+The DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, 300 steps of Python's standard
+library, the parameters in fp32 and the computation in bf16. Training is chaotic: a relative change
+of 1e-5 of every weight ("noise") moves single losses by hundredths. So every arm is compared with
+Titan's selective checkpointing of the same seed, by the mean of the last 50 steps. ``bad-codec``
+decodes a quarter too large: a comparison that it passes would prove nothing.
+
+Each run writes ARM-SEED.json when it ends; a run that has one is not run again. The table and
+``fp8_ac_loss.png`` are made of what is there.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import unittest.mock
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.tools.logging import init_logger
+
+from tests.cluster import run_ranks
+from tests.training import Run, make_config
+from titan_ext import no_accelerator
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.data.stdlib_corpus import make_corpus, register_stdlib_corpus
+from titan_ext.fp8 import dequantize, saved_tensors
+from titan_ext.run_folder import LOSS, read_scalar
+
+REFERENCE = "selective"
+BOUND = 0.01  # nat
+ARMS: dict[str, Any] = {
+    REFERENCE: SelectiveAC.Config,
+    "noise": SelectiveAC.Config,
+    "fp8": FP8AC.Config,
+    "fp8-speed": lambda: FP8AC.Config(preset="speed"),
+    "fp8-full": lambda: FP8AC.Config(mode="full"),
+    "fp8-none": lambda: FP8AC.Config(mode="none"),
+    "fp8-none-fp32": lambda: FP8AC.Config(mode="none", fp32="float8"),
+    "bad-codec": FP8AC.Config,
+}
+"""By name, what checkpoints activations. "fp8" is the policy's default."""
+
+
+def train_rank(arm: str, seed: int, steps: int, batch: int, seq_len: int, folder: Path) -> None:
+    """One rank of one run; the losses are in TensorBoard's files under ``folder``."""
+    init_logger()
+    no_accelerator.enable()
+    register_stdlib_corpus()
+    run = Run(
+        parallelize="auto",
+        world=2,
+        ep=2,
+        global_batch=2 * batch,
+        seq_len=seq_len,
+        steps=steps,
+        layers=3,
+    )
+    config = make_config(run, folder)
+    config.activation_checkpoint = ARMS[arm]()
+    config.debug.seed = 42 + seed
+    config.lr_scheduler.warmup_steps = min(20, steps)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))
+        if arm == "bad-codec":
+            stack.enter_context(_bad_codec())
+        trainer = config.build()
+        if arm == "noise":
+            with torch.no_grad():
+                for part in trainer.model_parts:
+                    for parameter in part.parameters():
+                        parameter.mul_(1 + 1e-5)
+        trainer.train()
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _bad_codec() -> Iterator[None]:
+    def too_large(quantized, codec, dtype):
+        return dequantize(quantized, codec, dtype) * 1.25
+
+    with unittest.mock.patch.object(saved_tensors, "dequantize", too_large):
+        yield
+
+
+def train(
+    arm: str, seed: int, *, steps: int, batch: int, seq_len: int, output: Path
+) -> dict[str, Any]:
+    """Run one arm with one seed, unless its file is there; return what the file says.
+
+    Raises:
+        ValueError: if the file is of a run of another size.
+    """
+    file = output / f"{arm}-{seed}.json"
+    size = {"steps": steps, "batch": batch, "seq_len": seq_len}
+    if file.exists():
+        record = json.loads(file.read_text())
+        if {key: record[key] for key in size} != size:
+            raise ValueError(f"{file} is of another size than {size}: choose another --output.")
+        return record
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        args = (arm, seed, steps, batch, seq_len, folder)
+        run_ranks(train_rank, 2, *args, log_folder=folder / "logs", timeout_s=7200)
+        losses = list(read_scalar(folder, LOSS).values())
+    record = size | {"arm": arm, "seed": seed, "seconds": time.monotonic() - begin}
+    record["losses"] = losses
+    output.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(record))
+    part.replace(file)  # whole or not there
+    return record
+
+
+def load(output: Path) -> dict[str, dict[int, list[float]]]:
+    """Losses by arm and seed of the runs that have ended, arms in the order of ``ARMS``."""
+    runs: dict[str, dict[int, list[float]]] = {}
+    for arm in ARMS:
+        for file in sorted(output.glob(f"{arm}-[0-9]*.json")):
+            record = json.loads(file.read_text())
+            runs.setdefault(arm, {})[record["seed"]] = record["losses"]
+    return runs
+
+
+def mean_of_last(losses: list[float], last: int = 50) -> float:
+    return statistics.fmean(losses[-last:])
+
+
+def differences(runs: dict[str, dict[int, list[float]]], arm: str) -> dict[int, float]:
+    """By seed: how much larger the arm's mean of the last 50 losses is than the reference's."""
+    reference = runs.get(REFERENCE, {})
+    return {
+        seed: mean_of_last(losses) - mean_of_last(reference[seed])
+        for seed, losses in runs[arm].items()
+        if seed in reference
+    }
+
+
+def table(runs: dict[str, dict[int, list[float]]]) -> str:
+    """Means by arm; the mean difference over the seeds decides."""
+    lines = [
+        "| arm | seeds | mean loss, last 50 steps | less selective, by seed | mean | within 0.01 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm, by_seed in runs.items():
+        mean = statistics.fmean(mean_of_last(losses) for losses in by_seed.values())
+        pairs = differences(runs, arm)
+        cells = ", ".join(f"{d:+.4f}" for d in pairs.values()) if arm != REFERENCE else ""
+        average = statistics.fmean(pairs.values()) if pairs and arm != REFERENCE else None
+        verdict = "" if average is None else ("yes" if abs(average) <= BOUND else "no")
+        shown = "" if average is None else f"{average:+.4f}"
+        lines.append(f"| {arm} | {len(by_seed)} | {mean:.4f} | {cells} | {shown} | {verdict} |")
+    return "\n".join(lines)
+
+
+def plot(runs: dict[str, dict[int, list[float]]], file: Path, window: int = 20) -> None:
+    """Above the losses; below the difference to the reference, a mean over ``window`` steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(8, 7), layout="constrained")
+    for color, (arm, by_seed) in zip(pyplot.get_cmap("tab10").colors, runs.items(), strict=False):
+        for seed, losses in by_seed.items():
+            label = arm if seed == min(by_seed) else None
+            top.plot(losses, color=color, label=label, linewidth=0.6)
+            if arm == REFERENCE or seed not in runs.get(REFERENCE, {}):
+                continue
+            gaps = [a - b for a, b in zip(losses, runs[REFERENCE][seed], strict=True)]
+            smooth = [statistics.fmean(gaps[max(0, i - window) : i + 1]) for i in range(len(gaps))]
+            bottom.plot(smooth, color=color, linewidth=0.8)
+    top.set_ylabel("loss (nat a token)")
+    top.legend()
+    bottom.axhspan(-BOUND, BOUND, color="0.9")
+    bottom.set_ylim(-0.1, 0.1)
+    bottom.set_ylabel(f"less {REFERENCE}, mean of {window} steps")
+    bottom.set_xlabel("step")
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=2, help="sequences a rank (%(default)s)")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--output", type=Path, default=Path("outputs/fp8_ac_loss"))
+    parser.add_argument("--report-only", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    if not args.report_only:
+        make_corpus()
+        for seed in args.seeds:
+            for arm in args.arms:
+                size = {"steps": args.steps, "batch": args.batch, "seq_len": args.seq_len}
+                record = train(arm, seed, **size, output=args.output)
+                mean = mean_of_last(record["losses"])
+                print(f"{arm} {seed}: {mean:.4f}, {record['seconds']:.0f} s", flush=True)
+    runs = load(args.output)
+    if not runs:
+        raise ValueError(f"{args.output} has no run yet; leave --report-only out.")
+    print(table(runs))
+    plot(runs, args.output / "fp8_ac_loss.png")
+
+
+if __name__ == "__main__":
+    main()

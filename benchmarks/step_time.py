@@ -1,0 +1,147 @@
+"""Step time of activation checkpointing policies, in turn with stock selective's, in one run.
+
+    python benchmarks/step_time.py                       # CPU: two debug MoE blocks, one process
+    python benchmarks/step_time.py --cuda                # GPU: DeepSeek-V3 16B geometry, 4 layers
+
+On a CPU only the ratio means something, and little: a CPU converts float8 in software. On a GPU
+the model is 4 layers of the 16B geometry with embedding and head, one sequence of 4096 tokens;
+figures are tokens per second, peak memory, and both as ratios to stock selective. A round runs
+every arm, one after the other; ratios are of one round, and their median is given.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.nn as nn
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools.utils import set_default_dtype
+
+from benchmarks.activation_bytes import ARMS
+from benchmarks.moe_blocks import BlockRun, Layout
+
+STOCK = "stock-selective"
+GIB = 2**30
+
+
+def cpu_step(arm: str, tokens: int) -> Callable[[], None]:
+    """One forward and backward of a debug MoE block."""
+    run = BlockRun("debug", Layout(), tokens)
+    model = run.build(ARMS[arm](), stock=True)
+    leaf_BLD = run.input_BLD.clone().requires_grad_()
+
+    def step() -> None:
+        with run.context():
+            run.forward(model, leaf_BLD).backward()
+        model.zero_grad()
+        leaf_BLD.grad = None
+
+    return step
+
+
+def cuda_step(arm: str, tokens: int, layers: int = 4) -> Callable[[], None]:
+    """One forward and backward of the first ``layers`` layers of the 16B model, bf16."""
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    spec = model_registry("16B")
+    config = cast(Decoder.Config, spec.model)
+    config.layers = config.layers[:layers]
+    for _, _, parent, key in list(spec.traverse(FlexAttention.Config)):
+        setattr(parent, str(key), ScaledDotProductAttention.Config())
+    with torch.device("meta"), set_default_dtype(torch.bfloat16):
+        model = cast(Any, config.build())
+    ac_config = ARMS[arm]()
+    if ac_config is not None:
+        ac_config.build().apply(model)
+    model.to_empty(device="cuda")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cuda"))
+    ids_BL = torch.randint(config.vocab_size, (1, tokens + 1), device="cuda")
+
+    def step() -> None:
+        logits_BLV = model(ids_BL[:, :-1])
+        nn.functional.cross_entropy(
+            logits_BLV.flatten(0, 1).float(), ids_BL[:, 1:].flatten()
+        ).backward()
+        model.zero_grad()
+
+    return step
+
+
+def seconds(step: Callable[[], None], cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measure(
+    arms: list[str], *, tokens: int, rounds: int, warm_up: int, cuda: bool
+) -> dict[str, list[float]]:
+    """Seconds of a step by arm, one value a round."""
+    steps = {arm: (cuda_step if cuda else cpu_step)(arm, tokens) for arm in arms}
+    for step in steps.values():
+        for _ in range(warm_up):
+            step()
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(rounds):
+        for arm, step in steps.items():
+            times[arm].append(seconds(step, cuda))
+    return times
+
+
+def peak_bytes(arm: str, tokens: int) -> int:
+    """Peak memory of two steps on the GPU, the model of this arm alone."""
+    step = cuda_step(arm, tokens)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cuda", action="store_true", help="16B geometry, 4 layers, on a GPU")
+    parser.add_argument("--arms", nargs="+", default=["fp8-memory", "fp8-speed"], choices=ARMS)
+    parser.add_argument("--tokens", type=int, help="default: 4096 on a GPU, 512 on a CPU")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    if args.cuda and not torch.cuda.is_available():
+        parser.error("--cuda needs a GPU, and torch sees none here; without it, the CPU is timed.")
+
+    tokens = args.tokens or (4096 if args.cuda else 512)
+    arms = [STOCK, *(arm for arm in args.arms if arm != STOCK)]
+    # One after another, before the timed models are all there together.
+    peaks = {arm: peak_bytes(arm, tokens) for arm in arms} if args.cuda else {}
+    times = measure(arms, tokens=tokens, rounds=args.rounds, warm_up=2, cuda=args.cuda)
+    device = torch.cuda.get_device_name() if args.cuda else "CPU"
+    print(f"{device}, torch {torch.__version__}, {tokens} tokens, {args.rounds} rounds")
+    for arm, values in times.items():
+        ratios = [a / b for a, b in zip(values, times[STOCK], strict=True)]
+        line = (
+            f"{arm:20} {tokens / statistics.median(values):10.0f} tokens/s, step time "
+            f"{statistics.median(ratios):.3f} of stock ({min(ratios):.3f} to {max(ratios):.3f})"
+        )
+        if peaks:
+            line += f", peak {peaks[arm] / GIB:.2f} GiB, {peaks[arm] / peaks[STOCK]:.3f} of stock"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The benchmarks of activation checkpointing, on tiny shapes: their counts, not their times."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import fp8_ac_loss, step_time
+from benchmarks.activation_bytes import Measured, measure, table
+from benchmarks.kept_bytes import KeptBytes, kept_total
+from benchmarks.moe_blocks import Layout
+
+ROOT = Path(__file__).parents[1]
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def block() -> dict[str, Measured]:
+    """One debug MoE block: dim 256, 16 heads, MLA of 192 / 128, experts of 256, shared of 512."""
+    arms = ["stock-selective", "stock-full", "fp8-memory"]
+    return {m.arm: m for m in measure("debug", Layout(), TOKENS, arms)}
+
+
+def test_stock_selective_keeps_its_saved_set(block: dict[str, Measured]) -> None:
+    by_class = {(c.module, c.op): c.nbytes for c in block["stock-selective"].classes}
+    bf16 = 2 * TOKENS
+    sdpa = "_scaled_dot_product_fused_attention_overrideable"
+    assert by_class["attention.wq", "mm"] == bf16 * 16 * 192
+    assert by_class["attention.wkv_b", "mm"] == bf16 * 16 * 256
+    assert by_class["moe.shared_experts.w1", "mm"] == bf16 * 512
+    assert by_class["moe.shared_experts.w2", "mm"] == bf16 * 256
+    assert by_class["", "clone"] == bf16 * 256  # the input of the block
+    attention = [c for c in block["stock-selective"].classes if c.op == sdpa]
+    out, lse = bf16 * 16 * 128, 4 * 16 * TOKENS
+    assert {c.dtype: c.nbytes for c in attention} == {"bfloat16": out, "float32": lse}
+
+
+def test_recomputed_flops(block: dict[str, Measured]) -> None:
+    selective, full = block["stock-selective"], block["stock-full"]
+    dim, experts, hidden, top_k = 256, 8, 256, 3
+    # wkv_a, wo, gate, the shared w3 and every expert GEMM, of 12 matrix multiplications
+    shapes = [dim * (512 + 64), 16 * 128 * dim, dim * experts, dim * 2 * hidden]
+    gemms = sum(shapes) + top_k * 3 * dim * hidden
+    assert selective.recomputed_flops == 2 * TOKENS * gemms
+    assert full.recomputed_flops == full.forward_flops
+    assert block["stock-none"].recomputed_flops == 0
+
+
+def test_recompute_changes_no_gradient(block: dict[str, Measured]) -> None:
+    for arm in ("stock-selective", "stock-full"):
+        assert block[arm].cosine == pytest.approx(1.0, abs=1e-12)
+    assert 0.99 < block["fp8-memory"].cosine < 0.99999
+    assert "fp8-memory" in table(list(block.values()))
+
+
+def test_unknown_arm_is_refused() -> None:
+    with pytest.raises(ValueError, match="--arms bogus: expected some of stock-none"):
+        measure("debug", Layout(), TOKENS, ["bogus"])
+
+
+def test_kept_bytes_counts_a_storage_once_and_leaves_parameters_out() -> None:
+    model = torch.nn.Linear(8, 8)
+    x = torch.ones(4, 8)
+    with (kept := KeptBytes(model)):
+        held = [model(x).exp()]
+        held.append(held[0][:2])
+        torch.zeros(1000)  # dropped at once
+    assert kept_total(kept.classes()) == 4 * 8 * 4
+    held.clear()
+    assert kept.classes() == []
+
+
+def test_loss_table_and_plot_from_files(tmp_path: Path) -> None:
+    size = {"steps": 60, "batch": 2, "seq_len": 64, "seconds": 1.0}
+    for arm, shift in (("selective", 0.0), ("fp8", 0.004), ("bad-codec", -0.3)):
+        for seed in (0, 1):
+            losses = [5.0] * 10 + [3.0 + shift + seed] * 50
+            record = size | {"arm": arm, "seed": seed, "losses": losses}
+            (tmp_path / f"{arm}-{seed}.json").write_text(json.dumps(record))
+    runs = fp8_ac_loss.load(tmp_path)
+    lines = fp8_ac_loss.table(runs).splitlines()
+    assert "| fp8 | 2 | 3.5040 | +0.0040, +0.0040 | +0.0040 | yes |" in lines
+    assert "| bad-codec | 2 | 3.2000 | -0.3000, -0.3000 | -0.3000 | no |" in lines
+    fp8_ac_loss.plot(runs, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+    kept = fp8_ac_loss.train("fp8", 0, steps=60, batch=2, seq_len=64, output=tmp_path)
+    assert kept["losses"][-1] == 3.004  # read, not trained again
+    with pytest.raises(ValueError, match="of another size"):
+        fp8_ac_loss.train("fp8", 0, steps=61, batch=2, seq_len=64, output=tmp_path)
+
+
+def test_step_time_measures_every_arm() -> None:
+    times = step_time.measure(
+        ["stock-selective", "fp8-memory"], tokens=32, rounds=2, warm_up=0, cuda=False
+    )
+    assert {arm: len(values) for arm, values in times.items()} == {
+        "stock-selective": 2,
+        "fp8-memory": 2,
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_step_time_refuses_cuda_without_a_gpu() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/step_time.py"), "--cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert "--cuda needs a GPU" in done.stderr
