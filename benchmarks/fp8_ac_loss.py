@@ -8,7 +8,10 @@ The DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, 300 steps of Py
 library, the parameters in fp32 and the computation in bf16. Training is chaotic: a relative change
 of 1e-5 of every weight ("noise") moves single losses by hundredths. So every arm is compared with
 Titan's selective checkpointing of the same seed, by the mean of the last 50 steps. ``bad-codec``
-decodes a quarter too large: a comparison that it passes would prove nothing.
+loses the sign: a comparison that it passes would prove nothing.
+
+At the debug model's own learning rate (8e-4) noise alone moves the mean by up to 0.08 nat, and no
+arm could be told from another within 0.01. So it is a quarter of that.
 
 Each run writes ARM-SEED.json when it ends; a run that has one is not run again. The table and
 ``fp8_ac_loss.png`` are made of what is there.
@@ -58,7 +61,9 @@ ARMS: dict[str, Any] = {
 """By name, what checkpoints activations. "fp8" is the policy's default."""
 
 
-def train_rank(arm: str, seed: int, steps: int, batch: int, seq_len: int, folder: Path) -> None:
+def train_rank(
+    arm: str, seed: int, steps: int, batch: int, seq_len: int, lr: float, folder: Path
+) -> None:
     """One rank of one run; the losses are in TensorBoard's files under ``folder``."""
     init_logger()
     no_accelerator.enable()
@@ -76,6 +81,7 @@ def train_rank(arm: str, seed: int, steps: int, batch: int, seq_len: int, folder
     config.activation_checkpoint = ARMS[arm]()
     config.debug.seed = 42 + seed
     config.lr_scheduler.warmup_steps = min(20, steps)
+    _set_lr(config.optimizer, lr)
     with contextlib.ExitStack() as stack:
         stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))
         if arm == "bad-codec":
@@ -92,17 +98,22 @@ def train_rank(arm: str, seed: int, steps: int, batch: int, seq_len: int, folder
     dist.destroy_process_group()
 
 
+def _set_lr(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group.optimizer_kwargs["lr"] = lr
+
+
 @contextlib.contextmanager
 def _bad_codec() -> Iterator[None]:
-    def too_large(quantized, codec, dtype):
-        return dequantize(quantized, codec, dtype) * 1.25
+    def without_sign(quantized, codec, dtype):
+        return dequantize(quantized, codec, dtype).abs()
 
-    with unittest.mock.patch.object(saved_tensors, "dequantize", too_large):
+    with unittest.mock.patch.object(saved_tensors, "dequantize", without_sign):
         yield
 
 
 def train(
-    arm: str, seed: int, *, steps: int, batch: int, seq_len: int, output: Path
+    arm: str, seed: int, *, steps: int, batch: int, seq_len: int, lr: float, output: Path
 ) -> dict[str, Any]:
     """Run one arm with one seed, unless its file is there; return what the file says.
 
@@ -110,16 +121,16 @@ def train(
         ValueError: if the file is of a run of another size.
     """
     file = output / f"{arm}-{seed}.json"
-    size = {"steps": steps, "batch": batch, "seq_len": seq_len}
+    size = {"steps": steps, "batch": batch, "seq_len": seq_len, "lr": lr}
     if file.exists():
         record = json.loads(file.read_text())
-        if {key: record[key] for key in size} != size:
+        if {key: record.get(key) for key in size} != size:
             raise ValueError(f"{file} is of another size than {size}: choose another --output.")
         return record
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        args = (arm, seed, steps, batch, seq_len, folder)
+        args = (arm, seed, steps, batch, seq_len, lr, folder)
         run_ranks(train_rank, 2, *args, log_folder=folder / "logs", timeout_s=7200)
         losses = list(read_scalar(folder, LOSS).values())
     record = size | {"arm": arm, "seed": seed, "seconds": time.monotonic() - begin}
@@ -206,6 +217,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank (%(default)s)")
     parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--output", type=Path, default=Path("outputs/fp8_ac_loss"))
     parser.add_argument("--report-only", action="store_true", help="train nothing")
     args = parser.parse_args()
@@ -213,8 +225,15 @@ def main() -> None:
         make_corpus()
         for seed in args.seeds:
             for arm in args.arms:
-                size = {"steps": args.steps, "batch": args.batch, "seq_len": args.seq_len}
-                record = train(arm, seed, **size, output=args.output)
+                record = train(
+                    arm,
+                    seed,
+                    steps=args.steps,
+                    batch=args.batch,
+                    seq_len=args.seq_len,
+                    lr=args.lr,
+                    output=args.output,
+                )
                 mean = mean_of_last(record["losses"])
                 print(f"{arm} {seed}: {mean:.4f}, {record['seconds']:.0f} s", flush=True)
     runs = load(args.output)

@@ -87,10 +87,10 @@ def test_loss_table_and_plot_from_files(tmp_path: Path) -> None:
     fp8_ac_loss.plot(runs, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
-    kept = fp8_ac_loss.train("fp8", 0, steps=60, batch=2, seq_len=64, output=tmp_path)
+    kept = fp8_ac_loss.train("fp8", 0, steps=60, batch=2, seq_len=64, lr=2e-4, output=tmp_path)
     assert kept["losses"][-1] == 3.004  # read, not trained again
     with pytest.raises(ValueError, match="of another size"):
-        fp8_ac_loss.train("fp8", 0, steps=61, batch=2, seq_len=64, output=tmp_path)
+        fp8_ac_loss.train("fp8", 0, steps=61, batch=2, seq_len=64, lr=2e-4, output=tmp_path)
 
 
 def test_step_time_measures_every_arm() -> None:
