@@ -69,7 +69,9 @@ ARMS: dict[str, Callable[[], Config | None]] = {
     "fp8-memory-attention": lambda: FP8AC.Config(
         mode="selective", preset="memory", attention="float8"
     ),
+    "fp8-speed-exact": lambda: FP8AC.Config(preset="speed", attention="exact"),
     "fp8-none-attention": lambda: FP8AC.Config(mode="none", attention="float8"),
+    "fp8-none-all": lambda: FP8AC.Config(mode="none", attention="float8", fp32="float8"),
 }
 """By name, what ``--arms`` takes. Any config of Titan's kind will do."""
 _DEFAULT_ARMS = [name for name in ARMS if name != "selective"]
