@@ -74,7 +74,7 @@ def test_kept_bytes_counts_a_storage_once_and_leaves_parameters_out() -> None:
 
 
 def test_loss_table_and_plot_from_files(tmp_path: Path) -> None:
-    size = {"steps": 60, "batch": 2, "seq_len": 64, "seconds": 1.0}
+    size = {"steps": 60, "batch": 2, "seq_len": 64, "lr": 2e-4, "seconds": 1.0}
     for arm, shift in (("selective", 0.0), ("fp8", 0.004), ("bad-codec", -0.3)):
         for seed in (0, 1):
             losses = [5.0] * 10 + [3.0 + shift + seed] * 50
