@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster import RankError, run_ranks
 from tests.training import titan_config
-from titan_ext.agreement import check_agreement, describe
+from titan_ext.guards.agreement import check_agreement, describe
 from titan_ext.trainer import extend_config
 
 

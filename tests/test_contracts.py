@@ -118,7 +118,7 @@ def test_torch_frames_and_ops_that_the_collective_recorder_knows():
 
 
 def test_titan_saves_every_step_when_its_interval_is_one():
-    """stop.StopOnSignal sets CheckpointManager.interval; finite.py repeats when Titan saves."""
+    """guards.stop sets CheckpointManager.interval; guards.finite repeats when Titan saves."""
     source = inspect.getsource(CheckpointManager._should_save)
     assert "curr_step % self.interval == 0" in source
     assert "curr_step == 1 and self.enable_first_step_checkpoint" in source
@@ -328,7 +328,7 @@ def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
 
 
 def test_titan_logs_metrics_through_a_public_logger():
-    """memory_log.MemoryLog adds its own."""
+    """fsdp.memory_log adds its own."""
     assert "self.logger.log(metrics, step)" in inspect.getsource(MetricsProcessor.log_validation)
 
 

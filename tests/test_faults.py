@@ -25,10 +25,10 @@ from tests import planted
 from tests.cluster import RankError, run_ranks
 from tests.faults.torchrun import is_alive
 from tests.training import Run, make_config, titan_config
-from titan_ext.checkpoint_check import check_checkpoint, corrupt_items
 from titan_ext.data.stdlib_corpus import make_corpus
+from titan_ext.guards.checkpoints import check_checkpoint, corrupt_items
+from titan_ext.guards.stop import StopOnSignal, warn_of_restarts_that_hang
 from titan_ext.run_folder import LOSS, check_writable, latest_checkpoint_step, read_scalar
-from titan_ext.stop import StopOnSignal, warn_of_restarts_that_hang
 from titan_ext.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
@@ -170,7 +170,7 @@ def test_data_that_is_not_there_is_named_before_any_process_group(tmp_path: Path
 
 def test_a_worker_ends_with_its_launcher(tmp_path: Path):
     """As under torchrun: the worker has a session of its own, and the launcher gets SIGKILL."""
-    worker = "from titan_ext.stop import *; end_with_launcher(); print(1, flush=True)"
+    worker = "from titan_ext.guards.stop import *; end_with_launcher(); print(1, flush=True)"
     worker = f"{worker}; import time; time.sleep(60)"
     launcher = f"import subprocess as s, sys; p = s.Popen([sys.executable, '-c', {worker!r}], "
     launcher += "start_new_session=True); print(p.pid, flush=True); p.wait()"

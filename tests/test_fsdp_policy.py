@@ -13,7 +13,8 @@ from torchtitan.models.common.decoder import Decoder
 from tests.collectives import Collective
 from tests.training import Run, titan_config, train
 from titan_ext.configs import ParallelismConfig
-from titan_ext.fsdp.plan import FSDPPlan, make_plan
+from titan_ext.fsdp.plan import FSDPPlan
+from titan_ext.fsdp.planning import make_plan
 from titan_ext.fsdp.prefetch import Reach, parse_reach
 from titan_ext.fsdp.reshard import Reshard
 from titan_ext.fsdp.units import Wrap, plan_units

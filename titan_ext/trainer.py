@@ -21,17 +21,17 @@ from torchtitan.trainer import Trainer as TitanTrainer
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.receipt_log import ReceiptLog
-from titan_ext.agreement import check_agreement
-from titan_ext.checkpoint_check import check_checkpoint, one_clear_error
 from titan_ext.configs import DebugConfig, ParallelismConfig, check_unit_names
 from titan_ext.data.paths import check_dataset_path
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.debug.watch import CollectiveWatch, NoWatch
-from titan_ext.finite import refuse_gradients_that_are_not_finite
-from titan_ext.memory_log import MemoryLog
+from titan_ext.fsdp.memory_log import MemoryLog
+from titan_ext.guards.agreement import check_agreement
+from titan_ext.guards.checkpoints import check_checkpoint, one_clear_error
+from titan_ext.guards.finite import refuse_gradients_that_are_not_finite
+from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
-from titan_ext.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 
 __all__ = ["Trainer", "extend_config"]
 

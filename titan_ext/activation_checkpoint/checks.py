@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from titan_ext.activation_checkpoint.presets import GEMMS
+from titan_ext.activation_checkpoint.presets import GEMMS, PRESETS
 from titan_ext.activation_checkpoint.verdicts import (
     INPUT,
     Rule,
@@ -15,14 +15,14 @@ from titan_ext.activation_checkpoint.verdicts import (
     unknown_modules,
 )
 
-__all__ = ["KEY", "check_choice", "check_names", "check_rules"]
+__all__ = ["KEY", "check_compiled", "check_config", "check_names", "check_rules"]
 
 KEY = "activation_checkpoint"
 
 _CHILDREN = ("attention", "attn", "moe", "feed_forward")
 
 
-def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuse a value that is none of ``choices``.
 
     Raises:
@@ -32,6 +32,60 @@ def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(
             f"{KEY}.{key} is {value!r}; expected one of {', '.join(choices)}"
             f"{nearest(str(value), choices)}."
+        )
+
+
+def check_config(config: Any) -> None:
+    """Refuse values of ``FP8AC.Config`` that a key cannot have, alone or beside another.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    _check_choice("mode", config.mode, ("selective", "full", "none"))
+    _check_choice("preset", config.preset, PRESETS)
+    _check_choice("attention", config.attention, ("auto", "exact", "float8", "recompute"))
+    _check_choice("fp32", config.fp32, ("exact", "float8"))
+    for key in ("exempt_first", "exempt_last"):
+        value = getattr(config, key)
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{KEY}.{key} is {value!r}; expected 0 or more layers.")
+    if config.mode != "selective" and config.preset != "memory":
+        raise ValueError(
+            f'{KEY}.preset is {config.preset!r}; it has no meaning with mode "{config.mode}".'
+        )
+    if config.mode == "full" and config.attention != "auto":
+        raise ValueError(
+            f'{KEY}.attention is {config.attention!r}; it has no meaning with mode "full", '
+            "which recomputes attention."
+        )
+    if config.mode == "none" and config.attention == "recompute":
+        raise ValueError(
+            f'{KEY}.attention is "recompute", but mode "none" recomputes nothing; '
+            'expected "exact" or "float8".'
+        )
+    if config.debug and config.mode != "none":
+        raise ValueError(
+            f"{KEY}.debug is on; torch has no debug mode for selective checkpoints. "
+            'Expected false, or policy "full".'
+        )
+
+
+def check_compiled(config: Any) -> None:
+    """Refuse values of ``FP8AC.Config`` that compiled code cannot do.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    if config.fp32 != "exact":
+        raise ValueError(
+            f'{KEY}.fp32 is {config.fp32!r}; expected "exact" under torch.compile, which '
+            "stores only bf16 and fp16 in float8."
+        )
+    if config.stochastic or config.block == "tensor":
+        raise ValueError(
+            f"{KEY}.stochastic = true and {KEY}.block = 'tensor' do not run under "
+            "torch.compile: expected stochastic = false and a block of 64, 128, 256 or "
+            "'row', or compile.enable = false."
         )
 
 

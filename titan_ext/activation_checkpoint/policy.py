@@ -3,7 +3,6 @@
 Titan builds it from its config and applies it to a model, as it does its own policies.
 """
 
-import fnmatch
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,10 +21,17 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, BlockStore
-from titan_ext.activation_checkpoint.checks import KEY, check_choice, check_names, check_rules
+from titan_ext.activation_checkpoint.checks import (
+    KEY,
+    check_compiled,
+    check_config,
+    check_names,
+    check_rules,
+)
 from titan_ext.activation_checkpoint.compiled import Decisions, none_decisions, plan_decisions
+from titan_ext.activation_checkpoint.exemptions import is_exempt, number_of_layers
 from titan_ext.activation_checkpoint.graph_codec import Saved
-from titan_ext.activation_checkpoint.presets import PRESETS, Attention, BlockPlan, Preset, make_plan
+from titan_ext.activation_checkpoint.presets import Attention, BlockPlan, Preset, make_plan
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, RunReceipt
 from titan_ext.activation_checkpoint.sites import BlockSites
 from titan_ext.activation_checkpoint.uncheckpointed import UncheckpointedBlock, why_exact
@@ -103,33 +109,7 @@ class FP8AC(ActivationCheckpointing):
         """Of the stochastic rounding."""
 
         def __post_init__(self) -> None:
-            check_choice("mode", self.mode, ("selective", "full", "none"))
-            check_choice("preset", self.preset, PRESETS)
-            check_choice("attention", self.attention, ("auto", "exact", "float8", "recompute"))
-            check_choice("fp32", self.fp32, ("exact", "float8"))
-            for key in ("exempt_first", "exempt_last"):
-                value = getattr(self, key)
-                if not isinstance(value, int) or value < 0:
-                    raise ValueError(f"{KEY}.{key} is {value!r}; expected 0 or more layers.")
-            if self.mode != "selective" and self.preset != "memory":
-                raise ValueError(
-                    f'{KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
-                )
-            if self.mode == "full" and self.attention != "auto":
-                raise ValueError(
-                    f'{KEY}.attention is {self.attention!r}; it has no meaning with mode "full", '
-                    "which recomputes attention."
-                )
-            if self.mode == "none" and self.attention == "recompute":
-                raise ValueError(
-                    f'{KEY}.attention is "recompute", but mode "none" recomputes nothing; '
-                    'expected "exact" or "float8".'
-                )
-            if self.debug and self.mode != "none":
-                raise ValueError(
-                    f"{KEY}.debug is on; torch has no debug mode for selective checkpoints. "
-                    'Expected false, or policy "full".'
-                )
+            check_config(self)
             check_rules(self.rules(), self.mode)
             try:
                 self.codec()
@@ -150,17 +130,7 @@ class FP8AC(ActivationCheckpointing):
             Raises:
                 ValueError: naming the key.
             """
-            if self.fp32 != "exact":
-                raise ValueError(
-                    f'{KEY}.fp32 is {self.fp32!r}; expected "exact" under torch.compile, which '
-                    "stores only bf16 and fp16 in float8."
-                )
-            if self.stochastic or self.block == "tensor":
-                raise ValueError(
-                    f"{KEY}.stochastic = true and {KEY}.block = 'tensor' do not run under "
-                    "torch.compile: expected stochastic = false and a block of 64, 128, 256 or "
-                    "'row', or compile.enable = false."
-                )
+            check_compiled(self)
 
     def __init__(self, config: "FP8AC.Config", dump_folder: str = "") -> None:
         super().__init__(config, dump_folder)
@@ -195,7 +165,7 @@ class FP8AC(ActivationCheckpointing):
             ValueError: if a name in ``verdicts`` or ``exempt`` is of no module.
         """
         config = cast("FP8AC.Config", self.config)
-        self._total_layers = _number_of_layers(model)
+        self._total_layers = number_of_layers(model)
         check_names(config.rules(), config.exempt, model, self._total_layers)
         _POLICIES[model] = self
 
@@ -290,16 +260,8 @@ class FP8AC(ActivationCheckpointing):
 
     def _is_exempt(self, block: str, module: str) -> bool:
         config = cast("FP8AC.Config", self.config)
-        layer = block.rpartition(".")[2]
-        if layer.isdecimal() and not self._prefix:
-            if int(layer) < config.exempt_first:
-                return True
-            if int(layer) >= self._total_layers - config.exempt_last:
-                return True
-        name = f"{block}.{module}" if module else block
-        parts = name.split(".")
-        names = [".".join(parts[: n + 1]) for n in range(len(parts))]
-        return any(fnmatch.fnmatchcase(n, glob) for glob in config.exempt for n in names)
+        layers = self._total_layers if not self._prefix else None
+        return is_exempt(config, block, module, layers)
 
     def _take_receipt(self, receipt: BlockReceipt) -> None:
         self.blocks[receipt.block] = receipt
@@ -354,10 +316,3 @@ def receipt_of(model_parts: Iterable[nn.Module]) -> RunReceipt:
             if isinstance(owner, BlockCheckpoint | UncheckpointedBlock) and owner.receipt:
                 receipts.append(owner.receipt)
     return RunReceipt(receipts)
-
-
-def _number_of_layers(model: nn.Module) -> int:
-    """Of the whole model, of which ``model`` may be a pipeline stage."""
-    config = getattr(model, "config", None)
-    layers = getattr(config, "layers", None)
-    return len(layers) if layers else len(list(model.get_submodule("layers").children()))

@@ -31,7 +31,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.mesh import resolve_meshes
-from titan_ext.fsdp.plan import FSDPPlan, make_plan, remember_plan
+from titan_ext.fsdp.plan import FSDPPlan, remember_plan
+from titan_ext.fsdp.planning import make_plan
 from titan_ext.fsdp.prefetch import parse_reach, set_prefetch
 from titan_ext.fsdp.reshard import Reshard
 from titan_ext.fsdp.units import (
