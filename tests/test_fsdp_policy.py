@@ -8,9 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torchtitan.config import ConfigManager
 from torchtitan.models.common.decoder import Decoder
 
 from tests.collectives import Collective
+from tests.toml_files import DEBUG
 from tests.training import Run, titan_config, train
 from titan_ext.configs import ParallelismConfig
 from titan_ext.fsdp.plan import FSDPPlan
@@ -212,6 +214,22 @@ def test_bad_settings_are_refused_before_any_process_group(keys: dict[str, Any],
 def test_a_world_that_torch_cannot_do_is_refused(keys: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         ParallelismConfig(fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor", **keys)
+
+
+def test_keys_in_a_file_and_on_the_command_line(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = '[parallelism.fsdp_reshard_groups]\nmoe = "never"\n"layers.0.*" = "always"\n'
+    section = '[parallelism]\nfsdp_wrap = "submodule"\nfsdp_prefetch = "64MiB"\n'
+    (tmp_path / "run.toml").write_text(DEBUG + section + table)
+    command = ["--module", "titan_ext", "--config", "run.toml"]
+    flags = ["--parallelism.fsdp_prefetch_backward", "2"]
+    parallelism = cast(Any, ConfigManager().parse_args([*command, *flags])).parallelism
+    assert parallelism.fsdp_reshard_groups == {"moe": "never", "layers.0.*": "always"}
+    assert parallelism.fsdp_prefetch == "64MiB"
+    assert parallelism.fsdp_prefetch_backward == 2
+    flags = ["--parallelism.fsdp_reshard_groups", "attention", "never", "layers.[12].*", "always"]
+    parallelism = cast(Any, ConfigManager().parse_args([*command, *flags])).parallelism
+    assert parallelism.fsdp_reshard_groups == {"attention": "never", "layers.[12].*": "always"}
 
 
 def _gathers(events: list[Collective]) -> Counter[str]:

@@ -7,7 +7,7 @@ section without knowing of it.
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from torchtitan.config import DebugConfig as TitanDebugConfig
@@ -15,8 +15,9 @@ from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
+from titan_ext.flag_tables import table_flag
 from titan_ext.fsdp.prefetch import parse_reach
-from titan_ext.fsdp.reshard import Reshard, check_reshard, check_reshard_groups
+from titan_ext.fsdp.reshard import Reshard, check_reshard, check_reshard_groups, read_reshard
 from titan_ext.fsdp.units import plan_units, resolve_wrap, vision_units
 
 __all__ = [
@@ -63,7 +64,9 @@ class ParallelismConfig(TitanParallelismConfig):
       "partial_dtensor" only, for units whose parameters nothing but FSDP splits.
     """
 
-    fsdp_reshard_groups: dict[str, Reshard] = field(default_factory=dict)
+    fsdp_reshard_groups: Annotated[dict[str, Reshard], table_flag(read_reshard)] = field(
+        default_factory=dict
+    )
     """
     The same for some units: by kind (embedding, attention, moe, feed_forward, block, head, vision)
     or by pattern for their names ("layers.0.*", "layers.[0-3].moe"). A pattern goes before a kind,

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from titan_ext.activation_checkpoint.receipts import BlockReceipt, RunReceipt
 from titan_ext.activation_checkpoint.sites import BlockSites
 from titan_ext.activation_checkpoint.uncheckpointed import UncheckpointedBlock, why_exact
 from titan_ext.activation_checkpoint.verdicts import Rule, Verdict, parse_rules
+from titan_ext.flag_tables import table_flag
 from titan_ext.fp8 import Codec
 
 __all__ = ["FP8AC", "check_stored", "receipt_of"]
@@ -68,7 +69,7 @@ class FP8AC(ActivationCheckpointing):
         stock selective saves, exactly: for ``verdicts`` to start from).
         """
 
-        verdicts: dict[str, str] = field(default_factory=dict)
+        verdicts: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
         """
         "module[:op[:operand[:occurrence]]]" to exact, float8, recompute or drop; globs; the first
         that matches decides, before the preset. "input" names the inputs of the blocks.

@@ -15,13 +15,24 @@ from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_ext.fsdp.units import Unit, UnitKind
 
-__all__ = ["Reshard", "check_reshard", "check_reshard_groups", "reshard_after_forward"]
+__all__ = [
+    "Reshard",
+    "check_reshard",
+    "check_reshard_groups",
+    "read_reshard",
+    "reshard_after_forward",
+]
 
 Reshard = Literal["default", "always", "never"] | int
 
 _KEY = "parallelism.fsdp_reshard_after_forward"
 _GROUPS_KEY = "parallelism.fsdp_reshard_groups"
 _NAMES = ("default", "always", "never")
+
+
+def read_reshard(word: str) -> str | int:
+    """A setting as the command line has it: a number of ranks, or a name."""
+    return int(word) if word.isdecimal() else word
 
 
 def check_reshard(key: str, value: object) -> None:
