@@ -85,6 +85,16 @@ def test_without_recompute_nothing_is_exchanged_twice(backend: str, tmp_path: Pa
     "run",
     [
         Run(world=2, pp=2, parallelize="block", ac=Config(), global_batch=4, layers=4),
+        Run(
+            world=2,
+            pp=2,
+            schedule="Interleaved1F1B",
+            parallelize="block",
+            ac=Config(),
+            global_batch=4,
+            layers=4,
+        ),
+        Run(world=2, ep=2, parallelize="submodule", ac=Config(), reshard="never", prefetch=3),
         Run(world=2, tp=2, parallelize="block", ac=Config()),
         Run(model="deepseek_v3_mtp", parallelize="block", ac=Config(), layers=2),
         Run(model="qwen3_moe", parallelize="block", ac=Config(preset="speed"), layers=2),
@@ -96,10 +106,35 @@ def test_other_layouts_and_models(run: Run, tmp_path: Path):
     """The first step's gradient norm is bf16's, nearly; the loss falls."""
     run = dataclasses.replace(run, steps=3)
     ours = train(run, tmp_path / "ours")
-    stock = train(dataclasses.replace(run, ac="selective", steps=1), tmp_path / "stock")
+    stock = train(
+        dataclasses.replace(run, ac="selective", steps=1, reshard="default"), tmp_path / "stock"
+    )
     assert ours.losses[0] == stock.losses[0]
     assert ours.grad_norms[0] == pytest.approx(stock.grad_norms[0], rel=0.01)
     assert ours.losses[-1] < ours.losses[0]
+
+
+def test_compiled_units_in_the_trainer(tmp_path: Path):
+    """Two all-to-alls a MoE layer in backward, as eager; the log says what each graph saves."""
+    run = Run(
+        world=2,
+        ep=2,
+        layers=2,
+        parallelize="submodule",
+        ac=Config(),
+        compiled=True,
+        compile_backend="aot_eager",
+        steps=3,
+        profiled_step=3,
+    )
+    result = train(run, tmp_path, timeout_s=300)
+    assert result.losses[-1] < result.losses[0]
+    assert {rank.graphs for rank in result.ranks} == {3}  # attention, feed-forward, MoE
+    exchanges = {rank.operations["gloo:all_to_all"] for rank in result.ranks}
+    assert exchanges == {3 + 2}
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count(" saves for backward: ") == 3
+    assert "float8 e4m3" in log
 
 
 def test_the_receipt_is_in_the_folder_and_in_the_metrics(tmp_path: Path):

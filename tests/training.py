@@ -93,6 +93,8 @@ class Run:
     prefetch: int | str = 1
     """``parallelism.fsdp_prefetch``; of ours only."""
     prefetch_backward: int | str | None = None
+    schedule: str = "1F1B"
+    """Of the pipeline."""
     microbatch_size: int = 1
     """Samples of a microbatch of the pipeline."""
     watch_routing: bool = False
@@ -103,6 +105,7 @@ class Run:
     def __str__(self) -> str:
         parts = [self.model, f"{self.world}r", f"ep{self.ep}", self.backend, self.parallelize]
         extras = [f"pp{self.pp}"] if self.pp > 1 else []
+        extras += [self.schedule] if self.schedule != "1F1B" else []
         extras += [f"tp{self.tp}"] if self.tp > 1 else []
         if isinstance(self.ac, str):
             extras += [self.ac] if self.ac != "selective" else []
@@ -180,6 +183,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.parallelism.pipeline_parallel_degree = run.pp
     config.parallelism.tensor_parallel_degree = run.tp
     config.parallelism.pipeline_parallel_microbatch_size = run.microbatch_size
+    config.parallelism.pipeline_parallel_schedule = run.schedule
     if isinstance(run.reshard, str):
         config.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     config.parallelism.spmd_backend = cast(Any, run.backend)
