@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
 )
 from torch.fx import traceback as fx_traceback
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -405,3 +405,21 @@ def test_titan_names_that_presets_go_by():
 def test_torch_has_no_flop_formula_for_grouped_gemms():
     """activation_checkpoint.receipts counts them itself."""
     assert torch.ops.aten._grouped_mm not in flop_registry
+
+
+def test_torch_tells_a_backward_and_can_leave_dispatch_modes():
+    """fsdp.prefetch asks whether a forward is a recompute, and gathers outside of its modes."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    assert torch._C._current_graph_task_id() == -1
+    with Seen():
+        with _disable_current_modes():
+            torch.ones(1)
+        assert not seen
+        torch.ones(1)
+    assert seen

@@ -128,6 +128,7 @@ FAST: list[Run] = [
         Run(model="deepseek_v3_mtp", world=2, ep=2, parallelize="submodule"),
         Run(world=2, ep=2, ac="full", parallelize="submodule"),
         Run(world=2, ep=2, parallelize="submodule", reshard="never"),
+        Run(world=4, ep=2, pp=2, parallelize="submodule", reshard="always"),
         Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
         Run(world=4, backend="partial_dtensor", parallelize="submodule", reshard=2, prefetch=2),
     ]

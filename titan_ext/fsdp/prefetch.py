@@ -5,8 +5,10 @@ The device-to-host copy of the expert-parallel split lists stops the host in eve
 lists are given explicitly: a number of units ahead, or as many as fit into a number of bytes.
 
 A recompute needs only what its own block has gathered. FSDP2 does not know that a forward is one,
-and would gather the units ahead again, which have been freed already; so a unit inside a block
-looks before each forward whether backward is running, and then prefetches nothing.
+and would gather the units ahead again, which have been freed already. And selective checkpointing
+would see operations of FSDP in the recompute that it may not have seen in the forward, if a
+pipeline had kept the unit from the microbatch before. So a unit inside a block looks, before each
+forward, whether backward is running; then it gets its parameters by itself and nothing ahead.
 """
 
 import re
@@ -17,11 +19,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_ext.fsdp.units import Unit, UnitKind
 
 __all__ = ["NOTHING_AHEAD", "Prefetch", "Reach", "parse_reach", "plan_prefetch", "set_prefetch"]
 
+_INSIDE_BLOCKS = (UnitKind.ATTENTION, UnitKind.MOE, UnitKind.FEED_FORWARD)
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -97,13 +101,13 @@ def set_prefetch(units: Sequence[Unit], plans: Mapping[str, Prefetch]) -> None:
         # An empty list would mean FSDP2's own choice. The unit itself has been gathered already.
         behind = [modules[name] for name in plan.backward] or [module]
         module.set_modules_to_backward_prefetch(behind)
-        if ahead and "." in unit.name:
+        if unit.kind in _INSIDE_BLOCKS:
             for part in unit.modules:
-                part.register_forward_pre_hook(_OnlyInForward(module, ahead), prepend=True)
+                part.register_forward_pre_hook(_BeforeForward(module, ahead), prepend=True)
 
 
-class _OnlyInForward:
-    """Before FSDP2's own hook: prefetch in a forward, nothing in a recompute."""
+class _BeforeForward:
+    """Before FSDP2's own hook: prefetch in a forward; in a recompute only gather the unit."""
 
     def __init__(self, module: FSDPModule, ahead: list[FSDPModule]) -> None:
         self._module = module
@@ -113,6 +117,9 @@ class _OnlyInForward:
     def __call__(self, part: nn.Module, args: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         self._module.set_modules_to_forward_prefetch([] if in_backward else self._ahead)
+        if in_backward:
+            with _disable_current_modes():  # selective checkpointing's among them
+                self._module.unshard()
 
 
 def _within(names: Sequence[str], nbytes: Mapping[str, int], reach: Reach) -> tuple[str, ...]:

@@ -86,6 +86,8 @@ class FSDPSimulation:
 
     def pre_forward(self, unit: SimulatedUnit, role: str = "", in_backward: bool = False) -> None:
         """Before a unit, or the part ``role`` of it, runs. ``in_backward``: as a recompute."""
+        if in_backward:
+            self.unshard(unit)  # fsdp.prefetch, before FSDP's own hook
         if not unit.roles_to_run:
             unit.roles_to_run = set(unit.roles)
         if unit.phase is Phase.PRE_BACKWARD:
