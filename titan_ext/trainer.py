@@ -28,6 +28,7 @@ from titan_ext.data.paths import check_dataset_path
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.debug.watch import CollectiveWatch, NoWatch
 from titan_ext.finite import refuse_gradients_that_are_not_finite
+from titan_ext.late_parameters import refuse_late_parameters
 from titan_ext.memory_log import MemoryLog
 from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
@@ -108,6 +109,7 @@ class Trainer(TitanTrainer):
     def train(self) -> None:
         with self.watch.run(), one_clear_error(self.config):
             check_checkpoint(self.config)
+            refuse_late_parameters(self.model_parts)
             super().train()
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
