@@ -20,11 +20,12 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_init
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPParamGroup,
     RegisterPostBackwardFunction,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.fx import traceback as fx_traceback
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -303,6 +304,18 @@ def test_fsdp2_names_used_by_the_memory_tracker():
         assert f"self.{name}" in param
     assert "shard_mesh_size" in inspect.getsource(_fsdp_common.FSDPMeshInfo)
     assert RegisterPostBackwardFunction.__name__ == "RegisterPostBackwardFunction"
+
+
+def test_fsdp2_names_the_places_of_its_parameters():
+    """late_parameters: which attribute of which module FSDP2 swaps, tied parameters too."""
+    assert {"module", "param_name", "shared_modules", "shared_param_names"} <= {
+        f.name for f in dataclasses.fields(ParamModuleInfo)
+    }
+    param = inspect.getsource(FSDPParam.__init__)
+    assert "self._module_info: ParamModuleInfo = module_info" in param
+    assert "self.fsdp_params" in inspect.getsource(FSDPParamGroup.__init__)
+    assert "self._fsdp_param_groups" in inspect.getsource(FSDPState.__init__)
+    assert FSDPModule._get_fsdp_state
 
 
 def test_fsdp2_custom_communication_is_one_attribute_of_a_group():

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -60,6 +61,8 @@ class Run:
     ep: int = 1
     pp: int = 1
     tp: int = 1
+    lora: bool = False
+    """Titan's LoRA of rank 8 on the attention's query and output projections; all else frozen."""
     backend: str = "spmd_types"
     ac: Any = "selective"
     """selective, full, none, verdicts (``tests.compiled_verdicts``), or a policy config."""
@@ -107,6 +110,7 @@ class Run:
         extras = [f"pp{self.pp}"] if self.pp > 1 else []
         extras += [self.schedule] if self.schedule != "1F1B" else []
         extras += [f"tp{self.tp}"] if self.tp > 1 else []
+        extras += ["lora"] if self.lora else []
         if isinstance(self.ac, str):
             extras += [self.ac] if self.ac != "selective" else []
         else:
@@ -169,6 +173,9 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     assert config.model_spec is not None
     model_config = cast(Decoder.Config, config.model_spec.model)
     model_config.layers = model_config.layers[: run.layers]
+    if run.lora:
+        converter = LoRAConverter.Config(target_modules=["wq", "wo"]).build()
+        config.model_spec.model = cast(Decoder.Config, converter.convert(model_config))
     config.hf_assets_path = str(default_tokenizer_path())
     config.dump_folder = str(folder)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)

@@ -20,6 +20,7 @@ from torchtitan.tools import utils as titan_utils
 from titan_ext import no_accelerator
 from titan_ext.configs import ParallelismConfig
 from titan_ext.fsdp.shard import shard_decoder
+from titan_ext.guards.late_parameters import refuse_late_parameters
 from titan_ext.parallelize import parallelize
 from titan_ext.specs import check_model_limits, extend_model_spec
 
@@ -28,6 +29,7 @@ __all__ = [
     "build_decoder",
     "extend_model_spec",
     "parallelize",
+    "refuse_late_parameters",
     "shard_decoder",
 ]
 

@@ -11,8 +11,10 @@ from titan_ext.activation_checkpoint.compiled import CompiledPolicy
 from titan_ext.activation_checkpoint.units import apply_activation_checkpointing
 from titan_ext.compile import compile_units
 from titan_ext.configs import check_parallelism, fsdp_settings
+from titan_ext.frozen import keep_frozen
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, resolve_wrap, vision_modules
+from titan_ext.guards.late_parameters import refuse_fsdp1
 
 __all__ = ["parallelize"]
 
@@ -43,9 +45,10 @@ def parallelize(
         ``model``.
 
     Raises:
-        ValueError: for a configuration that titan_ext does not serve.
+        ValueError: for a configuration that titan_ext does not serve, or a module that FSDP1 wraps.
     """
     check_parallelism(parallelism)
+    refuse_fsdp1(model)
     if parallel_dims.cp_enabled and vision_modules(model):
         raise ValueError(
             "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
@@ -55,7 +58,8 @@ def parallelize(
     wrap = resolve_wrap(settings["wrap"], parallel_dims.ep)
 
     # 1. Shard over the model-parallel axes: TP, EP, CP.
-    _shard_model_axes(model, parallel_dims)
+    with keep_frozen(model):
+        _shard_model_axes(model, parallel_dims)
 
     # 2. Float8 and the other quantised linears: nothing to do. Titan's converters put them into
     #    the model config, so that the modules were built that way.

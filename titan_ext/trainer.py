@@ -29,6 +29,7 @@ from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.guards.agreement import check_agreement
 from titan_ext.guards.checkpoints import check_checkpoint, one_clear_error
 from titan_ext.guards.finite import refuse_gradients_that_are_not_finite
+from titan_ext.guards.late_parameters import refuse_late_parameters
 from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
@@ -108,6 +109,7 @@ class Trainer(TitanTrainer):
     def train(self) -> None:
         with self.watch.run(), one_clear_error(self.config):
             check_checkpoint(self.config)
+            refuse_late_parameters(self.model_parts)
             super().train()
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
