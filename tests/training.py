@@ -63,6 +63,10 @@ class Run:
     tp: int = 1
     lora: bool = False
     """Titan's LoRA of rank 8 on the attention's query and output projections; all else frozen."""
+    dp_replicate: int = 1
+    """HSDP: copies of the shards; FSDP shards over the rest of the data-parallel ranks."""
+    accumulate: int = 1
+    """Microbatches of a step whose gradients add up."""
     backend: str = "spmd_types"
     ac: Any = "selective"
     """selective, full, none, verdicts (``tests.compiled_verdicts``), or a policy config."""
@@ -83,6 +87,7 @@ class Run:
     gloo (NCCL too) adds the ranks' values in an order that depends on where in the bucket they
     lie, which shows in the last bit from 3 ranks on; and torch's RMSNorm on CPU in fp32 sends its
     input three gradients, not one, which are added in another order where a unit begins.
+    HSDP's all-reduce is left alone: over two copies it adds two numbers, which has one order.
     Both sides of a comparison get it, or neither.
     """
     routing: str = "learned"
@@ -111,6 +116,8 @@ class Run:
         extras += [self.schedule] if self.schedule != "1F1B" else []
         extras += [f"tp{self.tp}"] if self.tp > 1 else []
         extras += ["lora"] if self.lora else []
+        extras += [f"hsdp{self.dp_replicate}"] if self.dp_replicate > 1 else []
+        extras += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
         if isinstance(self.ac, str):
             extras += [self.ac] if self.ac != "selective" else []
         else:
@@ -180,7 +187,8 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.dump_folder = str(folder)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
     config.training = TrainingConfig(
-        local_batch_size=run.global_batch // (run.world // (run.pp * run.tp)),
+        local_batch_size=run.global_batch // (run.world // (run.pp * run.tp) * run.accumulate),
+        global_batch_size=run.global_batch,
         seq_len=run.seq_len,
         steps=run.steps,
         disable_cuda_graphs=True,
@@ -189,6 +197,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.parallelism.expert_parallel_degree = run.ep
     config.parallelism.pipeline_parallel_degree = run.pp
     config.parallelism.tensor_parallel_degree = run.tp
+    config.parallelism.data_parallel_replicate_degree = run.dp_replicate
     config.parallelism.pipeline_parallel_microbatch_size = run.microbatch_size
     config.parallelism.pipeline_parallel_schedule = run.schedule
     if isinstance(run.reshard, str):

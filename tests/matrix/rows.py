@@ -55,6 +55,15 @@ _TENSOR = [
     Run(world=world, ep=ep, tp=2, backend=backend, parallelize=wrap)
     for (world, ep), backend, wrap in product([(2, 2), (4, 4)], _BACKENDS, _WRAPS)
 ]
+# Two copies of two shards. With EP 2 experts have no shard axis left: one all-reduce, no gather.
+_HSDP = [
+    Run(world=4, dp_replicate=2, ep=ep, backend=backend, parallelize=wrap)
+    for ep, backend, wrap in product((1, 2), _BACKENDS, _WRAPS)
+]
+_ACCUMULATION = [
+    Run(world=2, ep=2, accumulate=2, backend=backend, parallelize="submodule")
+    for backend in _BACKENDS
+]
 _SETTINGS: list[dict[str, Any]] = [
     {"reshard": "always"},
     {"reshard": "never"},
@@ -104,6 +113,8 @@ ROWS: list[Run] = [
         _OTHER_DECODERS,
         _PIPELINE,
         _TENSOR,
+        _HSDP,
+        _ACCUMULATION,
         _RESHARD_AND_PREFETCH,
         _ACTIVATION_CHECKPOINTING,
         _FP32,
@@ -121,6 +132,7 @@ FAST: list[Run] = [
         Run(world=2, ep=2, backend="partial_dtensor", parallelize="submodule"),
         Run(world=4, ep=2, parallelize="submodule"),
         Run(world=2, pp=2, parallelize="submodule"),
+        Run(world=4, dp_replicate=2, ep=2, parallelize="submodule"),
         Run(world=4, ep=4, backend="partial_dtensor", parallelize="submodule"),
         Run(model="qwen3", world=2, parallelize="submodule"),
         Run(model="qwen3_moe", world=2, ep=2, parallelize="submodule"),

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# One torchrun agent: run it on every node, with the same values. See docs/multi_node.md.
+#
+#   CONFIG=train_configs/deepseek_v3_16b.toml NNODES=4 HEAD=node0 launch/multi_node.sh [Titan flags]
+set -euo pipefail
+
+: "${CONFIG:?a config function of TorchTitan or a TOML file}"
+: "${NNODES:?how many nodes run this script}"
+: "${HEAD:?the host name of the node where the agents meet; it runs this script too}"
+
+# Workers of torch 2.15 hang in init_process_group after a restart without it (titan_ext/stop.py).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+exec "${TORCHRUN:-torchrun}" \
+    --nnodes="$NNODES" \
+    --nproc_per_node="${NGPU:-gpu}" \
+    --rdzv_backend=c10d \
+    --rdzv_endpoint="$HEAD:${PORT:-29400}" \
+    --rdzv_id="${RUN_ID:-titan_ext}" \
+    --max-restarts="${MAX_RESTARTS:-3}" \
+    --shutdown-timeout="${SHUTDOWN_TIMEOUT:-240}" \
+    --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
+    -m torchtitan.train --module titan_ext --config "$CONFIG" "$@"
