@@ -60,10 +60,16 @@ _WRAPS: tuple[Wrap, Wrap] = ("block", "submodule")
 
 
 def predicted(run: Run, model: Decoder, wrap: Wrap) -> Timeline:
+    units = plan_units(model, wrap)
     plan = make_plan(
-        plan_units(model, wrap),
+        units,
         shard_world=run.world,
         experts_world=run.world // run.ep if run.ep > 1 else None,
+        expert_shard_dims={
+            # Titan's rule (fsdp.shard): the next dim, where there are more ranks than experts.
+            unit.name: int(unit.experts is not None and run.world > unit.experts.num_experts)
+            for unit in units
+        },
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
         prefetch=Reach(units=1),
