@@ -70,6 +70,7 @@ ARMS: dict[str, Callable[[], Config | None]] = {
         mode="selective", preset="memory", attention="float8"
     ),
     "fp8-speed-exact": lambda: FP8AC.Config(preset="speed", attention="exact"),
+    "fp8-speed-early": lambda: FP8AC.Config(preset="speed", score_before_last_gemm=True),
     "fp8-none-attention": lambda: FP8AC.Config(mode="none", attention="float8"),
     "fp8-none-all": lambda: FP8AC.Config(mode="none", attention="float8", fp32="float8"),
 }

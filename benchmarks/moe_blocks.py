@@ -24,6 +24,7 @@ from torchtitan.tools.utils import set_default_dtype
 from benchmarks.fused_attention import observed_logits, use_fused_attention
 from tests.training import list_all_to_all
 from titan_ext import no_accelerator
+from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.api import ParallelismConfig, extend_model_spec
 
 __all__ = ["GEOMETRIES", "BlockRun", "Layout", "block_spec", "build_chunk"]
@@ -69,6 +70,8 @@ def build_chunk(
         spmd_backend=layout.backend,
         fsdp_reshard_after_forward="always",
     )
+    if getattr(ac_config, "score_before_last_gemm", False):
+        use_early_scores(spec, parallelism)
     if parallel_dims is not None:
         spec = spec if layout.stock else extend_model_spec(spec)
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))

@@ -20,6 +20,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.activation_checkpoint.receipt_log import ReceiptLog
 from titan_ext.configs import DebugConfig, ParallelismConfig, check_unit_names
 from titan_ext.data.paths import check_dataset_path
@@ -73,6 +74,9 @@ class Trainer(TitanTrainer):
             compiled = self.compile.enable and "model" in self.compile.components
             if compiled and isinstance(self.activation_checkpoint, FP8AC.Config):
                 self.activation_checkpoint.check_compiled()
+            early = getattr(self.activation_checkpoint, "score_before_last_gemm", False)
+            if early and self.model_spec is not None:
+                use_early_scores(self.model_spec, self.parallelism)
 
     memory_log: MemoryLog | None = None
 

@@ -29,6 +29,7 @@ from titan_ext.activation_checkpoint.checks import (
     check_rules,
 )
 from titan_ext.activation_checkpoint.compiled import Decisions, none_decisions, plan_decisions
+from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
 from titan_ext.activation_checkpoint.exemptions import is_exempt, number_of_layers
 from titan_ext.activation_checkpoint.graph_codec import Saved
 from titan_ext.activation_checkpoint.presets import Attention, BlockPlan, Preset, make_plan
@@ -84,6 +85,12 @@ class FP8AC(ActivationCheckpointing):
 
         fp32: Literal["exact", "float8"] = "exact"
         """Whether fp32 tensors may be compressed; statistics (short rows) never are."""
+
+        score_before_last_gemm: bool = False
+        """
+        Multiply by the routing scores before the last expert GEMM, so that its output need not be
+        kept or computed again. Changes the rounding of the forward. Without EP and TP only.
+        """
 
         exempt_first: int = 0
         """The first so many layers keep exactly what the others keep in float8."""
@@ -167,6 +174,12 @@ class FP8AC(ActivationCheckpointing):
         """
         config = cast("FP8AC.Config", self.config)
         self._total_layers = number_of_layers(model)
+        early = [isinstance(module, EarlyScoreRoutedExperts) for module in model.modules()]
+        if config.score_before_last_gemm and not any(early):
+            raise ValueError(
+                f"{KEY}.score_before_last_gemm: this model was not built for it; call "
+                "titan_ext.activation_checkpoint.early_scores.use_early_scores on its spec first."
+            )
         check_names(config.rules(), config.exempt, model, self._total_layers)
         _POLICIES[model] = self
 

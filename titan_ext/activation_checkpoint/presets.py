@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
+from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
 from titan_ext.activation_checkpoint.sites import op_name
 from titan_ext.activation_checkpoint.verdicts import Rule, Site, Verdict
 
@@ -136,7 +137,7 @@ def _preset_rules(preset: Preset, attention: Verdict, block: nn.Module) -> tuple
         return ()
     rules = [Rule(Verdict.DROP, module) for module in _ONLY_ADDED]
     last_gemm = {"module": _EXPERTS, "op": "aten.*grouped_mm*", "operand": "w2*"}
-    if _exchange_is_stored(block):
+    if _exchange_is_stored(block) or _scores_come_first(block):
         rules.append(Rule(Verdict.DROP, **last_gemm))
     rules.append(Rule(Verdict.RECOMPUTE, "moe.router"))
     if preset == "attention":
@@ -163,6 +164,11 @@ def _exact_attention() -> list[Rule]:
 
 def _attention_of(block: nn.Module) -> nn.Module | None:
     return getattr(block, "attention", None)
+
+
+def _scores_come_first(block: nn.Module) -> bool:
+    experts = getattr(getattr(block, "moe", None), "routed_experts", None)
+    return isinstance(experts, EarlyScoreRoutedExperts)
 
 
 def _exchange_is_stored(block: nn.Module) -> bool:

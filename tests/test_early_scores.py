@@ -1,0 +1,96 @@
+"""Scores before the last expert GEMM: equal but for rounding, and one output less to keep."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torchtitan.config import ParallelismConfig
+from torchtitan.models.common.moe import RoutedExperts
+
+from tests.training import Run, titan_config, train
+from titan_ext import no_accelerator
+from titan_ext.activation_checkpoint import FP8AC, measure_block
+from titan_ext.activation_checkpoint.early_scores import use_early_scores
+from titan_ext.trainer import extend_config
+
+Config = FP8AC.Config
+EARLY = Config(preset="speed", score_before_last_gemm=True)
+B, L, D = 2, 64, 256
+
+
+def _block(early: bool) -> Any:
+    """A MoE block of the debug model; equal for both but for the class of its routed experts."""
+    spec = titan_config("deepseek_v3").model_spec
+    assert spec is not None
+    if early:
+        use_early_scores(spec, ParallelismConfig())
+        use_early_scores(spec, ParallelismConfig())  # twice is harmless
+    no_accelerator.adapt_spec(spec)
+    model = cast(Any, spec.model.build())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    return model.layers["1"].bfloat16()
+
+
+def _run(experts: RoutedExperts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    x_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+    scores_BLK = torch.rand(B, L, 3).requires_grad_()
+    ids_BLK = torch.stack([torch.randperm(8)[:3] for _ in range(B * L)]).view(B, L, 3)
+    counts_E = torch.bincount(ids_BLK.flatten(), minlength=8)
+    out_BLD = experts(x_BLD, scores_BLK, ids_BLK, counts_E)
+    out_BLD.float().square().sum().backward()
+    grads = {name: cast(torch.Tensor, p.grad) for name, p in experts.named_parameters()}
+    return out_BLD, grads | {"x": cast(Any, x_BLD.grad), "scores": cast(Any, scores_BLK.grad)}
+
+
+def test_it_computes_what_titan_computes():
+    ours, our_grads = _run(_block(early=True).moe.routed_experts)
+    titans, titan_grads = _run(_block(early=False).moe.routed_experts)
+    assert not torch.equal(ours, titans)  # another rounding
+    assert (ours - titans).float().norm() < 0.01 * titans.float().norm()
+    assert our_grads.keys() == titan_grads.keys()
+    for name, grad in our_grads.items():
+        other = titan_grads[name]
+        cosine = torch.cosine_similarity(grad.double().flatten(), other.double().flatten(), 0)
+        assert cosine > 0.9999, name
+        assert grad.float().norm() == pytest.approx(other.float().norm().item(), rel=0.01), name
+
+
+def test_the_last_gemm_is_neither_kept_nor_run_again():
+    receipts = {}
+    for early in (False, True):
+        torch.manual_seed(1)
+        x_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+        config = EARLY if early else replace(EARLY, score_before_last_gemm=False)
+        receipts[early] = measure_block(_block(early), x_BLD, None, None, config=config)
+    last_gemm = 2 * (B * L * 3) * 256 * 256
+    assert receipts[False].recomputed_flops - receipts[True].recomputed_flops == last_gemm
+    assert receipts[True].nbytes == receipts[False].nbytes
+    (dropped,) = [row for row in receipts[True].ops if "w2_EDF" in row.name]
+    assert dropped.verdict == "drop"
+
+
+def test_it_trains(tmp_path: Path):
+    run = Run(parallelize="block", ac=EARLY, steps=3, layers=2)
+    ours = train(run, tmp_path / "ours")
+    stock = train(replace(run, ac="selective", steps=1), tmp_path / "stock")
+    assert ours.losses[0] == pytest.approx(stock.losses[0], rel=1e-3)
+    assert ours.losses[-1] < ours.losses[0]
+
+
+def test_where_it_cannot_be_it_is_refused():
+    config = extend_config(titan_config("deepseek_v3"))
+    with pytest.raises(ValueError, match=r"needs parallelism\.expert_parallel_degree = 1"):
+        replace(
+            config,
+            activation_checkpoint=EARLY,
+            parallelism=replace(config.parallelism, expert_parallel_degree=2),
+        )
+    with pytest.raises(ValueError, match="has no routed experts"):
+        replace(extend_config(titan_config("llama3")), activation_checkpoint=EARLY)
+    with pytest.raises(ValueError, match="was not built for it"):
+        measure_block(_block(early=False), torch.randn(B, L, D), None, None, config=EARLY)

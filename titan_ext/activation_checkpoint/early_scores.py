@@ -1,0 +1,135 @@
+"""Routing scores applied before the last expert GEMM instead of after it, on request.
+
+Titan multiplies the routed experts' outputs by their scores, so that the gradient of a score needs
+the output: the largest tensor of a block that is expensive to have again. A score is a number for
+each token, and the last GEMM is linear in the token: applied to its input the result is the same
+but for rounding, and backward reads that input, which is cheap, in place of the output, which is
+then dropped. It changes what is computed, in the last bits; so it is off by default.
+"""
+
+from dataclasses import dataclass, fields
+from typing import cast
+
+import torch
+import torch.nn.functional as nnf
+from torch.distributed.tensor import DTensor
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+)
+from torchtitan.ops.scatter_add import deterministic_scatter_add
+from torchtitan.protocols.model_spec import ModelSpec
+
+from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
+
+__all__ = ["EarlyScoreRoutedExperts", "use_early_scores"]
+
+_KEY = "activation_checkpoint.score_before_last_gemm"
+
+# Shape suffixes, as in torchtitan/models/common/moe.py: R = routed tokens, F = hidden dimension of
+# an expert, D = model dimension, E = experts, B, L, K = batch, sequence, top-k.
+
+
+class EarlyScoreExperts(GroupedExperts):
+    """Titan's experts; their tokens are scaled by their scores before the last GEMM."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(  # type: ignore[override]
+        self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor, scores_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Tokens by expert ``(R, D)``, counts ``(E,)``, fp32 scores ``(R,)`` -> ``(R, D)``."""
+        offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+
+        def gemm(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            return self._grouped_mm(
+                A=tokens, B_t=local.bfloat16().transpose(-2, -1), offs=offsets_E
+            )
+
+        tokens_RD = x_RD.bfloat16()
+        h_RF = nnf.silu(gemm(tokens_RD, self.w1_EFD)) * gemm(tokens_RD, self.w3_EFD)
+        scaled_RF = (h_RF.float() * scores_R.unsqueeze(-1)).to(h_RF.dtype)
+        return gemm(scaled_RF, self.w2_EDF).type_as(x_RD)
+
+
+class EarlyScoreRoutedExperts(RoutedExperts):
+    """Titan's routed experts without expert parallelism: what they return is only added up."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        """As Titan's: tokens to experts, experts, and back, ``(B, L, D)`` -> ``(B, L, D)``."""
+        tokens_TD = x_BLD.flatten(0, 1)
+        routed_RD, counts_E, metadata = self.token_dispatcher.dispatch(
+            tokens_TD,
+            topk_scores_BLK.flatten(0, 1),
+            topk_expert_ids_BLK.flatten(0, 1),
+            num_local_tokens_per_expert_E,
+        )
+        scores_R = metadata.topk_scores_experts_sorted_N
+        with maybe_set_sparse_mesh():
+            routed_RD = self.inner_experts(routed_RD, counts_E, scores_R)
+        index_RD = metadata.token_indices_experts_sorted_N.unsqueeze(-1).expand_as(routed_RD)
+        out_TD = deterministic_scatter_add(torch.zeros_like(tokens_TD), index_RD, routed_RD)
+        return out_TD.view_as(x_BLD)
+
+
+def use_early_scores(spec: ModelSpec, parallelism: ParallelismConfig) -> None:
+    """Swap the routed experts in the model config of ``spec``, in place. Twice is harmless.
+
+    Raises:
+        ValueError: for a model without Titan's routed experts or with experts of its own; and under
+            expert parallelism, where the exchange behind the last GEMM is kept in its place, or
+            tensor parallelism, where a rank has only a part of its output.
+    """
+    for degree in ("expert_parallel_degree", "tensor_parallel_degree"):
+        if getattr(parallelism, degree) > 1:
+            raise ValueError(
+                f"{_KEY} needs parallelism.{degree} = 1, which is {getattr(parallelism, degree)}. "
+                "With expert parallelism the output of the last GEMM is dropped without it."
+            )
+    found = [
+        (cast(RoutedExperts.Config, c), p, k)
+        for _, c, p, k in list(spec.traverse(RoutedExperts.Config))
+    ]
+    ours = (EarlyScoreRoutedExperts.Config, RoutedExperts.Config)
+    plain = (EarlyScoreExperts.Config, GroupedExperts.Config)
+    dispatchers = (
+        LocalTokenDispatcher.Config,
+        AllToAllTokenDispatcher.Config,
+        FunctionalAllToAllTokenDispatcher.Config,
+    )
+    if not found or any(
+        type(config) not in ours
+        or type(config.inner_experts) not in plain
+        or type(config.token_dispatcher) not in dispatchers
+        for config, _, _ in found
+    ):
+        raise ValueError(
+            f"{_KEY}: {spec.name} has no routed experts, or experts or a dispatcher of another "
+            "kind than Titan's grouped experts and its all-to-all."
+        )
+    for config, parent, key in found:
+        if type(config) is EarlyScoreRoutedExperts.Config:
+            continue
+        values = {f.name: getattr(config, f.name) for f in fields(config)}
+        inner = config.inner_experts
+        values["inner_experts"] = EarlyScoreExperts.Config(
+            **{f.name: getattr(inner, f.name) for f in fields(inner)}
+        )
+        assert key is not None, "a MoE layer holds its experts"
+        setattr(parent, str(key), EarlyScoreRoutedExperts.Config(**values))
