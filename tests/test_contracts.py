@@ -4,6 +4,7 @@ A release that changes one of these fails the test that names it, before anythin
 """
 
 import dataclasses
+import functools
 import inspect
 from typing import Any, cast
 
@@ -28,7 +29,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.fx import traceback as fx_traceback
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -420,19 +425,24 @@ def test_torch_has_no_flop_formula_for_grouped_gemms():
     assert torch.ops.aten._grouped_mm not in flop_registry
 
 
-def test_torch_tells_a_backward_and_can_leave_dispatch_modes():
-    """fsdp.prefetch asks whether a forward is a recompute, and gathers outside of its modes."""
-    seen = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
+def test_torch_tells_a_backward_and_can_leave_a_checkpoints_mode():
+    """fsdp.prefetch asks whether a forward is a recompute, and gathers out of its sight."""
     assert torch._C._current_graph_task_id() == -1
-    with Seen():
-        with _disable_current_modes():
-            torch.ones(1)
-        assert not seen
-        torch.ones(1)
-    assert seen
+    seen: list[tuple[bool, Any]] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        mode = _get_current_dispatch_mode()
+        seen.append((torch._C._current_graph_task_id() != -1, type(mode)))
+        if torch._C._current_graph_task_id() != -1:
+            with _pop_mode_temporarily():
+                torch.ones(1)  # an operation that the forward did not have
+        return x.sin().sin()
+
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE
+    )
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(body, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    in_forward, in_recompute = seen
+    assert not in_forward[0]
+    assert in_recompute == (True, torch_checkpoint._CachedTorchDispatchMode)

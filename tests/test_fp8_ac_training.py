@@ -133,8 +133,14 @@ def test_compiled_units_in_the_trainer(tmp_path: Path):
     exchanges = {rank.operations["gloo:all_to_all"] for rank in result.ranks}
     assert exchanges == {3 + 2}
     log = (tmp_path / "logs" / "rank_0.log").read_text()
-    assert log.count(" saves for backward: ") == 3
+    assert log.count(" saves for backward:") == 3
     assert "float8 e4m3" in log
+    graphs = json.loads((tmp_path / "activation_checkpoint" / "graphs_rank0.json").read_text())
+    by_class = {(row["source"], row["treatment"]): row for graph in graphs for row in graph}
+    exchanged = by_class["_c10d_functional.wait_tensor", "float8 e4m3"]
+    # Tokens there and back, 256 values of one byte and two scales each.
+    assert (exchanged["tensors"], exchanged["nbytes"]) == (2, 0)
+    assert exchanged["nbytes_a_token"] == 2 * (256 + 2)
 
 
 def test_the_receipt_is_in_the_folder_and_in_the_metrics(tmp_path: Path):

@@ -4,7 +4,6 @@ Titan builds it from its config and applies it to a model, as it does its own po
 """
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from titan_ext.activation_checkpoint.compiled import Decisions, none_decisions, 
 from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
 from titan_ext.activation_checkpoint.exemptions import is_exempt, number_of_layers
 from titan_ext.activation_checkpoint.graph_codec import Saved
+from titan_ext.activation_checkpoint.graph_receipts import graph_rows, write_graphs
 from titan_ext.activation_checkpoint.presets import Attention, BlockPlan, Preset, make_plan
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, RunReceipt
 from titan_ext.activation_checkpoint.sites import BlockSites
@@ -207,13 +207,18 @@ class FP8AC(ActivationCheckpointing):
         return plan_decisions(plan, self.used_rules, key=f"{config} {plan.attention} {exempted}")
 
     def take_graph(self, saved: list[Saved]) -> None:
-        """Note what a compiled graph saves, and say it."""
+        """Note what a compiled graph saves, say it, and write it to the run's folder."""
         self.graphs.append(saved)
-        treatments = Counter(tensor.treatment for tensor in saved)
-        logger.info(
-            f"Compiled graph {len(self.graphs)} saves for backward: "
-            + ", ".join(f"{count} {treatment}" for treatment, count in sorted(treatments.items()))
-        )
+        graphs = [graph_rows(graph, self.compiled_codec()) for graph in self.graphs]
+        lines = [
+            f"{row.tensors:4} {row.nbytes:12,} B {row.nbytes_a_token:8,} B a token  "
+            f"{row.source}: {row.treatment}"
+            for row in graphs[-1]
+        ]
+        logger.info("\n".join([f"Compiled graph {len(graphs)} saves for backward:", *lines]))
+        if self.dump_folder:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            write_graphs(graphs, Path(self.dump_folder) / KEY / f"graphs_rank{rank}.json")
 
     def check_stored(self) -> None:
         """After a step: float8 must have been stored, if it was asked for.

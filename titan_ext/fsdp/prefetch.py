@@ -11,6 +11,7 @@ pipeline had kept the unit from the microbatch before. So a unit inside a block 
 forward, whether backward is running; then it gets its parameters by itself and nothing ahead.
 """
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 from titan_ext.fsdp.units import Unit, UnitKind
 
@@ -118,8 +120,15 @@ class _BeforeForward:
         in_backward = torch._C._current_graph_task_id() != -1
         self._module.set_modules_to_forward_prefetch([] if in_backward else self._ahead)
         if in_backward:
-            with _disable_current_modes():  # selective checkpointing's among them
+            with _out_of_sight_of_checkpointing():
                 self._module.unshard()
+
+
+def _out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:
+    """Without the mode in which selective checkpointing recomputes; others stay."""
+    if isinstance(_get_current_dispatch_mode(), _CachedTorchDispatchMode):
+        return _pop_mode_temporarily()
+    return contextlib.nullcontext()
 
 
 def _within(names: Sequence[str], nbytes: Mapping[str, int], reach: Reach) -> tuple[str, ...]:
