@@ -32,6 +32,8 @@ from titan_ext.guards.checkpoints import check_checkpoint, one_clear_error
 from titan_ext.guards.finite import refuse_gradients_that_are_not_finite
 from titan_ext.guards.late_parameters import refuse_late_parameters
 from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
+from titan_ext.optim.container import OptimizersContainer, extend_optimizer
+from titan_ext.optim.groups import check_param_groups
 from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
 
@@ -61,6 +63,8 @@ class Trainer(TitanTrainer):
             if self.model_spec is not None:
                 check_model_limits(self.model_spec.name, self.parallelism)
                 check_unit_names(self.model_spec.model, self.parallelism)
+                if isinstance(self.optimizer, OptimizersContainer.Config):
+                    check_param_groups(self.optimizer, self.model_spec.model, self.parallelism)
             no_accelerator.adapt_config(self)
             self._check_activation_checkpoint()
             TitanTrainer.Config.__post_init__(self)
@@ -166,6 +170,7 @@ def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
     values["parallelism"] = _extend_section(
         config.parallelism, TitanParallelismConfig, ParallelismConfig
     )
+    values["optimizer"] = extend_optimizer(config.optimizer)
     values["debug"] = _extend_section(config.debug, TitanDebugConfig, DebugConfig)
     return _extended_class(type(config))(**values)
 
