@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import secrets
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+_PORTS = range(12_000, 32_000)  # below Linux' own, which begin at 32768
 _PRELOAD = [
     "torch",
     "torchtitan.trainer",
@@ -24,6 +26,13 @@ _PRELOAD = [
     "torchtitan.models.qwen3.config_registry",
     "titan_ext.config_registry",
 ]
+
+
+PATIENCE_S = 300.0
+"""After which a test calls a hang what has not happened; nothing that passes waits for it.
+
+Far more than anything takes on a machine of its own: tests share theirs with other work.
+"""
 
 
 class RankError(AssertionError):
@@ -35,7 +44,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     log_folder: Path,
-    timeout_s: float = 120.0,
+    timeout_s: float = PATIENCE_S,
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` processes; return their results by rank.
 
@@ -59,7 +68,7 @@ def start_ranks(
     """Begin what ``run_ranks`` does, and return a (process, receiver, log) for each rank."""
     context = _fork_server()
     log_folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     ranks = []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
@@ -131,10 +140,16 @@ def _tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """A port that is free, and not of those that the kernel gives to whoever connects next.
+
+    It is bound seconds later, by a process that starts first.
+    """
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _fork_server():

@@ -15,7 +15,7 @@ from titan_ext.fsdp import shard
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, steps=3, ac="none")
 PLANTED_STEP = 2
-TIMEOUT_S = 4
+TIMEOUT_S = 6
 HANGS = ("stopped", "skipped expert backward")
 """Faults that gloo does not notice by itself."""
 
@@ -25,7 +25,7 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
     init_logger()
     config: Any = make_config(run, folder)
     config.debug.record_collectives = fault != "off"
-    config.comm.train_timeout_seconds = TIMEOUT_S if fault in HANGS else 60
+    config.comm.train_timeout_seconds = TIMEOUT_S if fault in HANGS else 200
     is_faulty = os.environ["RANK"] == "1"
     with contextlib.ExitStack() as stack:
         stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))

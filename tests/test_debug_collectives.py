@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import RankError, run_ranks
+from tests.cluster import PATIENCE_S, RankError, run_ranks
 from tests.planted import RUN, train_watched
 from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.debug import observer
@@ -24,7 +24,7 @@ from titan_ext.run_folder import LOSS, read_scalar
 
 def _report_of(folder: Path, *wanted: str) -> str:
     """The observer's, which may be a moment behind the ranks."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     text = ""
     while time.monotonic() < deadline:
         for report in folder.glob(f"collectives/*/{observer.REPORT}"):
@@ -40,13 +40,11 @@ def fails(tmp_path: Path):
     """Trains with a fault in rank 1, which must end the run."""
     make_corpus()
 
-    def train(fault: str, **changes: Any) -> str:
+    def train(fault: str, **changes: Any) -> None:
         run = dataclasses.replace(RUN, **changes)
         with pytest.raises(RankError) as caught:
-            run_ranks(
-                train_watched, 2, run, tmp_path, fault, log_folder=tmp_path / "logs", timeout_s=60
-            )
-        return str(caught.value)
+            run_ranks(train_watched, 2, run, tmp_path, fault, log_folder=tmp_path / "logs")
+        assert "did not end in time" not in str(caught.value), "ended by the test, not by itself"
 
     return train
 
@@ -81,9 +79,7 @@ def test_all_to_alls_whose_splits_do_not_fit(fails, tmp_path: Path):
 
 
 def test_a_rank_that_stops(fails, tmp_path: Path):
-    begun = time.monotonic()
     fails("stopped")
-    assert time.monotonic() - begun < 30
     report = _report_of(tmp_path, "stopped by a signal")
     assert re.search(r"rank 0 waits in collective \d+ of group .*: all_to_all .*_dispatch_", report)
     assert re.search(r"rank 1 has not issued it; the last that it issued is .*_token_count", report)
@@ -108,7 +104,7 @@ def test_watching_changes_nothing(tmp_path: Path):
     run = dataclasses.replace(RUN, ac="selective")
     for fault in ("none", "off"):
         folder = tmp_path / fault
-        run_ranks(train_watched, 2, run, folder, fault, log_folder=folder / "logs", timeout_s=60)
+        run_ranks(train_watched, 2, run, folder, fault, log_folder=folder / "logs")
     watched, plain = (read_scalar(tmp_path / name, LOSS) for name in ("none", "off"))
     assert watched == plain
     assert not list((tmp_path / "none").glob(f"collectives/*/{observer.REPORT}"))

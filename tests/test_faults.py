@@ -23,7 +23,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools.logging import init_logger
 
 from tests import planted
-from tests.cluster import RankError, run_ranks
+from tests.cluster import PATIENCE_S, RankError, run_ranks
 from tests.faults.torchrun import is_alive
 from tests.training import Run, make_config, titan_config
 from titan_ext.data.stdlib_corpus import make_corpus
@@ -84,7 +84,7 @@ _FAULTS = {
 
 def _run(folder: Path, fault: str) -> list[int]:
     make_corpus()
-    return run_ranks(_train, 2, RUN, folder, fault, log_folder=folder / "logs", timeout_s=60)
+    return run_ranks(_train, 2, RUN, folder, fault, log_folder=folder / "logs")
 
 
 def test_gradients_that_are_not_finite_are_not_applied(tmp_path: Path):
@@ -175,7 +175,7 @@ def test_data_that_is_not_there_is_named_before_any_process_group(tmp_path: Path
 def test_a_worker_ends_with_its_launcher(tmp_path: Path):
     """As under torchrun: the worker has a session of its own, and the launcher gets SIGKILL."""
     worker = "from titan_ext.guards.stop import *; end_with_launcher(); print(1, flush=True)"
-    worker = f"{worker}; import time; time.sleep(60)"
+    worker = f"{worker}; import time; time.sleep(9999)"
     launcher = f"import subprocess as s, sys; p = s.Popen([sys.executable, '-c', {worker!r}], "
     launcher += "start_new_session=True); print(p.pid, flush=True); p.wait()"
     process = subprocess.Popen(
@@ -189,7 +189,7 @@ def test_a_worker_ends_with_its_launcher(tmp_path: Path):
     assert process.stdout.readline() == "1\n"
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while is_alive(pid):
         assert time.monotonic() < deadline, "the worker outlived its launcher"
         time.sleep(0.01)

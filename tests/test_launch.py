@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.cluster import PATIENCE_S
+
 ROOT = Path(__file__).parent.parent
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 
@@ -22,7 +24,7 @@ def _launch(config: str, *flags: str, cwd: Path = ROOT, processes: int = 2) -> s
     command += ["--config", config, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=170
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
     )
     output = done.stdout + done.stderr
     return re.sub(r"\x1b\[[0-9;]*m", "", output)
@@ -56,7 +58,7 @@ def test_dry_run_of_a_large_job(tmp_path: Path):
     command += ["train_configs/moe_debug.toml", *_small(tmp_path), "--comm.mode=fake_backend"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NGPU": "64", "LOCAL_RANK": "0"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
     )
     output = done.stdout + done.stderr
     assert "dp_shard=64" in output, output[-3000:]

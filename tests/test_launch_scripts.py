@@ -5,7 +5,6 @@ There is no Slurm here: `srun` and `scontrol` are stand-ins that do what its man
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import PATIENCE_S, free_port
 from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.run_folder import LOSS, read_scalar
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
-PATIENCE_S = 120  # for what takes a moment, on a machine with other work
 
 # Runs the task of one node in a process group of its own, to which the test sends Slurm's signals.
 SRUN = """#!/usr/bin/env bash
@@ -141,11 +140,8 @@ def test_slurm_outside_the_repository(job: dict[str, str], tmp_path: Path):
 def test_two_agents_train(tmp_path: Path):
     """Two "machines" with a rank each: HSDP with a shard axis of 1 in each, and two copies."""
     make_corpus()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     environment = {**os.environ, "TORCHRUN": TORCHRUN, "NNODES": "2", "NGPU": "1"}
-    environment |= {"HEAD": "localhost", "PORT": port, "OMP_NUM_THREADS": "1"}
+    environment |= {"HEAD": "localhost", "PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     environment |= {"CONFIG": "train_configs/moe_debug.toml"}
     flags = ["--training.steps", "2", "--training.seq_len", "64", "--training.local_batch_size"]
     flags += ["1", "--checkpoint.no-enable", "--parallelism.expert_parallel_degree", "1"]
@@ -163,7 +159,7 @@ def test_two_agents_train(tmp_path: Path):
         for _ in range(2)
     ]
     try:
-        outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+        outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

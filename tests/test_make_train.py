@@ -8,11 +8,12 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.cluster import PATIENCE_S
 from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
 
 ROOT = Path(__file__).parent.parent
 # Small steps, and a checkpoint at every one of them but the last.
-ARGS = "--training.seq_len 64 --checkpoint.interval 2 --comm.init_timeout_seconds 60"
+ARGS = "--training.seq_len 64 --checkpoint.interval 2 --comm.init_timeout_seconds 200"
 
 
 def _make_train(folder: Path) -> subprocess.Popen:
@@ -35,7 +36,7 @@ def _make_train(folder: Path) -> subprocess.Popen:
 
 
 def _finish(process: subprocess.Popen) -> str:
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output[-3000:]
     return output
 
@@ -61,7 +62,7 @@ def test_train_resume_and_survive_a_kill(tmp_path: Path):
 
     # Killed after a checkpoint of the second run, with no chance to say goodbye.
     process = _make_train(folder)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while latest_checkpoint_step(folder) < 6:
         assert process.poll() is None, "ended before it could be killed"
         assert time.monotonic() < deadline, "no checkpoint at step 6"

@@ -35,7 +35,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests import muon
-from tests.cluster import run_ranks
+from tests.cluster import PATIENCE_S, run_ranks
 from tests.collectives import Collective, CollectiveTrace
 from tests.compiled_verdicts import VerdictAC
 from titan_ext import no_accelerator
@@ -165,7 +165,7 @@ class Result:
     ranks: list[RankResult]
 
 
-def train(run: Run, folder: Path, timeout_s: float = 120.0) -> Result:
+def train(run: Run, folder: Path, timeout_s: float = PATIENCE_S) -> Result:
     """Train ``run.steps`` steps in ``run.world`` processes; files and logs go to ``folder``."""
     make_corpus()  # once, not once a rank
     ranks = run_ranks(

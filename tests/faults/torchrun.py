@@ -9,12 +9,12 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tests.cluster import free_port
 from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
 
@@ -63,7 +63,7 @@ def killed_rank(folder: Path) -> str:
 
 def two_agents(folder: Path) -> str:
     """Two "machines": one's worker is killed, both agents restart."""
-    port = _free_port()
+    port = free_port()
     options = ("--nnodes=2", "--nproc_per_node=1", f"--rdzv_endpoint=localhost:{port}")
     options += ("--rdzv_id=faults", "--max-restarts=1")
     agents = [launch(folder, torchrun=options) for _ in range(2)]
@@ -176,9 +176,3 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.cluster import PATIENCE_S
 from tests.matrix.rows import reference_of
 from tests.training import Result, Run, train
 
@@ -24,7 +25,7 @@ class References:
 
 def train_row(run: Run, folder: Path) -> Result:
     """Train ``run`` in a folder of its own, with time for a compiler."""
-    return train(run, folder / str(run), timeout_s=400.0 if run.compiled else 120.0)
+    return train(run, folder / str(run), timeout_s=(2 if run.compiled else 1) * PATIENCE_S)
 
 
 def differences(ours: Result, stock: Result) -> list[str]:
