@@ -172,6 +172,15 @@ def test_data_that_is_not_there_is_named_before_any_process_group(tmp_path: Path
     assert not torch.distributed.is_initialized()
 
 
+def test_a_tokenizer_that_is_not_there_is_named_before_any_process_group(tmp_path: Path):
+    config = extend_config(titan_config("qwen3"))
+    config.dump_folder = str(tmp_path)
+    config.hf_assets_path = str(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"hf_assets_path is '.*/nothing': no such folder"):
+        config.build()
+    assert not torch.distributed.is_initialized()
+
+
 def test_a_worker_ends_with_its_launcher(tmp_path: Path):
     """As under torchrun: the worker has a session of its own, and the launcher gets SIGKILL."""
     worker = "from titan_ext.guards.stop import *; end_with_launcher(); print(1, flush=True)"

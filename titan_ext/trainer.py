@@ -23,7 +23,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.activation_checkpoint.receipt_log import ReceiptLog
 from titan_ext.configs import DebugConfig, ParallelismConfig, check_unit_names
-from titan_ext.data.paths import check_dataset_path
+from titan_ext.data.paths import check_assets_path, check_dataset_path
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.debug.watch import CollectiveWatch, NoWatch
 from titan_ext.fsdp.memory_log import MemoryLog
@@ -93,6 +93,7 @@ class Trainer(TitanTrainer):
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:
             make_corpus()  # before Titan looks for the tokenizer
+        check_assets_path(config.tokenizer, config.hf_assets_path)
         with no_accelerator.layout_independent_init():
             super().__init__(config)
         if has_no_accelerator:

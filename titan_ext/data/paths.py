@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS
 
-__all__ = ["check_dataset_path"]
+__all__ = ["check_assets_path", "check_dataset_path"]
 
 _LOCAL = ("/", "./", "../", "~")
 
@@ -25,4 +27,17 @@ def check_dataset_path(dataloader: Any) -> None:
         raise ValueError(
             f"dataloader.dataset_path is {str(path)!r}: no such file or folder; expected one, or "
             "the name of a data set on the Hugging Face hub."
+        )
+
+
+def check_assets_path(tokenizer: Any, path: str) -> None:
+    """Look for the folder that ``hf_assets_path`` names, if Titan's tokenizer is to read it.
+
+    Raises:
+        ValueError: if there is no such folder.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer.Config) and not Path(path).is_dir():
+        raise ValueError(
+            f"hf_assets_path is {str(path)!r}: no such folder; expected one with the files of a "
+            f'tokenizer, or "{STDLIB_CORPUS}" in a TOML file.'
         )
