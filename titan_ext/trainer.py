@@ -96,7 +96,7 @@ class Trainer(TitanTrainer):
             # has no other switch for it. There is no peak to compare a CPU with.
             self.metrics_processor.has_quantization = True
         if config.parallelism.fsdp_track_memory:
-            self.memory_log = MemoryLog(self)
+            self.memory_log = MemoryLog(self, wrap=config.parallelism.fsdp_wrap)
         self.receipts = ReceiptLog(self)
         self.watch.name_modules(self.model_parts)
         self.stop = StopOnSignal(self.checkpointer)
