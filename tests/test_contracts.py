@@ -230,7 +230,7 @@ def test_torch_compile_takes_a_checkpoint_policy_literally():
 
 
 def test_torch_traces_with_module_ids_and_one_fake_tensor_for_a_parameter():
-    """activation_checkpoint.traced_sites names operations by them."""
+    """activation_checkpoint.compiled.sites names operations by them."""
     seen = {}
     linear = torch.nn.Linear(4, 4)
 
@@ -346,7 +346,7 @@ def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
 
 
 def test_titan_logs_metrics_through_a_public_logger():
-    """fsdp.memory_log adds its own."""
+    """fsdp.memory.log adds its own."""
     assert "self.logger.log(metrics, step)" in inspect.getsource(MetricsProcessor.log_validation)
 
 

@@ -44,7 +44,7 @@ from titan_ext.data.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
-from titan_ext.fsdp.accounting import Timeline
+from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.trainer import extend_config
 

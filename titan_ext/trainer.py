@@ -26,7 +26,7 @@ from titan_ext.configs import DebugConfig, ParallelismConfig, check_unit_names
 from titan_ext.data.paths import check_dataset_path
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.debug.watch import CollectiveWatch, NoWatch
-from titan_ext.fsdp.memory_log import MemoryLog
+from titan_ext.fsdp.memory.log import MemoryLog
 from titan_ext.guards.agreement import check_agreement
 from titan_ext.guards.checkpoints import check_checkpoint, one_clear_error
 from titan_ext.guards.finite import refuse_gradients_that_are_not_finite

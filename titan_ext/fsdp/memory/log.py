@@ -17,11 +17,11 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.fsdp.accounting import Timeline
+from titan_ext.fsdp.memory.accounting import Timeline
+from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
+from titan_ext.fsdp.memory.timeline import MemoryFile, draw, summary
+from titan_ext.fsdp.memory.tracker import MemoryTracker
 from titan_ext.fsdp.plan import UnitPlan, plan_of
-from titan_ext.fsdp.predict import Pipeline, StepOrder, predict
-from titan_ext.fsdp.timeline import MemoryFile, draw, summary
-from titan_ext.fsdp.tracker import MemoryTracker
 from titan_ext.fsdp.units import plan_units, resolve_wrap
 
 __all__ = ["MemoryLog", "step_order"]
