@@ -307,7 +307,7 @@ def _reduce_scatter_in_rank_order(
 
 
 @contextlib.contextmanager
-def _patched(run: Run) -> Iterator[None]:
+def patched(run: Run) -> Iterator[None]:
     """What gloo lacks for stock Titan's exchanges, and the order of sums if the run asks for it."""
     patch = unittest.mock.patch.object
     with contextlib.ExitStack() as stack:
@@ -333,7 +333,7 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
     operations = profile(activities=[ProfilerActivity.CPU])
     norms: list[float] = []
     # From the start: Titan binds each module's forward when it parallelizes.
-    with _patched(run):
+    with patched(run):
         with no_accelerator.layout_independent_init():
             trainer = make_config(run, folder).build()
         if run.routing == "one_expert":
