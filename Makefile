@@ -1,5 +1,5 @@
 # make train   train the debug MoE model here, on 4 processes; again: go on
-# make test    lint, types and tests
+# make test    lint, types, shell scripts and tests
 # make matrix  every row of the matrix against stock TorchTitan
 # make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
 # ARGS="--training.seq_len 512" adds Titan flags to train; PYTEST_ARGS="-k units" picks tests.
@@ -38,6 +38,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+	$(BIN)/shellcheck launch/*.sh .ci/run
 
 data: setup
 	@$(BIN)/python -m titan_ext.data.stdlib_corpus

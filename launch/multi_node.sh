@@ -8,7 +8,7 @@ set -euo pipefail
 : "${NNODES:?how many nodes run this script}"
 : "${HEAD:?the host name of the node where the agents meet; it runs this script too}"
 
-# Workers of torch 2.15 hang in init_process_group after a restart without it (titan_ext/stop.py).
+# Workers of torch 2.15 hang in init_process_group after a restart without it (docs/hangs_and_faults.md).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec "${TORCHRUN:-torchrun}" \

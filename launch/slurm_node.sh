@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # What launch/slurm.sh runs on each node: the agent, and Slurm's early signal made a SIGTERM.
 #
-# Slurm signals every process of a step. A SIGTERM would reach each worker twice, from Slurm and
-# from its torchrun, and the second one ends it unsaved. So the early signal is SIGUSR1, which all
-# ignore but this shell: torchrun gets one SIGTERM from here, each worker one from torchrun.
+# Slurm signals every process of a step, and a torchrun that gets SIGTERM twice sends it on twice.
+# So the early signal is SIGUSR1, which all ignore but this shell: torchrun gets one SIGTERM from
+# here, each worker one from torchrun. Slurm's own SIGTERM, which all get, this shell outlives: when
+# a task has ended Slurm kills what is left of it.
 #
-# Ends with 75 if the signal ended the run, and as torchrun does otherwise.
+# Ends with 75 if the early signal ended the run, and as torchrun does otherwise.
 set -euo pipefail
 
 agent=""
 asked=0
-trap 'asked=1; trap "" USR1; [[ -z $agent ]] || kill -TERM "$agent" || true' USR1
+interrupted=0
+trap 'asked=1; interrupted=1; trap "" USR1; [[ -z $agent ]] || kill -TERM "$agent" || true' USR1
+trap 'interrupted=1' TERM
 
 (
     trap '' USR1 # inherited by torchrun and its workers
@@ -20,10 +23,11 @@ agent=$!
 
 status=0
 wait "$agent" || status=$?
-if ((asked)); then # the signal ended the wait, not the agent
+while ((interrupted)); do # a signal ended the wait, not the agent
+    interrupted=0
     status=0
     wait "$agent" || status=$?
-fi
+done
 if ((asked && status != 0)); then
     exit 75
 fi

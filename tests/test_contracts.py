@@ -45,10 +45,12 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed import full_dtensor
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.flex_shard import build_dist_muon, dist_muon
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.common import token_dispatcher
@@ -62,6 +64,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.debug import recorder
 from titan_ext.fsdp import shard, units
+from titan_ext.optim import groups
 
 
 def _parameters(function) -> list[str]:
@@ -474,3 +477,27 @@ def test_torch_tells_a_backward_and_can_leave_a_checkpoints_mode():
     in_forward, in_recompute = seen
     assert not in_forward[0]
     assert in_recompute == (True, torch_checkpoint._CachedTorchDispatchMode)
+
+
+def test_titan_builds_parameter_groups_where_optim_overrides_it():
+    """optim.container gives it other names; optim.groups knows its optimizers and their keys."""
+    build = inspect.getsource(OptimizersContainer.__init__)
+    assert "self._build_param_groups(" in build
+    assert _parameters(OptimizersContainer._build_param_groups) == [
+        "model",
+        "param_group_configs",
+        "impl_kwargs",
+    ]
+    used = inspect.getsource(OptimizersContainer._build_param_groups)
+    assert used.count("model.") == used.count("model.named_parameters()") == 1
+    for name, optimizer in groups._OPTIMIZERS.items():
+        expected = build_dist_muon if name == groups.MUON else optimizer
+        assert OptimizersContainer._resolve_optimizer_factory(name) is expected
+    assert {"compute_sharding_by_fqn", "bucket_configs"} <= set(_parameters(dist_muon.DistMuon))
+
+
+def test_torch_ignores_unknown_keys_of_a_parameter_group():
+    """Why optim.groups compares them with the optimizer's own. When this fails, torch does."""
+    group = {"params": [nn.Parameter(torch.ones(1))], "wieght_decay": 0.5}
+    (seen,) = torch.optim.AdamW([group]).param_groups
+    assert (seen["wieght_decay"], seen["weight_decay"]) == (0.5, 0.01)

@@ -1,11 +1,14 @@
-"""The Python examples of the docs run as they stand."""
+"""The examples of the docs run as they stand."""
 
 import os
 import re
 from pathlib import Path
 from typing import Any, cast
 
+from tests import muon
 from tests.cluster import run_ranks
+from tests.toml_files import Loader
+from titan_ext.optim.groups import resolve_groups
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -74,3 +77,21 @@ def test_your_model_goes_through_the_same_function(tmp_path: Path):
     for a, b in zip(block, submodule, strict=True):
         assert (a["loss"], a["gains"]) == (b["loss"], b["gains"])
     assert any(any(gain) for gain in block[0]["gains"].values())
+
+
+def test_muon_from_a_file(config: Loader):
+    """The matrix trains with this pattern (tests.muon)."""
+    import torch
+
+    text = (DOCS / "optimizers.md").read_text()
+    (toml,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    ours = config(toml)
+    assert ours.optimizer.param_groups[0].pattern == muon.PATTERN
+    assert ours.model_spec is not None
+    with torch.device("meta"):
+        shapes = {n: p.shape for n, p in ours.model_spec.model.build().named_parameters()}
+    matrices, rest = resolve_groups(shapes, ours.optimizer.param_groups)
+    assert {"tok_embeddings.weight", "lm_head.weight"} <= set(rest)
+    assert all(len(shapes[name]) == 1 for name in rest if name.startswith("layers."))
+    # attention, the dense layer; attention, router, shared and routed experts
+    assert len(matrices) == (4 + 3) + 26 * (4 + 1 + 3 + 3)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import unittest.mock
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from titan_ext.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
 FAULTY_STEP = 4
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _train(run: Run, folder: Path, fault: str) -> int:
@@ -66,6 +68,8 @@ def _full_disk():
 
 @contextlib.contextmanager
 def _sigterm():
+    """Twice at once: Slurm signals torchrun and its workers, and torchrun its workers."""
+    os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     yield
 
@@ -189,6 +193,60 @@ def test_a_worker_ends_with_its_launcher(tmp_path: Path):
     while is_alive(pid):
         assert time.monotonic() < deadline, "the worker outlived its launcher"
         time.sleep(0.01)
+
+
+class _Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The signals that did what they do where nothing is saved: they would end this process."""
+    signals: list[int] = []
+    before = {s: signal.signal(s, lambda s, _: signals.append(s)) for s in STOP_SIGNALS}
+    yield signals
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+@pytest.mark.parametrize("second", STOP_SIGNALS)
+def test_a_second_signal_ends_at_once_if_it_is_another_request(
+    first: signal.Signals,
+    second: signal.Signals,
+    ended: list[int],
+    one_rank: None,
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("INFO")
+    clock = _Clock()
+    checkpointer: Any = SimpleNamespace(enable=True, interval=500)
+    checkpointer.maybe_wait_for_saving = unittest.mock.Mock()
+    stop = StopOnSignal(checkpointer, clock=clock)
+    assert not stop.now()
+    signal.raise_signal(first)
+    clock.now_s += 0.9
+    signal.raise_signal(second)
+    assert ended == []
+    assert not stop.now(), "one more step"
+    assert f"{first.name}: one more step" in caplog.text
+    assert checkpointer.interval == 1
+    checkpointer.maybe_wait_for_saving.assert_not_called()
+    assert stop.now()
+    checkpointer.maybe_wait_for_saving.assert_called_once()
+    clock.now_s += 0.2
+    signal.raise_signal(second)
+    assert ended == [second]
+
+
+def test_an_ignored_signal_stays_ignored(ended: list[int], one_rank: None):
+    """nohup, and a shell's background jobs, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    StopOnSignal(SimpleNamespace(enable=True, interval=500))  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_sigterm_is_left_alone_where_nothing_is_saved(one_rank: None):

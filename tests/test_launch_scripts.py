@@ -19,6 +19,7 @@ from titan_ext.run_folder import LOSS, read_scalar
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+PATIENCE_S = 120  # for what takes a moment, on a machine with other work
 
 # Runs the task of one node in a process group of its own, to which the test sends Slurm's signals.
 SRUN = """#!/usr/bin/env bash
@@ -37,6 +38,12 @@ sleep "${LASTS:-0}" &
 trap 'echo SIGTERM >> "$CALLS"; kill -0 $! && echo worker lives >> "$CALLS"; kill $!; exit 1' TERM
 echo ready >> "$CALLS"
 wait $!
+"""
+# An agent that takes a while to save, and whose workers do not mind.
+SAVING_AGENT = """#!/usr/bin/env bash
+trap 'sleep 0.3; echo saved >> "$CALLS"; exit 1' TERM
+echo ready >> "$CALLS"
+while :; do sleep 0.05 || true; done
 """
 
 
@@ -80,16 +87,28 @@ def test_slurm_starts_one_agent_a_node(job: dict[str, str]):
 
 
 def test_early_signal_is_one_sigterm_and_a_requeue(job: dict[str, str]):
-    launcher = subprocess.Popen([LAUNCH / "slurm.sh"], cwd=ROOT, env={**job, "LASTS": "60"})
-    deadline = time.monotonic() + 30
+    launcher = _signal_all_processes({**job, "LASTS": "600"}, signal.SIGUSR1)
+    assert launcher.wait(timeout=PATIENCE_S) == 75
+    assert _calls(job)[3:] == ["ready", "SIGTERM", "worker lives", "scontrol requeue 1234567"]
+
+
+def test_slurms_own_sigterm_waits_for_the_agent(job: dict[str, str], tmp_path: Path):
+    (tmp_path / "torchrun").write_text(SAVING_AGENT)
+    launcher = _signal_all_processes(job, signal.SIGTERM)
+    assert launcher.wait(timeout=PATIENCE_S) == 1
+    assert _calls(job)[2:] == ["ready", "saved"], "and the job is not queued again"
+
+
+def _signal_all_processes(job: dict[str, str], signum: signal.Signals) -> subprocess.Popen:
+    """Start slurm.sh, and signal its step when the agent is ready."""
+    launcher = subprocess.Popen([LAUNCH / "slurm.sh"], cwd=ROOT, env=job)
+    deadline = time.monotonic() + PATIENCE_S
     while "ready" not in _calls(job):
         assert launcher.poll() is None, "slurm.sh has ended"
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    group = int(Path(job["CALLS"] + ".group").read_text())
-    os.killpg(group, signal.SIGUSR1)  # all processes of the step, as Slurm may do
-    assert launcher.wait(timeout=30) == 75
-    assert _calls(job)[3:] == ["ready", "SIGTERM", "worker lives", "scontrol requeue 1234567"]
+    os.killpg(int(Path(job["CALLS"] + ".group").read_text()), signum)
+    return launcher
 
 
 def test_a_failure_is_not_queued_again(job: dict[str, str], tmp_path: Path):

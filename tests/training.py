@@ -34,6 +34,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer as TitanTrainer
 
+from tests import muon
 from tests.cluster import run_ranks
 from tests.collectives import Collective, CollectiveTrace
 from tests.compiled_verdicts import VerdictAC
@@ -107,6 +108,8 @@ class Run:
     """Samples of a microbatch of the pipeline."""
     watch_routing: bool = False
     """Record the expert ids of every router call, in forward and in recompute."""
+    optimizer: str = "default"
+    """The model's own (Titan's fused AdamW), foreach, for-loop or muon: see ``tests.muon``."""
     keep_gradients: bool = False
     """Return the (clipped) gradients of the last step, unsharded, from rank 0."""
 
@@ -130,6 +133,7 @@ class Run:
         extras += [f"{name}_{value}" for name, value in self.reshard_groups]
         extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
         extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
+        extras += [self.optimizer] if self.optimizer != "default" else []
         extras += [self.routing] if self.routing != "learned" else []
         return "-".join(parts + extras)
 
@@ -184,6 +188,10 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         converter = LoRAConverter.Config(target_modules=["wq", "wo"]).build()
         config.model_spec.model = cast(Decoder.Config, converter.convert(model_config))
     config.hf_assets_path = str(default_tokenizer_path())
+    if run.optimizer == "muon":
+        config.optimizer = muon.config(run.model, spelt_out=run.parallelize == "stock")
+    elif run.optimizer != "default":
+        config.optimizer.implementation = cast(Any, run.optimizer)
     config.dump_folder = str(folder)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
     config.training = TrainingConfig(
@@ -320,6 +328,8 @@ def patched(run: Run) -> Iterator[None]:
             forward = nn.RMSNorm.forward
             as_one_node = lambda self, x: forward(self, x.view_as(x))  # noqa: E731
             stack.enter_context(patch(nn.RMSNorm, "forward", as_one_node))
+        if run.optimizer == "muon":
+            stack.enter_context(muon.on_a_cpu())
         # Titan's trainer sleeps two seconds at the end of rank 0.
         stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))
         yield

@@ -34,6 +34,8 @@ from titan_ext.guards.hf_export import check_export, check_export_layout
 from titan_ext.guards.late_parameters import refuse_late_parameters
 from titan_ext.guards.resume import check_excluded, check_resume, warn_of_saved_settings
 from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
+from titan_ext.optim.container import OptimizersContainer, extend_optimizer
+from titan_ext.optim.groups import check_param_groups
 from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
 
@@ -63,6 +65,8 @@ class Trainer(TitanTrainer):
             if self.model_spec is not None:
                 check_model_limits(self.model_spec.name, self.parallelism)
                 check_unit_names(self.model_spec.model, self.parallelism)
+                if isinstance(self.optimizer, OptimizersContainer.Config):
+                    check_param_groups(self.optimizer, self.model_spec.model, self.parallelism)
             no_accelerator.adapt_config(self)
             self._check_activation_checkpoint()
             TitanTrainer.Config.__post_init__(self)
@@ -174,6 +178,7 @@ def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
     values["parallelism"] = _extend_section(
         config.parallelism, TitanParallelismConfig, ParallelismConfig
     )
+    values["optimizer"] = extend_optimizer(config.optimizer)
     values["debug"] = _extend_section(config.debug, TitanDebugConfig, DebugConfig)
     return _extended_class(type(config))(**values)
 

@@ -90,10 +90,14 @@ def killed_launcher(folder: Path) -> str:
 
 
 def terminated(folder: Path) -> str:
-    """SIGTERM of torchrun: a checkpoint where none was due, and the same losses after it."""
+    """SIGTERM of torchrun and of its workers, as Slurm does it: each worker gets two.
+
+    A checkpoint where none was due, and the same losses after it.
+    """
     launcher = launch(folder)
     _wait_for_step(folder, INTERVAL + 1, launcher)
-    launcher.terminate()
+    for pid in (launcher.pid, _worker(folder, rank=0), _worker(folder, rank=1)):
+        os.kill(pid, signal.SIGTERM)
     code = launcher.wait(timeout=120)
     saved = latest_checkpoint_step(folder)
     assert saved > INTERVAL, _output(folder)[-3000:]

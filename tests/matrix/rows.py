@@ -92,6 +92,24 @@ _RESHARD_AND_PREFETCH += [
     )
     for backend in _BACKENDS
 ]
+# The others have Titan's default, fused AdamW. Stock is told what ours finds out (tests.muon).
+_OPTIMIZER = [
+    Run(optimizer="muon", world=2, ep=ep, backend=backend, parallelize=wrap)
+    for ep, backend, wrap in product((1, 2), _BACKENDS, _WRAPS)
+]
+_OPTIMIZER += [
+    replace(row, optimizer="muon", backend=backend, parallelize="submodule")
+    for row, backend in product(
+        [Run(world=2, pp=2), Run(world=4, ep=2, dp_replicate=2), Run(world=4, ep=2)], _BACKENDS
+    )
+]
+_OPTIMIZER += [  # Titan's own config: attention by head, for one SPMD backend
+    Run(optimizer="muon", model="kimi_text", world=2, ep=2, parallelize=wrap) for wrap in _WRAPS
+]
+_OPTIMIZER += [
+    Run(optimizer=implementation, world=2, ep=2, parallelize="submodule")
+    for implementation in ("foreach", "for-loop")
+]
 # Compiled sub-module units fuse other operations than compiled blocks do: see test_compile.py.
 _COMPILED = [
     Run(model=model, world=2, ep=2, ac=ac, compiled=True, parallelize="block")
@@ -118,6 +136,7 @@ ROWS: list[Run] = [
         _RESHARD_AND_PREFETCH,
         _ACTIVATION_CHECKPOINTING,
         _FP32,
+        _OPTIMIZER,
         _COMPILED,
     )
     for row in rows
@@ -143,6 +162,7 @@ FAST: list[Run] = [
         Run(world=4, ep=2, pp=2, parallelize="submodule", reshard="always"),
         Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
         Run(world=4, backend="partial_dtensor", parallelize="submodule", reshard=2, prefetch=2),
+        Run(world=2, ep=2, parallelize="submodule", optimizer="muon"),
     ]
 ]
 """The rows of ``make test``: each axis at least once. All are rows of the matrix."""

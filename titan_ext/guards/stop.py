@@ -1,9 +1,12 @@
-"""How a run is stopped from outside: SIGTERM saves first, and no worker outlives its launcher.
+"""How a run is stopped from outside: a signal saves first, and no worker outlives its launcher.
 
-A scheduler that takes a machine back sends SIGTERM. A worker that gets it finishes the step, does
-one more with all the others, saves it as any other checkpoint, and ends. All ranks must do so after
-the same step, so they ask each other once a step, on a gloo group of their own: that is a message
-between hosts, which no device waits for.
+A scheduler that takes a machine back sends SIGTERM, Ctrl-C sends SIGINT. A worker that gets one
+finishes the step, does one more with all the others, saves it as any other checkpoint, and ends.
+All ranks must do so after the same step, so they ask each other once a step, on a gloo group of
+their own: that is a message between hosts, which no device waits for.
+
+One request can arrive as several signals: Slurm signals every process of a job, and torchrun passes
+on what it got itself. So only a signal that comes later than that means "now".
 
 torchrun's workers have sessions of their own: SIGKILL of torchrun leaves them training, and writing
 into the folder that the next launch reads. Linux ends a process with its parent if asked to.
@@ -13,6 +16,8 @@ import ctypes
 import os
 import platform
 import signal
+import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -23,6 +28,8 @@ from torchtitan.tools.logging import logger
 __all__ = ["StopOnSignal", "end_with_launcher", "warn_of_restarts_that_hang"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_ONE_REQUEST_S = 1.0
 
 
 def end_with_launcher() -> None:
@@ -56,35 +63,57 @@ def warn_of_restarts_that_hang() -> None:
 
 
 class StopOnSignal:
-    """Ends the run after a step that has been saved, on every rank, when any rank gets SIGTERM."""
+    """Ends the run after a step that has been saved, on every rank, when any rank gets a signal.
 
-    def __init__(self, checkpointer: BaseCheckpointManager) -> None:
-        """On every rank. Without checkpoints there is nothing to wait for: SIGTERM ends at once."""
+    SIGTERM and SIGINT are the same request. One more of either, a second or longer after the first,
+    does what it did before this object was made: SIGTERM ends the process, SIGINT raises
+    KeyboardInterrupt. A signal that the process was started to ignore stays ignored.
+    """
+
+    def __init__(
+        self, checkpointer: BaseCheckpointManager, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """On every rank. Without checkpoints there is nothing to wait for: a signal ends at once.
+
+        Args:
+            checkpointer: What saves the last step.
+            clock: Seconds, for tests.
+        """
         self._checkpointer: Any = checkpointer
-        self._asked = False
+        self._clock = clock
+        self._asked_by = 0
+        self._asked_at_s = 0.0
         self._last_step = False
         self._group: dist.ProcessGroup | None = None
+        self._before: dict[int, Any] = {}
         communicates = dist.get_backend() != "fake" and dist.is_gloo_available()
         if checkpointer.enable and hasattr(checkpointer, "interval") and communicates:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", group_desc="stop"))
-            signal.signal(signal.SIGTERM, self._note)
+            for signum in _STOP_SIGNALS:
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self._before[signum] = signal.signal(signum, self._note)
 
     def now(self) -> bool:
         """Whether training ends here; asked before every step, on every rank."""
         if self._last_step:
             self._checkpointer.maybe_wait_for_saving()
             return True
-        if self._group is not None and self._anyone_asked(self._group):
-            logger.info("SIGTERM: one more step, which is saved, and then the run ends.")
+        if self._group is not None and (asked_by := self._asked_on_any_rank(self._group)):
+            name = signal.Signals(asked_by).name
+            logger.info(f"{name}: one more step, which is saved, and then the run ends.")
             self._checkpointer.interval = 1  # the step that follows is saved, whichever it is
             self._last_step = True
         return False
 
     def _note(self, signum: int, frame: Any) -> None:
-        self._asked = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends at once
+        if not self._asked_by:
+            self._asked_by, self._asked_at_s = signum, self._clock()
+        elif self._clock() - self._asked_at_s >= _ONE_REQUEST_S:
+            signal.signal(signum, self._before[signum])
+            signal.raise_signal(signum)
 
-    def _anyone_asked(self, group: dist.ProcessGroup) -> bool:
-        asked = torch.tensor(int(self._asked), dtype=torch.int32)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=group)
-        return bool(asked)
+    def _asked_on_any_rank(self, group: dist.ProcessGroup) -> int:
+        """The signal; 0 for none."""
+        asked_by = torch.tensor(self._asked_by, dtype=torch.int32)
+        dist.all_reduce(asked_by, op=dist.ReduceOp.MAX, group=group)
+        return int(asked_by)
