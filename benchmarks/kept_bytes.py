@@ -79,12 +79,7 @@ class KeptBytes(TorchDispatchMode):
 
     def __enter__(self):
         # What exists now does not count.
-        self._before = {
-            ref.cdata: ref
-            for x in gc.get_objects()
-            if isinstance(x, torch.Tensor)
-            for ref in _references(x)
-        }
+        self._before = {ref.cdata: ref for x in _live_tensors() for ref in _references(x)}
         self._hooks = [
             register_module_forward_pre_hook(lambda m, _: self._enter_module(m)),
             register_module_forward_hook(lambda m, *_: self._leave_module(m), always_call=True),
@@ -137,13 +132,18 @@ class KeptBytes(TorchDispatchMode):
             nbytes = torch.UntypedStorage._new_with_weak_ptr(cdata).nbytes()
             if nbytes:  # 0: FSDP freed it
                 found[origin.dtype, origin.op, origin.module].append(nbytes)
-        for x in gc.get_objects():  # made where no dispatch mode looks: a compiled function
-            for ref in _references(x) if isinstance(x, torch.Tensor) else ():
+        for x in _live_tensors():  # made where no dispatch mode looks: a compiled function
+            for ref in _references(x):
                 if ref.cdata not in seen and (nbytes := x.untyped_storage().nbytes()):
                     seen.add(ref.cdata)
                     found[str(x.dtype).removeprefix("torch."), "(unseen)", ""].append(nbytes)
         rows = [KeptClass(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
         return sorted(rows, key=lambda row: (-row.nbytes, row.name))
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    # By type(): isinstance() asks the object, and a weak proxy of something dead raises.
+    return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
 
 
 def _references(x: torch.Tensor) -> list[StorageWeakRef]:

@@ -20,10 +20,10 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_16b
 
 from tests.training import Run, titan_config, train
-from titan_ext.fsdp.accounting import Timeline
+from titan_ext.fsdp.memory.accounting import Timeline
+from titan_ext.fsdp.memory.predict import StepOrder, predict
 from titan_ext.fsdp.plan import FSDPPlan, GroupPlan
 from titan_ext.fsdp.planning import make_plan
-from titan_ext.fsdp.predict import StepOrder, predict
 from titan_ext.fsdp.prefetch import Reach
 from titan_ext.fsdp.units import Wrap, plan_units
 

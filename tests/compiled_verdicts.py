@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch.nn as nn
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
-from titan_ext.activation_checkpoint.compiled import Decisions, rule_decisions
-from titan_ext.activation_checkpoint.graph_codec import Saved
+from titan_ext.activation_checkpoint.compiled.codec import Saved
+from titan_ext.activation_checkpoint.compiled.decisions import Decisions, rule_decisions
 from titan_ext.activation_checkpoint.verdicts import Verdict, parse_rules
 from titan_ext.fp8 import Codec
 

@@ -42,6 +42,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER
+from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
@@ -56,6 +58,7 @@ from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
+from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint.presets import make_plan
@@ -131,6 +134,31 @@ def test_titan_saves_every_step_when_its_interval_is_one():
     source = inspect.getsource(CheckpointManager._should_save)
     assert "curr_step % self.interval == 0" in source
     assert "curr_step == 1 and self.enable_first_step_checkpoint" in source
+
+
+def test_titan_checkpoint_names_that_are_checked_before_loading():
+    """guards.resume looks for these in a checkpoint, and repeats what Titan would load."""
+    source = inspect.getsource(CheckpointManager._find_load_step)
+    assert '".metadata"' in source
+    assert '"model.safetensors.index.json"' in source
+    assert 'f"dp_rank_{dp_rank}"' in inspect.getsource(ParallelAwareDataloader.__init__)
+    names = (DATALOADER, LR_SCHEDULER, OPTIMIZER, "train_state")
+    assert names == ("dataloader", "lr_scheduler", "optimizer", "train_state")
+    assert 'states={"train_state": self}' in inspect.getsource(torchtitan.trainer.Trainer.__init__)
+
+
+def test_titan_exports_through_the_adapter_and_the_model_states_of_the_checkpointer():
+    """guards.hf_export does the same before training."""
+    source = inspect.getsource(CheckpointManager)
+    assert "states = self.states[MODEL].state_dict()" in source
+    assert "state_dict = self.sd_adapter.to_hf(state_dict)" in source
+    assert MODEL == "model"
+
+
+def test_titan_adapter_fails_on_an_axis_that_replicates():
+    """Why there is a titan_ext.hf_adapter. When this fails, look whether it is still needed."""
+    source = inspect.getsource(MoEStateDictAdapter._caculate_indices_from_placements)
+    assert "placement = dtensor_placements[i]\n            if placement.dim == dim:" in source
 
 
 def test_titan_trains_in_the_order_that_stopping_relies_on():
@@ -233,7 +261,7 @@ def test_torch_compile_takes_a_checkpoint_policy_literally():
 
 
 def test_torch_traces_with_module_ids_and_one_fake_tensor_for_a_parameter():
-    """activation_checkpoint.traced_sites names operations by them."""
+    """activation_checkpoint.compiled.sites names operations by them."""
     seen = {}
     linear = torch.nn.Linear(4, 4)
 
@@ -349,7 +377,7 @@ def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
 
 
 def test_titan_logs_metrics_through_a_public_logger():
-    """fsdp.memory_log adds its own."""
+    """fsdp.memory.log adds its own."""
     assert "self.logger.log(metrics, step)" in inspect.getsource(MetricsProcessor.log_validation)
 
 

@@ -57,9 +57,11 @@ def test_extended_spec_keeps_everything_but_the_parallelize_function():
         "model",
         "pipelining_fn",
         "post_optimizer_build_fn",
-        "state_dict_adapter",
     ):
         assert getattr(ours, kept) is getattr(spec, kept), kept
+    assert ours.state_dict_adapter is not None
+    assert spec.state_dict_adapter is not None
+    assert issubclass(ours.state_dict_adapter, spec.state_dict_adapter)
     assert extend_model_spec(ours) == ours
 
 

@@ -20,9 +20,9 @@ from tests.compiled_verdicts import RULES, VerdictAC
 from tests.fp8_activations import debug_model
 from tests.training import Run, train
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.compiled import Decisions, rule_decisions
-from titan_ext.activation_checkpoint.graph_codec import Saved
-from titan_ext.activation_checkpoint.partition import Float8Partitioner, install
+from titan_ext.activation_checkpoint.compiled.codec import Saved
+from titan_ext.activation_checkpoint.compiled.decisions import Decisions, rule_decisions
+from titan_ext.activation_checkpoint.compiled.partition import Float8Partitioner, install
 from titan_ext.activation_checkpoint.units import apply_activation_checkpointing, parts
 from titan_ext.activation_checkpoint.verdicts import Verdict, parse_rules
 from titan_ext.fp8 import Codec

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import titan_ext
+from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
 from titan_ext.fsdp.plan import GroupPlan, ParamPlan, UnitPlan
-from titan_ext.fsdp.predict import Pipeline, StepOrder, predict
 from titan_ext.fsdp.units import UnitKind
 
 _ROWS = {"layers.0.attention": 10, "layers.0.moe": 30, "layers.1.attention": 10, "layers.1.moe": 30}
@@ -124,7 +124,7 @@ def test_what_is_not_known_is_refused():
 
 @pytest.mark.parametrize("module", ["accounting", "simulated", "simulate", "predict"])
 def test_the_predictor_sees_nothing_of_fsdp(module: str):
-    source = Path(titan_ext.__file__).parent / "fsdp" / f"{module}.py"
+    source = Path(titan_ext.__file__).parent / "fsdp" / "memory" / f"{module}.py"
     imported = set()
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
@@ -133,4 +133,5 @@ def test_the_predictor_sees_nothing_of_fsdp(module: str):
             imported.add(node.module)
     assert not [name for name in imported if name.startswith(("torch.", "torchtitan"))]
     ours = {name for name in imported if name.startswith("titan_ext")}
-    assert ours <= {f"titan_ext.fsdp.{n}" for n in ("accounting", "simulated", "simulate", "plan")}
+    allowed = ("memory.accounting", "memory.simulated", "memory.simulate", "plan")
+    assert ours <= {f"titan_ext.fsdp.{name}" for name in allowed}

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.cluster import run_ranks
 from tests.training import Run, make_config, train
-from titan_ext.fsdp.accounting import CLASSES
-from titan_ext.fsdp.timeline import FOLDER, main
-from titan_ext.fsdp.tracker import MemoryTracker
+from titan_ext.fsdp.memory.accounting import CLASSES
+from titan_ext.fsdp.memory.timeline import FOLDER, main
+from titan_ext.fsdp.memory.tracker import MemoryTracker
 from titan_ext.fsdp.units import Unit, UnitKind
 
 TRACKED = Run(steps=2, tracked=True)

@@ -45,7 +45,7 @@ from titan_ext.data.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
-from titan_ext.fsdp.accounting import Timeline
+from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.trainer import extend_config
 
@@ -315,7 +315,7 @@ def _reduce_scatter_in_rank_order(
 
 
 @contextlib.contextmanager
-def _patched(run: Run) -> Iterator[None]:
+def patched(run: Run) -> Iterator[None]:
     """What gloo lacks for stock Titan's exchanges, and the order of sums if the run asks for it."""
     patch = unittest.mock.patch.object
     with contextlib.ExitStack() as stack:
@@ -343,7 +343,7 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
     operations = profile(activities=[ProfilerActivity.CPU])
     norms: list[float] = []
     # From the start: Titan binds each module's forward when it parallelizes.
-    with _patched(run):
+    with patched(run):
         with no_accelerator.layout_independent_init():
             trainer = make_config(run, folder).build()
         if run.routing == "one_expert":

@@ -16,8 +16,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.activation_checkpoint.compiled import CompiledPolicy
-from titan_ext.activation_checkpoint.partition import Float8Partitioner, install
+from titan_ext.activation_checkpoint.compiled.decisions import CompiledPolicy
+from titan_ext.activation_checkpoint.compiled.partition import Float8Partitioner, install
 from titan_ext.activation_checkpoint.units import passes_through
 from titan_ext.fsdp.units import Unit, UnitKind, Wrap, plan_units, vision_modules
 

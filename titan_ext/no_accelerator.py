@@ -110,14 +110,20 @@ def adapt_config(config: Trainer.Config) -> None:
 
     FlexAttention and varlen attention become ScaledDotProductAttention (CausalAttention where a
     model needs more), which is causal over the packed documents of a sequence: it attends across
-    their borders. CUDA graphs are switched off. Nothing changes where an accelerator exists, and
-    nothing the second time.
+    their borders. CUDA graphs are switched off, and asynchronous saves do not pin memory. Nothing
+    changes where an accelerator exists, and nothing the second time.
     """
     if not needed():
         return
     if not config.training.disable_cuda_graphs:
         config.training.disable_cuda_graphs = True
         logger.info("No accelerator: CUDA graphs are off.")
+    if getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
+        config.checkpoint.async_mode = "async"  # type: ignore[attr-defined]
+        logger.info(
+            'No accelerator: checkpoint.async_mode is "async"; there is no memory to pin, and '
+            "torch asserts at the first save that there is."
+        )
     if config.model_spec is not None:
         adapt_spec(config.model_spec)
 

@@ -7,7 +7,7 @@ from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.activation_checkpoint.compiled import CompiledPolicy
+from titan_ext.activation_checkpoint.compiled.decisions import CompiledPolicy
 from titan_ext.activation_checkpoint.units import apply_activation_checkpointing
 from titan_ext.compile import compile_units
 from titan_ext.configs import check_parallelism, fsdp_settings

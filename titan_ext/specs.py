@@ -7,6 +7,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.dispatch import use_functional_all_to_all
+from titan_ext.hf_adapter import for_replicated_weights
 from titan_ext.parallelize import parallelize
 
 __all__ = ["REFUSED_MODELS", "check_model_limits", "extend_model_spec"]
@@ -24,10 +25,10 @@ _SPMD_TYPES_ONLY = ("muse_glimmer",)
 def extend_model_spec(spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with titan_ext's parallelize function and expert dispatcher.
 
-    The model, the state-dict adapter (and so every checkpoint), the pipelining function and the
-    post-optimizer hook (expert load balancing) stay Titan's. The model config of ``spec`` is
-    shared with the result and its dispatchers are swapped in place, so give it a fresh spec, as
-    Titan's ``model_registry`` functions return. Extending twice is harmless.
+    The model, the pipelining function and the post-optimizer hook (expert load balancing) stay
+    Titan's, and so do checkpoints; its Hugging Face adapter is extended for HSDP. The model config
+    of ``spec`` is shared with the result and its dispatchers are swapped in place, so give it a
+    fresh spec, as Titan's ``model_registry`` functions return. Extending twice is harmless.
 
     Raises:
         ValueError: if the model is not a decoder: its blocks, and so its units, are unknown.
@@ -39,7 +40,12 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
             "(torchtitan.models.common.decoder.Decoder)."
         )
     use_functional_all_to_all(spec)
-    return dataclasses.replace(spec, parallelize_fn=parallelize)
+    adapter = spec.state_dict_adapter
+    return dataclasses.replace(
+        spec,
+        parallelize_fn=parallelize,
+        state_dict_adapter=for_replicated_weights(adapter) if adapter else None,
+    )
 
 
 def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:

@@ -26,11 +26,13 @@ from titan_ext.configs import DebugConfig, ParallelismConfig, check_unit_names
 from titan_ext.data.paths import check_assets_path, check_dataset_path
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.debug.watch import CollectiveWatch, NoWatch
-from titan_ext.fsdp.memory_log import MemoryLog
+from titan_ext.fsdp.memory.log import MemoryLog
 from titan_ext.guards.agreement import check_agreement
 from titan_ext.guards.checkpoints import check_checkpoint, one_clear_error
 from titan_ext.guards.finite import refuse_gradients_that_are_not_finite
+from titan_ext.guards.hf_export import check_export, check_export_layout
 from titan_ext.guards.late_parameters import refuse_late_parameters
+from titan_ext.guards.resume import check_excluded, check_resume, warn_of_saved_settings
 from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.optim.container import OptimizersContainer, extend_optimizer
 from titan_ext.optim.groups import check_param_groups
@@ -89,6 +91,8 @@ class Trainer(TitanTrainer):
         warn_of_restarts_that_hang()
         check_writable(config.dump_folder)
         check_dataset_path(config.dataloader)
+        check_excluded(config)
+        check_export(config)
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:
@@ -101,11 +105,12 @@ class Trainer(TitanTrainer):
             # has no other switch for it. There is no peak to compare a CPU with.
             self.metrics_processor.has_quantization = True
         if config.parallelism.fsdp_track_memory:
-            self.memory_log = MemoryLog(self)
+            self.memory_log = MemoryLog(self, wrap=config.parallelism.fsdp_wrap)
         self.receipts = ReceiptLog(self)
         self.watch.name_modules(self.model_parts)
         self.stop = StopOnSignal(self.checkpointer)
         refuse_gradients_that_are_not_finite(self)
+        warn_of_saved_settings(self.optimizers)
 
     def init_distributed(self) -> ParallelDims:
         parallel_dims = super().init_distributed()
@@ -118,8 +123,11 @@ class Trainer(TitanTrainer):
     def train(self) -> None:
         with self.watch.run(), one_clear_error(self.config):
             check_checkpoint(self.config)
+            check_resume(self)
+            check_export_layout(self)
             refuse_late_parameters(self.model_parts)
             super().train()
+            self.checkpointer.maybe_wait_for_saving()  # an asynchronous save that failed is seen
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         memory = self.memory_log.step() if self.memory_log else contextlib.nullcontext()

@@ -4,6 +4,7 @@
 operations of a running block, ``drops`` shows that nothing reads what is dropped, ``blocks``
 checkpoints one block, ``uncheckpointed`` is a block that recomputes nothing, ``receipts`` counts,
 ``policy`` is the configuration, ``api`` the way in without Titan's trainer.
+``compiled`` does the same where torch.compile runs the blocks.
 """
 
 from titan_ext.activation_checkpoint.api import (

@@ -27,11 +27,15 @@ from titan_ext.activation_checkpoint.checks import (
     check_names,
     check_rules,
 )
-from titan_ext.activation_checkpoint.compiled import Decisions, none_decisions, plan_decisions
+from titan_ext.activation_checkpoint.compiled.codec import Saved
+from titan_ext.activation_checkpoint.compiled.decisions import (
+    Decisions,
+    none_decisions,
+    plan_decisions,
+)
+from titan_ext.activation_checkpoint.compiled.receipts import graph_rows, write_graphs
 from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
 from titan_ext.activation_checkpoint.exemptions import is_exempt, number_of_layers
-from titan_ext.activation_checkpoint.graph_codec import Saved
-from titan_ext.activation_checkpoint.graph_receipts import graph_rows, write_graphs
 from titan_ext.activation_checkpoint.presets import Attention, BlockPlan, Preset, make_plan
 from titan_ext.activation_checkpoint.receipts import BlockReceipt, RunReceipt
 from titan_ext.activation_checkpoint.sites import BlockSites

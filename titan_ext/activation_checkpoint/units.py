@@ -22,7 +22,7 @@ import torch.nn as nn
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.activation_checkpoint.compiled import CompiledPolicy, compiled_checkpoint
+from titan_ext.activation_checkpoint.compiled.decisions import CompiledPolicy, compiled_checkpoint
 from titan_ext.fsdp.units import UnitKind, Wrap, plan_units
 
 __all__ = ["Part", "apply_activation_checkpointing", "parts", "passes_through"]

@@ -4,6 +4,5 @@
 freed, ``prefetch`` how far ahead it is gathered; ``planning`` makes a ``plan`` of these, and
 ``shard`` calls ``fully_shard`` with it.
 
-What it comes to in bytes: ``tracker`` measures, ``predict`` (with ``simulate``) computes from the
-plan, both as ``accounting`` counts; ``timeline`` draws, and ``memory_log`` does all this in a run.
+What it comes to in bytes: ``memory``.
 """

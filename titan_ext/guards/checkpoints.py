@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.trainer import Trainer
 
+from titan_ext.guards.resume import checkpoint_to_load
 from titan_ext.run_folder import whole_checkpoint_steps
 
 __all__ = ["check_checkpoint", "corrupt_items", "one_clear_error"]
@@ -30,9 +31,10 @@ def check_checkpoint(config: Trainer.Config) -> None:
     Raises:
         ValueError: on every rank, naming the files that are corrupt and the checkpoint before.
     """
-    folder = _checkpoint_to_load(config)
-    if folder is None:
+    found = checkpoint_to_load(config)
+    if found is None:
         return
+    folder, _ = found
     mine = corrupt_items(folder, part=dist.get_rank(), parts=dist.get_world_size())
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
@@ -114,18 +116,9 @@ def _folder(config: Trainer.Config) -> Path:
     return Path(config.dump_folder) / config.checkpoint.folder
 
 
-def _checkpoint_to_load(config: Trainer.Config) -> Path | None:
-    checkpoint = config.checkpoint
-    if not checkpoint.enable or config.comm.mode != "default":
-        return None
-    steps = whole_checkpoint_steps(_folder(config))
-    step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=-1)
-    return _folder(config) / f"step-{step}" if step in steps else None
-
-
 def _advice(config: Trainer.Config, corrupt: Path | None = None) -> str:
     steps = whole_checkpoint_steps(_folder(config))
-    steps = [step for step in steps if corrupt is None or f"step-{step}" != corrupt.name]
+    steps = [step for step in steps if corrupt != _folder(config) / f"step-{step}"]
     if not steps:
         return f"There is no whole checkpoint in {_folder(config)}."
     kept = f"The newest whole checkpoint is {_folder(config)}/step-{max(steps)}"

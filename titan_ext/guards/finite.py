@@ -31,11 +31,14 @@ def refuse_gradients_that_are_not_finite(trainer: Trainer) -> None:
         ]
         largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
         if not torch.isfinite(largest):
-            raise RuntimeError(
-                f"step {trainer.step}: gradients are not finite. The optimizer's step was not "
-                "taken and nothing was saved since the last checkpoint. To learn which rank and "
-                "unit they come from, run again with --debug.record_collectives."
-            )
+            try:
+                trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one
+            finally:
+                raise RuntimeError(
+                    f"step {trainer.step}: gradients are not finite. The optimizer's step was not "
+                    "taken and nothing was saved since the last checkpoint. To learn which rank "
+                    "and unit they come from, run again with --debug.record_collectives."
+                )
 
     trainer.optimizers.register_step_pre_hook(check)
 

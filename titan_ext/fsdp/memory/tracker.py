@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
-from titan_ext.fsdp.accounting import Bytes, Event, Timeline
+from titan_ext.fsdp.memory.accounting import Bytes, Event, Timeline
 from titan_ext.fsdp.units import Unit
 
 __all__ = ["MemoryTracker"]

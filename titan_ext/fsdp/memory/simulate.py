@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from titan_ext.fsdp.accounting import Bytes, Event, Timeline
-from titan_ext.fsdp.simulated import Buffer, Group, Phase, SimulatedUnit
+from titan_ext.fsdp.memory.accounting import Bytes, Event, Timeline
+from titan_ext.fsdp.memory.simulated import Buffer, Group, Phase, SimulatedUnit
 
 if TYPE_CHECKING:
     from titan_ext.fsdp.plan import UnitPlan

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from titan_ext.fsdp.accounting import Bytes
+from titan_ext.fsdp.memory.accounting import Bytes
 
 if TYPE_CHECKING:
     from titan_ext.fsdp.plan import GroupPlan, UnitPlan

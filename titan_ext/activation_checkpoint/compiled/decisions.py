@@ -1,8 +1,7 @@
 """Verdicts in compiled code.
 
 ``compiled_checkpoint`` makes the checkpoint that goes around a block, or a part of one, before it
-is compiled; ``titan_ext.activation_checkpoint.partition`` stores in float8 what its verdicts ask
-for.
+is compiled; ``partition`` stores in float8 what its verdicts ask for.
 
 torch.compile does not run the checkpoint: it traces it, asks the policy about each operation, and
 recomputes what is not saved. So one set of verdicts serves for eager and compiled code, with three
@@ -23,11 +22,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titan_ext.activation_checkpoint.graph_codec import Saved
-from titan_ext.activation_checkpoint.partition import annotation
+from titan_ext.activation_checkpoint.compiled.codec import Saved
+from titan_ext.activation_checkpoint.compiled.partition import annotation
+from titan_ext.activation_checkpoint.compiled.sites import TracedSites
 from titan_ext.activation_checkpoint.presets import BlockPlan
 from titan_ext.activation_checkpoint.ruling import Ruling
-from titan_ext.activation_checkpoint.traced_sites import TracedSites
 from titan_ext.activation_checkpoint.verdicts import Rule, Site, Verdict
 from titan_ext.fp8 import Codec
 

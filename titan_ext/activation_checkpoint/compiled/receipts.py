@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from titan_ext.activation_checkpoint.graph_codec import Saved
+from titan_ext.activation_checkpoint.compiled.codec import Saved
 from titan_ext.fp8 import Codec
 
 __all__ = ["GraphRow", "graph_rows", "write_graphs"]

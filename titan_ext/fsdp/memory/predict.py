@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from titan_ext.fsdp.accounting import Timeline
-from titan_ext.fsdp.simulate import FSDPSimulation
-from titan_ext.fsdp.simulated import SimulatedUnit
+from titan_ext.fsdp.memory.accounting import Timeline
+from titan_ext.fsdp.memory.simulate import FSDPSimulation
+from titan_ext.fsdp.memory.simulated import SimulatedUnit
 
 if TYPE_CHECKING:
     from titan_ext.fsdp.plan import UnitPlan

@@ -35,9 +35,9 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_ext.activation_checkpoint import graph_codec
-from titan_ext.activation_checkpoint.graph_codec import Saved, store_in_float8
-from titan_ext.activation_checkpoint.traced_sites import is_state
+from titan_ext.activation_checkpoint.compiled import codec as graph_codec
+from titan_ext.activation_checkpoint.compiled.codec import Saved, store_in_float8
+from titan_ext.activation_checkpoint.compiled.sites import is_state
 from titan_ext.activation_checkpoint.verdicts import Verdict
 from titan_ext.fp8 import Codec
 

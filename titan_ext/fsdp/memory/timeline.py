@@ -1,6 +1,7 @@
 """What a run has measured of FSDP's memory, in its folder: JSON lines and a picture of one step.
 
-``python -m titan_ext.fsdp.timeline FOLDER`` draws the pictures again and prints one line a rank.
+``python -m titan_ext.fsdp.memory.timeline FOLDER`` draws the pictures again and prints
+one line a rank.
 """
 
 import argparse
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_ext.fsdp.accounting import CLASSES, Timeline
+from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
 
 __all__ = ["FOLDER", "MemoryFile", "draw", "summary"]
 

@@ -8,24 +8,21 @@ was predicted (``fsdp.predict``); Titan's metrics get the peaks of every logged 
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch.distributed as dist
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
-from titan_ext.configs import ParallelismConfig
-from titan_ext.fsdp.accounting import Timeline
+from titan_ext.fsdp.memory.accounting import Timeline
+from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
+from titan_ext.fsdp.memory.timeline import MemoryFile, draw, summary
+from titan_ext.fsdp.memory.tracker import MemoryTracker
 from titan_ext.fsdp.plan import UnitPlan, plan_of
-from titan_ext.fsdp.predict import Pipeline, StepOrder, predict
-from titan_ext.fsdp.timeline import MemoryFile, draw, summary
-from titan_ext.fsdp.tracker import MemoryTracker
 from titan_ext.fsdp.units import plan_units, resolve_wrap
-
-if TYPE_CHECKING:
-    from titan_ext.trainer import Trainer
 
 __all__ = ["MemoryLog", "step_order"]
 
@@ -37,11 +34,11 @@ class MemoryLog:
 
     Args:
         trainer: With its model sharded.
+        wrap: The ``fsdp_wrap`` that it was sharded with.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
-        parallelism = cast(ParallelismConfig, trainer.config.parallelism)
-        wrap = resolve_wrap(parallelism.fsdp_wrap, parallelism.expert_parallel_degree)
+    def __init__(self, trainer: Trainer, *, wrap: str) -> None:
+        wrap = resolve_wrap(wrap, trainer.config.parallelism.expert_parallel_degree)
         self._trainer = trainer
         self._tracker = MemoryTracker(
             [(part, plan_units(cast(Decoder, part), wrap)) for part in trainer.model_parts]
@@ -84,7 +81,7 @@ class MemoryLog:
         self._tracker.close()
 
 
-def step_order(trainer: "Trainer") -> StepOrder:
+def step_order(trainer: Trainer) -> StepOrder:
     """The order of the trainer's steps, for ``predict``.
 
     Raises:
@@ -112,7 +109,7 @@ def step_order(trainer: "Trainer") -> StepOrder:
     )
 
 
-def _predict(plans: Sequence[UnitPlan], trainer: "Trainer") -> Timeline | None:
+def _predict(plans: Sequence[UnitPlan], trainer: Trainer) -> Timeline | None:
     try:
         return predict(plans, step_order(trainer))
     except ValueError as error:
