@@ -73,6 +73,7 @@ PAIRS: list[Pair] = [
     Pair(replace(_TWO, pp=2), _ONE),
     Pair(_EP2, replace(_FOUR, pp=2, ep=2)),
     Pair(replace(_FOUR, pp=2, ep=2), _EP2),
+    Pair(replace(_FOUR, pp=2, ep=2), replace(_FOUR, pp=2, ep=2), is_exact=True),
     Pair(
         replace(_TWO, layers=4, pp=2, schedule="Interleaved1F1B"),
         replace(_TWO, layers=4, ep=2),
