@@ -1,6 +1,6 @@
 # make train   train the debug MoE model here, on 4 processes; again: go on
 # make test    lint, types, shell scripts and tests
-# make matrix  every row of the matrix against stock TorchTitan
+# make matrix  every row of the matrix against stock TorchTitan; checkpoints across layouts
 # make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
 # ARGS="--training.seq_len 512" adds Titan flags to train; PYTEST_ARGS="-k units" picks tests.
 # Each sets up what it needs (.venv, data) and can be repeated. PYTHON=... picks the interpreter.
@@ -30,6 +30,7 @@ test: lint data
 
 matrix: data
 	$(BIN)/python -m tests.matrix.runner
+	$(BIN)/python -m tests.matrix.checkpoint_runner
 
 faults: data
 	$(BIN)/python -m tests.faults outputs/faults --kills $(KILLS)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.tools.logging import init_logger
 
 from tests.cluster import run_ranks
@@ -97,7 +97,7 @@ def run_leg(
 
     Args:
         run: ``run.steps`` is what the learning rate schedule is made for.
-        until: The step after which the leg ends, as if it were killed there; 0: ``run.steps``.
+        until: The step after which the leg ends for want of data; 0: ``run.steps``.
         look: Report every whole tensor after loading.
         save_at_once: End after loading, with the save that Titan makes after the last step.
         around: What the leg runs in, on every rank.
@@ -136,9 +136,7 @@ def _run_rank(run: Run, folder: Path, order: _Order) -> Leg:
         with no_accelerator.layout_independent_init():
             trainer = config.build()
         _observe(trainer, leg, order)
-        with contextlib.suppress(_LegEndedError):
-            trainer.train()
-        trainer.checkpointer.maybe_wait_for_saving()
+        trainer.train()
     leg.state_hash = state_hash(trainer)
     leg.learning_rates = [
         group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups
@@ -147,10 +145,6 @@ def _run_rank(run: Run, folder: Path, order: _Order) -> Leg:
     dist.barrier()
     dist.destroy_process_group()
     return leg
-
-
-class _LegEndedError(Exception):
-    """Training stops here, with no last save."""
 
 
 def _observe(trainer: Any, leg: Leg, order: _Order) -> None:
@@ -166,13 +160,12 @@ def _observe(trainer: Any, leg: Leg, order: _Order) -> None:
             leg.loaded = tensor_digests(trainer.checkpointer)
         if order.save_at_once:
             trainer.checkpointer.save(trainer.step, last_step=True)
-        if order.save_at_once or trainer.step >= order.until:
-            raise _LegEndedError
+            order.until = trainer.step
         return loaded
 
     def observed_step(data_iterator) -> None:
         if trainer.step > order.until:
-            raise _LegEndedError
+            raise DataloaderExhaustedError  # Titan ends the run here, with no last save
         step(_noted(data_iterator, leg.samples))
 
     def observed_log(number: int, loss: float, max_loss: float, grad_norm: float, **kwargs) -> None:

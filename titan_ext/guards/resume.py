@@ -48,7 +48,8 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     if step in exports and step not in steps:
         raise ValueError(
             f"{own}/step-{step} is an export (checkpoint.last_save_in_hf) with the model only: "
-            f"training cannot resume from it. {_alternatives(own, step)}"
+            f"training cannot resume from it. "
+            + _alternatives(own, step, " --checkpoint.initial_load_in_hf")
         )
     if step != -1:
         return (own / f"step-{step}", step == 0) if step in steps else None
@@ -130,13 +131,13 @@ def _exported_steps(checkpoints: Path) -> list[int]:
     ]
 
 
-def _alternatives(own: Path, step: int) -> str:
+def _alternatives(own: Path, step: int, flags: str = "") -> str:
     earlier = [other for other in whole_checkpoint_steps(own) if other != step]
     resume = f"--checkpoint.load_step {max(earlier)} resumes before it. " if earlier else ""
     return (
         f"{resume}A new run, in another dump_folder, starts from its weights with "
-        f"--checkpoint.initial_load_path {own}/step-{step}. Runs that are to be resumed at their "
-        f"end save everything with {_MODEL_ONLY_KEY} = false."
+        f"--checkpoint.initial_load_path {own}/step-{step}{flags}. Runs that are to be resumed at "
+        f"their end save everything with {_MODEL_ONLY_KEY} = false."
     )
 
 
@@ -169,7 +170,7 @@ def _check_data_ranks(trainer: Trainer, folder: Path, saved: set[str]) -> None:
     saved_ranks = len([name for name in saved if name.startswith("dataloader.dp_rank_")])
     if saved_ranks != ranks:
         raise ValueError(
-            f"{folder} has the data position of {saved_ranks} data-parallel ranks, and this run "
+            f"{folder} has the data position of {saved_ranks} data-parallel rank(s), and this run "
             f"has {ranks}: TorchTitan keeps a position for each and cannot divide them anew. Run "
             f"with {saved_ranks}, or with --checkpoint.exclude_from_loading dataloader: weights, "
             "optimizer and schedule go on, and the data starts from its beginning."
