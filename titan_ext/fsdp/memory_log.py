@@ -20,9 +20,10 @@ from titan_ext.configs import ParallelismConfig
 from titan_ext.fsdp.accounting import Timeline
 from titan_ext.fsdp.plan import UnitPlan, plan_of
 from titan_ext.fsdp.predict import Pipeline, StepOrder, predict
+from titan_ext.fsdp.replicated import find_kept, units_without
 from titan_ext.fsdp.timeline import MemoryFile, draw, summary
 from titan_ext.fsdp.tracker import MemoryTracker
-from titan_ext.fsdp.units import plan_units, resolve_wrap
+from titan_ext.fsdp.units import Unit, Wrap, plan_units, resolve_wrap
 
 if TYPE_CHECKING:
     from titan_ext.trainer import Trainer
@@ -44,7 +45,10 @@ class MemoryLog:
         wrap = resolve_wrap(parallelism.fsdp_wrap, parallelism.expert_parallel_degree)
         self._trainer = trainer
         self._tracker = MemoryTracker(
-            [(part, plan_units(cast(Decoder, part), wrap)) for part in trainer.model_parts]
+            [
+                (part, _sharded_units(cast(Decoder, part), wrap, parallelism))
+                for part in trainer.model_parts
+            ]
         )
         self._file = MemoryFile(Path(trainer.config.dump_folder), dist.get_rank())
         self._steps = 0
@@ -110,6 +114,11 @@ def step_order(trainer: "Trainer") -> StepOrder:
         pipeline=pipeline,
         grad_dtype=TORCH_DTYPE_MAP[config.training.dtype],
     )
+
+
+def _sharded_units(model: Decoder, wrap: Wrap, parallelism: ParallelismConfig) -> list[Unit]:
+    kept = find_kept(model, parallelism.fsdp_keep_replicated, is_chunk=True)
+    return units_without(plan_units(model, wrap), kept.values())
 
 
 def _predict(plans: Sequence[UnitPlan], trainer: "Trainer") -> Timeline | None:
