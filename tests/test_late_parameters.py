@@ -199,7 +199,7 @@ def _own_loop(folder: Path) -> dict[str, Any]:
         ignored=(ignored,),
     )
     model: Any = built
-    attention = model.layers["0"].attention
+    attention: Any = model.layers["0"].attention
     found: dict[str, Any] = {}
 
     def error_of(call: Any, *args: Any, **named: Any) -> str:
@@ -208,6 +208,9 @@ def _own_loop(folder: Path) -> dict[str, Any]:
         except ValueError as error:
             return str(error)
         return ""
+
+    def whole_of(param: Any) -> torch.Tensor:
+        return param.full_tensor()
 
     def synchronize() -> list[str]:
         return api.synchronize_late_parameters(
@@ -246,7 +249,7 @@ def _own_loop(folder: Path) -> dict[str, Any]:
         found["at first forward"] = error_of(forward)
         mine = attention.wq.down.weight.detach().clone()
         found["names"] = synchronize()
-        found["rank 0's values"] = torch.equal(attention.wq.down.weight.full_tensor(), mine)
+        found["rank 0's values"] = torch.equal(whole_of(attention.wq.down.weight), mine)
         optimizer = torch.optim.AdamW(
             [p for name, p in model.named_parameters() if not name.startswith(ignored)], lr=1e-2
         )
@@ -260,7 +263,7 @@ def _own_loop(folder: Path) -> dict[str, Any]:
             optimizer.zero_grad()
     found["ignored is whole"] = not isinstance(model.get_parameter(f"{ignored}.weight"), DTensor)
     found["after"] = {
-        name: param.full_tensor().sum().item() for name, param in attention.wq.named_parameters()
+        name: whole_of(param).sum().item() for name, param in attention.wq.named_parameters()
     }
     attention.wo.more = nn.Linear(4, 4)
     found["it has run"] = error_of(synchronize)

@@ -46,7 +46,7 @@ def find_frozen_linears(
         others: Modules that are kept replicated.
 
     Raises:
-        ValueError: for a name that no linear has, a trainable weight, or one that cannot be cut.
+        ValueError: for a name that no frozen linear has, or a weight that cannot be cut.
     """
     if not names:
         return {}
@@ -63,12 +63,11 @@ def find_frozen_linears(
         if isinstance(module, nn.Linear)
     }
     patterns = [name for name in names if name != _ALL]
-    chosen = matching_modules(KEY, linears, patterns, is_chunk=is_chunk)
+    frozen = {path: m for path, m in linears.items() if not m.weight.requires_grad}
+    chosen = matching_modules(KEY, frozen, patterns, kind="frozen linear", is_chunk=is_chunk)
     for path, linear in chosen.items():
         if path in others:
             raise ValueError(f"{KEY}: {path} is in parallelism.fsdp_keep_replicated as well.")
-        if linear.weight.requires_grad:
-            raise ValueError(f"{KEY}: {path}.weight trains; only frozen weights can be in NF4.")
         if not _can_be_cut(linear, shard_world):
             raise ValueError(
                 f"{KEY}: {path}.weight has {linear.weight.numel()} elements; {shard_world} ranks "
@@ -77,11 +76,10 @@ def find_frozen_linears(
     if _ALL in names:
         chosen |= {
             path: linear
-            for path, linear in linears.items()
+            for path, linear in frozen.items()
             if path.startswith(("layers.", "mtp_layers."))
             and ".router." not in path
             and path not in others
-            and not linear.weight.requires_grad
             and _can_be_cut(linear, shard_world)
         }
     return chosen
@@ -97,8 +95,9 @@ def quantize_at_first_forward(model: nn.Module, linears: Mapping[str, nn.Linear]
         handle.remove()
         before = after = 0
         for linear in linears.values():
-            before += linear.weight.to_local().nbytes
-            after += _quantize(linear)
+            shard_nbytes, quantized_nbytes = _quantize(linear)
+            before += shard_nbytes
+            after += quantized_nbytes
         logger.info(
             f"NF4: {len(linears)} frozen weights, {before} bytes on this rank are {after} now "
             "(the FSDP plan counts them as they were)"
@@ -113,8 +112,8 @@ def _can_be_cut(linear: nn.Linear, shard_world: int) -> bool:
 
 
 @torch.no_grad()
-def _quantize(linear: nn.Linear) -> int:
-    """Put NF4 in the place of a linear's shard; its bytes."""
+def _quantize(linear: nn.Linear) -> tuple[int, int]:
+    """Put NF4 in the place of a linear's shard; the bytes of either."""
     weight = linear.weight
     assert isinstance(weight, DTensor)
     local = weight.to_local()
@@ -122,7 +121,7 @@ def _quantize(linear: nn.Linear) -> int:
     mesh = weight.device_mesh
     whole: Any = to_nf4(weight.full_tensor().to(torch.bfloat16))
     shard = _copy(whole.chunk(mesh.size(axis))[mesh.get_local_rank(axis)])
-    dtype = local.dtype
+    dtype, nbytes = local.dtype, local.nbytes
     # Frees it for good: FSDP2 and the checkpointer hold the old tensor still.
     local.untyped_storage().resize_(0)
     quantized = DTensor.from_local(
@@ -148,7 +147,8 @@ def _quantize(linear: nn.Linear) -> int:
         )
 
     linear.register_state_dict_post_hook(save_dequantized)
-    return sum(getattr(shard, name).nbytes for name in shard.__tensor_flatten__()[0])
+    names, _ = shard.__tensor_flatten__()
+    return nbytes, sum(getattr(shard, name).nbytes for name in names)
 
 
 def _copy(shard: NF4Tensor) -> NF4Tensor:

@@ -93,7 +93,7 @@ def matching_parameters(
 
 
 def matching_modules(
-    key: str, modules: Mapping[str, M], names: Sequence[str], *, is_chunk: bool
+    key: str, modules: Mapping[str, M], names: Sequence[str], *, kind: str, is_chunk: bool
 ) -> dict[str, M]:
     """Those of ``modules`` whose name, or that of a module around them, matches one of ``names``.
 
@@ -105,7 +105,7 @@ def matching_modules(
         if not any(_matches(path, name) for path in paths):
             close = get_close_matches(name, list(paths), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ValueError(f"{key}: no module of this kind answers to {name!r}{hint}")
+            raise ValueError(f"{key}: no {kind} answers to {name!r}{hint}")
     return {
         path: module
         for path, module in paths.items()
