@@ -31,6 +31,7 @@ from titan_ext.guards.agreement import check_agreement
 from titan_ext.guards.checkpoints import check_checkpoint, one_clear_error
 from titan_ext.guards.finite import refuse_gradients_that_are_not_finite
 from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
+from titan_ext.lora_targets import check_lora_targets
 from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
 
@@ -60,6 +61,7 @@ class Trainer(TitanTrainer):
             if self.model_spec is not None:
                 check_model_limits(self.model_spec.name, self.parallelism)
                 check_unit_names(self.model_spec.model, self.parallelism)
+                check_lora_targets(self.model_spec.model, self)
             no_accelerator.adapt_config(self)
             self._check_compiled_and_checkpointed()
             TitanTrainer.Config.__post_init__(self)
