@@ -87,6 +87,12 @@ def test_other_refusals():
         ParallelismConfig(fsdp_frozen_nf4=["linears"], tensor_parallel_degree=2)
     with pytest.raises(ValueError, match="fsdp_frozen_nf4 is 'linears'; expected a list of names"):
         ParallelismConfig(fsdp_frozen_nf4=cast(Any, "linears"))
+    with pytest.raises(ValueError, match="which torch does not offer for weights in NF4"):
+        ParallelismConfig(
+            fsdp_frozen_nf4=["linears"],
+            fsdp_reshard_after_forward=2,
+            spmd_backend="partial_dtensor",
+        )
     for key in ("fsdp_keep_replicated", "fsdp_frozen_nf4"):
         parallelism = ParallelismConfig(**cast(Any, {key: ["norms"]}))
         check_compiled(parallelism, compiled=False)

@@ -180,6 +180,11 @@ def check_parallelism(parallelism: TitanParallelismConfig) -> None:
     for key, value in (everywhere | groups).items():
         check_reshard(f"parallelism.{key}", value)
         if isinstance(value, int):
+            if settings["frozen_nf4"]:
+                raise ValueError(
+                    f"parallelism.{key} is {value}, a number of ranks, which torch does not offer "
+                    f'for weights in NF4 ({FROZEN_NF4}); expected "always" or "never".'
+                )
             _check_reshard_world(f"parallelism.{key}", value, parallelism)
 
 
