@@ -6,6 +6,8 @@ parameter, by the code that does it for all others. The late modules of one unit
 group, so that they cost one all-gather and one reduce-scatter together.
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +35,8 @@ from torchtitan.protocols.module import Module
 
 from titan_ext.frozen import keep_frozen
 from titan_ext.fsdp.mesh import resolve_meshes
+from titan_ext.fsdp.names import join
+from titan_ext.fsdp.plan import plan_of, remember_plan
 from titan_ext.guards.late_parameters import late_parameters, managed_places
 from titan_ext.no_accelerator import reduce_without_premul_sum
 
@@ -68,7 +72,7 @@ def synchronize_late_parameters(
     modules = [
         (path, module)
         for path, module in places.modules
-        if any(f"{path}.{name}" in late for name, _ in module.named_parameters(recurse=False))
+        if any(join(path, name) in late for name, _ in module.named_parameters(recurse=False))
     ]
     for path, module in modules:
         places.check(path, module)
@@ -92,13 +96,15 @@ def synchronize_late_parameters(
             **config,
         )
         for module in group:
-            assert isinstance(module, FSDPModule)
-            # An empty list would mean FSDP2's own choice, which is to gather another unit.
-            module.set_modules_to_backward_prefetch([module])
+            if isinstance(module, FSDPModule):  # not one inside of another
+                # An empty list would mean FSDP2's own choice, which is to gather another unit.
+                module.set_modules_to_backward_prefetch([module])
     disable_fsdp_gradient_division(model)
     if meshes.dense.device_type == "cpu":
         reduce_without_premul_sum(model)
     assert not late_parameters(model)
+    with contextlib.suppress(ValueError):  # of a model that somebody else has sharded
+        remember_plan(model, dataclasses.replace(plan_of(model), late=tuple(sorted(late))))
     return sorted(late)
 
 
@@ -122,13 +128,13 @@ class _Places:
         for name, param in module.named_parameters(recurse=False):
             if (module, name) in self._managed and not isinstance(param, DTensor):
                 raise ValueError(
-                    f"{path}.{name} replaces a parameter of FSDP's, which would put its own back; "
-                    "expected new parameters beside it."
+                    f"{join(path, name)} replaces a parameter of FSDP's, which would put its own "
+                    "back; expected new parameters beside it."
                 )
         if isinstance(module, FSDPModule):
             raise ValueError(
-                f"{path} is an FSDP unit and has got a parameter of its own; expected late "
-                "parameters in a module of their own inside of it."
+                f"{path or 'The model'} is an FSDP unit and has got a parameter of its own; "
+                "expected late parameters in a module of their own inside of it."
             )
         for parent, above in self._above(path):
             if above._compiled_call_impl is not None:
@@ -152,7 +158,7 @@ class _Places:
 
     def _above(self, path: str) -> list[tuple[str, nn.Module]]:
         """``path`` and all that it is in, the innermost first."""
-        parts = path.split(".")
+        parts = path.split(".") if path else []
         paths = [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
         return [(found, self._by_path[found]) for found in paths]
 

@@ -119,10 +119,12 @@ class FSDPPlan:
     Attributes:
         units: What FSDP shards.
         replicated: What is kept whole on every rank (``fsdp.replicated``); in no unit.
+        late: Parameters that were given to FSDP afterwards (``fsdp.late``); in no unit.
     """
 
     units: tuple[UnitPlan, ...]
     replicated: tuple[ParamPlan, ...] = ()
+    late: tuple[str, ...] = ()
 
     @property
     def replicated_nbytes(self) -> int:

@@ -16,7 +16,7 @@ from torchao.quantization import NF4Tensor, to_nf4
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext.fsdp.replicated import matching_modules
+from titan_ext.fsdp.names import matching_modules
 
 __all__ = ["KEY", "find_frozen_linears", "quantize_at_first_forward"]
 

@@ -8,33 +8,29 @@ sharded one. So the result is too.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, fully_shard
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.fsdp.units import Unit, innermost_first, vision_modules
+from titan_ext.fsdp.names import join, matches, modules_with_parameters
+from titan_ext.fsdp.units import Unit, innermost_first
 
 __all__ = [
     "KEY",
     "find_kept",
     "kept_by_unit",
-    "matching_modules",
-    "matching_parameters",
     "replicate_modules",
     "units_without",
 ]
 
 KEY = "parallelism.fsdp_keep_replicated"
 _KINDS = ("router", "norms", "adapters")
-M = TypeVar("M", bound=nn.Module)
 _ADAPTERS = ("lora_a", "lora_b")
 
 
@@ -55,7 +51,7 @@ def find_kept(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> dict[s
     """
     kept: dict[str, nn.Module] = {}
     answered: set[str] = set()
-    for path, module, params in _modules_with_parameters(model):
+    for path, module, params in modules_with_parameters(model):
         answers = {param: _answers(path, module, param, names) for param in params}
         answered.update(name for found in answers.values() for name in found)
         if not any(answers.values()):
@@ -72,50 +68,11 @@ def find_kept(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> dict[s
     return kept
 
 
-def matching_parameters(
-    model: nn.Module, names: Sequence[str], *, is_chunk: bool
-) -> dict[str, nn.Parameter]:
-    """The parameters whose name, or that of a module around them, matches one of ``names``.
-
-    Raises:
-        ValueError: for a pattern that matches nothing, unless the model is a chunk of one.
-    """
-    found = {
-        full_name: module.get_parameter(param)
-        for path, module, params in _modules_with_parameters(model)
-        for param, full_name in ((param, _join(path, param)) for param in params)
-        if any(_matches(full_name, name) for name in names)
-    }
-    for name in () if is_chunk else names:
-        if not any(_matches(param, name) for param in found):
-            raise ValueError(f"ignored: no parameter of this model answers to {name!r}.")
-    return found
-
-
-def matching_modules(
-    key: str, modules: Mapping[str, M], names: Sequence[str], *, kind: str, is_chunk: bool
-) -> dict[str, M]:
-    """Those of ``modules`` whose name, or that of a module around them, matches one of ``names``.
-
-    Raises:
-        ValueError: for a pattern that matches nothing, unless they are those of a chunk only.
-    """
-    paths = {canonical_fqn(path): module for path, module in modules.items()}
-    for name in () if is_chunk else names:
-        if not any(_matches(path, name) for path in paths):
-            close = get_close_matches(name, list(paths), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ValueError(f"{key}: no {kind} answers to {name!r}{hint}")
-    return {
-        path: module
-        for path, module in paths.items()
-        if any(_matches(path, name) for name in names)
-    }
-
-
 def units_without(units: Sequence[Unit], kept: Iterable[nn.Module]) -> list[Unit]:
     """``units`` less the modules that are kept, and less the units that have nothing else."""
     chosen = set(kept)
+    if not chosen:
+        return list(units)
     params = {param for module in chosen for param in module.parameters(recurse=False)}
     rest = []
     for unit in units:
@@ -177,18 +134,9 @@ def replicate_modules(
             modules, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate=in_order), **config
         )
     for module in modules:
-        assert isinstance(module, FSDPModule)
-        # An empty list would mean FSDP2's own choice, which is to gather another unit.
-        module.set_modules_to_backward_prefetch([module])
-
-
-def _modules_with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    towers = tuple(f"{name}." for name in vision_modules(model))  # one unit each, Titan's
-    for raw_path, module in model.named_modules():
-        path = canonical_fqn(raw_path)
-        params = [name for name, _ in module.named_parameters(recurse=False)]
-        if params and not f"{path}.".startswith(towers or ("\0",)):
-            yield path, module, params
+        if isinstance(module, FSDPModule):  # not one inside of another
+            # An empty list would mean FSDP2's own choice, which is to gather another unit.
+            module.set_modules_to_backward_prefetch([module])
 
 
 def _answers(path: str, module: nn.Module, param: str, names: Sequence[str]) -> list[str]:
@@ -198,25 +146,15 @@ def _answers(path: str, module: nn.Module, param: str, names: Sequence[str]) -> 
         "norms": isinstance(module, nn.RMSNorm | nn.LayerNorm),
         "adapters": parts[-1] in _ADAPTERS,
     }
-    full_name = _join(path, param)
-    return [name for name in names if (kinds[name] if name in kinds else _matches(full_name, name))]
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _matches(param: str, pattern: str) -> bool:
-    """Whether ``pattern`` is for the parameter or for a module that it is in."""
-    parts = param.split(".")
-    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+    full_name = join(path, param)
+    return [name for name in names if (kinds[name] if name in kinds else matches(full_name, name))]
 
 
 def _check_names(model: Decoder, names: Sequence[str], answered: set[str]) -> None:
     for name in names:
         if name in answered:
             continue
-        paths = [path for path, _, _ in _modules_with_parameters(model)]
+        paths = [path for path, _, _ in modules_with_parameters(model)]
         parents = {".".join(p.split(".")[:n]) for p in paths for n in range(1, p.count(".") + 2)}
         close = get_close_matches(name, [*_KINDS, *sorted(parents)], n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."

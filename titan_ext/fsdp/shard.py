@@ -30,6 +30,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.experts import ExpertPlacement, fsdp_mesh_info
 from titan_ext.fsdp.mesh import resolve_meshes
+from titan_ext.fsdp.names import matching_parameters
 from titan_ext.fsdp.plan import FSDPPlan, remember_plan
 from titan_ext.fsdp.planning import make_plan
 from titan_ext.fsdp.prefetch import parse_reach, set_prefetch
@@ -37,7 +38,6 @@ from titan_ext.fsdp.quantized import find_frozen_linears, quantize_at_first_forw
 from titan_ext.fsdp.replicated import (
     find_kept,
     kept_by_unit,
-    matching_parameters,
     replicate_modules,
     units_without,
 )
