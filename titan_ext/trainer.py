@@ -22,7 +22,7 @@ from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.activation_checkpoint.receipt_log import ReceiptLog
-from titan_ext.configs import DebugConfig, ParallelismConfig, check_unit_names
+from titan_ext.configs import DebugConfig, ParallelismConfig, check_compiled, check_unit_names
 from titan_ext.data.paths import check_assets_path, check_dataset_path
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.debug.watch import CollectiveWatch, NoWatch
@@ -31,9 +31,9 @@ from titan_ext.guards.agreement import check_agreement
 from titan_ext.guards.checkpoints import check_checkpoint, one_clear_error
 from titan_ext.guards.finite import refuse_gradients_that_are_not_finite
 from titan_ext.guards.hf_export import check_export, check_export_layout
-from titan_ext.guards.late_parameters import refuse_late_parameters
 from titan_ext.guards.resume import check_excluded, check_resume, warn_of_saved_settings
 from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
+from titan_ext.lora_targets import check_lora_targets
 from titan_ext.optim.container import OptimizersContainer, extend_optimizer
 from titan_ext.optim.groups import check_param_groups
 from titan_ext.run_folder import check_writable
@@ -67,8 +67,9 @@ class Trainer(TitanTrainer):
                 check_unit_names(self.model_spec.model, self.parallelism)
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     check_param_groups(self.optimizer, self.model_spec.model, self.parallelism)
+                check_lora_targets(self.model_spec.model, self)
             no_accelerator.adapt_config(self)
-            self._check_activation_checkpoint()
+            self._check_compiled_and_checkpointed()
             TitanTrainer.Config.__post_init__(self)
             if self.parallelism.fsdp_track_memory and not self.training.disable_cuda_graphs:
                 raise ValueError(
@@ -76,8 +77,9 @@ class Trainer(TitanTrainer):
                     "when a CUDA graph is replayed, FSDP does not run and there is nothing to see."
                 )
 
-        def _check_activation_checkpoint(self) -> None:
+        def _check_compiled_and_checkpointed(self) -> None:
             compiled = self.compile.enable and "model" in self.compile.components
+            check_compiled(self.parallelism, compiled=compiled)
             if compiled and isinstance(self.activation_checkpoint, FP8AC.Config):
                 self.activation_checkpoint.check_compiled()
             early = getattr(self.activation_checkpoint, "score_before_last_gemm", False)
@@ -105,7 +107,11 @@ class Trainer(TitanTrainer):
             # has no other switch for it. There is no peak to compare a CPU with.
             self.metrics_processor.has_quantization = True
         if config.parallelism.fsdp_track_memory:
-            self.memory_log = MemoryLog(self, wrap=config.parallelism.fsdp_wrap)
+            self.memory_log = MemoryLog(
+                self,
+                wrap=config.parallelism.fsdp_wrap,
+                keep_replicated=config.parallelism.fsdp_keep_replicated,
+            )
         self.receipts = ReceiptLog(self)
         self.watch.name_modules(self.model_parts)
         self.stop = StopOnSignal(self.checkpointer)
@@ -125,7 +131,6 @@ class Trainer(TitanTrainer):
             check_checkpoint(self.config)
             check_resume(self)
             check_export_layout(self)
-            refuse_late_parameters(self.model_parts)
             super().train()
             self.checkpointer.maybe_wait_for_saving()  # an asynchronous save that failed is seen
 

@@ -1,8 +1,8 @@
 """Tracking FSDP's memory in a run of the trainer: who measures, who predicts, who is told.
 
-With ``parallelism.fsdp_track_memory`` every rank measures each step (``fsdp.tracker``) and writes a
-line to the run's folder; the log says once, at the first steady step, what the peak was and what
-was predicted (``fsdp.predict``); Titan's metrics get the peaks of every logged step.
+With ``parallelism.fsdp_track_memory`` every rank measures each step (``tracker``) and writes a line
+to the run's folder; the log says once, at the first steady step, what the peak was and what was
+predicted (``predict``); Titan's metrics get the peaks of every logged step.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
 from titan_ext.fsdp.memory.timeline import MemoryFile, draw, summary
 from titan_ext.fsdp.memory.tracker import MemoryTracker
-from titan_ext.fsdp.plan import UnitPlan, plan_of
+from titan_ext.fsdp.plan import FSDPPlan, plan_of
+from titan_ext.fsdp.replicated import find_kept, units_without
 from titan_ext.fsdp.units import plan_units, resolve_wrap
 
 __all__ = ["MemoryLog", "step_order"]
@@ -35,19 +36,23 @@ class MemoryLog:
     Args:
         trainer: With its model sharded.
         wrap: The ``fsdp_wrap`` that it was sharded with.
+        keep_replicated: The ``fsdp_keep_replicated``.
     """
 
-    def __init__(self, trainer: Trainer, *, wrap: str) -> None:
+    def __init__(self, trainer: Trainer, *, wrap: str, keep_replicated: Sequence[str]) -> None:
         wrap = resolve_wrap(wrap, trainer.config.parallelism.expert_parallel_degree)
         self._trainer = trainer
-        self._tracker = MemoryTracker(
-            [(part, plan_units(cast(Decoder, part), wrap)) for part in trainer.model_parts]
-        )
+        roots = []
+        for part in trainer.model_parts:
+            kept = find_kept(cast(Decoder, part), keep_replicated, is_chunk=True)
+            roots.append(
+                (part, units_without(plan_units(cast(Decoder, part), wrap), kept.values()))
+            )
+        self._tracker = MemoryTracker(roots)
         self._file = MemoryFile(Path(trainer.config.dump_folder), dist.get_rank())
         self._steps = 0
         self.timeline = Timeline()
-        plans = [unit for part in trainer.model_parts for unit in plan_of(part).units]
-        self.predicted = _predict(plans, trainer)
+        self.predicted = _predict([plan_of(part) for part in trainer.model_parts], trainer)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -109,9 +114,11 @@ def step_order(trainer: Trainer) -> StepOrder:
     )
 
 
-def _predict(plans: Sequence[UnitPlan], trainer: Trainer) -> Timeline | None:
+def _predict(plans: Sequence[FSDPPlan], trainer: Trainer) -> Timeline | None:
     try:
-        return predict(plans, step_order(trainer))
+        if any(plan.replicated or plan.late for plan in plans):
+            raise ValueError("parameters are kept replicated, or were added late.")
+        return predict([unit for plan in plans for unit in plan.units], step_order(trainer))
     except ValueError as error:
         logger.warning(f"FSDP memory is measured, not predicted: {error}")
         return None

@@ -2,7 +2,7 @@
 
 From shapes and settings alone: a plan (``fsdp.plan``) and the order of a training step. Neither
 FSDP nor a process group is needed, so that a laptop answers for a job of 512 ranks; and a
-measurement (``fsdp.tracker``) can be held against it, event by event.
+measurement (``fsdp.memory.tracker``) can be held against it, event by event.
 """
 
 from collections.abc import Iterator, Sequence
