@@ -397,6 +397,36 @@ BAD_TOMLS = (
     ),
     BadToml(
         "Values",
+        "a pattern that takes no parameter",
+        DEBUG
+        + "[optimizer.param_groups.0]\npattern = 'layers\\.0\\.attn'\noptimizer_name = \"AdamW\"\n",
+        (
+            "bad.toml: optimizer.param_groups.0.pattern is 'layers\\\\.0\\\\.attn', which takes no "
+            "trainable parameter; names are as in layers.0.attention.wq.weight, without names of "
+            "wrappers."
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a parameter that no optimizer takes",
+        DEBUG + "[optimizer.param_groups.0]\npattern = 'layers'\n",
+        (
+            "bad.toml: optimizer.param_groups: no group takes tok_embeddings.weight and 2 more; "
+            'expected every trainable parameter in a group: add a last one with pattern ".*".'
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a key that an optimizer does not have",
+        DEBUG + "[optimizer.param_groups.0.optimizer_kwargs]\nwieght_decay = 0.0\n",
+        (
+            "bad.toml: optimizer.param_groups.0.optimizer_kwargs.wieght_decay: AdamW has no such "
+            "key; expected one of lr, betas, eps, weight_decay, amsgrad, maximize, foreach, "
+            "capturable, differentiable, fused (the nearest is weight_decay)."
+        ),
+    ),
+    BadToml(
+        "Values",
         "a value that Titan refuses",
         DEBUG + ('[parallelism]\ncontext_parallel_load_balancer = ""\n'),
         (
