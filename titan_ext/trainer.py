@@ -37,6 +37,7 @@ from titan_ext.lora_targets import check_lora_targets
 from titan_ext.optim.container import OptimizersContainer, extend_optimizer
 from titan_ext.optim.groups import check_param_groups
 from titan_ext.run_folder import check_writable
+from titan_ext.schedules import check_schedule
 from titan_ext.specs import check_model_limits, extend_model_spec
 
 __all__ = ["Trainer", "extend_config"]
@@ -70,6 +71,12 @@ class Trainer(TitanTrainer):
                 check_lora_targets(self.model_spec.model, self)
             no_accelerator.adapt_config(self)
             self._check_compiled_and_checkpointed()
+            check_schedule(
+                self.parallelism,
+                loss=self.loss,
+                activation_checkpoint=self.activation_checkpoint,
+                compiled=self._compiles_model(),
+            )
             TitanTrainer.Config.__post_init__(self)
             if self.parallelism.fsdp_track_memory and not self.training.disable_cuda_graphs:
                 raise ValueError(
@@ -78,13 +85,16 @@ class Trainer(TitanTrainer):
                 )
 
         def _check_compiled_and_checkpointed(self) -> None:
-            compiled = self.compile.enable and "model" in self.compile.components
+            compiled = self._compiles_model()
             check_compiled(self.parallelism, compiled=compiled)
             if compiled and isinstance(self.activation_checkpoint, FP8AC.Config):
                 self.activation_checkpoint.check_compiled()
             early = getattr(self.activation_checkpoint, "score_before_last_gemm", False)
             if early and self.model_spec is not None:
                 use_early_scores(self.model_spec, self.parallelism)
+
+        def _compiles_model(self) -> bool:
+            return self.compile.enable and "model" in self.compile.components
 
     memory_log: MemoryLog | None = None
 

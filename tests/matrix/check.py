@@ -1,12 +1,14 @@
-"""Hold one row against its reference."""
+"""Hold one row against its reference, or a refused layout against its messages."""
 
+import re
 from pathlib import Path
 
-from tests.cluster import PATIENCE_S
+from tests.cluster import PATIENCE_S, RankError
+from tests.matrix.refused import Refusal
 from tests.matrix.rows import reference_of
 from tests.training import Result, Run, train
 
-__all__ = ["References", "differences"]
+__all__ = ["References", "differences", "train_row", "wrong_refusals"]
 
 
 class References:
@@ -40,3 +42,27 @@ def differences(ours: Result, stock: Result) -> list[str]:
         if a.state_hash != b.state_hash:
             found.append(f"rank {rank}: parameters or optimizer states differ")
     return found
+
+
+def wrong_refusals(refusal: Refusal, folder: Path) -> list[str]:
+    """In which way ours or stock Titan does not do what ``refusal`` says; nothing if both do."""
+    expected: list[tuple[Run, str | None]] = [(refusal.run, refusal.message)]
+    stock = reference_of(refusal.run)
+    if stock.parallelize == "stock":  # which has no float8 activations
+        expected.append((stock, refusal.stock_message))
+    found = []
+    for run, message in expected:
+        error = _error_of(run, folder)
+        if message is None and error:
+            found.append(f"{run} should train: {error}")
+        elif message is not None and not re.search(message, error):
+            found.append(f"{run} should fail with {message!r}: {error or 'it trains'}")
+    return found
+
+
+def _error_of(run: Run, folder: Path) -> str:
+    try:
+        train_row(run, folder)
+    except RankError as error:
+        return str(error)
+    return ""

@@ -220,7 +220,8 @@ def apply_fsdp_to_decoder(
         ),
     }
     if cpu_offload:
-        config["offload_policy"] = CPUOffloadPolicy()
+        # Memory is pinned for copies to an accelerator; a CPU has none that could pin it.
+        config["offload_policy"] = CPUOffloadPolicy(pin_memory=dp_mesh.device_type != "cpu")
 
     for modules in kept_by_unit(all_units, kept.values()):
         routed = [m for m in modules if ep_degree > 1 and isinstance(m, GroupedExperts)]

@@ -1,0 +1,154 @@
+"""Layouts that do not run, as data: who refuses them, in which words, and what stock Titan does.
+
+A layout that leaves ``ROWS`` comes here with its reproduction, so that a release that lifts the
+limit turns a test red and the layout can move back.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tests.training import Run
+
+__all__ = ["REFUSALS", "Refusal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A run of ours that ends with an error before or in its first step."""
+
+    run: Run
+    by: Literal["titan_ext", "torchtitan", "torch"]
+    """Whose limit it is."""
+    message: str
+    """A regular expression, found in the error of our run."""
+    stock_message: str | None
+    """The same for the stock run of this layout; None if stock trains it."""
+    reason: str
+    """One plain sentence."""
+    address: str = ""
+    """The upstream issue, pull request or file that says so; "" if there is none."""
+
+    def __str__(self) -> str:
+        return str(self.run)
+
+
+_TITAN = "https://github.com/pytorch/torchtitan/blob/release/0.3/torchtitan"
+_TORCH = "https://github.com/pytorch/pytorch/blob/release/2.15/torch"
+
+_ZERO_BUBBLE = Run(
+    world=2,
+    pp=2,
+    layers=4,
+    schedule="ZBVZeroBubble",
+    ac="none",
+    chunked_loss=False,
+    parallelize="submodule",
+    steps=1,
+)
+
+REFUSALS: list[Refusal] = [
+    *(
+        Refusal(
+            run=replace(_ZERO_BUBBLE, ac=ac),
+            by="torch",
+            message=f"'ZBVZeroBubble', which splits backward.* policy \"{ac}\".* one backward only",
+            stock_message=stock_message,
+            reason=(
+                "A schedule that splits backward runs it twice, and torch's selective checkpoints "
+                'allow one; "full" and "none" train.'
+            ),
+            address=f"{_TORCH}/utils/checkpoint.py",
+        )
+        for ac, stock_message in [("selective", "Trying to backward an extra time"), ("fp8", None)]
+    ),
+    Refusal(
+        run=replace(_ZERO_BUBBLE, compiled=True, parallelize="block"),
+        by="torch",
+        message="splits backward: torch.compile",
+        stock_message="donated buffers",
+        reason="Compiled code lets go of its buffers in the first of two backwards.",
+        address=f"{_TORCH}/_functorch/config.py",
+    ),
+    Refusal(
+        run=replace(_ZERO_BUBBLE, chunked_loss=True),
+        by="torch",
+        message="splits backward: with the chunked loss the last norm would get no gradient",
+        stock_message=None,
+        reason="Stock trains on without the gradient of the last norm; a plain loss is right.",
+        address=f"{_TORCH}/distributed/pipelining/_backward.py",
+    ),
+    Refusal(
+        run=replace(_ZERO_BUBBLE, reshard="always"),
+        by="torch",
+        message="freed after forward would get no gradient",
+        stock_message=None,
+        reason="Stock trains on with gradients missing; reshard default or never is right.",
+        address=f"{_TORCH}/distributed/pipelining/_backward.py",
+    ),
+    Refusal(
+        run=Run(model="kimi_text", world=2, pp=2, parallelize="submodule", steps=1),
+        by="torchtitan",
+        message="pipeline_parallel_degree=1",
+        stock_message="pipeline_parallel_degree=1",
+        reason="Its config refuses it for the sake of its own optimizer.",
+        address=f"{_TITAN}/models/kimi_k2_7/config_registry.py",
+    ),
+    Refusal(
+        run=Run(model="qwen3", world=2, pp=2, parallelize="submodule", steps=1),
+        by="torchtitan",
+        message="Weight tying is not supported with Pipeline Parallel",
+        stock_message="Weight tying is not supported with Pipeline Parallel",
+        reason="The embedding and the head, one tensor, would lie on different ranks.",
+        address=f"{_TITAN}/models/common/decoder.py",
+    ),
+    Refusal(
+        run=Run(model="deepseek_v3_mtp", world=2, pp=2, parallelize="submodule", steps=1),
+        by="torchtitan",
+        message="MTP does not support pipeline parallelism yet",
+        stock_message="MTP does not support pipeline parallelism yet",
+        reason="The blocks of multi-token prediction have no stage of their own.",
+        address=f"{_TITAN}/models/deepseek_v3/mtp.py",
+    ),
+    Refusal(
+        run=Run(
+            model="muse_glimmer",
+            world=2,
+            backend="partial_dtensor",
+            parallelize="submodule",
+            steps=1,
+        ),
+        by="torchtitan",
+        message="muse_glimmer supports only 'spmd_types'",
+        stock_message="only supports spmd_backend='spmd_types'",
+        reason="The model is written for one backend.",
+        address=f"{_TITAN}/models/muse_glimmer/parallelize.py",
+    ),
+    Refusal(
+        run=Run(world=2, ep=2, backend="full_dtensor", parallelize="submodule", steps=1),
+        by="titan_ext",
+        message="spmd_backend is 'full_dtensor', which titan_ext does not support",
+        stock_message=None,
+        reason="TorchTitan has removed this backend since 0.3.",
+    ),
+    Refusal(
+        run=Run(world=2, parallelize="submodule", reshard=2, steps=1),
+        by="torch",
+        message="a number of ranks, which torch does not offer with",
+        stock_message=None,
+        reason=(
+            "FSDP2 reshards to a smaller world only on a mesh that has no other axes; stock has no "
+            "such setting."
+        ),
+        address=f"{_TORCH}/distributed/fsdp/_fully_shard/_fully_shard.py",
+    ),
+    Refusal(
+        run=Run(
+            world=4, tp=2, backend="partial_dtensor", parallelize="submodule", reshard=2, steps=1
+        ),
+        by="torch",
+        message="torch does not offer with parallelism.tensor_parallel_degree > 1",
+        stock_message=None,
+        reason="FSDP2 reshards only plain tensors to a smaller world; stock has no such setting.",
+        address=f"{_TORCH}/distributed/fsdp/_fully_shard/_fsdp_param.py",
+    ),
+]
