@@ -1,11 +1,15 @@
-"""Hold one row against its reference."""
+"""Hold one row against its reference, or one refusal against its words."""
 
+import os
+import re
+import unittest.mock
 from pathlib import Path
 
+from tests.matrix.refused import Refusal
 from tests.matrix.rows import reference_of
-from tests.training import Result, Run, train
+from tests.training import Result, Run, make_config, train
 
-__all__ = ["References", "differences"]
+__all__ = ["References", "config_error", "differences", "error_of", "train_row", "unrefused"]
 
 
 class References:
@@ -39,3 +43,40 @@ def differences(ours: Result, stock: Result) -> list[str]:
         if a.state_hash != b.state_hash:
             found.append(f"rank {rank}: parameters or optimizer states differ")
     return found
+
+
+def config_error(run: Run, folder: Path) -> str:
+    """The error with which the config of ``run`` is refused where it is made; "" if it is not."""
+    with unittest.mock.patch.dict(os.environ, WORLD_SIZE=str(run.world)):
+        try:
+            make_config(run, folder / str(run))
+        except (ValueError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def error_of(run: Run, folder: Path) -> str:
+    """The error that ``run`` ends with; "" if it trains. No rank starts for a refused config."""
+    if error := config_error(run, folder):
+        return error
+    try:
+        train_row(run, folder)
+    except AssertionError as error:  # of a rank
+        return str(error)
+    return ""
+
+
+def unrefused(refusal: Refusal, folder: Path) -> list[str]:
+    """Where ``refusal`` no longer holds, in words; nothing if it does, under stock too."""
+    found = _unlike("ours", error_of(refusal.run, folder), refusal.message)
+    return found + _unlike(
+        "stock", error_of(reference_of(refusal.run), folder), refusal.stock_message
+    )
+
+
+def _unlike(who: str, error: str, expected: str | None) -> list[str]:
+    if expected is None:
+        return [f"{who} should train and does not: {error}"] if error else []
+    if not error:
+        return [f"{who} trains and should end with {expected!r}"]
+    return [] if re.search(expected, error) else [f"{who} should end with {expected!r}: {error}"]

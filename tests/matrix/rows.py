@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.training import Run
 
-__all__ = ["FAST", "ROWS", "reference_of"]
+__all__ = ["DRY", "FAST", "ROWS", "reference_of"]
 
 _LAYOUTS = [(world, ep) for world in (1, 2, 4) for ep in (1, 2, 4) if ep <= world]
 _BACKENDS = ("spmd_types", "partial_dtensor")
@@ -92,6 +92,31 @@ _RESHARD_AND_PREFETCH += [
     )
     for backend in _BACKENDS
 ]
+_CONVERTERS = [
+    Run(world=world, ep=ep, converters=("float8_linear",), backend=backend, parallelize=wrap)
+    for (world, ep), backend, wrap in product([(2, 1), (2, 2)], _BACKENDS, _WRAPS)
+]
+_CONVERTERS += [
+    Run(
+        world=4, ep=2, tp=2, converters=("float8_linear",), backend=backend, parallelize="submodule"
+    )
+    for backend in _BACKENDS
+]
+_CONTEXT_LAYOUTS: list[dict[str, Any]] = [
+    {"world": 2},
+    {"world": 2, "ep": 2},
+    {"world": 4, "ep": 2},
+    {"world": 4, "dp_replicate": 2},
+    {"world": 4, "tp": 2, "ep": 4},
+    {"world": 4, "pp": 2},
+]
+# FlexAttention as plain operations; half of a sequence must hold two blocks of a mask (128).
+_FLEX: dict[str, Any] = {"attention": "flex", "seq_len": 512, "global_batch": 2, "steps": 5}
+_CONTEXT = [
+    Run(cp=2, backend=backend, parallelize=wrap, **layout, **_FLEX)
+    for layout, backend, wrap in product(_CONTEXT_LAYOUTS, _BACKENDS, _WRAPS)
+    if wrap == "submodule" or layout["world"] == 2
+]
 # Compiled sub-module units fuse other operations than compiled blocks do: see test_compile.py.
 _COMPILED = [
     Run(model=model, world=2, ep=2, ac=ac, compiled=True, parallelize="block")
@@ -119,9 +144,24 @@ ROWS: list[Run] = [
         _ACTIVATION_CHECKPOINTING,
         _FP32,
         _COMPILED,
+        _CONVERTERS,
+        _CONTEXT,
     )
     for row in rows
 ]
+
+_DRY_LAYOUTS: list[dict[str, Any]] = [
+    {"world": 16, "ep": 4, "cp": 2, "dp_replicate": 2, "attention": "flex"},
+    {"world": 16, "ep": 4, "cp": 4, "tp": 2, "attention": "flex"},
+    {"world": 8, "ep": 4, "converters": ("float8_linear", "float8_experts")},
+    {"world": 8, "ep": 4, "converters": ("mxfp8_linear", "mxfp8_experts")},
+    {"world": 8, "ep": 4, "converters": ("nvfp4_linear",)},
+]
+DRY: list[Run] = [
+    Run(parallelize=wrap, backend=backend, **layout)
+    for layout, backend, wrap in product(_DRY_LAYOUTS, _BACKENDS, _WRAPS)
+]
+"""What only a GPU, or more of them, can train: parallelized on the meta device (``dry``)."""
 
 FAST: list[Run] = [
     _exactly(row)
@@ -143,6 +183,8 @@ FAST: list[Run] = [
         Run(world=4, ep=2, pp=2, parallelize="submodule", reshard="always"),
         Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
         Run(world=4, backend="partial_dtensor", parallelize="submodule", reshard=2, prefetch=2),
+        Run(world=2, ep=2, converters=("float8_linear",), parallelize="submodule"),
+        Run(world=2, ep=2, cp=2, parallelize="submodule", **_FLEX),
     ]
 ]
 """The rows of ``make test``: each axis at least once. All are rows of the matrix."""
