@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.fx import traceback as fx_traceback
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -446,3 +447,15 @@ def test_torch_tells_a_backward_and_can_leave_a_checkpoints_mode():
     in_forward, in_recompute = seen
     assert not in_forward[0]
     assert in_recompute == (True, torch_checkpoint._CachedTorchDispatchMode)
+
+
+def test_storage_weak_ref_keeps_the_id_and_not_the_bytes():
+    """torch.multiprocessing.reductions.StorageWeakRef, UntypedStorage._cdata."""
+    storage = torch.empty(64).untyped_storage()
+    address = storage._cdata
+    reference = StorageWeakRef(storage)
+    assert reference.cdata == address
+    del storage
+    assert reference.expired()
+    others = [torch.empty(64).untyped_storage() for _ in range(100)]
+    assert address not in {other._cdata for other in others}

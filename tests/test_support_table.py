@@ -1,6 +1,7 @@
 """docs/support.md: it says what the matrix checks, and what it says is refused is refused."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -8,21 +9,12 @@ import pytest
 from tests.matrix.check import config_error, unrefused
 from tests.matrix.dry import compare, dry_differences, shards
 from tests.matrix.features import describe
-from tests.matrix.refused import REFUSALS, Refusal
+from tests.matrix.refused import REFUSALS
 from tests.matrix.rows import DRY, ROWS, reference_of
 from tests.matrix.table import DOCUMENT, counts, document, share_that_fails
 from tests.training import Run
 
 _BOUNDS_AND_OBSERVERS = ("steps", "seq_len", "global_batch", "layers", "exact_sums")
-
-
-def _fails_before_ranks(refusal: Refusal, folder: Path) -> bool:
-    runs = [refusal.run] if refusal.stock_message is None else _both(refusal)
-    return all(config_error(run, folder) for run in runs)
-
-
-def _both(refusal: Refusal) -> list[Run]:
-    return [refusal.run, reference_of(refusal.run)]
 
 
 def test_the_document_is_up_to_date():
@@ -52,14 +44,21 @@ def test_runs_of_one_line_differ_in_nothing_else():
 
 def test_refused_configs_are_refused_in_those_words(tmp_path: Path):
     """Those that no process group is started for; the others are in ``make matrix``."""
-    checked = [each for each in REFUSALS if _fails_before_ranks(each, tmp_path)]
-    assert len(checked) >= 10
-    found = {str(each): unrefused(each, tmp_path) for each in checked if each.stock_message}
-    assert {name: words for name, words in found.items() if words} == {}
+    checked = 0
+    for refusal in REFUSALS:
+        runs = {refusal.run: refusal.message}
+        if refusal.stock_message is not None:
+            runs[reference_of(refusal.run)] = refusal.stock_message
+        for run, message in runs.items():
+            if error := config_error(run, tmp_path):
+                assert re.search(message, error), run
+                checked += 1
+    assert checked >= 20
 
 
 def test_a_refusal_that_no_longer_holds_is_reported(tmp_path: Path):
-    refusal = next(each for each in REFUSALS if _fails_before_ranks(each, tmp_path))
+    refusal = next(each for each in REFUSALS if each.run.converters == ("mxfp8_linear",))
+    assert unrefused(refusal, tmp_path) == []
     other = dataclasses.replace(refusal, message="other words", stock_message="others again")
     assert len(unrefused(other, tmp_path)) == 2
     assert len(unrefused(dataclasses.replace(refusal, stock_message=None), tmp_path)) == 1

@@ -243,6 +243,9 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
+    # As when a file or the command line gives these values.
+    ours.parallelism.__post_init__()
+    ours.__post_init__()
     return ours
 
 

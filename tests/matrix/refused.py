@@ -96,4 +96,43 @@ _MTP = [
     for pp, cp, name in ((2, 1, "pipeline"), (1, 2, "context"))
 ]
 
-REFUSALS: list[Refusal] = [*_CONVERTERS, *_CONTEXT, *_MTP]
+_MUSE_GLIMMER = [
+    Refusal(
+        run=Run(model="muse_glimmer", world=2, backend="partial_dtensor", parallelize=wrap),
+        by="torchtitan",
+        message="spmd_types",
+        stock_message="Muse Glimmer only supports spmd_backend='spmd_types'",
+        reason="the model is written for one SPMD backend.",
+        address=f"{_TITAN}models/muse_glimmer/parallelize.py",
+    )
+    for wrap in _WRAPS
+]
+_SMALLER_WORLD = [
+    Refusal(
+        run=Run(world=world, tp=tp, ep=ep, backend=backend, parallelize=wrap, reshard=2),
+        by="titan_ext",
+        message=message,
+        stock_message=None,
+        reason=reason,
+        address=address,
+    )
+    for world, tp, ep, backend, message, reason, address in (
+        (
+            *(2, 1, 1, "spmd_types"),
+            "which torch does not offer with parallelism.spmd_backend",
+            "torch reshards to a smaller world only on a mesh of the data axes alone.",
+            "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/fsdp/_fully_shard/"
+            "_fully_shard.py",
+        ),
+        (
+            *(4, 2, 4, "partial_dtensor"),
+            "which torch does not offer with parallelism.tensor_parallel_degree",
+            "torch reshards only plain tensors to a smaller world.",
+            "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/fsdp/_fully_shard/"
+            "_fsdp_param.py",
+        ),
+    )
+    for wrap in _WRAPS
+]
+
+REFUSALS: list[Refusal] = [*_MUSE_GLIMMER, *_SMALLER_WORLD, *_CONVERTERS, *_CONTEXT, *_MTP]

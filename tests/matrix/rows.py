@@ -93,14 +93,19 @@ _RESHARD_AND_PREFETCH += [
     for backend in _BACKENDS
 ]
 _CONVERTERS = [
-    Run(world=world, ep=ep, converters=("float8_linear",), backend=backend, parallelize=wrap)
-    for (world, ep), backend, wrap in product([(2, 1), (2, 2)], _BACKENDS, _WRAPS)
-]
-_CONVERTERS += [
     Run(
-        world=4, ep=2, tp=2, converters=("float8_linear",), backend=backend, parallelize="submodule"
+        world=world,
+        tp=tp,
+        ep=ep,
+        converters=("float8_linear",),
+        steps=5,
+        backend=backend,
+        parallelize=wrap,
     )
-    for backend in _BACKENDS
+    for (world, tp, ep), backend, wrap in product(
+        [(2, 1, 1), (2, 1, 2), (4, 2, 2)], _BACKENDS, _WRAPS
+    )
+    if wrap == "submodule" or world == 2
 ]
 _CONTEXT_LAYOUTS: list[dict[str, Any]] = [
     {"world": 2},
@@ -183,7 +188,7 @@ FAST: list[Run] = [
         Run(world=4, ep=2, pp=2, parallelize="submodule", reshard="always"),
         Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
         Run(world=4, backend="partial_dtensor", parallelize="submodule", reshard=2, prefetch=2),
-        Run(world=2, ep=2, converters=("float8_linear",), parallelize="submodule"),
+        Run(world=2, ep=2, converters=("float8_linear",), steps=5, parallelize="submodule"),
         Run(world=2, ep=2, cp=2, parallelize="submodule", **_FLEX),
     ]
 ]
