@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix.check import config_error, unrefused
+from tests.matrix.check import config_error, wrong_refusals
 from tests.matrix.dry import compare, dry_differences, shards
 from tests.matrix.features import describe
 from tests.matrix.refused import REFUSALS
@@ -58,16 +58,16 @@ def test_refused_configs_are_refused_in_those_words(tmp_path: Path):
 
 def test_a_refusal_that_no_longer_holds_is_reported(tmp_path: Path):
     refusal = next(each for each in REFUSALS if each.run.converters == ("mxfp8_linear",))
-    assert unrefused(refusal, tmp_path) == []
+    assert wrong_refusals(refusal, tmp_path) == []
     other = dataclasses.replace(refusal, message="other words", stock_message="others again")
-    assert len(unrefused(other, tmp_path)) == 2
-    assert len(unrefused(dataclasses.replace(refusal, stock_message=None), tmp_path)) == 1
+    assert len(wrong_refusals(other, tmp_path)) == 2
+    assert len(wrong_refusals(dataclasses.replace(refusal, stock_message=None), tmp_path)) == 1
 
 
 def test_a_refusal_by_ranks(tmp_path: Path):
     """Context parallelism over the attention of a CPU: torch's error, under stock too."""
     (refusal,) = (each for each in REFUSALS if each.by == "torch" and each.run.cp > 1)
-    assert unrefused(refusal, tmp_path) == []
+    assert wrong_refusals(refusal, tmp_path) == []
 
 
 @pytest.mark.parametrize(

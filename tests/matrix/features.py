@@ -9,7 +9,9 @@ from typing import Any
 
 from tests.training import Run
 
-__all__ = ["HEADINGS", "describe", "is_lossy"]
+__all__ = ["BACKENDS", "HEADINGS", "describe", "is_lossy"]
+
+BACKENDS = ("spmd_types", "partial_dtensor")
 
 _LAYOUT = "Layouts"
 _PIPELINE = "Pipelines"
@@ -33,8 +35,10 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "accumulate": (_LAYOUT, lambda run: f"{run.accumulate} microbatches a step"),
     "param_dtype": (_LAYOUT, lambda run: f"parameters in {run.param_dtype}"),
     "routing": (_LAYOUT, lambda run: f"{run.routing} routing"),
+    "backend": (_LAYOUT, lambda run: f"backend {run.backend}"),
     "pp": (_PIPELINE, lambda run: f"PP {run.pp}"),
     "schedule": (_PIPELINE, lambda run: run.schedule),
+    "chunked_loss": (_PIPELINE, lambda run: "loss in one piece"),
     "reshard": (_UNITS, lambda run: f"reshard {_ranks(run.reshard)}"),
     "reshard_groups": (_UNITS, lambda run: _groups(run.reshard_groups)),
     "prefetch": (_UNITS, lambda run: f"prefetch {run.prefetch}"),
@@ -46,10 +50,9 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "lora": (_CONVERT, lambda run: "LoRA"),
 }
 
-# Columns of the table, what bounds or observes a run, and what goes with another field (attention
-# with cp).
+# Other columns of the table, what bounds or observes a run, and attention, which goes with cp.
 _NOT_FEATURES = {
-    *("model", "world", "parallelize", "backend"),
+    *("model", "world", "parallelize"),
     *("global_batch", "seq_len", "layers", "steps", "microbatch_size", "exact_sums"),
     "attention",
     *("traced_step", "profiled_step", "tracked", "watch_routing", "keep_gradients"),
@@ -64,6 +67,8 @@ def describe(run: Run) -> tuple[str, str]:
     """The heading that ``run`` belongs under, and its features in words."""
     defaults = Run()
     found = [name for name in _WORDS if getattr(run, name, None) != getattr(defaults, name, None)]
+    if run.backend in BACKENDS and "backend" in found:
+        found.remove("backend")  # it has columns
     headings = [_WORDS[name][0] for name in found]
     if not set(headings) - {_LAYOUT} and run.model not in _MAIN_MODELS:
         headings.append(_MODELS)

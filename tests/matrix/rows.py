@@ -98,7 +98,6 @@ _CONVERTERS = [
         tp=tp,
         ep=ep,
         converters=("float8_linear",),
-        steps=5,
         backend=backend,
         parallelize=wrap,
     )
@@ -116,7 +115,7 @@ _CONTEXT_LAYOUTS: list[dict[str, Any]] = [
     {"world": 4, "pp": 2},
 ]
 # FlexAttention as plain operations; half of a sequence must hold two blocks of a mask (128).
-_FLEX: dict[str, Any] = {"attention": "flex", "seq_len": 512, "global_batch": 2, "steps": 5}
+_FLEX: dict[str, Any] = {"attention": "flex", "seq_len": 512, "global_batch": 2}
 _CONTEXT = [
     Run(cp=2, backend=backend, parallelize=wrap, **layout, **_FLEX)
     for layout, backend, wrap in product(_CONTEXT_LAYOUTS, _BACKENDS, _WRAPS)
@@ -129,14 +128,14 @@ _COMPILED = [
 ]
 
 
-def _exactly(row: Run) -> Run:
-    """Give a row sums whose order is defined, where torch or gloo leaves it open."""
-    return replace(row, exact_sums=row.world > 2 or row.param_dtype == "float32")
+def _row(run: Run) -> Run:
+    """Five steps, and sums whose order is defined where torch or gloo leaves it open."""
+    return replace(run, steps=5, exact_sums=run.world > 2 or run.param_dtype == "float32")
 
 
 ROWS: list[Run] = [
-    _exactly(row)
-    for rows in (
+    _row(run)
+    for runs in (
         _MOE,
         _DENSE,
         _MTP,
@@ -152,7 +151,7 @@ ROWS: list[Run] = [
         _CONVERTERS,
         _CONTEXT,
     )
-    for row in rows
+    for run in runs
 ]
 
 _DRY_LAYOUTS: list[dict[str, Any]] = [
@@ -169,8 +168,8 @@ DRY: list[Run] = [
 """What only a GPU, or more of them, can train: parallelized on the meta device (``dry``)."""
 
 FAST: list[Run] = [
-    _exactly(row)
-    for row in [
+    _row(run)
+    for run in [
         Run(world=1, parallelize="submodule"),
         Run(world=2, ep=2, parallelize="block"),
         Run(world=2, ep=2, parallelize="submodule"),
@@ -188,7 +187,7 @@ FAST: list[Run] = [
         Run(world=4, ep=2, pp=2, parallelize="submodule", reshard="always"),
         Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
         Run(world=4, backend="partial_dtensor", parallelize="submodule", reshard=2, prefetch=2),
-        Run(world=2, ep=2, converters=("float8_linear",), steps=5, parallelize="submodule"),
+        Run(world=2, ep=2, converters=("float8_linear",), parallelize="submodule"),
         Run(world=2, ep=2, cp=2, parallelize="submodule", **_FLEX),
     ]
 ]

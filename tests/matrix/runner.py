@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tests.matrix.check import References, differences, train_row, unrefused
+from tests.matrix.check import References, differences, train_row, wrong_refusals
 from tests.matrix.dry import dry_differences
 from tests.matrix.refused import REFUSALS
 from tests.matrix.rows import DRY, ROWS
@@ -64,7 +64,9 @@ def _checks(folder: Path) -> dict[str, _Check]:
     checks: dict[str, _Check] = {}
     checks |= {str(row): lambda row=row: trained(row) for row in sorted(ROWS, key=str)}
     checks |= {f"dry {run}": lambda run=run: dry_differences(run, folder / "dry") for run in DRY}
-    checks |= {f"refused {each}": lambda each=each: unrefused(each, folder) for each in REFUSALS}
+    checks |= {
+        f"refused {each}": lambda each=each: wrong_refusals(each, folder) for each in REFUSALS
+    }
     return checks
 
 
