@@ -8,12 +8,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torchtitan.config import ConfigManager
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import ConfigManager, TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 
 from tests.collectives import Collective
 from tests.toml_files import DEBUG
 from tests.training import Run, titan_config, train
+from titan_ext.api import build_decoder
 from titan_ext.configs import ParallelismConfig
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.planning import make_plan
@@ -314,3 +316,21 @@ def test_microbatches_of_a_pipeline(reshard: str, grows: bool, tmp_path: Path):
         assert before.keys() == after.keys()
         assert all((after[unit] > before[unit]) is grows for unit in before)
         assert before
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wrap", ["block", "submodule"])
+def test_cpu_offload_reaches_every_parameter(wrap: Wrap):
+    config = titan_config("deepseek_v3_mtp")
+    assert config.model_spec is not None
+    model, _ = build_decoder(
+        config.model_spec,
+        parallelism=ParallelismConfig(fsdp_wrap=wrap),
+        training=TrainingConfig(enable_cpu_offload=True),
+    )
+    states = {m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
+    params = [
+        p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params
+    ]
+    assert len(params) == len(list(model.parameters()))
+    assert all(param.offload_to_cpu for param in params)

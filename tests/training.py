@@ -5,6 +5,7 @@ far as a CPU needs: see ``_stock_config``.
 """
 
 import contextlib
+import functools
 import hashlib
 import unittest.mock
 from collections import Counter
@@ -18,16 +19,19 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TrainingConfig
+from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.decoder import Decoder
@@ -40,6 +44,7 @@ from tests.compiled_verdicts import VerdictAC
 from tests.converters import convert
 from tests.flex_on_cpu import flex_on_cpu
 from titan_ext import no_accelerator
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.data.stdlib_corpus import (
     STDLIB_CORPUS,
     default_tokenizer_path,
@@ -70,13 +75,20 @@ class Run:
     """Titan's quantising converters of the model config, in order: see ``tests.converters``."""
     attention: str = "cpu"
     """"cpu": what a CPU gets instead of FlexAttention. "flex": see ``tests.flex_on_cpu``."""
+    sequence_parallel: bool = True
+    """Under TP: whether activations between the blocks are split along the sequence too."""
+    cpu_offload: bool = False
+    """``training.enable_cpu_offload``."""
     dp_replicate: int = 1
     """HSDP: copies of the shards; FSDP shards over the rest of the data-parallel ranks."""
     accumulate: int = 1
     """Microbatches of a step whose gradients add up."""
     backend: str = "spmd_types"
     ac: Any = "selective"
-    """selective, full, none, verdicts (``tests.compiled_verdicts``), or a policy config."""
+    """selective, full, none, verdicts (``tests.compiled_verdicts``), or a policy config.
+
+    fp8 is our float8 policy; fp8_full and fp8_none are its modes, fp8_speed is its preset.
+    """
     compiled: bool = False
     compile_backend: str = "inductor"
     param_dtype: str = "bfloat16"
@@ -110,6 +122,8 @@ class Run:
     prefetch_backward: int | str | None = None
     schedule: str = "1F1B"
     """Of the pipeline."""
+    chunked_loss: bool = True
+    """Titan's loss runs the head in pieces of the sequence; False: plain cross-entropy."""
     microbatch_size: int = 1
     """Samples of a microbatch of the pipeline."""
     watch_routing: bool = False
@@ -123,6 +137,8 @@ class Run:
         extras += [self.schedule] if self.schedule != "1F1B" else []
         extras += [f"tp{self.tp}"] if self.tp > 1 else []
         extras += [f"cp{self.cp}"] if self.cp > 1 else []
+        extras += ["no_sp"] if not self.sequence_parallel else []
+        extras += ["offload"] if self.cpu_offload else []
         extras += ["lora"] if self.lora else []
         extras += self.converters
         extras += [self.attention] if self.attention != "cpu" else []
@@ -132,6 +148,7 @@ class Run:
             extras += [self.ac] if self.ac != "selective" else []
         else:
             extras += [f"fp8-{self.ac.mode}-{self.ac.preset}"]
+        extras += ["plain_loss"] if not self.chunked_loss else []
         extras += ["compiled"] if self.compiled else []
         extras += ["fp32"] if self.param_dtype == "float32" else []
         extras += ["exact"] if self.exact_sums else []
@@ -141,6 +158,8 @@ class Run:
         extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
         extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
         extras += [self.routing] if self.routing != "learned" else []
+        extras += [f"{self.layers}layers"] if self.layers != 3 else []
+        extras += [f"batch{self.global_batch}"] if self.global_batch != 4 else []
         return "-".join(parts + extras)
 
 
@@ -208,11 +227,13 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         steps=run.steps,
         disable_cuda_graphs=True,
         mixed_precision_param=cast(Any, run.param_dtype),
+        enable_cpu_offload=run.cpu_offload,
     )
     config.parallelism.expert_parallel_degree = run.ep
     config.parallelism.pipeline_parallel_degree = run.pp
     config.parallelism.tensor_parallel_degree = run.tp
     config.parallelism.context_parallel_degree = run.cp
+    config.parallelism.enable_sequence_parallel = run.sequence_parallel
     config.parallelism.data_parallel_replicate_degree = run.dp_replicate
     config.parallelism.pipeline_parallel_microbatch_size = run.microbatch_size
     config.parallelism.pipeline_parallel_schedule = run.schedule
@@ -224,6 +245,10 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         "full": FullAC.Config(),
         "none": None,
         "verdicts": VerdictAC.Config(),
+        "fp8": FP8AC.Config(),
+        "fp8_full": FP8AC.Config(mode="full"),
+        "fp8_none": FP8AC.Config(mode="none"),
+        "fp8_speed": FP8AC.Config(preset="speed"),
     }
     config.activation_checkpoint = policies[run.ac] if isinstance(run.ac, str) else run.ac
     config.compile.enable = run.compiled
@@ -231,6 +256,8 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.compile.components = ["model"]
     config.metrics = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)
     config.checkpoint = CheckpointManager.Config(enable=False)
+    if not run.chunked_loss:
+        config.loss = CrossEntropyLoss.Config()
     config.debug.seed = 42
     config.debug.deterministic = True
     config.debug.enable_structured_logging = False
@@ -327,13 +354,18 @@ def _reduce_scatter_in_rank_order(
 
 @contextlib.contextmanager
 def _patched(run: Run) -> Iterator[None]:
-    """What gloo lacks for stock Titan's exchanges, and the order of sums if the run asks for it."""
+    """What a CPU lacks for stock Titan, and the order of sums if the run asks for it.
+
+    gloo has no uneven list all-to-all, and no accelerator could pin memory for CPU offload.
+    """
     patch = unittest.mock.patch.object
     with contextlib.ExitStack() as stack:
         if run.parallelize == "stock":
             stack.enter_context(patch(dist, "all_to_all", list_all_to_all))
         if run.attention == "flex":
             stack.enter_context(flex_on_cpu())
+            unpinned = functools.partial(CPUOffloadPolicy, pin_memory=False)
+            stack.enter_context(patch(titan_fsdp, "CPUOffloadPolicy", unpinned))
         if run.exact_sums:
             stack.enter_context(
                 patch(DefaultReduceScatter, "__call__", _reduce_scatter_in_rank_order)

@@ -18,6 +18,7 @@ the same two names in ``components.metrics``,           copied them at import, s
 ``models.common.token_dispatcher``, ``tools.profiler``
 ``torchtitan.tools.utils.get_peak_flops``               takes an unknown device for an A100, and so
                                                         would invent the MFU
+``torchtitan.distributed.utils.init_distributed``       with CPU offload it asks for gloo twice
 ======================================================  ==========================================
 
 Four more differences need no patch. DTensor's random numbers know of no CPU: every rank would draw
@@ -30,11 +31,13 @@ all-to-all is dealt with in ``titan_ext.dispatch``.
 """
 
 import contextlib
+import functools
 import importlib
 import os
 import platform
 import re
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +48,8 @@ from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.config import CommConfig
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import (
     FlexAttention,
     ScaledDotProductAttention,
@@ -93,6 +98,7 @@ def enable() -> bool:
         return True
     device_module = CPUDeviceModule()
     titan_utils.get_peak_flops = _unknown_peak_flops
+    dist_utils.init_distributed = _with_one_backend(dist_utils.init_distributed)
     for name in (titan_utils.__name__, *_HOLDERS_OF_A_COPY):
         module = importlib.import_module(name)
         for attribute, value in (("device_type", "cpu"), ("device_module", device_module)):
@@ -181,6 +187,16 @@ def reduce_without_premul_sum(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _with_one_backend(init_distributed: Callable[..., int]) -> Callable[..., int]:
+    """CPU offload adds gloo for host tensors; without an accelerator it is the backend already."""
+
+    @functools.wraps(init_distributed)
+    def init(comm_config: CommConfig, enable_cpu_backend: bool = False, **kwargs: Any) -> int:
+        return init_distributed(comm_config, enable_cpu_backend=False, **kwargs)
+
+    return init
 
 
 def _unknown_peak_flops(device_name: str) -> float:

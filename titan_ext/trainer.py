@@ -33,6 +33,7 @@ from titan_ext.guards.finite import refuse_gradients_that_are_not_finite
 from titan_ext.guards.late_parameters import refuse_late_parameters
 from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run_folder import check_writable
+from titan_ext.schedules import check_schedule
 from titan_ext.specs import check_model_limits, extend_model_spec
 
 __all__ = ["Trainer", "extend_config"]
@@ -63,6 +64,12 @@ class Trainer(TitanTrainer):
                 check_unit_names(self.model_spec.model, self.parallelism)
             no_accelerator.adapt_config(self)
             self._check_activation_checkpoint()
+            check_schedule(
+                self.parallelism,
+                loss=self.loss,
+                activation_checkpoint=self.activation_checkpoint,
+                compiled=self._compiles_model(),
+            )
             TitanTrainer.Config.__post_init__(self)
             if self.parallelism.fsdp_track_memory and not self.training.disable_cuda_graphs:
                 raise ValueError(
@@ -71,12 +78,14 @@ class Trainer(TitanTrainer):
                 )
 
         def _check_activation_checkpoint(self) -> None:
-            compiled = self.compile.enable and "model" in self.compile.components
-            if compiled and isinstance(self.activation_checkpoint, FP8AC.Config):
+            if self._compiles_model() and isinstance(self.activation_checkpoint, FP8AC.Config):
                 self.activation_checkpoint.check_compiled()
             early = getattr(self.activation_checkpoint, "score_before_last_gemm", False)
             if early and self.model_spec is not None:
                 use_early_scores(self.model_spec, self.parallelism)
+
+        def _compiles_model(self) -> bool:
+            return self.compile.enable and "model" in self.compile.components
 
     memory_log: MemoryLog | None = None
 

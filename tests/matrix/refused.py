@@ -4,7 +4,7 @@ A layout that leaves ``ROWS`` comes here with its reproduction, so that a releas
 limit turns a test red and the layout can move back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tests.training import Run
@@ -32,9 +32,19 @@ class Refusal:
         return str(self.run)
 
 
-_TITAN = "https://github.com/pytorch/torchtitan/blob/release/0.3/torchtitan/"
-_WRAPS = ("block", "submodule")
-_BACKENDS = ("spmd_types", "partial_dtensor")
+_TITAN = "https://github.com/pytorch/torchtitan/blob/release/0.3/torchtitan"
+_TORCH = "https://github.com/pytorch/pytorch/blob/release/2.15/torch"
+
+_ZERO_BUBBLE = Run(
+    world=2,
+    pp=2,
+    layers=4,
+    schedule="ZBVZeroBubble",
+    ac="none",
+    chunked_loss=False,
+    parallelize="submodule",
+    steps=1,
+)
 
 # Converters for formats that a CPU does not have; tests.matrix.rows.DRY holds them without one.
 _FORMATS = [
@@ -43,14 +53,16 @@ _FORMATS = [
     ("mxfp8_experts", "MXFP8 is only supported on SM100", "mx.py"),
     ("nvfp4_linear", "NVFP4 is only supported on SM100", "nvfp4.py"),
 ]
+_WRAPS = ("block", "submodule")
+_BACKENDS = ("spmd_types", "partial_dtensor")
 _CONVERTERS = [
     Refusal(
         run=Run(world=2, ep=2, converters=(name,), backend=backend, parallelize="submodule"),
         by="torchtitan",
         message=message,
         stock_message=message,
-        reason="the converter wants a GPU that computes in its format.",
-        address=f"{_TITAN}components/quantization/{file}",
+        reason="The converter wants a GPU that computes in its format.",
+        address=f"{_TITAN}/components/quantization/{file}",
     )
     for name, message, file in _FORMATS
     for backend in _BACKENDS
@@ -61,8 +73,8 @@ _CONVERTERS += [
         by="torchtitan",
         message="float8.emulate. to True in eager mode",
         stock_message="float8.emulate. to True in eager mode",
-        reason="emulated Float8, the only one on a CPU, is for eager mode.",
-        address=f"{_TITAN}components/quantization/float8.py",
+        reason="Emulated Float8, the only one on a CPU, is for eager mode.",
+        address=f"{_TITAN}/components/quantization/float8.py",
     )
     for wrap in _WRAPS
 ]
@@ -73,7 +85,7 @@ _CONTEXT = [
         by="torchtitan",
         message="CP is not supported with ScaledDotProductAttention",
         stock_message="CP is not supported with ScaledDotProductAttention",
-        reason="context parallelism needs FlexAttention, whose backward torch has not on a CPU.",
+        reason="Context parallelism needs FlexAttention, whose backward torch has not on a CPU.",
         address="https://github.com/pytorch/pytorch/issues/169224",
     ),
     Refusal(
@@ -81,58 +93,125 @@ _CONTEXT = [
         by="torch",
         message="_scaled_dot_product_flash_attention_for_cpu.* sharding strategy",
         stock_message="_scaled_dot_product_flash_attention_for_cpu.* sharding strategy",
-        reason="the ring attention of DTensor knows the attention kernels of GPUs only.",
+        reason="The ring attention of DTensor knows the attention kernels of GPUs only.",
     ),
 ]
-_MTP = [
+_CONTEXT += [
     Refusal(
-        run=Run(model="deepseek_v3_mtp", world=2, pp=pp, cp=cp, parallelize="submodule"),
+        run=Run(model="deepseek_v3_mtp", world=2, cp=2, parallelize="submodule", steps=1),
         by="torchtitan",
-        message=f"MTP does not support {name} parallelism yet",
-        stock_message=f"MTP does not support {name} parallelism yet",
-        reason=f"multi-token prediction is not written for {name} parallelism.",
-        address=f"{_TITAN}models/deepseek_v3/mtp.py",
+        message="MTP does not support context parallelism yet",
+        stock_message="MTP does not support context parallelism yet",
+        reason="Multi-token prediction would need tokens of other ranks.",
+        address=f"{_TITAN}/models/deepseek_v3/mtp.py",
     )
-    for pp, cp, name in ((2, 1, "pipeline"), (1, 2, "context"))
 ]
 
-_MUSE_GLIMMER = [
+REFUSALS: list[Refusal] = [
+    *_CONVERTERS,
+    *_CONTEXT,
+    *(
+        Refusal(
+            run=replace(_ZERO_BUBBLE, ac=ac),
+            by="torch",
+            message=f"'ZBVZeroBubble', which splits backward.* policy \"{ac}\".* one backward only",
+            stock_message=stock_message,
+            reason=(
+                "A schedule that splits backward runs it twice, and torch's selective checkpoints "
+                'allow one; "full" and "none" train.'
+            ),
+            address=f"{_TORCH}/utils/checkpoint.py",
+        )
+        for ac, stock_message in [("selective", "Trying to backward an extra time"), ("fp8", None)]
+    ),
     Refusal(
-        run=Run(model="muse_glimmer", world=2, backend="partial_dtensor", parallelize=wrap),
-        by="torchtitan",
-        message="spmd_types",
-        stock_message="Muse Glimmer only supports spmd_backend='spmd_types'",
-        reason="the model is written for one SPMD backend.",
-        address=f"{_TITAN}models/muse_glimmer/parallelize.py",
-    )
-    for wrap in _WRAPS
-]
-_SMALLER_WORLD = [
+        run=replace(_ZERO_BUBBLE, compiled=True, parallelize="block"),
+        by="torch",
+        message="splits backward: torch.compile",
+        stock_message="donated buffers",
+        reason="Compiled code lets go of its buffers in the first of two backwards.",
+        address=f"{_TORCH}/_functorch/config.py",
+    ),
     Refusal(
-        run=Run(world=world, tp=tp, ep=ep, backend=backend, parallelize=wrap, reshard=2),
-        by="titan_ext",
-        message=message,
+        run=replace(_ZERO_BUBBLE, chunked_loss=True),
+        by="torch",
+        message="splits backward: with the chunked loss the last norm would get no gradient",
         stock_message=None,
-        reason=reason,
-        address=address,
-    )
-    for world, tp, ep, backend, message, reason, address in (
-        (
-            *(2, 1, 1, "spmd_types"),
-            "which torch does not offer with parallelism.spmd_backend",
-            "torch reshards to a smaller world only on a mesh of the data axes alone.",
-            "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/fsdp/_fully_shard/"
-            "_fully_shard.py",
+        reason="Stock trains on without the gradient of the last norm; a plain loss is right.",
+        address=f"{_TORCH}/distributed/pipelining/_backward.py",
+    ),
+    Refusal(
+        run=replace(_ZERO_BUBBLE, reshard="always"),
+        by="torch",
+        message="freed after forward would get no gradient",
+        stock_message=None,
+        reason="Stock trains on with gradients missing; reshard default or never is right.",
+        address=f"{_TORCH}/distributed/pipelining/_backward.py",
+    ),
+    Refusal(
+        run=Run(model="kimi_text", world=2, pp=2, parallelize="submodule", steps=1),
+        by="torchtitan",
+        message="pipeline_parallel_degree=1",
+        stock_message="pipeline_parallel_degree=1",
+        reason="Its config refuses it for the sake of its own optimizer.",
+        address=f"{_TITAN}/models/kimi_k2_7/config_registry.py",
+    ),
+    Refusal(
+        run=Run(model="qwen3", world=2, pp=2, parallelize="submodule", steps=1),
+        by="torchtitan",
+        message="Weight tying is not supported with Pipeline Parallel",
+        stock_message="Weight tying is not supported with Pipeline Parallel",
+        reason="The embedding and the head, one tensor, would lie on different ranks.",
+        address=f"{_TITAN}/models/common/decoder.py",
+    ),
+    Refusal(
+        run=Run(model="deepseek_v3_mtp", world=2, pp=2, parallelize="submodule", steps=1),
+        by="torchtitan",
+        message="MTP does not support pipeline parallelism yet",
+        stock_message="MTP does not support pipeline parallelism yet",
+        reason="The blocks of multi-token prediction have no stage of their own.",
+        address=f"{_TITAN}/models/deepseek_v3/mtp.py",
+    ),
+    Refusal(
+        run=Run(
+            model="muse_glimmer",
+            world=2,
+            backend="partial_dtensor",
+            parallelize="submodule",
+            steps=1,
         ),
-        (
-            *(4, 2, 4, "partial_dtensor"),
-            "which torch does not offer with parallelism.tensor_parallel_degree",
-            "torch reshards only plain tensors to a smaller world.",
-            "https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/fsdp/_fully_shard/"
-            "_fsdp_param.py",
+        by="torchtitan",
+        message="muse_glimmer supports only 'spmd_types'",
+        stock_message="only supports spmd_backend='spmd_types'",
+        reason="The model is written for one backend.",
+        address=f"{_TITAN}/models/muse_glimmer/parallelize.py",
+    ),
+    Refusal(
+        run=Run(world=2, ep=2, backend="full_dtensor", parallelize="submodule", steps=1),
+        by="titan_ext",
+        message="spmd_backend is 'full_dtensor', which titan_ext does not support",
+        stock_message=None,
+        reason="TorchTitan has removed this backend since 0.3.",
+    ),
+    Refusal(
+        run=Run(world=2, parallelize="submodule", reshard=2, steps=1),
+        by="torch",
+        message="a number of ranks, which torch does not offer with",
+        stock_message=None,
+        reason=(
+            "FSDP2 reshards to a smaller world only on a mesh that has no other axes; stock has no "
+            "such setting."
         ),
-    )
-    for wrap in _WRAPS
+        address=f"{_TORCH}/distributed/fsdp/_fully_shard/_fully_shard.py",
+    ),
+    Refusal(
+        run=Run(
+            world=4, tp=2, backend="partial_dtensor", parallelize="submodule", reshard=2, steps=1
+        ),
+        by="torch",
+        message="torch does not offer with parallelism.tensor_parallel_degree > 1",
+        stock_message=None,
+        reason="FSDP2 reshards only plain tensors to a smaller world; stock has no such setting.",
+        address=f"{_TORCH}/distributed/fsdp/_fully_shard/_fsdp_param.py",
+    ),
 ]
-
-REFUSALS: list[Refusal] = [*_MUSE_GLIMMER, *_SMALLER_WORLD, *_CONVERTERS, *_CONTEXT, *_MTP]

@@ -69,12 +69,16 @@ class Dropped:
             self._value = None
 
     def restore(self) -> torch.Tensor:
-        """The value if something reads it, else NaN of the same shape, in a few bytes."""
+        """The value if something reads it, else NaN of the same shape."""
         if self._value is not None:
             return self._value
         nan = torch.full((), float("nan"), dtype=self._dtype, device=self._device)
         dummy = nan.expand(self._shape)
-        return dummy if self._layout is None else self._layout.wrap(dummy)
+        if self._layout is None:
+            return dummy
+        # A redistribution copies what is not contiguous, in an operation that the forward did not
+        # have; torch counts the operations of a recompute.
+        return self._layout.wrap(dummy.contiguous())
 
 
 class DropTracker:

@@ -192,7 +192,8 @@ def apply_fsdp_to_decoder(
     if dp_mesh_dims is not None:
         config["dp_mesh_dims"] = dp_mesh_dims
     if cpu_offload:
-        config["offload_policy"] = CPUOffloadPolicy()
+        # Memory is pinned for copies to an accelerator; a CPU has none that could pin it.
+        config["offload_policy"] = CPUOffloadPolicy(pin_memory=dp_mesh.device_type != "cpu")
 
     for unit in innermost_first(units):
         fully_shard(

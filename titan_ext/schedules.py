@@ -1,0 +1,84 @@
+"""Pipeline schedules that split backward, and what they do not go with.
+
+Zero-bubble schedules take the gradients of a stage's inputs first and those of its weights later.
+For that torch (``torch.distributed.pipelining._backward``) looks up the parameters that the stage
+holds when backward begins. FSDP2 swaps parameters: where it has resharded a unit by then, they are
+not those of the graph, and torch passes them over without a word. Stock TorchTitan 0.3 trains on
+with such gradients missing.
+"""
+
+from typing import Any
+
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.configs import ParallelismConfig
+
+__all__ = ["check_schedule"]
+
+_OTHERS = "another schedule (1F1B, Interleaved1F1B)"
+_SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
+
+
+def check_schedule(
+    parallelism: ParallelismConfig, *, loss: Any, activation_checkpoint: Any, compiled: bool
+) -> None:
+    """Refuse what a schedule that splits backward cannot do, or would do wrongly in silence.
+
+    Args:
+        loss: Config of the loss.
+        activation_checkpoint: Config of the policy, or None.
+        compiled: Whether the model is.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    name = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree == 1 or get_schedule_class(name) not in _SPLIT_BACKWARD:
+        return
+    why = f"parallelism.pipeline_parallel_schedule is {name!r}, which splits backward"
+    if compiled:
+        raise ValueError(
+            f"{why}: torch.compile makes code that runs backward once. Expected compile.enable = "
+            f"false, or {_OTHERS}."
+        )
+    if policy := _one_backward(activation_checkpoint):
+        raise ValueError(
+            f"{why}; activation_checkpoint policy {policy} allows one backward only. Expected "
+            f'policy "full" or "none", policy "fp8" with mode "none", or {_OTHERS}.'
+        )
+    if isinstance(loss, ChunkedLossWrapper.Config):
+        raise ValueError(
+            f"{why}: with the chunked loss the last norm would get no gradient. Expected another "
+            f"loss (torchtitan.components.loss.CrossEntropyLoss), or {_OTHERS}."
+        )
+    for key, value in _reshard_settings(parallelism).items():
+        if value not in ("default", "never"):
+            raise ValueError(
+                f"{why}, and parallelism.{key} is {value!r}: parameters that are freed after "
+                'forward would get no gradient. Expected "never", or "default", which keeps them '
+                "in a pipeline."
+            )
+
+
+def _one_backward(policy: Any) -> str:
+    """What to call a policy built on torch's selective checkpoints; "" for any other."""
+    if isinstance(policy, SelectiveAC.Config):
+        return '"selective"'
+    if isinstance(policy, FP8AC.Config) and policy.mode != "none":
+        return f'"fp8" with mode "{policy.mode}"'
+    return ""
+
+
+def _reshard_settings(parallelism: ParallelismConfig) -> dict[str, Any]:
+    groups = parallelism.fsdp_reshard_groups
+    return {"fsdp_reshard_after_forward": parallelism.fsdp_reshard_after_forward} | {
+        f"fsdp_reshard_groups.{name}": value for name, value in groups.items()
+    }
