@@ -9,18 +9,19 @@ import torch.nn as nn
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
 
+from tests.converters import convert
 from tests.training import titan_config
 
 STEPS = 3
 
 
-def debug_model(layers: int = 3) -> Decoder:
-    """In bf16, initialised, on one process."""
+def debug_model(layers: int = 3, converters: tuple[str, ...] = ()) -> Decoder:
+    """In bf16, initialised, on one process; ``converters`` as in ``tests.converters``."""
     spec = titan_config("deepseek_v3").model_spec
     assert spec is not None
     for _, _, parent, key in list(spec.traverse(FlexAttention.Config)):
         setattr(parent, str(key), ScaledDotProductAttention.Config())
-    config = cast(Decoder.Config, spec.model)
+    config = cast(Decoder.Config, convert(spec.model, converters))
     config.layers = config.layers[:layers]
     torch.manual_seed(0)
     model = cast(Decoder, config.build())

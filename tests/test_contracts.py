@@ -32,6 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining import stage as pipeline_stage
 from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
 from torch.fx import traceback as fx_traceback
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -586,3 +587,15 @@ def test_torch_looks_up_parameters_when_backward_begins():
     """titan_ext.schedules refuses what makes FSDP2 hold other parameters by then."""
     source = inspect.getsource(pipeline_stage._PipelineStageBase.backward_maybe_with_nosync)
     assert source.count("self.submod.parameters(),") == 2
+
+
+def test_storage_weak_ref_keeps_the_id_and_not_the_bytes():
+    """torch.multiprocessing.reductions.StorageWeakRef, UntypedStorage._cdata."""
+    storage = torch.empty(64).untyped_storage()
+    address = storage._cdata
+    reference = StorageWeakRef(storage)
+    assert reference.cdata == address
+    del storage
+    assert reference.expired()
+    others = [torch.empty(64).untyped_storage() for _ in range(100)]
+    assert address not in {other._cdata for other in others}

@@ -24,6 +24,7 @@ from titan_ext.activation_checkpoint import (
     receipt_of,
 )
 from titan_ext.activation_checkpoint.presets import BlockPlan
+from titan_ext.activation_checkpoint.sites import BlockSites
 from titan_ext.fp8 import Codec
 
 Config = FP8AC.Config
@@ -38,9 +39,12 @@ def _forward(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(
-    config: ActivationCheckpointing.Config | None, batches: int = 1, interleaved: bool = False
+    config: ActivationCheckpointing.Config | None,
+    batches: int = 1,
+    interleaved: bool = False,
+    converters: tuple[str, ...] = (),
 ) -> dict[str, torch.Tensor]:
-    model = debug_model(layers=2)
+    model = debug_model(layers=2, converters=converters)
     if config is not None:
         config.build(dump_folder="").apply(model)
     inputs = tokens(batch=2 * batches).chunk(batches)
@@ -400,3 +404,44 @@ def test_what_compiled_code_cannot_do_is_refused(tmp_path, monkeypatch):
 def test_every_key_of_the_codec_is_a_key():
     names = {f.name for f in dataclasses.fields(Config)}
     assert {f.name for f in dataclasses.fields(Codec)} <= names
+
+
+def test_a_freed_cast_of_a_weight_lends_its_name_to_no_other_tensor():
+    """FSDP's all-gather in bf16 makes such casts; the storage after the next has their address."""
+    linear = nn.Linear(8, 8)
+    sites = BlockSites(nn.Sequential(nn.Linear(8, 8), linear))
+    cast = linear.weight.detach().bfloat16()
+    sites.see_cast(torch.ops.aten._to_copy.default, (linear.weight,), cast)
+    mm = torch.ops.aten.mm.default
+    assert sites.site(mm, (cast,), with_operand=True).operand == "1.weight"
+    del cast
+    others = [torch.ones(8, 8, dtype=torch.bfloat16) for _ in range(100)]
+    assert {sites.site(mm, (x,), with_operand=True).operand for x in others} == {""}
+
+
+_FLOAT8_LINEARS = ("float8_linear",)
+
+
+@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="none")])
+def test_float8_linears_get_the_verdicts_of_bf16_linears(config):
+    """The same modules keep the same bytes; Float8's scales (an aten.max each) come on top."""
+
+    def stored(converters: tuple[str, ...]) -> set[tuple[str, str, int]]:
+        model = debug_model(layers=2, converters=converters)
+        config.build(dump_folder="").apply(model)
+        _forward(model, tokens()).backward()
+        return {
+            (":".join(row.name.split(":")[:2]), row.treatment, row.nbytes)
+            for block in receipt_of([model]).blocks
+            for row in block.stored
+            if row.nbytes >= 64 or row.treatment == "dropped"
+        }
+
+    assert stored(_FLOAT8_LINEARS) == stored(())
+
+
+@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="none")])
+def test_float8_activations_cost_float8_linears_less_than_they_cost_themselves(config, stock):
+    linears = _gradients(SelectiveAC.Config(), converters=_FLOAT8_LINEARS)
+    both = _gradients(config, converters=_FLOAT8_LINEARS)
+    assert _worst(linears, both) > _worst(stock, linears)

@@ -42,6 +42,8 @@ from tests import muon
 from tests.cluster import PATIENCE_S, run_ranks
 from tests.collectives import Collective, CollectiveTrace
 from tests.compiled_verdicts import VerdictAC
+from tests.converters import convert
+from tests.flex_on_cpu import flex_on_cpu
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.data.stdlib_corpus import (
@@ -67,8 +69,13 @@ class Run:
     ep: int = 1
     pp: int = 1
     tp: int = 1
+    cp: int = 1
     lora: bool = False
     """Titan's LoRA of rank 8 on the attention's query and output projections; all else frozen."""
+    converters: tuple[str, ...] = ()
+    """Titan's quantising converters of the model config, in order: see ``tests.converters``."""
+    attention: str = "cpu"
+    """"cpu": what a CPU gets instead of FlexAttention. "flex": see ``tests.flex_on_cpu``."""
     sequence_parallel: bool = True
     """Under TP: whether activations between the blocks are split along the sequence too."""
     cpu_offload: bool = False
@@ -136,9 +143,12 @@ class Run:
         extras = [f"pp{self.pp}"] if self.pp > 1 else []
         extras += [self.schedule] if self.schedule != "1F1B" else []
         extras += [f"tp{self.tp}"] if self.tp > 1 else []
+        extras += [f"cp{self.cp}"] if self.cp > 1 else []
         extras += ["no_sp"] if not self.sequence_parallel else []
         extras += ["offload"] if self.cpu_offload else []
         extras += ["lora"] if self.lora else []
+        extras += self.converters
+        extras += [self.attention] if self.attention != "cpu" else []
         extras += [f"hsdp{self.dp_replicate}"] if self.dp_replicate > 1 else []
         extras += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
         if isinstance(self.ac, str):
@@ -209,6 +219,10 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     assert config.model_spec is not None
     model_config = cast(Decoder.Config, config.model_spec.model)
     model_config.layers = model_config.layers[: run.layers]
+    model_config = cast(
+        Decoder.Config, convert(model_config, run.converters, compiled=run.compiled)
+    )
+    config.model_spec.model = model_config
     if run.lora:
         converter = LoRAConverter.Config(target_modules=["wq", "wo"]).build()
         config.model_spec.model = cast(Decoder.Config, converter.convert(model_config))
@@ -220,7 +234,8 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.dump_folder = str(folder)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
     config.training = TrainingConfig(
-        local_batch_size=run.global_batch // (run.world // (run.pp * run.tp) * run.accumulate),
+        local_batch_size=run.global_batch
+        // (run.world // (run.pp * run.tp * run.cp) * run.accumulate),
         global_batch_size=run.global_batch,
         seq_len=run.seq_len,
         steps=run.steps,
@@ -232,6 +247,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.parallelism.expert_parallel_degree = run.ep
     config.parallelism.pipeline_parallel_degree = run.pp
     config.parallelism.tensor_parallel_degree = run.tp
+    config.parallelism.context_parallel_degree = run.cp
     config.parallelism.enable_sequence_parallel = run.sequence_parallel
     config.parallelism.data_parallel_replicate_degree = run.dp_replicate
     config.parallelism.pipeline_parallel_microbatch_size = run.microbatch_size
@@ -270,6 +286,9 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_keep_replicated = list(run.keep)
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
+    # As when a file or the command line gives these values.
+    ours.parallelism.__post_init__()
+    ours.__post_init__()
     return ours
 
 
@@ -359,6 +378,8 @@ def patched(run: Run) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if run.parallelize == "stock":
             stack.enter_context(patch(dist, "all_to_all", list_all_to_all))
+        if run.attention == "flex":
+            stack.enter_context(flex_on_cpu())
             unpinned = functools.partial(CPUOffloadPolicy, pin_memory=False)
             stack.enter_context(patch(titan_fsdp, "CPUOffloadPolicy", unpinned))
         if run.exact_sums:

@@ -1,14 +1,16 @@
-"""Hold one row against its reference, or a refused layout against its messages."""
+"""Hold one row against its reference, or one refusal against its words."""
 
+import os
 import re
+import unittest.mock
 from pathlib import Path
 
-from tests.cluster import PATIENCE_S, RankError
+from tests.cluster import PATIENCE_S
 from tests.matrix.refused import Refusal
 from tests.matrix.rows import reference_of
-from tests.training import Result, Run, train
+from tests.training import Result, Run, make_config, train
 
-__all__ = ["References", "differences", "train_row", "wrong_refusals"]
+__all__ = ["References", "config_error", "differences", "error_of", "train_row", "wrong_refusals"]
 
 
 class References:
@@ -44,25 +46,39 @@ def differences(ours: Result, stock: Result) -> list[str]:
     return found
 
 
+def config_error(run: Run, folder: Path) -> str:
+    """The error with which the config of ``run`` is refused where it is made; "" if it is not."""
+    with unittest.mock.patch.dict(os.environ, WORLD_SIZE=str(run.world)):
+        try:
+            make_config(run, folder / str(run))
+        except (ValueError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def error_of(run: Run, folder: Path) -> str:
+    """The error that ``run`` ends with; "" if it trains. No rank starts for a refused config."""
+    if error := config_error(run, folder):
+        return error
+    try:
+        train_row(run, folder)
+    except AssertionError as error:  # of a rank
+        return str(error)
+    return ""
+
+
 def wrong_refusals(refusal: Refusal, folder: Path) -> list[str]:
-    """In which way ours or stock Titan does not do what ``refusal`` says; nothing if both do."""
-    expected: list[tuple[Run, str | None]] = [(refusal.run, refusal.message)]
+    """Where ``refusal`` no longer holds, in words; nothing if it does, under stock too."""
+    found = _unlike("ours", error_of(refusal.run, folder), refusal.message)
     stock = reference_of(refusal.run)
     if stock.parallelize == "stock":  # which has no float8 activations
-        expected.append((stock, refusal.stock_message))
-    found = []
-    for run, message in expected:
-        error = _error_of(run, folder)
-        if message is None and error:
-            found.append(f"{run} should train: {error}")
-        elif message is not None and not re.search(message, error):
-            found.append(f"{run} should fail with {message!r}: {error or 'it trains'}")
+        found += _unlike("stock", error_of(stock, folder), refusal.stock_message)
     return found
 
 
-def _error_of(run: Run, folder: Path) -> str:
-    try:
-        train_row(run, folder)
-    except RankError as error:
-        return str(error)
-    return ""
+def _unlike(who: str, error: str, expected: str | None) -> list[str]:
+    if expected is None:
+        return [f"{who} should train and does not: {error}"] if error else []
+    if not error:
+        return [f"{who} trains and should end with {expected!r}"]
+    return [] if re.search(expected, error) else [f"{who} should end with {expected!r}: {error}"]

@@ -46,7 +46,70 @@ _ZERO_BUBBLE = Run(
     steps=1,
 )
 
+# Converters for formats that a CPU does not have; tests.matrix.rows.DRY holds them without one.
+_FORMATS = [
+    ("float8_experts", "Float8 MoE training only supported on NVIDIA SM89", "float8.py"),
+    ("mxfp8_linear", "MXFP8 is only supported on SM100", "mx.py"),
+    ("mxfp8_experts", "MXFP8 is only supported on SM100", "mx.py"),
+    ("nvfp4_linear", "NVFP4 is only supported on SM100", "nvfp4.py"),
+]
+_WRAPS = ("block", "submodule")
+_BACKENDS = ("spmd_types", "partial_dtensor")
+_CONVERTERS = [
+    Refusal(
+        run=Run(world=2, ep=2, converters=(name,), backend=backend, parallelize="submodule"),
+        by="torchtitan",
+        message=message,
+        stock_message=message,
+        reason="The converter wants a GPU that computes in its format.",
+        address=f"{_TITAN}/components/quantization/{file}",
+    )
+    for name, message, file in _FORMATS
+    for backend in _BACKENDS
+]
+_CONVERTERS += [
+    Refusal(
+        run=Run(world=2, converters=("float8_linear",), compiled=True, parallelize=wrap),
+        by="torchtitan",
+        message="float8.emulate. to True in eager mode",
+        stock_message="float8.emulate. to True in eager mode",
+        reason="Emulated Float8, the only one on a CPU, is for eager mode.",
+        address=f"{_TITAN}/components/quantization/float8.py",
+    )
+    for wrap in _WRAPS
+]
+# Context parallelism without the tests' FlexAttention in plain operations.
+_CONTEXT = [
+    Refusal(
+        run=Run(world=2, cp=2, backend="spmd_types", parallelize="submodule"),
+        by="torchtitan",
+        message="CP is not supported with ScaledDotProductAttention",
+        stock_message="CP is not supported with ScaledDotProductAttention",
+        reason="Context parallelism needs FlexAttention, whose backward torch has not on a CPU.",
+        address="https://github.com/pytorch/pytorch/issues/169224",
+    ),
+    Refusal(
+        run=Run(model="llama3", world=2, cp=2, backend="partial_dtensor", parallelize="submodule"),
+        by="torch",
+        message="_scaled_dot_product_flash_attention_for_cpu.* sharding strategy",
+        stock_message="_scaled_dot_product_flash_attention_for_cpu.* sharding strategy",
+        reason="The ring attention of DTensor knows the attention kernels of GPUs only.",
+    ),
+]
+_CONTEXT += [
+    Refusal(
+        run=Run(model="deepseek_v3_mtp", world=2, cp=2, parallelize="submodule", steps=1),
+        by="torchtitan",
+        message="MTP does not support context parallelism yet",
+        stock_message="MTP does not support context parallelism yet",
+        reason="Multi-token prediction would need tokens of other ranks.",
+        address=f"{_TITAN}/models/deepseek_v3/mtp.py",
+    )
+]
+
 REFUSALS: list[Refusal] = [
+    *_CONVERTERS,
+    *_CONTEXT,
     *(
         Refusal(
             run=replace(_ZERO_BUBBLE, ac=ac),

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.training import Run
 
-__all__ = ["FAST", "ROWS", "reference_of"]
+__all__ = ["DRY", "FAST", "ROWS", "reference_of"]
 
 _LAYOUTS = [(world, ep) for world in (1, 2, 4) for ep in (1, 2, 4) if ep <= world]
 _BACKENDS = ("spmd_types", "partial_dtensor")
@@ -204,6 +204,35 @@ _OPTIMIZER += [
     Run(optimizer=implementation, world=2, ep=2, parallelize="submodule")
     for implementation in ("foreach", "for-loop")
 ]
+_CONVERTERS = [
+    Run(
+        world=world,
+        tp=tp,
+        ep=ep,
+        converters=("float8_linear",),
+        backend=backend,
+        parallelize=wrap,
+    )
+    for (world, tp, ep), backend, wrap in product(
+        [(2, 1, 1), (2, 1, 2), (4, 2, 2)], _BACKENDS, _WRAPS
+    )
+    if wrap == "submodule" or world == 2
+]
+_CONTEXT_LAYOUTS: list[dict[str, Any]] = [
+    {"world": 2},
+    {"world": 2, "ep": 2},
+    {"world": 4, "ep": 2},
+    {"world": 4, "dp_replicate": 2},
+    {"world": 4, "tp": 2, "ep": 4},
+    {"world": 4, "pp": 2},
+]
+# FlexAttention as plain operations; half of a sequence must hold two blocks of a mask (128).
+_FLEX: dict[str, Any] = {"attention": "flex", "seq_len": 512, "global_batch": 2}
+_CONTEXT = [
+    Run(cp=2, backend=backend, parallelize=wrap, **layout, **_FLEX)
+    for layout, backend, wrap in product(_CONTEXT_LAYOUTS, _BACKENDS, _WRAPS)
+    if wrap == "submodule" or layout["world"] == 2
+]
 # Compiled sub-module units fuse other operations than compiled blocks do: see test_compile.py.
 _COMPILED = [
     Run(model=model, world=2, ep=2, ac=ac, compiled=True, parallelize="block")
@@ -235,6 +264,8 @@ _FLOAT8: list[dict[str, Any]] = [
     {"world": 4, "ep": 4, "tp": 2},
     {"model": "deepseek_v3_mtp", "world": 2, "ep": 2},
     {"model": "qwen3_moe", "world": 2, "ep": 2, "ac": "fp8_speed"},
+    {"world": 2, "ep": 2, "converters": ("float8_linear",)},
+    {"world": 2, "ep": 2, "cp": 2, **_FLEX},
 ]
 _FLOAT8_ACTIVATIONS = [
     replace(Run(ac="fp8", parallelize="submodule"), **layout) for layout in _FLOAT8
@@ -267,10 +298,25 @@ ROWS: list[Run] = [
         _FP32,
         _OPTIMIZER,
         _COMPILED,
+        _CONVERTERS,
+        _CONTEXT,
         _FLOAT8_ACTIVATIONS,
     )
     for run in runs
 ]
+
+_DRY_LAYOUTS: list[dict[str, Any]] = [
+    {"world": 16, "ep": 4, "cp": 2, "dp_replicate": 2, "attention": "flex"},
+    {"world": 16, "ep": 4, "cp": 4, "tp": 2, "attention": "flex"},
+    {"world": 8, "ep": 4, "converters": ("float8_linear", "float8_experts")},
+    {"world": 8, "ep": 4, "converters": ("mxfp8_linear", "mxfp8_experts")},
+    {"world": 8, "ep": 4, "converters": ("nvfp4_linear",)},
+]
+DRY: list[Run] = [
+    Run(parallelize=wrap, backend=backend, **layout)
+    for layout, backend, wrap in product(_DRY_LAYOUTS, _BACKENDS, _WRAPS)
+]
+"""What only a GPU, or more of them, can train: parallelized on the meta device (``dry``)."""
 
 FAST: list[Run] = [
     _row(run)
@@ -293,6 +339,8 @@ FAST: list[Run] = [
         Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
         Run(world=4, backend="partial_dtensor", parallelize="submodule", reshard=2, prefetch=2),
         Run(world=2, ep=2, parallelize="submodule", optimizer="muon"),
+        Run(world=2, ep=2, converters=("float8_linear",), parallelize="submodule"),
+        Run(world=2, ep=2, cp=2, parallelize="submodule", **_FLEX),
         Run(world=2, ep=2, tp=2, sequence_parallel=False, **_SUBMODULE[1]),
         Run(world=2, pp=2, layers=4, ac="none", **_ZERO_BUBBLE, **_EACH_ONCE[0]),
         Run(world=2, ep=2, cpu_offload=True, **_SUBMODULE[0]),

@@ -1,7 +1,6 @@
-"""``make matrix``: every row against its reference, with a progress bar and a verdict a row.
+"""``make matrix``: every row, dry run and refusal, with a progress bar and a verdict each.
 
-Refused layouts come last: they must be refused, in the words that ``refused.py`` has for them.
-``python -m tests.matrix.runner [-k TEXT]`` runs the rows whose name contains TEXT.
+``python -m tests.matrix.runner [-k TEXT]`` takes those whose name contains TEXT.
 """
 
 import argparse
@@ -9,55 +8,73 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
 from tests.matrix.check import References, differences, train_row, wrong_refusals
-from tests.matrix.refused import REFUSALS, Refusal
-from tests.matrix.rows import ROWS
+from tests.matrix.dry import dry_differences
+from tests.matrix.refused import REFUSALS
+from tests.matrix.rows import DRY, ROWS
+from tests.matrix.table import counts
 from tests.training import Run
+
+_Check = Callable[[], list[str]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("-k", dest="text", default="", help="only rows whose name contains it")
+    parser.add_argument("-k", dest="text", default="", help="only what has it in its name")
     text = parser.parse_args().text
-    # Rows that share a reference come together, so that a bad reference shows early.
-    rows = sorted((row for row in ROWS if text in str(row)), key=str)
-    refusals = [refusal for refusal in REFUSALS if text in str(refusal)]
-    if not rows and not refusals:
-        names = map(str, [*ROWS, *REFUSALS])
-        print(f"no row's name contains {text!r}; there are:", *names, sep="\n  ")
+    folder = Path(tempfile.mkdtemp(prefix="titan_ext_matrix_"))
+    everything = _checks(folder)
+    checks = {name: check for name, check in everything.items() if text in name}
+    if not checks:
+        print(f"no name contains {text!r}; there are:", *everything, sep="\n  ")
         return 2
 
-    folder = Path(tempfile.mkdtemp(prefix="titan_ext_matrix_"))
-    references = References(folder)
-    failures: dict[str, str] = {}
+    failures = 0
     start = time.monotonic()
-    with tqdm([*rows, *refusals], unit="row") as progress:
-        for row in progress:
-            progress.set_description(str(row))
-            error = _error(row, references, folder)
-            if error:
-                failures[str(row)] = error
-                progress.write(f"FAILED {row}\n  {error}")
+    with tqdm(checks.items(), unit="layout") as progress:
+        for name, check in progress:
+            progress.set_description(name)
+            if found := _found(check):
+                failures += 1
+                progress.write("\n  ".join([f"FAILED {name}", *found]))
     if failures:
         print(f"logs: {folder}")
     else:
         shutil.rmtree(folder)
-    print(f"{time.monotonic() - start:.0f} s, every other row equals its reference bit for bit")
-    print(f"{len(rows) + len(refusals) - len(failures)} as expected, {len(failures)} not")
+    print("all of them:", ", ".join(f"{n} {outcome}" for outcome, n in counts().items()))
+    print(
+        f"{time.monotonic() - start:.0f} s: {len(checks) - failures} of {len(checks)} are as "
+        f"docs/support.md says, {failures} are not"
+    )
     return 1 if failures else 0
 
 
-def _error(row: Run | Refusal, references: References, folder: Path) -> str:
-    if isinstance(row, Refusal):
-        return "\n  ".join(wrong_refusals(row, folder))
+def _checks(folder: Path) -> dict[str, _Check]:
+    references = References(folder)
+
+    def trained(row: Run) -> list[str]:
+        return differences(train_row(row, folder), references.get(row))
+
+    # Rows that share a reference come together, so that a bad reference shows early.
+    checks: dict[str, _Check] = {}
+    checks |= {str(row): lambda row=row: trained(row) for row in sorted(ROWS, key=str)}
+    checks |= {f"dry {run}": lambda run=run: dry_differences(run, folder / "dry") for run in DRY}
+    checks |= {
+        f"refused {each}": lambda each=each: wrong_refusals(each, folder) for each in REFUSALS
+    }
+    return checks
+
+
+def _found(check: _Check) -> list[str]:
     try:
-        return "\n  ".join(differences(train_row(row, folder), references.get(row)))
+        return check()
     except AssertionError as error:  # a rank failed or hung
-        return str(error)
+        return [str(error)]
 
 
 if __name__ == "__main__":

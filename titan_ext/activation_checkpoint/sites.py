@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from titan_ext.activation_checkpoint.verdicts import Site
@@ -36,6 +37,7 @@ class BlockSites:
                     module.register_forward_hook(leave, always_call=True),
                 ]
         self._casts: dict[int, str] = {}
+        self._cast_storages: list[StorageWeakRef] = []
 
     def remove(self) -> None:
         """Take the hooks off the modules."""
@@ -50,6 +52,7 @@ class BlockSites:
     def begin(self) -> None:
         """Start of a forward."""
         self._casts.clear()
+        self._cast_storages.clear()
 
     def site(self, func: Any, args: tuple[Any, ...], *, with_operand: bool) -> Site:
         """The site of a call of ``func``; the operand is looked up only if it is asked for."""
@@ -59,8 +62,11 @@ class BlockSites:
     def see_cast(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Note that ``out`` is a parameter in another dtype, if it is."""
         if func is torch.ops.aten._to_copy.default and (name := self._operand(args)):
-            for storage in storage_ids(out):
-                self._casts[storage] = name
+            for part in plain_tensors(out):
+                storage = part.untyped_storage()
+                self._casts[storage._cdata] = name
+                # A weak reference keeps no bytes, but no later storage gets this one's id.
+                self._cast_storages.append(StorageWeakRef(storage))
 
     def _operand(self, args: tuple[Any, ...]) -> str:
         # Looked up anew: FSDP puts other parameters in place before each forward.

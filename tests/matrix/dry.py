@@ -1,0 +1,87 @@
+"""Layouts that nothing here can train, held against stock Titan without computing.
+
+One process stands for rank 0: a fake process group, the model on the meta device, and converters
+that believe in a GPU. Every mesh, unit and shard is made as on the real cluster.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.utils import set_default_dtype
+
+from tests.cluster import run_ranks
+from tests.converters import any_gpu
+from tests.flex_on_cpu import flex_on_cpu
+from tests.matrix.rows import reference_of
+from tests.training import Run, make_config
+from titan_ext import no_accelerator
+
+__all__ = ["compare", "dry_differences", "shards"]
+
+Shard = tuple[Any, ...]
+
+
+def dry_differences(run: Run, folder: Path) -> list[str]:
+    """Where the shards of ``run`` are not those of its reference, in words."""
+    return compare(*(shards(each, folder / str(each)) for each in (run, reference_of(run))))
+
+
+def compare(ours: dict[str, Shard], stock: dict[str, Shard]) -> list[str]:
+    """The parameters that differ, with both shards."""
+    return [
+        f"{name}: {ours.get(name)} and {stock.get(name)}"
+        for name in sorted(ours.keys() | stock.keys())
+        if ours.get(name) != stock.get(name)
+    ]
+
+
+def shards(run: Run, folder: Path) -> dict[str, Shard]:
+    """What rank 0 of ``run`` holds, by parameter: mesh axes and sizes, placements, shape, types."""
+    return run_ranks(_shards, 1, run, folder, log_folder=folder)[0]
+
+
+def _shards(run: Run, folder: Path) -> dict[str, Shard]:
+    no_accelerator.enable()
+    os.environ["WORLD_SIZE"] = str(run.world)
+    with any_gpu(), flex_on_cpu():
+        config = make_config(run, folder)
+        spec = config.model_spec
+        assert spec is not None
+        dist.init_process_group("fake", rank=0, world_size=run.world)
+        parallel_dims = ParallelDims.from_config(config.parallelism, run.world)
+        dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+        spec.model.update_from_config(config=config)
+        with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+            model = spec.model.build()
+        model = spec.parallelize_fn(
+            model,
+            parallel_dims=parallel_dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=config.activation_checkpoint,
+            dump_folder="",
+        )
+    return {canonical_fqn(name): _shard(param) for name, param in model.named_parameters()}
+
+
+def _shard(param: torch.Tensor) -> Shard:
+    assert isinstance(param, DTensor), "a parameter outside FSDP"
+    local = param.to_local()
+    mesh = param.device_mesh
+    axes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    return (
+        axes,
+        tuple(map(str, param.placements)),
+        tuple(local.shape),
+        str(param.dtype),
+        type(local).__name__,
+    )
