@@ -18,9 +18,6 @@ def test_equals_stock(row: Run, references: References, tmp_path: Path):
     assert differences(ours, references.get(row)) == []
 
 
-_FAIL_UNDER_STOCK = [r for r in REFUSALS if r.stock_message and not r.run.compiled]
-
-
 def test_hash_sees_a_change_of_one_bit(references: References, tmp_path: Path):
     """The comparison above can fail: another batch size is another run."""
     row = FAST[0]
