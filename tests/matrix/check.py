@@ -5,7 +5,7 @@ import re
 import unittest.mock
 from pathlib import Path
 
-from tests.cluster import PATIENCE_S
+from tests.cluster import PATIENCE_S, RankError
 from tests.matrix.refused import Refusal
 from tests.matrix.rows import reference_of
 from tests.training import Result, Run, make_config, train
@@ -62,7 +62,7 @@ def error_of(run: Run, folder: Path) -> str:
         return error
     try:
         train_row(run, folder)
-    except AssertionError as error:  # of a rank
+    except RankError as error:
         return str(error)
     return ""
 

@@ -186,6 +186,14 @@ _RESHARD_AND_PREFETCH += [
     )
     for backend in _BACKENDS
 ]
+# Stock loses the frozen flags under spmd_types: there ours is held against its partial_dtensor.
+_ADAPTERS = [
+    Run(world=2, ep=2, lora=True, backend=backend, parallelize="submodule") for backend in _BACKENDS
+]
+_REPLICATED = [
+    Run(world=2, ep=ep, keep=("router", "norms"), backend=backend, parallelize="submodule")
+    for ep, backend in product((1, 2), _BACKENDS)
+]
 # The others have Titan's default, fused AdamW. Stock is told what ours finds out (tests.muon).
 _OPTIMIZER = [
     Run(optimizer="muon", world=2, ep=ep, backend=backend, parallelize=wrap)
@@ -296,6 +304,8 @@ ROWS: list[Run] = [
         _RESHARD_AND_PREFETCH,
         _ACTIVATION_CHECKPOINTING,
         _FP32,
+        _ADAPTERS,
+        _REPLICATED,
         _OPTIMIZER,
         _COMPILED,
         _CONVERTERS,
@@ -365,6 +375,8 @@ def reference_of(row: Run) -> Run:
         row,
         parallelize="block" if str(row.ac).startswith("fp8") else "stock",
         schedule=schedule,
+        backend="partial_dtensor" if row.lora else row.backend,
+        keep=(),
         reshard="default",
         reshard_groups=(),
         prefetch=1,

@@ -92,11 +92,17 @@ FlexAttention as plain operations, for stock and ours alike (`tests/flex_on_cpu.
 
 def _other_references() -> list[str]:
     pairs = {(run.schedule, reference_of(run).schedule): None for run in ROWS}
-    return [
+    said = [
         f"- {ours} is held against {other}: the same sums in another order.\n"
         for ours, other in pairs
         if ours != other
     ]
+    if any(run.backend != reference_of(run).backend for run in ROWS):
+        said.append(
+            "- LoRA under `spmd_types` is held against stock's `partial_dtensor`: stock makes frozen\n"
+            "  weights trainable there.\n"
+        )
+    return said
 
 
 def share_that_fails() -> float:
