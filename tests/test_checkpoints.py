@@ -29,7 +29,7 @@ from tests.matrix.checkpoint_runner import WEIGHTS, Sources, check_pair, export
 from tests.matrix.checkpoints import FAST, Pair
 from tests.training import Run, make_config
 from titan_ext import no_accelerator
-from titan_ext.guards.checkpoints import corrupt_items
+from titan_ext.guards.checkpoints import check_checkpoint, corrupt_items
 from titan_ext.guards.hf_export import check_export
 from titan_ext.guards.resume import check_excluded, check_resume, checkpoint_to_load
 from titan_ext.guards.resume import warn_of_saved_settings as warn_of_settings
@@ -219,6 +219,17 @@ def test_the_model_only_is_nothing_to_resume_from(tmp_path: Path, one_rank: None
         checkpoint_to_load(_config(tmp_path))
     with pytest.raises(ValueError, match=r"initial_load_path is .*no \.metadata; expected the fol"):
         checkpoint_to_load(_config(tmp_path / "new", initial_load_path=str(checkpoints)))
+
+
+def test_a_corrupt_checkpoint_from_elsewhere_is_found(tmp_path: Path, one_rank: None):
+    dcp.save({"w": torch.arange(1000.0)}, checkpoint_id=tmp_path / "other")
+    config = _config(tmp_path / "run", initial_load_path=str(tmp_path / "other"))
+    check_checkpoint(config)
+    content = bytearray((tmp_path / "other" / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "other" / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(ValueError, match=r"other is corrupt \(__0_0\.distcp: w\)"):
+        check_checkpoint(config)
 
 
 def test_excluded_names(tmp_path: Path):
