@@ -99,8 +99,8 @@ def _other_references() -> list[str]:
     ]
     if any(run.backend != reference_of(run).backend for run in ROWS):
         said.append(
-            "- LoRA under `spmd_types` is held against stock's `partial_dtensor`: stock makes frozen\n"
-            "  weights trainable there.\n"
+            "- LoRA under `spmd_types` is held against stock's `partial_dtensor`: stock trains frozen\n"
+            "  weights there.\n"
         )
     return said
 

@@ -91,7 +91,7 @@ def synchronize_late_parameters(
             group,
             mesh=mesh,
             dp_mesh_dims=axes,
-            ignored_params=ignored,
+            ignored_params=ignored or None,
             reshard_after_forward=False,
             **config,
         )

@@ -214,7 +214,7 @@ def apply_fsdp_to_decoder(
     )
 
     config: dict[str, Any] = {
-        "ignored_params": set(ignored_params.values()),
+        "ignored_params": set(ignored_params.values()) or None,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         ),
