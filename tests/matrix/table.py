@@ -99,8 +99,8 @@ def _other_references() -> list[str]:
     ]
     if any(run.backend != reference_of(run).backend for run in ROWS):
         said.append(
-            "- LoRA under `spmd_types` is held against stock's `partial_dtensor`, which keeps the base\n"
-            "  frozen.\n"
+            "- LoRA under `spmd_types` is held against stock's `partial_dtensor`, which keeps the\n"
+            "  base frozen.\n"
         )
     return said
 
