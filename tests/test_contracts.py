@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     RegisterPostBackwardFunction,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.pipelining import stage as pipeline_stage
+from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
 from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as torch_checkpoint
@@ -57,6 +60,7 @@ from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
+from titan_ext import schedules
 from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.debug import recorder
 from titan_ext.fsdp import shard, units
@@ -459,3 +463,31 @@ def test_storage_weak_ref_keeps_the_id_and_not_the_bytes():
     assert reference.expired()
     others = [torch.empty(64).untyped_storage() for _ in range(100)]
     assert address not in {other._cdata for other in others}
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        ("Interleaved1F1B", False),
+        ("LoopedBFS", False),
+        ("InterleavedZeroBubble", True),
+        ("ZBVZeroBubble", True),
+        ("DualPipeV", True),
+    ],
+)
+def test_torch_schedules_that_split_backward(name: str, splits: bool):
+    """titan_ext.schedules knows them by their class."""
+    stages: Any = [MagicMock(group_size=2, group_rank=0, num_stages=4) for _ in range(2)]
+    for index, stage in zip((0, 3 if "V" in name else 2), stages, strict=True):
+        stage.stage_index, stage.is_first, stage.is_last = index, index == 0, index == 3
+    schedule = get_schedule_class(name)(stages, n_microbatches=4)
+    actions = [a for order in cast(Any, schedule).pipeline_order.values() for a in order if a]
+    kinds = {kind.computation_type for kind in actions}
+    assert (_ComputationType.BACKWARD_WEIGHT in kinds) is splits
+    assert (type(schedule) in schedules._SPLIT_BACKWARD) is splits
+
+
+def test_torch_looks_up_parameters_when_backward_begins():
+    """titan_ext.schedules refuses what makes FSDP2 hold other parameters by then."""
+    source = inspect.getsource(pipeline_stage._PipelineStageBase.backward_maybe_with_nosync)
+    assert source.count("self.submod.parameters(),") == 2

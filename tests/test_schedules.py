@@ -1,11 +1,19 @@
 """Pipeline schedules that split backward: what is refused, and why."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 
+from tests.toml_files import Loader
 from tests.training import Run, make_config, train
+from titan_ext.configs import ParallelismConfig
+from titan_ext.schedules import check_schedule
+
+DOC = Path(__file__).parent.parent / "docs" / "pipelines.md"
 
 _ZERO_BUBBLE = Run(
     world=2,
@@ -46,6 +54,27 @@ def test_what_would_fail_or_lose_gradients_is_refused(schedule: str, changes, na
 @pytest.mark.parametrize("ac", ["none", "full", "fp8_none"])
 def test_what_trains_is_not(ac: str, tmp_path: Path):
     make_config(replace(_ZERO_BUBBLE, ac=ac, reshard="never"), tmp_path)
+
+
+def test_a_schedule_in_a_file_is_read(tmp_path: Path):
+    file = tmp_path / "schedule.csv"
+    parallelism = ParallelismConfig(
+        pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(file)
+    )
+    settings: dict[str, Any] = {"loss": ChunkedLossWrapper.Config(), "compiled": False}
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    check_schedule(parallelism, activation_checkpoint=None, **settings)
+    file.write_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    with pytest.raises(ValueError, match=r"_csv is '.*schedule.csv', which splits backward"):
+        check_schedule(parallelism, activation_checkpoint=None, **settings)
+
+
+def test_the_example_of_the_docs(config: Loader):
+    (example,) = re.findall(r"```toml\n(.*?)```", DOC.read_text(), flags=re.DOTALL)
+    assert isinstance(config(example).loss, CrossEntropyLoss.Config)
+    without_loss = example.split("[loss]")[0]
+    with pytest.raises(ValueError, match="last norm would get no gradient"):
+        config(without_loss)
 
 
 def test_stock_loses_a_gradient_and_says_nothing(tmp_path: Path):

@@ -7,6 +7,8 @@ not those of the graph, and torch passes them over without a word. Stock TorchTi
 with such gradients missing.
 """
 
+import re
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.pipelining.schedules import (
@@ -24,6 +26,7 @@ from titan_ext.configs import ParallelismConfig
 __all__ = ["check_schedule"]
 
 _OTHERS = "another schedule (1F1B, Interleaved1F1B)"
+_WEIGHTS = re.compile(r"\d+W\d+")  # stage, gradients of weights, microbatch
 _SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
@@ -40,10 +43,10 @@ def check_schedule(
     Raises:
         ValueError: naming the key.
     """
-    name = parallelism.pipeline_parallel_schedule
-    if parallelism.pipeline_parallel_degree == 1 or get_schedule_class(name) not in _SPLIT_BACKWARD:
+    key = _splitting_key(parallelism)
+    if key is None:
         return
-    why = f"parallelism.pipeline_parallel_schedule is {name!r}, which splits backward"
+    why = f"parallelism.{key} is {getattr(parallelism, key)!r}, which splits backward"
     if compiled:
         raise ValueError(
             f"{why}: torch.compile makes code that runs backward once. Expected compile.enable = "
@@ -66,6 +69,17 @@ def check_schedule(
                 'forward would get no gradient. Expected "never", or "default", which keeps them '
                 "in a pipeline."
             )
+
+
+def _splitting_key(parallelism: ParallelismConfig) -> str | None:
+    """The key that chooses a schedule which splits backward; None if no key does."""
+    if parallelism.pipeline_parallel_degree == 1:
+        return None
+    file = Path(parallelism.pipeline_parallel_schedule_csv or "")
+    if file.is_file():  # Titan says so if it is missing
+        return "pipeline_parallel_schedule_csv" if _WEIGHTS.search(file.read_text()) else None
+    schedule = get_schedule_class(parallelism.pipeline_parallel_schedule)
+    return "pipeline_parallel_schedule" if schedule in _SPLIT_BACKWARD else None
 
 
 def _one_backward(policy: Any) -> str:
