@@ -561,6 +561,18 @@ def test_titan_checkpointer_replaces_tensors_of_another_dtype():
     assert "or cached.dtype != value.dtype" in inspect.getsource(ModelWrapper.state_dict)
 
 
+def test_storage_weak_ref_keeps_the_id_and_not_the_bytes():
+    """torch.multiprocessing.reductions.StorageWeakRef, UntypedStorage._cdata."""
+    storage = torch.empty(64).untyped_storage()
+    address = storage._cdata
+    reference = StorageWeakRef(storage)
+    assert reference.cdata == address
+    del storage
+    assert reference.expired()
+    others = [torch.empty(64).untyped_storage() for _ in range(100)]
+    assert address not in {other._cdata for other in others}
+
+
 @pytest.mark.parametrize(
     ("name", "splits"),
     [
@@ -587,15 +599,3 @@ def test_torch_looks_up_parameters_when_backward_begins():
     """titan_ext.schedules refuses what makes FSDP2 hold other parameters by then."""
     source = inspect.getsource(pipeline_stage._PipelineStageBase.backward_maybe_with_nosync)
     assert source.count("self.submod.parameters(),") == 2
-
-
-def test_storage_weak_ref_keeps_the_id_and_not_the_bytes():
-    """torch.multiprocessing.reductions.StorageWeakRef, UntypedStorage._cdata."""
-    storage = torch.empty(64).untyped_storage()
-    address = storage._cdata
-    reference = StorageWeakRef(storage)
-    assert reference.cdata == address
-    del storage
-    assert reference.expired()
-    others = [torch.empty(64).untyped_storage() for _ in range(100)]
-    assert address not in {other._cdata for other in others}

@@ -63,13 +63,13 @@ _NOT_FEATURES = {
 
 
 # A new field of Run must say how the table shows it.
-assert _WORDS.keys() | _NOT_FEATURES >= {field.name for field in fields(Run)}
+assert _WORDS.keys() | _NOT_FEATURES == {field.name for field in fields(Run)}
 
 
 def describe(run: Run) -> tuple[str, str]:
     """The heading that ``run`` belongs under, and its features in words."""
     defaults = Run()
-    found = [name for name in _WORDS if getattr(run, name, None) != getattr(defaults, name, None)]
+    found = [name for name in _WORDS if getattr(run, name) != getattr(defaults, name)]
     if run.backend in BACKENDS and "backend" in found:
         found.remove("backend")  # it has columns
     headings = [_WORDS[name][0] for name in found]

@@ -94,6 +94,7 @@ _CONTEXT = [
         message="_scaled_dot_product_flash_attention_for_cpu.* sharding strategy",
         stock_message="_scaled_dot_product_flash_attention_for_cpu.* sharding strategy",
         reason="The ring attention of DTensor knows the attention kernels of GPUs only.",
+        address=f"{_TORCH}/distributed/tensor/experimental/_context_parallel/_attention.py",
     ),
 ]
 _CONTEXT += [

@@ -16,13 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
@@ -37,6 +31,7 @@ from titan_ext.frozen import keep_frozen
 from titan_ext.fsdp.mesh import resolve_meshes
 from titan_ext.fsdp.names import join
 from titan_ext.fsdp.plan import plan_of, remember_plan
+from titan_ext.fsdp.settings import unit_settings
 from titan_ext.guards.late_parameters import late_parameters, managed_places
 from titan_ext.no_accelerator import reduce_without_premul_sum
 
@@ -79,7 +74,12 @@ def synchronize_late_parameters(
     _place_on_model_axes(modules, parallel_dims)
 
     meshes = resolve_meshes(parallel_dims)
-    config = _fsdp_config(training)
+    config = unit_settings(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        cpu_offload=training.enable_cpu_offload,
+        device_type=meshes.dense.device_type,
+    )
     for routed, group in places.by_unit(modules, parallel_dims.ep_enabled):
         mesh, axes = meshes.dense, meshes.dense_axes
         if routed:
@@ -193,19 +193,6 @@ def _annotate_replicated(module: nn.Module, parallel_dims: ParallelDims) -> None
     with set_current_spmd_mesh(mesh):
         for param in module.parameters(recurse=False):
             spmd.assert_type(param, layout.axis_types, layout.partition_spec)
-
-
-def _fsdp_config(training: TrainingConfig) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-            cast_forward_inputs=False,
-        )
-    }
-    if training.enable_cpu_offload:
-        config["offload_policy"] = CPUOffloadPolicy()
-    return config
 
 
 def _make_equal(

@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import (
     apply_fsdp_to_vision_encoder,
@@ -42,6 +37,7 @@ from titan_ext.fsdp.replicated import (
     units_without,
 )
 from titan_ext.fsdp.reshard import Reshard
+from titan_ext.fsdp.settings import unit_settings
 from titan_ext.fsdp.units import (
     Unit,
     innermost_first,
@@ -215,13 +211,13 @@ def apply_fsdp_to_decoder(
 
     config: dict[str, Any] = {
         "ignored_params": set(ignored_params.values()) or None,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        **unit_settings(
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            cpu_offload=cpu_offload,
+            device_type=dp_mesh.device_type,
         ),
     }
-    if cpu_offload:
-        # Memory is pinned for copies to an accelerator; a CPU has none that could pin it.
-        config["offload_policy"] = CPUOffloadPolicy(pin_memory=dp_mesh.device_type != "cpu")
 
     for modules in kept_by_unit(all_units, kept.values()):
         routed = [m for m in modules if ep_degree > 1 and isinstance(m, GroupedExperts)]
