@@ -18,6 +18,7 @@ from torch._functorch import partitioners
 from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx, custom_graph_pass
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_init
@@ -41,7 +42,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from torch.utils.flop_counter import flop_registry
+from torchao.quantization import NF4Tensor
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed import fsdp as titan_fsdp
@@ -55,6 +58,7 @@ from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module as TitanModule
 
 from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.debug import recorder
@@ -145,6 +149,9 @@ def test_ours_takes_what_titans_fsdp_function_takes():
         "reshard_groups",
         "prefetch",
         "prefetch_backward",
+        "keep_replicated",
+        "frozen_nf4",
+        "ignored",
     ]
 
 
@@ -446,3 +453,44 @@ def test_torch_tells_a_backward_and_can_leave_a_checkpoints_mode():
     in_forward, in_recompute = seen
     assert not in_forward[0]
     assert in_recompute == (True, torch_checkpoint._CachedTorchDispatchMode)
+
+
+def test_torch_replicates_modules_inside_of_sharded_ones():
+    """fsdp.replicated: a state of FSDP2's own, that fully_shard leaves alone, on one axis."""
+    assert issubclass(replicate_with_fsdp.ReplicateModule, FSDPModule)
+    assert issubclass(replicate_with_fsdp._ReplicateState, FSDPState)
+    assert {"mesh", "mp_policy", "offload_policy", "ignored_params"} <= set(
+        _parameters(replicate_with_fsdp.replicate)
+    )
+    assert "mesh.ndim != 1" in inspect.getsource(replicate_with_fsdp._validate_mesh)
+    assert '"replicate" not in registry' in inspect.getsource(_fsdp_common._is_composable_with_fsdp)
+    # Why the head cannot be kept: the chunked loss calls it.
+    assert "isinstance(fsdp_param_group.mesh_info, FSDPMeshInfo)" in inspect.getsource(
+        FSDPModule.set_reshard_after_forward
+    )
+
+
+def test_fsdp2_takes_new_units_until_the_model_runs():
+    """fsdp.late: the first forward finds every unit, whenever it was made."""
+    assert "root_module.named_modules()" in inspect.getsource(FSDPState._lazy_init)
+    assert "self._is_root: bool | None = None" in inspect.getsource(FSDPState.__init__)
+    assert nn.Linear(1, 1)._compiled_call_impl is None
+    assert TitanModule._parallelized is False
+    assert TitanModule._sharding_config is None
+
+
+def test_fsdp2_takes_a_quantized_shard_at_the_first_forward():
+    """fsdp.quantized: a parameter swapped before it; the freed one is not compared with NF4."""
+    lazy_init = inspect.getsource(FSDPParamGroup.lazy_init)
+    assert "fsdp_param.reset_sharded_param()" in lazy_init
+    assert "fsdp_param._init_extensions()" in lazy_init
+    reset = " ".join(inspect.getsource(FSDPParam.reset_sharded_param).split())
+    assert "self._sharded_param_data.untyped_storage().data_ptr() > 0 and" in reset
+    assert "fsdp_param.all_gather_inputs[0]" in inspect.getsource(FSDPParamGroup.wait_for_unshard)
+    for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather", "get_original_weight"):
+        assert hasattr(NF4Tensor, method)
+
+
+def test_titan_checkpointer_replaces_tensors_of_another_dtype():
+    """fsdp.quantized gives it the dequantised weight; the old one has no storage any more."""
+    assert "or cached.dtype != value.dtype" in inspect.getsource(ModelWrapper.state_dict)

@@ -3,13 +3,15 @@
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torchtitan.components.lora import LoRAConverter
 
 from tests.cluster import run_ranks
-from tests.training import Run, make_config, state_hash, train
+from tests.training import Run, make_config, state_hash, titan_config, train
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.trainer import extend_config
 
 ADAPTERS = ("lora_a.weight", "lora_b.weight")
 SPMD = Run(world=2, ep=2, lora=True, parallelize="submodule", steps=3)
@@ -118,6 +120,16 @@ def _assert_ranks_agree(ranks: list[Adapted], replicated: tuple[str, ...], count
     names = [name for name in first if name.endswith(replicated)]
     assert len(names) == count
     assert {name: first[name] for name in names} == {name: second[name] for name in names}
+
+
+@pytest.mark.parametrize("target_modules", [None, ["wkv_a", "wq"]])
+def test_linears_that_cannot_be_adapted_are_named(target_modules: list[str] | None):
+    config = titan_config("deepseek_v3")
+    assert config.model_spec is not None
+    converter = LoRAConverter.Config(target_modules=target_modules).build()
+    config.model_spec.model = cast(Any, converter.convert(config.model_spec.model))
+    with pytest.raises(ValueError, match=r"wkv_a cannot have an adapter .* expected some of .*wq"):
+        extend_config(config)
 
 
 def _refusals(folder: Path) -> dict[str, Any]:

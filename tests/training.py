@@ -73,6 +73,8 @@ class Run:
     compiled: bool = False
     compile_backend: str = "inductor"
     param_dtype: str = "bfloat16"
+    max_norm: float = 1.0
+    """Of gradients. A large one clips nothing: the norm is then logged, and changes no bit."""
     global_batch: int = 4
     seq_len: int = 64
     layers: int = 3
@@ -98,6 +100,8 @@ class Run:
     """``parallelism.fsdp_reshard_after_forward``."""
     reshard_groups: tuple[tuple[str, str | int], ...] = ()
     """``parallelism.fsdp_reshard_groups``; of ours only."""
+    keep: tuple[str, ...] = ()
+    """``parallelism.fsdp_keep_replicated``; of ours only."""
     prefetch: int | str = 1
     """``parallelism.fsdp_prefetch``; of ours only."""
     prefetch_backward: int | str | None = None
@@ -124,10 +128,12 @@ class Run:
             extras += [f"fp8-{self.ac.mode}-{self.ac.preset}"]
         extras += ["compiled"] if self.compiled else []
         extras += ["fp32"] if self.param_dtype == "float32" else []
+        extras += ["unclipped"] if self.max_norm != 1.0 else []
         extras += ["exact"] if self.exact_sums else []
         extras += ["tracked"] if self.tracked else []
         extras += [f"reshard_{self.reshard}"] if self.reshard != "default" else []
         extras += [f"{name}_{value}" for name, value in self.reshard_groups]
+        extras += [f"keep_{name}" for name in self.keep]
         extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
         extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
         extras += [self.routing] if self.routing != "learned" else []
@@ -192,6 +198,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         seq_len=run.seq_len,
         steps=run.steps,
         disable_cuda_graphs=True,
+        max_norm=run.max_norm,
         mixed_precision_param=cast(Any, run.param_dtype),
     )
     config.parallelism.expert_parallel_degree = run.ep
@@ -225,6 +232,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_track_memory = run.tracked
     ours.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
+    ours.parallelism.fsdp_keep_replicated = list(run.keep)
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
     return ours

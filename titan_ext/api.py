@@ -3,6 +3,7 @@
 See docs/own_loop.md. Titan's pieces around them (loss, optimizer, checkpointer) work as always.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -19,6 +20,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_ext import no_accelerator
 from titan_ext.configs import ParallelismConfig
+from titan_ext.fsdp.late import synchronize_late_parameters
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.guards.late_parameters import refuse_late_parameters
 from titan_ext.parallelize import parallelize
@@ -31,6 +33,7 @@ __all__ = [
     "parallelize",
     "refuse_late_parameters",
     "shard_decoder",
+    "synchronize_late_parameters",
 ]
 
 
@@ -42,6 +45,7 @@ def build_decoder(
     compile_config: CompileConfig | None = None,
     ac_config: ActivationCheckpointingConfig = None,
     dump_folder: str = "",
+    ignored: Sequence[str] = (),
 ) -> tuple[Decoder, ParallelDims]:
     """Build, parallelize and initialise the decoder of ``spec`` on this process' device.
 
@@ -53,6 +57,7 @@ def build_decoder(
         parallelism: Degrees and backend; pipeline parallelism needs Titan's trainer.
         training: ``dtype``, ``mixed_precision_*`` and ``enable_cpu_offload`` are read.
         ac_config: An activation checkpointing policy, or None.
+        ignored: As ``parallelize`` takes it.
 
     Returns:
         The model, in training mode, and the device meshes that it lies on.
@@ -85,6 +90,7 @@ def build_decoder(
         compile_config=compile_config or CompileConfig(),
         ac_config=ac_config,
         dump_folder=dump_folder,
+        ignored=ignored,
     )
     model.to_empty(device="cpu" if training.enable_cpu_offload else titan_utils.device_type)
     with torch.no_grad(), no_accelerator.layout_independent_init():

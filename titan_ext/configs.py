@@ -17,6 +17,9 @@ from torchtitan.protocols.model import BaseModel
 
 from titan_ext.flag_tables import table_flag
 from titan_ext.fsdp.prefetch import parse_reach
+from titan_ext.fsdp.quantized import KEY as FROZEN_NF4
+from titan_ext.fsdp.replicated import KEY as KEEP_REPLICATED
+from titan_ext.fsdp.replicated import find_kept, units_without
 from titan_ext.fsdp.reshard import Reshard, check_reshard, check_reshard_groups, read_reshard
 from titan_ext.fsdp.units import plan_units, resolve_wrap, vision_units
 
@@ -25,6 +28,7 @@ __all__ = [
     "DebugConfig",
     "FSDPWrap",
     "ParallelismConfig",
+    "check_compiled",
     "check_parallelism",
     "check_unit_names",
     "fsdp_settings",
@@ -82,6 +86,22 @@ class ParallelismConfig(TitanParallelismConfig):
     fsdp_prefetch_backward: int | str | None = None
     """The same in backward. None: as fsdp_prefetch."""
 
+    fsdp_keep_replicated: list[str] = field(default_factory=list)
+    """
+    What stays whole on every rank instead of being sharded; its gradients are summed over the data
+    axes by one all-reduce a unit. Nothing is gathered for it. "router", "norms", "adapters" (of
+    LoRA), or patterns for names of modules or parameters ("layers.0.*", "lm_head"). It is computed
+    in the dtype of all others, mixed_precision_param, and the results do not depend on it. See
+    docs/lora.md.
+    """
+
+    fsdp_frozen_nf4: list[str] = field(default_factory=list)
+    """
+    Frozen linears whose shards are kept and gathered in NF4, 4 bits, from the first forward on
+    (QLoRA): patterns for their names ("layers.*.attention"), or "linears" for those of all blocks.
+    Not with tensor parallelism, compile, CPU offload or what is kept replicated. See docs/lora.md.
+    """
+
     fsdp_track_memory: bool = False
     """
     Measure what FSDP holds on every rank: gathered parameters, all-gather and reduce-scatter
@@ -103,6 +123,8 @@ def fsdp_settings(parallelism: TitanParallelismConfig) -> dict[str, Any]:
         "reshard_groups": ours.fsdp_reshard_groups,
         "prefetch": ours.fsdp_prefetch,
         "prefetch_backward": ours.fsdp_prefetch_backward,
+        "keep_replicated": ours.fsdp_keep_replicated,
+        "frozen_nf4": ours.fsdp_frozen_nf4,
     }
 
 
@@ -140,6 +162,17 @@ def check_parallelism(parallelism: TitanParallelismConfig) -> None:
     parse_reach("parallelism.fsdp_prefetch", settings["prefetch"])
     if settings["prefetch_backward"] is not None:
         parse_reach("parallelism.fsdp_prefetch_backward", settings["prefetch_backward"])
+    for key, name in ((KEEP_REPLICATED, "keep_replicated"), (FROZEN_NF4, "frozen_nf4")):
+        if not isinstance(settings[name], list) or not all(
+            isinstance(n, str) for n in settings[name]
+        ):
+            raise ValueError(f"{key} is {settings[name]!r}; expected a list of names.")
+    _check_keep_replicated(settings["keep_replicated"], parallelism)
+    if settings["frozen_nf4"] and parallelism.tensor_parallel_degree > 1:
+        raise ValueError(
+            f"{FROZEN_NF4} needs parallelism.tensor_parallel_degree = 1: NF4Tensor can be cut "
+            "along its rows only, once."
+        )
     everywhere = {"fsdp_reshard_after_forward": settings["reshard_after_forward_policy"]}
     groups = {
         f"fsdp_reshard_groups.{name}": value for name, value in settings["reshard_groups"].items()
@@ -147,23 +180,68 @@ def check_parallelism(parallelism: TitanParallelismConfig) -> None:
     for key, value in (everywhere | groups).items():
         check_reshard(f"parallelism.{key}", value)
         if isinstance(value, int):
+            if settings["frozen_nf4"]:
+                raise ValueError(
+                    f"parallelism.{key} is {value}, a number of ranks, which torch does not offer "
+                    f'for weights in NF4 ({FROZEN_NF4}); expected "always" or "never".'
+                )
             _check_reshard_world(f"parallelism.{key}", value, parallelism)
 
 
+def check_compiled(parallelism: TitanParallelismConfig, *, compiled: bool) -> None:
+    """Refuse what does not go with a compiled model.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    settings = fsdp_settings(parallelism)
+    if compiled and settings["keep_replicated"]:
+        raise ValueError(
+            f"{KEEP_REPLICATED} does not go with compile.enable = true: what is kept is a group of "
+            "FSDP's inside of what is compiled, and torch.compile refuses its hooks there."
+        )
+    if compiled and settings["frozen_nf4"]:
+        raise ValueError(
+            f"{FROZEN_NF4} does not go with compile.enable = true: torchao keeps NF4Tensor out of "
+            "torch.compile."
+        )
+
+
 def check_unit_names(model: BaseModel.Config, parallelism: ParallelismConfig) -> None:
-    """Refuse names in ``fsdp_reshard_groups`` that no unit of the model answers to.
+    """Refuse names in our tables and lists that nothing in the model answers to.
 
     Raises:
         ValueError: for such a name; one that is a unit with another ``fsdp_wrap`` included.
     """
-    if not parallelism.fsdp_reshard_groups:
+    if not parallelism.fsdp_reshard_groups and not parallelism.fsdp_keep_replicated:
         return
     with torch.device("meta"):
         built = cast(Decoder, model.build())
+    kept = find_kept(built, parallelism.fsdp_keep_replicated, is_chunk=False)
     wrap = resolve_wrap(parallelism.fsdp_wrap, parallelism.expert_parallel_degree)
     # In a pipeline a vision tower is no unit (fsdp.shard).
     towers = vision_units(built) if parallelism.pipeline_parallel_degree == 1 else []
-    check_reshard_groups(parallelism.fsdp_reshard_groups, [*towers, *plan_units(built, wrap)])
+    units = units_without(plan_units(built, wrap), kept.values())
+    check_reshard_groups(parallelism.fsdp_reshard_groups, [*towers, *units])
+
+
+def _check_keep_replicated(names: list[str], parallelism: TitanParallelismConfig) -> None:
+    if not names:
+        return
+    backend = parallelism.spmd_backend
+    if backend == "partial_dtensor" and parallelism.data_parallel_replicate_degree > 1:
+        raise ValueError(
+            f"{KEEP_REPLICATED} needs parallelism.data_parallel_replicate_degree = 1 with "
+            'spmd_backend = "partial_dtensor": torch replicates over one axis only. Use '
+            '"spmd_types".'
+        )
+    if backend == "spmd_types" and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"{KEEP_REPLICATED} needs parallelism.context_parallel_degree = 1 with spmd_backend "
+            '= "spmd_types": what torch shards over two axes lies on another mesh than what it '
+            "replicates, and TorchTitan's gradient norm takes one mesh only. Use "
+            '"partial_dtensor".'
+        )
 
 
 def _check_reshard_world(key: str, ranks: int, parallelism: TitanParallelismConfig) -> None:

@@ -1,5 +1,7 @@
 """The passes that turn a Titan decoder into a parallel one, in order, on one screen."""
 
+from collections.abc import Sequence
+
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
@@ -10,7 +12,7 @@ from torchtitan.models.common.decoder import Decoder
 from titan_ext.activation_checkpoint.compiled import CompiledPolicy
 from titan_ext.activation_checkpoint.units import apply_activation_checkpointing
 from titan_ext.compile import compile_units
-from titan_ext.configs import check_parallelism, fsdp_settings
+from titan_ext.configs import check_compiled, check_parallelism, fsdp_settings
 from titan_ext.frozen import keep_frozen
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, resolve_wrap, vision_modules
@@ -29,6 +31,7 @@ def parallelize(
     ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
     skip_dp: bool = False,
+    ignored: Sequence[str] = (),
 ) -> Decoder:
     """Parallelize a Titan decoder, or the chunk of one that a pipeline stage holds, in place.
 
@@ -40,6 +43,8 @@ def parallelize(
         parallelism: Titan's section, or ours with ``fsdp_wrap``.
         ac_config: An activation checkpointing policy, or None.
         skip_dp: Stop before FSDP; Titan's inference callers pass it.
+        ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
+            synchronises (docs/lora.md).
 
     Returns:
         ``model``.
@@ -66,6 +71,7 @@ def parallelize(
 
     # 3. Activation checkpointing, of the blocks of a vision tower too.
     compiled = compile_config.enable and "model" in compile_config.components
+    check_compiled(parallelism, compiled=compiled)
     policy = None
     if ac_config is not None:
         policy = ac_config.build(dump_folder=dump_folder)
@@ -94,6 +100,7 @@ def parallelize(
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         cpu_offload=training.enable_cpu_offload,
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
+        ignored=ignored,
         **settings,
     )
     return model

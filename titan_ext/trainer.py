@@ -22,7 +22,7 @@ from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.activation_checkpoint.receipt_log import ReceiptLog
-from titan_ext.configs import DebugConfig, ParallelismConfig, check_unit_names
+from titan_ext.configs import DebugConfig, ParallelismConfig, check_compiled, check_unit_names
 from titan_ext.data.paths import check_dataset_path
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.debug.watch import CollectiveWatch, NoWatch
@@ -30,8 +30,8 @@ from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.guards.agreement import check_agreement
 from titan_ext.guards.checkpoints import check_checkpoint, one_clear_error
 from titan_ext.guards.finite import refuse_gradients_that_are_not_finite
-from titan_ext.guards.late_parameters import refuse_late_parameters
 from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
+from titan_ext.lora_targets import check_lora_targets
 from titan_ext.run_folder import check_writable
 from titan_ext.specs import check_model_limits, extend_model_spec
 
@@ -61,8 +61,9 @@ class Trainer(TitanTrainer):
             if self.model_spec is not None:
                 check_model_limits(self.model_spec.name, self.parallelism)
                 check_unit_names(self.model_spec.model, self.parallelism)
+                check_lora_targets(self.model_spec.model, self)
             no_accelerator.adapt_config(self)
-            self._check_activation_checkpoint()
+            self._check_compiled_and_checkpointed()
             TitanTrainer.Config.__post_init__(self)
             if self.parallelism.fsdp_track_memory and not self.training.disable_cuda_graphs:
                 raise ValueError(
@@ -70,8 +71,9 @@ class Trainer(TitanTrainer):
                     "when a CUDA graph is replayed, FSDP does not run and there is nothing to see."
                 )
 
-        def _check_activation_checkpoint(self) -> None:
+        def _check_compiled_and_checkpointed(self) -> None:
             compiled = self.compile.enable and "model" in self.compile.components
+            check_compiled(self.parallelism, compiled=compiled)
             if compiled and isinstance(self.activation_checkpoint, FP8AC.Config):
                 self.activation_checkpoint.check_compiled()
             early = getattr(self.activation_checkpoint, "score_before_last_gemm", False)
@@ -113,7 +115,6 @@ class Trainer(TitanTrainer):
     def train(self) -> None:
         with self.watch.run(), one_clear_error(self.config):
             check_checkpoint(self.config)
-            refuse_late_parameters(self.model_parts)
             super().train()
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:

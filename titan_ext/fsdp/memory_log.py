@@ -18,11 +18,12 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.configs import ParallelismConfig
 from titan_ext.fsdp.accounting import Timeline
-from titan_ext.fsdp.plan import UnitPlan, plan_of
+from titan_ext.fsdp.plan import FSDPPlan, plan_of
 from titan_ext.fsdp.predict import Pipeline, StepOrder, predict
+from titan_ext.fsdp.replicated import find_kept, units_without
 from titan_ext.fsdp.timeline import MemoryFile, draw, summary
 from titan_ext.fsdp.tracker import MemoryTracker
-from titan_ext.fsdp.units import plan_units, resolve_wrap
+from titan_ext.fsdp.units import Unit, Wrap, plan_units, resolve_wrap
 
 if TYPE_CHECKING:
     from titan_ext.trainer import Trainer
@@ -44,13 +45,15 @@ class MemoryLog:
         wrap = resolve_wrap(parallelism.fsdp_wrap, parallelism.expert_parallel_degree)
         self._trainer = trainer
         self._tracker = MemoryTracker(
-            [(part, plan_units(cast(Decoder, part), wrap)) for part in trainer.model_parts]
+            [
+                (part, _sharded_units(cast(Decoder, part), wrap, parallelism))
+                for part in trainer.model_parts
+            ]
         )
         self._file = MemoryFile(Path(trainer.config.dump_folder), dist.get_rank())
         self._steps = 0
         self.timeline = Timeline()
-        plans = [unit for part in trainer.model_parts for unit in plan_of(part).units]
-        self.predicted = _predict(plans, trainer)
+        self.predicted = _predict([plan_of(part) for part in trainer.model_parts], trainer)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -112,9 +115,16 @@ def step_order(trainer: "Trainer") -> StepOrder:
     )
 
 
-def _predict(plans: Sequence[UnitPlan], trainer: "Trainer") -> Timeline | None:
+def _sharded_units(model: Decoder, wrap: Wrap, parallelism: ParallelismConfig) -> list[Unit]:
+    kept = find_kept(model, parallelism.fsdp_keep_replicated, is_chunk=True)
+    return units_without(plan_units(model, wrap), kept.values())
+
+
+def _predict(plans: Sequence[FSDPPlan], trainer: "Trainer") -> Timeline | None:
     try:
-        return predict(plans, step_order(trainer))
+        if any(plan.replicated or plan.late for plan in plans):
+            raise ValueError("parameters are kept replicated, or were added late.")
+        return predict([unit for plan in plans for unit in plan.units], step_order(trainer))
     except ValueError as error:
         logger.warning(f"FSDP memory is measured, not predicted: {error}")
         return None

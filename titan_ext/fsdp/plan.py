@@ -114,9 +114,22 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlan:
-    """The units of a model, or of the chunk of a pipeline stage, in forward order."""
+    """The units of a model, or of the chunk of a pipeline stage, in forward order.
+
+    Attributes:
+        units: What FSDP shards.
+        replicated: What is kept whole on every rank (``fsdp.replicated``); in no unit.
+        late: Parameters that were given to FSDP afterwards (``fsdp.late``); in no unit.
+    """
 
     units: tuple[UnitPlan, ...]
+    replicated: tuple[ParamPlan, ...] = ()
+    late: tuple[str, ...] = ()
+
+    @property
+    def replicated_nbytes(self) -> int:
+        """Bytes of the replicated parameters in the dtype that they are used in."""
+        return sum(p.padded_numel(1) * p.dtype.itemsize for p in self.replicated)
 
     def __getitem__(self, name: str) -> UnitPlan:
         return next(unit for unit in self.units if unit.name == name)
@@ -140,6 +153,9 @@ class FSDPPlan:
                     str(len(first.backward_prefetch)),
                 )
             )
+        if self.replicated:
+            name = f"replicated ({len(self.replicated)} parameters)"
+            rows.append((name, format_bytes(self.replicated_nbytes), "kept", "", ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,6 +1,6 @@
 """From the units of a model to a plan of what FSDP does with them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -29,6 +29,8 @@ def make_plan(
     pp_enabled: bool = False,
     prefetch: Reach = NOTHING_AHEAD,
     prefetch_backward: Reach = NOTHING_AHEAD,
+    kept: Mapping[str, nn.Module] | None = None,
+    ignored: Collection[nn.Parameter] = (),
 ) -> FSDPPlan:
     """Plan what FSDP does with ``units``.
 
@@ -44,11 +46,18 @@ def make_plan(
         pp_enabled: Whether this is a chunk of a pipeline.
         prefetch: How far ahead in forward.
         prefetch_backward: How far ahead in backward.
+        kept: Modules whose own parameters are kept whole, by name (``fsdp.replicated``).
+        ignored: Parameters that FSDP leaves alone.
 
     Raises:
         ValueError: for a reshard setting that does not fit.
     """
-    owned = _owned_parameters(units)
+    replicated = {
+        f"{path}.{name}": param
+        for path, module in (kept or {}).items()
+        for name, param in module.named_parameters(recurse=False)
+    }
+    owned = _owned_parameters(units, {*replicated.values(), *ignored})
     groups = {
         unit.name: _groups_of(
             unit,
@@ -83,7 +92,11 @@ def make_plan(
                 backward_prefetch=ahead[unit.name].backward,
             )
             for unit in units
-        )
+        ),
+        replicated=tuple(
+            _param_plan(name, param, 0, param_dtype, reduce_dtype)
+            for name, param in replicated.items()
+        ),
     )
 
 
@@ -99,16 +112,8 @@ def _groups_of(
     experts = set(unit.experts.parameters()) if unit.experts is not None else set()
 
     def plan(name: str, param: nn.Parameter) -> ParamPlan:
-        local = param.to_local() if isinstance(param, DTensor) else param
-        floating = param.is_floating_point()
-        return ParamPlan(
-            name=name,
-            shape=tuple(local.shape),
-            shard_dim=expert_shard_dim if param in experts else 0,
-            dtype=param_dtype if floating else param.dtype,
-            reduce_dtype=reduce_dtype if floating else param.dtype,
-            requires_grad=param.requires_grad,
-        )
+        shard_dim = expert_shard_dim if param in experts else 0
+        return _param_plan(name, param, shard_dim, param_dtype, reduce_dtype)
 
     own_mesh = experts if experts_world is not None else set()
     dense = tuple(plan(name, p) for name, p in named if p not in own_mesh)
@@ -122,10 +127,31 @@ def _groups_of(
     return tuple(groups)
 
 
-def _owned_parameters(units: Sequence[Unit]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """The parameters of each unit by its name; the innermost unit that holds one owns it."""
+def _param_plan(
+    name: str,
+    param: nn.Parameter,
+    shard_dim: int,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+) -> ParamPlan:
+    local = param.to_local() if isinstance(param, DTensor) else param
+    floating = param.is_floating_point()
+    return ParamPlan(
+        name=name,
+        shape=tuple(local.shape),
+        shard_dim=shard_dim,
+        dtype=param_dtype if floating else param.dtype,
+        reduce_dtype=reduce_dtype if floating else param.dtype,
+        requires_grad=param.requires_grad,
+    )
+
+
+def _owned_parameters(
+    units: Sequence[Unit], others: Collection[nn.Parameter]
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """The parameters of each unit by its name, less ``others``; the innermost unit owns one."""
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    taken: set[nn.Parameter] = set()
+    taken = set(others)
     for unit in innermost_first(units):
         owned[unit.name] = []
         for prefix, module in zip(unit.module_names, unit.modules, strict=True):

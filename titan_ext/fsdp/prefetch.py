@@ -90,6 +90,11 @@ def plan_prefetch(
         behind = _within(order[:index][::-1], nbytes, backward)
         # The tied unit has two places: what follows its first, what precedes its last.
         plans[name] = Prefetch(plans[name].forward or ahead, behind or plans[name].backward)
+    for unit in units:
+        if unit.kind is UnitKind.HEAD and unit.module_names == ("lm_head",):
+            # Alone (its norm is kept elsewhere), it ends a backward with every chunk of the loss:
+            # what it gathered ahead would be freed, and gathered again for the next one.
+            plans[unit.name] = Prefetch(plans[unit.name].forward)
     return plans
 
 

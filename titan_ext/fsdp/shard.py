@@ -5,12 +5,12 @@ can stand in for it, and a change here can go upstream. Source of the expert sha
 torchtitan/distributed/fsdp.py.
 """
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,9 +18,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-from torch.distributed.tensor import Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import (
     apply_fsdp_to_vision_encoder,
@@ -28,12 +25,22 @@ from torchtitan.distributed.fsdp import (
     enable_fsdp_symm_mem,
 )
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
+from titan_ext.fsdp.experts import ExpertPlacement, fsdp_mesh_info
 from titan_ext.fsdp.mesh import resolve_meshes
+from titan_ext.fsdp.names import matching_parameters
 from titan_ext.fsdp.plan import FSDPPlan, remember_plan
 from titan_ext.fsdp.planning import make_plan
 from titan_ext.fsdp.prefetch import parse_reach, set_prefetch
+from titan_ext.fsdp.quantized import find_frozen_linears, quantize_at_first_forward
+from titan_ext.fsdp.replicated import (
+    find_kept,
+    kept_by_unit,
+    replicate_modules,
+    units_without,
+)
 from titan_ext.fsdp.reshard import Reshard
 from titan_ext.fsdp.units import (
     Unit,
@@ -42,11 +49,13 @@ from titan_ext.fsdp.units import (
     resolve_wrap,
     vision_units,
 )
+from titan_ext.guards.late_parameters import (
+    refuse_late_parameters_at_first_forward,
+    remember_ignored,
+)
 from titan_ext.no_accelerator import reduce_without_premul_sum
 
 __all__ = ["apply_fsdp_to_decoder", "shard_decoder"]
-
-ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def shard_decoder(
@@ -62,6 +71,9 @@ def shard_decoder(
     reshard_groups: Mapping[str, Reshard] | None = None,
     prefetch: int | str = 1,
     prefetch_backward: int | str | None = None,
+    keep_replicated: Sequence[str] = (),
+    frozen_nf4: Sequence[str] = (),
+    ignored: Sequence[str] = (),
 ) -> FSDPPlan:
     """Shard a Titan decoder and its vision towers with FSDP2 over the axes of ``parallel_dims``.
 
@@ -105,12 +117,16 @@ def shard_decoder(
         reshard_groups=reshard_groups,
         prefetch=prefetch,
         prefetch_backward=prefetch_backward,
+        keep_replicated=keep_replicated,
+        frozen_nf4=frozen_nf4,
+        ignored=ignored,
     )
     if meshes.dense.device_type == "cpu":
         reduce_without_premul_sum(model)
-    plan = FSDPPlan(units=towers_plan.units + plan.units)
+    plan = dataclasses.replace(plan, units=towers_plan.units + plan.units)
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")
     remember_plan(model, plan)
+    refuse_late_parameters_at_first_forward(model)
     return plan
 
 
@@ -132,6 +148,9 @@ def apply_fsdp_to_decoder(
     reshard_groups: Mapping[str, Reshard] | None = None,
     prefetch: int | str = 1,
     prefetch_backward: int | str | None = None,
+    keep_replicated: Sequence[str] = (),
+    frozen_nf4: Sequence[str] = (),
+    ignored: Sequence[str] = (),
 ) -> FSDPPlan:
     """Shard a Titan decoder with FSDP2 in place.
 
@@ -154,24 +173,33 @@ def apply_fsdp_to_decoder(
         reshard_groups: Reshard policies by kind of unit or by pattern for its name.
         prefetch: Units, or bytes ("512MiB"), to gather ahead (see ``fsdp.prefetch``).
         prefetch_backward: The same in backward; None: as ``prefetch``.
+        keep_replicated: What stays whole on every rank (see ``fsdp.replicated``).
+        frozen_nf4: Frozen linears that are held and gathered in 4 bits (see ``fsdp.quantized``).
+        ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
+            synchronises.
 
     Returns:
         What was done with each unit, in forward order. Gradients are summed, not averaged: Titan
         divides the loss by the global number of tokens.
 
     Raises:
-        ValueError: for an unknown ``wrap``, reshard policy or prefetch.
+        ValueError: for an unknown ``wrap``, reshard policy, prefetch or name.
     """
     resolved_wrap = resolve_wrap(wrap, ep_degree)
-    units = plan_units(model, resolved_wrap)
-    placements = _ExpertPlacement(dp_mesh, dp_mesh_dims, edp_mesh, edp_mesh_dims, ep_degree)
+    ignored_params = matching_parameters(model, ignored, is_chunk=pp_enabled)
+    kept = find_kept(model, keep_replicated, is_chunk=pp_enabled)
+    shard_world = _shard_world(dp_mesh, dp_mesh_dims)
+    quantized = find_frozen_linears(model, frozen_nf4, shard_world=shard_world, is_chunk=pp_enabled)
+    all_units = plan_units(model, resolved_wrap)
+    units = units_without(all_units, kept.values())
+    placements = ExpertPlacement(dp_mesh, dp_mesh_dims, edp_mesh, edp_mesh_dims, ep_degree)
     ahead = parse_reach("parallelism.fsdp_prefetch", prefetch)
     behind = ahead
     if prefetch_backward is not None:
         behind = parse_reach("parallelism.fsdp_prefetch_backward", prefetch_backward)
     plan = make_plan(
         units,
-        shard_world=_shard_world(dp_mesh, dp_mesh_dims),
+        shard_world=shard_world,
         experts_world=edp_mesh["efsdp"].size() if ep_degree > 1 and edp_mesh else None,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -181,19 +209,26 @@ def apply_fsdp_to_decoder(
         pp_enabled=pp_enabled,
         prefetch=ahead,
         prefetch_backward=behind,
+        kept=kept,
+        ignored=set(ignored_params.values()),
     )
 
     config: dict[str, Any] = {
-        "mesh": dp_mesh,
+        "ignored_params": set(ignored_params.values()) or None,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         ),
     }
-    if dp_mesh_dims is not None:
-        config["dp_mesh_dims"] = dp_mesh_dims
     if cpu_offload:
         config["offload_policy"] = CPUOffloadPolicy()
 
+    for modules in kept_by_unit(all_units, kept.values()):
+        routed = [m for m in modules if ep_degree > 1 and isinstance(m, GroupedExperts)]
+        replicate_modules([m for m in modules if m not in routed], dp_mesh, dp_mesh_dims, config)
+        if routed:
+            assert edp_mesh is not None
+            replicate_modules(routed, edp_mesh, edp_mesh_dims, config)
+    config |= {"mesh": dp_mesh, "dp_mesh_dims": dp_mesh_dims}
     for unit in innermost_first(units):
         fully_shard(
             unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
@@ -203,6 +238,8 @@ def apply_fsdp_to_decoder(
         )
     fully_shard(model, **config)
 
+    remember_ignored(model, ignored_params)
+    quantize_at_first_forward(model, quantized)
     if enable_symm_mem:
         enable_fsdp_symm_mem(model)
     disable_fsdp_gradient_division(model)
@@ -211,67 +248,8 @@ def apply_fsdp_to_decoder(
     return plan
 
 
-class _ExpertPlacement:
-    """Where the parameters of a unit with routed experts are sharded, as Titan does it.
-
-    Experts are split along the expert dim, Shard(0), unless there are more ranks than experts:
-    then along the next one, Shard(1), so that no rank holds padding only.
-    """
-
-    def __init__(
-        self,
-        dp_mesh: DeviceMesh,
-        dp_mesh_dims: DataParallelMeshDims | None,
-        edp_mesh: DeviceMesh | None,
-        edp_mesh_dims: DataParallelMeshDims | None,
-        ep_degree: int,
-    ) -> None:
-        self._experts_mesh_info: FSDPMeshInfo | None = None
-        self._dense_mesh_info: FSDPMeshInfo | None = None
-        if ep_degree == 1:
-            self._num_expert_ranks = dp_mesh.size()
-            return
-        assert edp_mesh is not None, "expert parallelism needs a mesh for the experts"
-        self._num_expert_ranks = edp_mesh["efsdp"].size() * ep_degree
-        # Built once: FSDP2 requires parameters of one process group to share the object.
-        self._experts_mesh_info = _fsdp_mesh_info(edp_mesh, edp_mesh_dims)
-        self._dense_mesh_info = _fsdp_mesh_info(dp_mesh, dp_mesh_dims)
-
-    def shard_dim(self, unit: Unit) -> int:
-        """The dim that the routed experts of ``unit`` are sharded along; 0 if it has none."""
-        if unit.experts is None:
-            return 0
-        return 1 if self._num_expert_ranks > unit.experts.num_experts else 0
-
-    def function_for(self, unit: Unit) -> ShardPlacementFn | None:
-        """FSDP2's ``shard_placement_fn`` for ``unit``; None where its default is right."""
-        if unit.experts is None:
-            return None
-        expert_params = set(unit.experts.parameters())
-        expert_shard = Shard(self.shard_dim(unit))
-        experts_mesh_info, dense_mesh_info = self._experts_mesh_info, self._dense_mesh_info
-
-        if experts_mesh_info is None or dense_mesh_info is None:
-            if expert_shard == Shard(0):
-                return None
-            return lambda param: expert_shard if param in expert_params else None
-
-        def place(param: nn.Parameter) -> ShardPlacementResult:
-            if param in expert_params:
-                return ShardPlacementResult(placement=expert_shard, mesh_info=experts_mesh_info)
-            return ShardPlacementResult(placement=Shard(0), mesh_info=dense_mesh_info)
-
-        return place
-
-
-def _fsdp_mesh_info(mesh: DeviceMesh, axes: DataParallelMeshDims | None) -> FSDPMeshInfo:
-    info = _get_mesh_info(mesh, axes)
-    assert isinstance(info, FSDPMeshInfo), "the FSDP mesh always has a shard axis"
-    return info
-
-
 def _shard_world(mesh: DeviceMesh, axes: DataParallelMeshDims | None) -> int:
-    return _fsdp_mesh_info(mesh, axes).shard_mesh_size
+    return fsdp_mesh_info(mesh, axes).shard_mesh_size
 
 
 def _titan_name(reshard: bool | int, tower: str) -> str:
