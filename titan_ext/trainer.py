@@ -61,7 +61,6 @@ class Trainer(TitanTrainer):
             if self.model_spec is not None:
                 check_model_limits(self.model_spec.name, self.parallelism)
                 check_unit_names(self.model_spec.model, self.parallelism)
-                check_lora_targets(self.model_spec.model, self)
             no_accelerator.adapt_config(self)
             self._check_compiled_and_checkpointed()
             TitanTrainer.Config.__post_init__(self)
@@ -83,6 +82,8 @@ class Trainer(TitanTrainer):
     memory_log: MemoryLog | None = None
 
     def __init__(self, config: Config) -> None:
+        if config.model_spec is not None:
+            check_lora_targets(config.model_spec.model, config)
         end_with_launcher()
         warn_of_restarts_that_hang()
         check_writable(config.dump_folder)
