@@ -23,6 +23,7 @@ from titan_ext.configs import ParallelismConfig
 from titan_ext.fsdp.late import synchronize_late_parameters
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.guards.late_parameters import refuse_late_parameters
+from titan_ext.lora.targets import check_lora_targets
 from titan_ext.parallelize import parallelize
 from titan_ext.specs import check_model_limits, extend_model_spec
 
@@ -73,6 +74,7 @@ def build_decoder(
     training = training or TrainingConfig()
     spec = extend_model_spec(spec)
     check_model_limits(spec.name, parallelism)
+    check_lora_targets(spec.model, SimpleNamespace(parallelism=parallelism))
     no_accelerator.enable()
     no_accelerator.adapt_spec(spec)
 

@@ -13,10 +13,10 @@ from titan_ext.activation_checkpoint.compiled.decisions import CompiledPolicy
 from titan_ext.activation_checkpoint.units import apply_activation_checkpointing
 from titan_ext.compile import compile_units
 from titan_ext.configs import check_compiled, check_parallelism, fsdp_settings
-from titan_ext.frozen import keep_frozen
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, resolve_wrap, vision_modules
 from titan_ext.guards.late_parameters import refuse_fsdp1
+from titan_ext.lora.frozen import keep_frozen
 
 __all__ = ["parallelize"]
 

@@ -33,7 +33,7 @@ from titan_ext.guards.finite import refuse_gradients_that_are_not_finite
 from titan_ext.guards.hf_export import check_export, check_export_layout
 from titan_ext.guards.resume import check_excluded, check_resume, warn_of_saved_settings
 from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
-from titan_ext.lora_targets import check_lora_targets
+from titan_ext.lora.targets import check_lora_targets
 from titan_ext.optim.container import OptimizersContainer, extend_optimizer
 from titan_ext.optim.groups import check_param_groups
 from titan_ext.run_folder import check_writable
@@ -68,7 +68,6 @@ class Trainer(TitanTrainer):
                 check_unit_names(self.model_spec.model, self.parallelism)
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     check_param_groups(self.optimizer, self.model_spec.model, self.parallelism)
-                check_lora_targets(self.model_spec.model, self)
             no_accelerator.adapt_config(self)
             self._check_compiled_and_checkpointed()
             check_schedule(
@@ -101,10 +100,7 @@ class Trainer(TitanTrainer):
     def __init__(self, config: Config) -> None:
         end_with_launcher()
         warn_of_restarts_that_hang()
-        check_writable(config.dump_folder)
-        check_dataset_path(config.dataloader)
-        check_excluded(config)
-        check_export(config)
+        _check_before_start(config)
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:
@@ -152,6 +148,16 @@ class Trainer(TitanTrainer):
 
     def should_continue_training(self) -> bool:
         return super().should_continue_training() and not self.stop.now()
+
+
+def _check_before_start(config: Trainer.Config) -> None:
+    """Refuse what would fail after minutes on many ranks, while this is one process."""
+    if config.model_spec is not None:
+        check_lora_targets(config.model_spec.model, config)
+    check_writable(config.dump_folder)
+    check_dataset_path(config.dataloader)
+    check_excluded(config)
+    check_export(config)
 
 
 def _make_watch(config: TitanTrainer.Config) -> CollectiveWatch | NoWatch:

@@ -27,12 +27,12 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
-from titan_ext.frozen import keep_frozen
 from titan_ext.fsdp.mesh import resolve_meshes
 from titan_ext.fsdp.names import join
 from titan_ext.fsdp.plan import plan_of, remember_plan
 from titan_ext.fsdp.settings import unit_settings
 from titan_ext.guards.late_parameters import late_parameters, managed_places
+from titan_ext.lora.frozen import keep_frozen
 from titan_ext.no_accelerator import reduce_without_premul_sum
 
 __all__ = ["synchronize_late_parameters"]

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` is told of every unit: in which dtypes it works, and where shards are kept."""
+"""What ``fully_shard`` is told of every unit: dtypes of the work, and where shards are kept."""
 
 from typing import Any
 
