@@ -427,6 +427,39 @@ BAD_TOMLS = (
     ),
     BadToml(
         "Values",
+        "a state that no checkpoint has",
+        DEBUG + '[checkpoint]\nexclude_from_loading = ["dataloder"]\n',
+        (
+            "bad.toml: checkpoint.exclude_from_loading has 'dataloder'; expected names of "
+            "dataloader, lr_scheduler, optimizer, train_state; did you mean 'dataloader'?"
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a module to keep that is not there",
+        DEBUG + '[parallelism]\nfsdp_keep_replicated = ["routers"]\n',
+        (
+            "bad.toml: parallelism.fsdp_keep_replicated: nothing in this model answers to "
+            "'routers'; expected router, norms, adapters, or a pattern for names of modules or "
+            "parameters such as layers.3.attention.wkv_a; did you mean 'router'?"
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a schedule that would lose gradients",
+        DEBUG
+        + "[parallelism]\npipeline_parallel_degree = 2\n"
+        + 'pipeline_parallel_schedule = "ZBVZeroBubble"\n'
+        + '[activation_checkpoint]\npolicy = "full"\n',
+        (
+            "bad.toml: parallelism.pipeline_parallel_schedule is 'ZBVZeroBubble', which splits "
+            "backward: with the chunked loss the last norm would get no gradient. Expected another "
+            "loss (torchtitan.components.loss.CrossEntropyLoss), or another schedule (1F1B, "
+            "Interleaved1F1B)."
+        ),
+    ),
+    BadToml(
+        "Values",
         "a value that Titan refuses",
         DEBUG + ('[parallelism]\ncontext_parallel_load_balancer = ""\n'),
         (

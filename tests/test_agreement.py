@@ -7,6 +7,7 @@ import pytest
 
 from tests.cluster import RankError, run_ranks
 from tests.training import titan_config
+from titan_ext.data.stdlib_corpus import default_tokenizer_path, make_corpus
 from titan_ext.guards.agreement import check_agreement, describe
 from titan_ext.trainer import extend_config
 
@@ -52,12 +53,14 @@ def test_description_has_versions_and_no_addresses():
 def _train(odd_rank: int) -> None:
     config = extend_config(titan_config("deepseek_v3"))
     config.debug.enable_structured_logging = False
+    config.hf_assets_path = str(default_tokenizer_path())
     if int(os.environ["RANK"]) == odd_rank:
         config.training.seq_len = 128
     config.build()
 
 
 def test_the_trainer_checks_before_it_builds_a_model(tmp_path: Path):
+    make_corpus()
     with pytest.raises(RankError, match=r"training\.seq_len: 2048 on rank 0; 128 on rank 1"):
         run_ranks(_train, 2, 1, log_folder=tmp_path)
     assert "Building" not in (tmp_path / "rank_0.log").read_text()

@@ -3,14 +3,18 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.config import CompileConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig as TitanParallelismConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from tests.toml_files import Loader
 from tests.training import Run, make_config, train
 from titan_ext.configs import ParallelismConfig
+from titan_ext.parallelize import parallelize
 from titan_ext.schedules import check_schedule
 
 DOC = Path(__file__).parent.parent / "docs" / "pipelines.md"
@@ -89,3 +93,19 @@ def test_stock_loses_a_gradient_and_says_nothing(tmp_path: Path):
     whole = train(run, tmp_path / "plain").ranks[0].gradients
     chunked = train(replace(run, chunked_loss=True), tmp_path / "chunked").ranks[0].gradients
     assert whole.keys() - chunked.keys() == {"norm.weight"}
+
+
+def test_parallelize_refuses_them_under_any_trainer():
+    """With our model spec under Titan's own trainer, which has checks of its own only."""
+    with pytest.raises(ValueError, match=r'ZBVZeroBubble.* policy "selective"'):
+        parallelize(
+            cast(Any, None),
+            parallel_dims=cast(Any, None),
+            training=TrainingConfig(),
+            parallelism=TitanParallelismConfig(
+                pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"
+            ),
+            compile_config=CompileConfig(),
+            ac_config=SelectiveAC.Config(),
+            dump_folder="",
+        )

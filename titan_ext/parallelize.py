@@ -17,6 +17,7 @@ from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, resolve_wrap, vision_modules
 from titan_ext.guards.late_parameters import refuse_fsdp1
 from titan_ext.lora.frozen import keep_frozen
+from titan_ext.schedules import check_schedule
 
 __all__ = ["parallelize"]
 
@@ -52,7 +53,10 @@ def parallelize(
     Raises:
         ValueError: for a configuration that titan_ext does not serve, or a module that FSDP1 wraps.
     """
+    compiled = compile_config.enable and "model" in compile_config.components
     check_parallelism(parallelism)
+    check_compiled(parallelism, compiled=compiled)
+    check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
     refuse_fsdp1(model)
     if parallel_dims.cp_enabled and vision_modules(model):
         raise ValueError(
@@ -70,8 +74,6 @@ def parallelize(
     #    the model config, so that the modules were built that way.
 
     # 3. Activation checkpointing, of the blocks of a vision tower too.
-    compiled = compile_config.enable and "model" in compile_config.components
-    check_compiled(parallelism, compiled=compiled)
     policy = None
     if ac_config is not None:
         policy = ac_config.build(dump_folder=dump_folder)

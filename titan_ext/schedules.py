@@ -18,10 +18,11 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.configs import ParallelismConfig
+from titan_ext.configs import fsdp_settings
 
 __all__ = ["check_schedule"]
 
@@ -36,7 +37,7 @@ def check_schedule(
     """Refuse what a schedule that splits backward cannot do, or would do wrongly in silence.
 
     Args:
-        loss: Config of the loss.
+        loss: Config of the loss; None where it is not known.
         activation_checkpoint: Config of the policy, or None.
         compiled: Whether the model is.
 
@@ -92,7 +93,7 @@ def _one_backward(policy: Any) -> str:
 
 
 def _reshard_settings(parallelism: ParallelismConfig) -> dict[str, Any]:
-    groups = parallelism.fsdp_reshard_groups
-    return {"fsdp_reshard_after_forward": parallelism.fsdp_reshard_after_forward} | {
-        f"fsdp_reshard_groups.{name}": value for name, value in groups.items()
-    }
+    settings = fsdp_settings(parallelism)
+    everywhere = {"fsdp_reshard_after_forward": settings["reshard_after_forward_policy"]}
+    groups = settings["reshard_groups"].items()
+    return everywhere | {f"fsdp_reshard_groups.{name}": value for name, value in groups}

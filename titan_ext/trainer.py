@@ -68,6 +68,7 @@ class Trainer(TitanTrainer):
                 check_unit_names(self.model_spec.model, self.parallelism)
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     check_param_groups(self.optimizer, self.model_spec.model, self.parallelism)
+            check_excluded(self)
             no_accelerator.adapt_config(self)
             self._check_compiled_and_checkpointed()
             check_schedule(
@@ -156,7 +157,6 @@ def _check_before_start(config: Trainer.Config) -> None:
         check_lora_targets(config.model_spec.model, config)
     check_writable(config.dump_folder)
     check_dataset_path(config.dataloader)
-    check_excluded(config)
     check_export(config)
 
 
