@@ -7,6 +7,7 @@ limit turns a test red and the layout can move back.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tests.matrix.layouts import BACKENDS, WRAPS
 from tests.training import Run
 
 __all__ = ["REFUSALS", "Refusal"]
@@ -53,8 +54,6 @@ _FORMATS = [
     ("mxfp8_experts", "MXFP8 is only supported on SM100", "mx.py"),
     ("nvfp4_linear", "NVFP4 is only supported on SM100", "nvfp4.py"),
 ]
-_WRAPS = ("block", "submodule")
-_BACKENDS = ("spmd_types", "partial_dtensor")
 _CONVERTERS = [
     Refusal(
         run=Run(world=2, ep=2, converters=(name,), backend=backend, parallelize="submodule"),
@@ -65,7 +64,7 @@ _CONVERTERS = [
         address=f"{_TITAN}/components/quantization/{file}",
     )
     for name, message, file in _FORMATS
-    for backend in _BACKENDS
+    for backend in BACKENDS
 ]
 _CONVERTERS += [
     Refusal(
@@ -76,7 +75,7 @@ _CONVERTERS += [
         reason="Emulated Float8, the only one on a CPU, is for eager mode.",
         address=f"{_TITAN}/components/quantization/float8.py",
     )
-    for wrap in _WRAPS
+    for wrap in WRAPS
 ]
 # Context parallelism without the tests' FlexAttention in plain operations.
 _CONTEXT = [

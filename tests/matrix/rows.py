@@ -1,283 +1,27 @@
 """The table: every layout in which a run of ours must equal stock TorchTitan's, bit for bit.
 
 A row is one of our runs; its reference is the same run with Titan's own parallelize function, and
-rows that differ in nothing else share it. New features add rows here, not code. What is lossy, and
-so equals no stock run, has our own run with whole-block units as its reference: the units change
-nothing there either. Layouts that do not run at all are in ``tests.matrix.refused``.
+rows that differ in nothing else share it. New features add ``layouts``, not code. What is lossy,
+and so equals no stock run, has our own run with whole-block units as its reference: the units
+change nothing there either. Layouts that do not run at all are in ``tests.matrix.refused``.
 """
 
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from tests.matrix.layouts import (
+    BACKENDS,
+    EACH_ONCE,
+    FLEX,
+    GROUPS,
+    SUBMODULE,
+    WRAPS,
+    ZERO_BUBBLE,
+)
 from tests.training import Run
 
 __all__ = ["DRY", "FAST", "ROWS", "reference_of"]
-
-_LAYOUTS = [(world, ep) for world in (1, 2, 4) for ep in (1, 2, 4) if ep <= world]
-_BACKENDS = ("spmd_types", "partial_dtensor")
-_WRAPS = ("block", "submodule")
-_EACH_ONCE: tuple[dict[str, Any], ...] = (
-    {"backend": "spmd_types", "parallelize": "submodule"},
-    {"backend": "partial_dtensor", "parallelize": "block"},
-)
-_THE_OTHER_WAY: tuple[dict[str, Any], ...] = (
-    {"backend": "spmd_types", "parallelize": "block"},
-    {"backend": "partial_dtensor", "parallelize": "submodule"},
-)
-_ALL = (*_EACH_ONCE, *_THE_OTHER_WAY)
-_SUBMODULE = (_EACH_ONCE[0], _THE_OTHER_WAY[1])
-
-_MOE = [
-    Run(model=model, world=world, ep=ep, backend=backend, parallelize=wrap)
-    for model, (world, ep), backend, wrap in product(
-        ("deepseek_v3", "qwen3_moe"), _LAYOUTS, _BACKENDS, _WRAPS
-    )
-]
-_DENSE = [  # tied embeddings and head
-    Run(model="qwen3", world=world, backend=backend, parallelize=wrap)
-    for world, backend, wrap in product((1, 2, 4), _BACKENDS, _WRAPS)
-]
-_MTP = [
-    Run(model="deepseek_v3_mtp", world=world, ep=ep, backend=backend, parallelize=wrap)
-    for (world, ep), backend, wrap in product([(2, 2), (4, 2)], _BACKENDS, _WRAPS)
-]
-_ACTIVATION_CHECKPOINTING = [
-    Run(world=2, ep=2, ac=ac, backend=backend, parallelize=wrap)
-    for ac, backend, wrap in product(("none", "full"), _BACKENDS, _WRAPS)
-]
-_FP32 = [
-    Run(world=2, ep=ep, param_dtype="float32", parallelize=wrap)
-    for ep, wrap in product((1, 2), _WRAPS)
-]
-_OTHER_DECODERS = [
-    Run(model=model, world=2, ep=ep, backend=backend, parallelize=wrap)
-    for (model, ep), backend, wrap in product(
-        [("llama3", 1), ("gpt_oss", 2), ("kimi_text", 2)], _BACKENDS, _WRAPS
-    )
-]
-_OTHER_DECODERS += [  # supports one backend only
-    Run(model="muse_glimmer", world=2, parallelize=wrap) for wrap in _WRAPS
-]
-_PIPELINE = [
-    Run(world=world, ep=ep, pp=2, backend=backend, parallelize=wrap)
-    for (world, ep), backend, wrap in product([(2, 1), (4, 2)], _BACKENDS, _WRAPS)
-]
-_TENSOR = [
-    Run(world=world, ep=ep, tp=2, backend=backend, parallelize=wrap)
-    for (world, ep), backend, wrap in product([(2, 2), (4, 4)], _BACKENDS, _WRAPS)
-]
-_TENSOR += [  # experts over fewer ranks than tensor parallelism, or over one
-    Run(world=world, ep=ep, tp=tp, **kind)
-    for (world, ep, tp), kinds in [((2, 1, 2), _EACH_ONCE), ((4, 2, 4), _THE_OTHER_WAY)]
-    for kind in kinds
-]
-_NO_SEQUENCE_PARALLEL = [
-    Run(world=world, ep=ep, tp=2, sequence_parallel=False, **kind)
-    for (world, ep), kinds in [((2, 1), _EACH_ONCE), ((2, 2), _ALL), ((4, 4), _SUBMODULE)]
-    for kind in kinds
-]
-# Two stages a rank. What zero bubble does not go with: see refused.py.
-_SCHEDULES = [
-    Run(
-        world=world,
-        ep=ep,
-        pp=2,
-        layers=4,
-        schedule=schedule,
-        ac=ac,
-        chunked_loss=schedule == "Interleaved1F1B",
-        **kind,
-    )
-    for world, ep, schedule, ac, kinds in [
-        (2, 1, "Interleaved1F1B", "selective", _EACH_ONCE),
-        (4, 2, "Interleaved1F1B", "selective", _THE_OTHER_WAY),
-        (2, 1, "InterleavedZeroBubble", "none", _EACH_ONCE),
-        (2, 1, "ZBVZeroBubble", "full", _THE_OTHER_WAY),
-        (4, 2, "ZBVZeroBubble", "none", _ALL),
-    ]
-    for kind in kinds
-]
-_ZERO_BUBBLE: dict[str, Any] = {"schedule": "InterleavedZeroBubble", "chunked_loss": False}
-_SCHEDULES += [
-    Run(world=2, pp=2, layers=4, accumulate=2, schedule="1F1B", **_EACH_ONCE[0]),
-    Run(world=2, pp=2, layers=4, accumulate=2, schedule="1F1B", **_EACH_ONCE[1]),
-    Run(world=2, pp=2, layers=4, accumulate=2, schedule="Interleaved1F1B", **_SUBMODULE[1]),
-]
-# On a CPU nothing moves, but FSDP2 takes the branches of its policy.
-_OFFLOAD = [
-    Run(world=2, ep=ep, cpu_offload=True, **kind)
-    for ep, kinds in [(1, _EACH_ONCE), (2, _ALL)]
-    for kind in kinds
-]
-# Two copies of two shards. With EP 2 experts have no shard axis left: one all-reduce, no gather.
-_HSDP = [
-    Run(world=4, dp_replicate=2, ep=ep, backend=backend, parallelize=wrap)
-    for ep, backend, wrap in product((1, 2), _BACKENDS, _WRAPS)
-]
-_ACCUMULATION = [
-    Run(world=2, ep=2, accumulate=2, backend=backend, parallelize="submodule")
-    for backend in _BACKENDS
-]
-_SEVERAL_AXES = [
-    Run(world=2, dp_replicate=2, **_SUBMODULE[0]),  # copies only: DDP
-    Run(world=4, dp_replicate=2, tp=2, ep=2, **_SUBMODULE[0]),
-    Run(world=4, dp_replicate=2, tp=2, ep=2, **_SUBMODULE[1]),
-    Run(world=4, dp_replicate=2, pp=2, **_SUBMODULE[1]),
-    Run(world=4, pp=2, tp=2, ep=2, layers=4, **_SUBMODULE[0]),
-    Run(world=8, pp=2, tp=2, ep=4, layers=4, schedule="Interleaved1F1B", **_SUBMODULE[0]),
-    *(
-        Run(world=4, dp_replicate=2, accumulate=2, ep=ep, global_batch=8, **kind)
-        for ep, kind in [(1, _THE_OTHER_WAY[0]), (2, _SUBMODULE[0]), (2, _SUBMODULE[1])]
-    ),
-    *(
-        Run(world=4, tp=2, ep=ep, reshard=reshard, **kind)
-        for ep, reshard, kind in [
-            (4, "never", _SUBMODULE[0]),
-            (2, "always", _SUBMODULE[1]),
-            (1, "never", _EACH_ONCE[1]),
-        ]
-    ),
-]
-_MODELS_AND_AXES = [
-    Run(model="qwen3", world=2, tp=2, ac=ac, **kind)  # tied embedding and head
-    for ac, kinds in [("none", _EACH_ONCE), ("full", _THE_OTHER_WAY)]
-    for kind in kinds
-]
-_MODELS_AND_AXES += [
-    Run(model="deepseek_v3_mtp", world=2, ep=2, tp=tp, ac=ac, **kind)
-    for tp, ac, kinds in [
-        (1, "none", _EACH_ONCE),
-        (1, "full", _THE_OTHER_WAY),
-        (2, "selective", _EACH_ONCE),
-    ]
-    for kind in kinds
-]
-_MODELS_AND_AXES += [
-    Run(model="gpt_oss", world=2, tp=2, ep=2, **_SUBMODULE[0]),
-    Run(model="muse_glimmer", world=2, tp=2, **_SUBMODULE[0]),
-    Run(model="llama3", world=2, tp=2, **_SUBMODULE[1]),
-]
-_SETTINGS: list[dict[str, Any]] = [
-    {"reshard": "always"},
-    {"reshard": "never"},
-    {"prefetch": 0},
-    {"prefetch": 3, "prefetch_backward": "8MiB"},
-]
-_RESHARD_AND_PREFETCH = [
-    replace(row, parallelize=wrap, backend=backend, **setting)
-    for row, backend, wrap in product(
-        [Run(world=2), Run(world=2, ep=2), Run(world=4, ep=2, pp=2)], _BACKENDS, _WRAPS
-    )
-    for setting in _SETTINGS
-]
-_RESHARD_AND_PREFETCH += [  # to a smaller world, which torch offers with one backend
-    Run(world=world, backend="partial_dtensor", parallelize=wrap, reshard=2, prefetch=2)
-    for world, wrap in product((2, 4), _WRAPS)
-]
-_RESHARD_AND_PREFETCH += [
-    Run(
-        world=4,
-        ep=2,
-        backend=backend,
-        parallelize="submodule",
-        prefetch=2,
-        reshard_groups=(("attention", "never"), ("layers.2.*", "always"), ("head", "always")),
-    )
-    for backend in _BACKENDS
-]
-# Stock loses the frozen flags under spmd_types: there ours is held against its partial_dtensor.
-_ADAPTERS = [
-    Run(world=2, ep=2, lora=True, backend=backend, parallelize="submodule") for backend in _BACKENDS
-]
-_REPLICATED = [
-    Run(world=2, ep=ep, keep=("router", "norms"), backend=backend, parallelize="submodule")
-    for ep, backend in product((1, 2), _BACKENDS)
-]
-# The others have Titan's default, fused AdamW. Stock is told what ours finds out (tests.muon).
-_OPTIMIZER = [
-    Run(optimizer="muon", world=2, ep=ep, backend=backend, parallelize=wrap)
-    for ep, backend, wrap in product((1, 2), _BACKENDS, _WRAPS)
-]
-_OPTIMIZER += [
-    replace(row, optimizer="muon", backend=backend, parallelize="submodule")
-    for row, backend in product(
-        [Run(world=2, pp=2), Run(world=4, ep=2, dp_replicate=2), Run(world=4, ep=2)], _BACKENDS
-    )
-]
-_OPTIMIZER += [  # Titan's own config: attention by head, for one SPMD backend
-    Run(optimizer="muon", model="kimi_text", world=2, ep=2, parallelize=wrap) for wrap in _WRAPS
-]
-_OPTIMIZER += [
-    Run(optimizer=implementation, world=2, ep=2, parallelize="submodule")
-    for implementation in ("foreach", "for-loop")
-]
-_CONVERTERS = [
-    Run(
-        world=world,
-        tp=tp,
-        ep=ep,
-        converters=("float8_linear",),
-        backend=backend,
-        parallelize=wrap,
-    )
-    for (world, tp, ep), backend, wrap in product(
-        [(2, 1, 1), (2, 1, 2), (4, 2, 2)], _BACKENDS, _WRAPS
-    )
-    if wrap == "submodule" or world == 2
-]
-_CONTEXT_LAYOUTS: list[dict[str, Any]] = [
-    {"world": 2},
-    {"world": 2, "ep": 2},
-    {"world": 4, "ep": 2},
-    {"world": 4, "dp_replicate": 2},
-    {"world": 4, "tp": 2, "ep": 4},
-    {"world": 4, "pp": 2},
-]
-# FlexAttention as plain operations; half of a sequence must hold two blocks of a mask (128).
-_FLEX: dict[str, Any] = {"attention": "flex", "seq_len": 512, "global_batch": 2}
-_CONTEXT = [
-    Run(cp=2, backend=backend, parallelize=wrap, **layout, **_FLEX)
-    for layout, backend, wrap in product(_CONTEXT_LAYOUTS, _BACKENDS, _WRAPS)
-    if wrap == "submodule" or layout["world"] == 2
-]
-# Compiled sub-module units fuse other operations than compiled blocks do: see test_compile.py.
-_COMPILED = [
-    Run(model=model, world=2, ep=2, ac=ac, compiled=True, parallelize="block")
-    for model, ac in product(("deepseek_v3", "qwen3_moe"), ("none", "selective"))
-]
-_COMPILED += [
-    replace(run, compiled=True, parallelize="block")
-    for run in [
-        Run(world=2, tp=2, ep=2),
-        Run(world=2, tp=2, ac="none", backend="partial_dtensor"),
-        Run(world=4, dp_replicate=2, ep=2),
-        Run(model="deepseek_v3_mtp", world=2, ep=2),
-        Run(world=2, pp=2, ac="none"),
-    ]
-]
-# Activations in float8 equal no stock run; the reference is ours with whole-block units.
-_FLOAT8: list[dict[str, Any]] = [
-    {"world": 2, "ep": 2, "ac": "fp8_full"},
-    {"world": 2, "ep": 2, "ac": "fp8_none", "backend": "partial_dtensor"},
-    {"world": 2, "ep": 2, "accumulate": 2},
-    {"world": 2, "ep": 2, "cpu_offload": True},
-    {"world": 2, "ep": 2, "tp": 2},
-    {"world": 2, "ep": 2, "tp": 2, "backend": "partial_dtensor"},
-    {"world": 2, "tp": 2, "sequence_parallel": False, "ac": "fp8_speed"},
-    {"world": 2, "pp": 2},
-    {"world": 2, "pp": 2, "layers": 4, "ac": "fp8_none", **_ZERO_BUBBLE},
-    {"world": 4, "ep": 2, "pp": 2, "layers": 4, "schedule": "Interleaved1F1B"},
-    {"world": 4, "ep": 2, "dp_replicate": 2},
-    {"world": 4, "ep": 4, "tp": 2},
-    {"model": "deepseek_v3_mtp", "world": 2, "ep": 2},
-    {"model": "qwen3_moe", "world": 2, "ep": 2, "ac": "fp8_speed"},
-    {"world": 2, "ep": 2, "converters": ("float8_linear",)},
-    {"world": 2, "ep": 2, "cp": 2, **_FLEX},
-]
-_FLOAT8_ACTIVATIONS = [
-    replace(Run(ac="fp8", parallelize="submodule"), **layout) for layout in _FLOAT8
-]
 
 
 def _row(run: Run) -> Run:
@@ -285,35 +29,7 @@ def _row(run: Run) -> Run:
     return replace(run, steps=5, exact_sums=run.world > 2 or run.param_dtype == "float32")
 
 
-ROWS: list[Run] = [
-    _row(run)
-    for runs in (
-        _MOE,
-        _DENSE,
-        _MTP,
-        _OTHER_DECODERS,
-        _PIPELINE,
-        _TENSOR,
-        _NO_SEQUENCE_PARALLEL,
-        _SCHEDULES,
-        _OFFLOAD,
-        _HSDP,
-        _SEVERAL_AXES,
-        _MODELS_AND_AXES,
-        _ACCUMULATION,
-        _RESHARD_AND_PREFETCH,
-        _ACTIVATION_CHECKPOINTING,
-        _FP32,
-        _ADAPTERS,
-        _REPLICATED,
-        _OPTIMIZER,
-        _COMPILED,
-        _CONVERTERS,
-        _CONTEXT,
-        _FLOAT8_ACTIVATIONS,
-    )
-    for run in runs
-]
+ROWS: list[Run] = [_row(run) for runs in GROUPS for run in runs]
 
 _DRY_LAYOUTS: list[dict[str, Any]] = [
     {"world": 16, "ep": 4, "cp": 2, "dp_replicate": 2, "attention": "flex"},
@@ -324,7 +40,7 @@ _DRY_LAYOUTS: list[dict[str, Any]] = [
 ]
 DRY: list[Run] = [
     Run(parallelize=wrap, backend=backend, **layout)
-    for layout, backend, wrap in product(_DRY_LAYOUTS, _BACKENDS, _WRAPS)
+    for layout, backend, wrap in product(_DRY_LAYOUTS, BACKENDS, WRAPS)
 ]
 """What only a GPU, or more of them, can train: parallelized on the meta device (``dry``)."""
 
@@ -350,11 +66,11 @@ FAST: list[Run] = [
         Run(world=4, backend="partial_dtensor", parallelize="submodule", reshard=2, prefetch=2),
         Run(world=2, ep=2, parallelize="submodule", optimizer="muon"),
         Run(world=2, ep=2, converters=("float8_linear",), parallelize="submodule"),
-        Run(world=2, ep=2, cp=2, parallelize="submodule", **_FLEX),
-        Run(world=2, ep=2, tp=2, sequence_parallel=False, **_SUBMODULE[1]),
-        Run(world=2, pp=2, layers=4, ac="none", **_ZERO_BUBBLE, **_EACH_ONCE[0]),
-        Run(world=2, ep=2, cpu_offload=True, **_SUBMODULE[0]),
-        Run(world=2, ep=2, tp=2, ac="fp8", **_SUBMODULE[1]),
+        Run(world=2, ep=2, cp=2, parallelize="submodule", **FLEX),
+        Run(world=2, ep=2, tp=2, sequence_parallel=False, **SUBMODULE[1]),
+        Run(world=2, pp=2, layers=4, ac="none", **ZERO_BUBBLE, **EACH_ONCE[0]),
+        Run(world=2, ep=2, cpu_offload=True, **SUBMODULE[0]),
+        Run(world=2, ep=2, tp=2, ac="fp8", **SUBMODULE[1]),
     ]
 ]
 """The rows of ``make test``: each axis at least once. All are rows of the matrix."""
@@ -376,7 +92,6 @@ def reference_of(row: Run) -> Run:
         parallelize="block" if str(row.ac).startswith("fp8") else "stock",
         schedule=schedule,
         backend="partial_dtensor" if row.lora else row.backend,
-        keep=(),
         reshard="default",
         reshard_groups=(),
         prefetch=1,
