@@ -378,10 +378,10 @@ def patched(run: Run) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if run.parallelize == "stock":
             stack.enter_context(patch(dist, "all_to_all", list_all_to_all))
-        if run.attention == "flex":
-            stack.enter_context(flex_on_cpu())
             unpinned = functools.partial(CPUOffloadPolicy, pin_memory=False)
             stack.enter_context(patch(titan_fsdp, "CPUOffloadPolicy", unpinned))
+        if run.attention == "flex":
+            stack.enter_context(flex_on_cpu())
         if run.exact_sums:
             stack.enter_context(
                 patch(DefaultReduceScatter, "__call__", _reduce_scatter_in_rank_order)
