@@ -1,5 +1,6 @@
 # make train   train the debug MoE model here, on 4 processes; again: go on
-# make test    lint, types, shell scripts and tests
+# make test    lint, types, shell scripts and the quick tests
+# make test-all  the same with every test
 # make matrix  every row of the matrix against stock TorchTitan; checkpoints across layouts
 # make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
 # ARGS="--training.seq_len 512" adds Titan flags to train; PYTEST_ARGS="-k units" picks tests.
@@ -13,9 +14,11 @@ STEPS := 30
 NGPU := 4
 ARGS :=
 KILLS := 50
+# Three at a time on 2 cores: ranks wait for each other. A test has up to four.
+PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test matrix faults lint setup data clean
+.PHONY: train test test-all matrix faults lint setup data clean
 
 train: data
 	$(BIN)/torchrun --nproc_per_node=$(NGPU) --rdzv_backend c10d --rdzv_endpoint=localhost:0 \
@@ -26,7 +29,10 @@ train: data
 	@$(BIN)/python -m titan_ext.run_folder report $(RUN_FOLDER)
 
 test: lint data
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint data
+	$(PYTEST) $(PYTEST_ARGS)
 
 matrix: data
 	$(BIN)/python -m tests.matrix.runner

@@ -49,6 +49,7 @@ from benchmarks.kept_bytes import KeptBytes, KeptClass, kept_total
 from benchmarks.moe_blocks import GEOMETRIES, BlockRun, Layout
 from tests.cluster import run_ranks
 from tests.collectives import CollectiveTrace
+from tests.on_cpu import fast_bfloat16_matmul
 from titan_ext.activation_checkpoint import FP8AC
 
 MIB = 2**20
@@ -63,16 +64,20 @@ ARMS: dict[str, Callable[[], Config | None]] = {
     "fp8-memory": lambda: FP8AC.Config(mode="selective", preset="memory"),
     "fp8-speed": lambda: FP8AC.Config(mode="selective", preset="speed"),
     "fp8-full": lambda: FP8AC.Config(mode="full"),
-    "fp8-none": lambda: FP8AC.Config(mode="none"),
-    "fp8-none-fp32": lambda: FP8AC.Config(mode="none", fp32="float8"),
+    "fp8-no-recompute": lambda: FP8AC.Config(mode="no_recompute"),
+    "fp8-no-recompute-fp32": lambda: FP8AC.Config(mode="no_recompute", fp32="save_float8"),
     "fp8-memory-e5m2": lambda: FP8AC.Config(mode="selective", preset="memory", dtype="e5m2"),
     "fp8-memory-attention": lambda: FP8AC.Config(
-        mode="selective", preset="memory", attention="float8"
+        mode="selective", preset="memory", attention="save_float8"
     ),
-    "fp8-speed-exact": lambda: FP8AC.Config(preset="speed", attention="exact"),
+    "fp8-speed-exact": lambda: FP8AC.Config(preset="speed", attention="save"),
     "fp8-speed-early": lambda: FP8AC.Config(preset="speed", score_before_last_gemm=True),
-    "fp8-none-attention": lambda: FP8AC.Config(mode="none", attention="float8"),
-    "fp8-none-all": lambda: FP8AC.Config(mode="none", attention="float8", fp32="float8"),
+    "fp8-no-recompute-attention": lambda: FP8AC.Config(
+        mode="no_recompute", attention="save_float8"
+    ),
+    "fp8-no-recompute-all": lambda: FP8AC.Config(
+        mode="no_recompute", attention="save_float8", fp32="save_float8"
+    ),
 }
 """By name, what ``--arms`` takes. Any config of Titan's kind will do."""
 _DEFAULT_ARMS = [name for name in ARMS if name != "selective"]
@@ -114,6 +119,7 @@ def measure(
     for arm in arms:
         if arm not in ARMS:
             raise ValueError(f"--arms {arm}: expected some of {', '.join(ARMS)}.")
+    fast_bfloat16_matmul()
     run = BlockRun(geometry, layout, tokens, logits)
     results: list[Measured] = []
     reference: dict[str, torch.Tensor] = {}

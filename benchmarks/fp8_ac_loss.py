@@ -43,7 +43,7 @@ from tests.training import Run, make_config
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.data.stdlib_corpus import make_corpus, register_stdlib_corpus
-from titan_ext.fp8 import dequantize, saved_tensors
+from titan_ext.fp8 import codec, dequantize
 from titan_ext.run_folder import LOSS, read_scalar
 
 REFERENCE = "selective"
@@ -54,8 +54,8 @@ ARMS: dict[str, Any] = {
     "fp8": FP8AC.Config,
     "fp8-speed": lambda: FP8AC.Config(preset="speed"),
     "fp8-full": lambda: FP8AC.Config(mode="full"),
-    "fp8-none": lambda: FP8AC.Config(mode="none"),
-    "fp8-none-fp32": lambda: FP8AC.Config(mode="none", fp32="float8"),
+    "fp8-no-recompute": lambda: FP8AC.Config(mode="no_recompute"),
+    "fp8-no-recompute-fp32": lambda: FP8AC.Config(mode="no_recompute", fp32="save_float8"),
     "bad-codec": FP8AC.Config,
 }
 """By name, what checkpoints activations. "fp8" is the policy's default."""
@@ -105,10 +105,10 @@ def _set_lr(optimizer: Any, lr: float) -> None:
 
 @contextlib.contextmanager
 def _bad_codec() -> Iterator[None]:
-    def without_sign(quantized, codec, dtype):
-        return dequantize(quantized, codec, dtype).abs()
+    def without_sign(quantized, settings, dtype):
+        return dequantize(quantized, settings, dtype).abs()
 
-    with unittest.mock.patch.object(saved_tensors, "dequantize", without_sign):
+    with unittest.mock.patch.object(codec, "dequantize", without_sign):
         yield
 
 
@@ -177,9 +177,9 @@ def table(runs: dict[str, dict[int, list[float]]]) -> str:
         pairs = differences(runs, arm)
         cells = ", ".join(f"{d:+.4f}" for d in pairs.values()) if arm != REFERENCE else ""
         average = statistics.fmean(pairs.values()) if pairs and arm != REFERENCE else None
-        verdict = "" if average is None else ("yes" if abs(average) <= BOUND else "no")
+        policy = "" if average is None else ("yes" if abs(average) <= BOUND else "no")
         shown = "" if average is None else f"{average:+.4f}"
-        lines.append(f"| {arm} | {len(by_seed)} | {mean:.4f} | {cells} | {shown} | {verdict} |")
+        lines.append(f"| {arm} | {len(by_seed)} | {mean:.4f} | {cells} | {shown} | {policy} |")
     return "\n".join(lines)
 
 

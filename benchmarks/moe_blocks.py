@@ -22,7 +22,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import set_default_dtype
 
 from benchmarks.fused_attention import observed_logits, use_fused_attention
-from tests.training import list_all_to_all
+from tests.on_cpu import list_all_to_all
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.api import ParallelismConfig, extend_model_spec

@@ -22,9 +22,8 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_16b
 from tests.training import Run, titan_config, train
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.predict import StepOrder, predict
-from titan_ext.fsdp.plan import FSDPPlan, GroupPlan
-from titan_ext.fsdp.planning import make_plan
-from titan_ext.fsdp.prefetch import Reach
+from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ShardSizes, make_plan
+from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Wrap, plan_units
 
 _MIB = 2**20
@@ -60,21 +59,12 @@ _WRAPS: tuple[Wrap, Wrap] = ("block", "submodule")
 
 
 def predicted(run: Run, model: Decoder, wrap: Wrap) -> Timeline:
-    units = plan_units(model, wrap)
-    plan = make_plan(
-        units,
-        shard_world=run.world,
-        experts_world=run.world // run.ep if run.ep > 1 else None,
-        expert_shard_dims={
-            # Titan's rule (fsdp.shard): the next dim, where there are more ranks than experts.
-            unit.name: int(unit.experts is not None and run.world > unit.experts.num_experts)
-            for unit in units
-        },
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        prefetch=Reach(units=1),
-        prefetch_backward=Reach(units=1),
+    sizes = ShardSizes(
+        dense=run.world,
+        experts=run.world // run.ep if run.ep > 1 else None,
+        expert_ranks=run.world,
     )
+    plan = make_plan(model, plan_units(model, wrap), FSDPSettings(), sizes)
     return predict(_with_local_experts(plan, run.ep).units, StepOrder(loss_chunks=8))
 
 

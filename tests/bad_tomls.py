@@ -40,7 +40,7 @@ BAD_TOMLS = (
         "The file",
         "no such file",
         "",
-        "moe_debgu.toml: no such file; did you mean moe_debug.toml?",
+        "moe_debgu.toml: no such file; did you mean 'moe_debug.toml'?",
         files={"moe_debug.toml": ""},
         name="moe_debgu.toml",
     ),
@@ -119,7 +119,7 @@ BAD_TOMLS = (
         "What it extends",
         "a misspelled base file",
         'extends = "bsae.toml"\n',
-        "bad.toml: extends: bsae.toml: no such file; did you mean base.toml?",
+        "bad.toml: extends: bsae.toml: no such file; did you mean 'base.toml'?",
         files={"base.toml": DEBUG},
     ),
     BadToml(
@@ -139,7 +139,7 @@ BAD_TOMLS = (
         "What it extends",
         "a mistake in the base file",
         'extends = "base.toml"\n',
-        'base.toml: training.steps: expected an integer, got the string "many".',
+        'base.toml: training.steps: expected a valid integer, got "many".',
         files={"base.toml": DEBUG + ('[training]\nsteps = "many"\n')},
     ),
     BadToml(
@@ -155,15 +155,15 @@ BAD_TOMLS = (
         "What it extends",
         "an unknown module",
         'extends = "deepseek_v4.deepseek_v3_16b"\n',
-        "bad.toml: extends: no module deepseek_v4; did you mean deepseek_v3?",
+        "bad.toml: extends: no module deepseek_v4; did you mean 'deepseek_v3'?",
     ),
     BadToml(
         "What it extends",
         "an unknown config function",
         'extends = "deepseek_v3.deepseek_v3_15b"\n',
         (
-            "bad.toml: extends: torchtitan.models.deepseek_v3.config_registry has no config "
-            "function deepseek_v3_15b; did you mean deepseek_v3.deepseek_v3_16b?"
+            "bad.toml: extends: torchtitan.models.deepseek_v3.config_registry has no "
+            "config function deepseek_v3_15b; did you mean 'deepseek_v3_16b'?"
         ),
     ),
     BadToml(
@@ -227,10 +227,7 @@ BAD_TOMLS = (
         "Keys",
         "an unknown key",
         DEBUG + ("[training]\nseq_length = 4096\n"),
-        (
-            "bad.toml: training.seq_length: no such key of TrainingConfig; did you mean "
-            "training.seq_len?"
-        ),
+        ("bad.toml: training.seq_length: no such key of TrainingConfig; did you mean 'seq_len'?"),
     ),
     BadToml(
         "Keys",
@@ -238,29 +235,28 @@ BAD_TOMLS = (
         DEBUG + ("[compile]\nzzz = 1\n"),
         (
             "bad.toml: compile.zzz: no such key of CompileConfig; expected one of "
-            "compile.backend, compile.components, compile.enable, "
-            "compile.enable_async_tensor_parallel."
+            "backend, components, enable, enable_async_tensor_parallel."
         ),
     ),
     BadToml(
         "Keys",
         "an unknown section",
         DEBUG + ("[trainning]\nseq_len = 4096\n"),
-        "bad.toml: trainning: no such section; did you mean training?",
+        "bad.toml: trainning: no such section; did you mean 'training'?",
     ),
     BadToml(
         "Keys",
         "an unknown top-level key",
         DEBUG + 'dump_foler = "out"\n',
-        "bad.toml: dump_foler: no such key; did you mean dump_folder?",
+        "bad.toml: dump_foler: no such key of Trainer; did you mean 'dump_folder'?",
     ),
     BadToml(
         "Keys",
         "an unknown key of ours",
         DEBUG + ('[parallelism]\nfsdp_warp = "block"\n'),
         (
-            "bad.toml: parallelism.fsdp_warp: no such key of ParallelismConfig; did you mean "
-            "parallelism.fsdp_wrap?"
+            "bad.toml: parallelism.fsdp_warp: no such key of ParallelismConfig; did you "
+            "mean 'fsdp_wrap'?"
         ),
     ),
     BadToml(
@@ -268,8 +264,8 @@ BAD_TOMLS = (
         "an unknown key in a nested section",
         DEBUG + ('[validator.dataloader]\ndatset = "c4"\n'),
         (
-            "bad.toml: validator.dataloader.datset: no such key of HuggingFaceTextDataLoader; did"
-            " you mean validator.dataloader.dataset?"
+            "bad.toml: validator.dataloader.datset: no such key of "
+            "HuggingFaceTextDataLoader; did you mean 'dataset'?"
         ),
     ),
     BadToml(
@@ -282,45 +278,45 @@ BAD_TOMLS = (
         "Values",
         "a string for an integer",
         DEBUG + ('[training]\nseq_len = "4096"\n'),
-        'bad.toml: training.seq_len: expected an integer, got the string "4096".',
+        'bad.toml: training.seq_len: expected a valid integer, got "4096".',
     ),
     BadToml(
         "Values",
         "a float for an integer",
         DEBUG + ("[training]\nsteps = 1e3\n"),
-        "bad.toml: training.steps: expected an integer, got the float 1000.0.",
+        "bad.toml: training.steps: expected a valid integer, got 1000.0.",
     ),
     BadToml(
         "Values",
         "true for an integer",
         DEBUG + ("[training]\nsteps = true\n"),
-        "bad.toml: training.steps: expected an integer, got true.",
+        "bad.toml: training.steps: expected a valid integer, got true.",
     ),
     BadToml(
         "Values",
         "a string for true or false",
         DEBUG + ('[compile]\nenable = "yes"\n'),
-        'bad.toml: compile.enable: expected true or false, got the string "yes".',
+        'bad.toml: compile.enable: expected a valid boolean, got "yes".',
     ),
     BadToml(
         "Values",
         "a string for a float",
         DEBUG + ('[lr_scheduler]\ndecay_ratio = "0.8"\n'),
-        ('bad.toml: lr_scheduler.decay_ratio: expected a float or "None", got the string "0.8".'),
+        ('bad.toml: lr_scheduler.decay_ratio: expected a valid number or "None", got "0.8".'),
     ),
     BadToml(
         "Values",
         "a number for a string",
         DEBUG + ("[dataloader]\ndataset = 4\n"),
-        "bad.toml: dataloader.dataset: expected a string, got the integer 4.",
+        "bad.toml: dataloader.dataset: expected a valid string, got 4.",
     ),
     BadToml(
         "Values",
         "a value that is not among the choices",
         DEBUG + ('[training]\ndtype = "bfloat61"\n'),
         (
-            'bad.toml: training.dtype: expected one of "bfloat16", "float32", got the string '
-            '"bfloat61"; did you mean bfloat16?'
+            "bad.toml: training.dtype: expected 'bfloat16' or 'float32', got \"bfloat61\"; "
+            "did you mean 'bfloat16'?"
         ),
     ),
     BadToml(
@@ -328,53 +324,80 @@ BAD_TOMLS = (
         "a choice of ours that does not exist",
         DEBUG + ('[parallelism]\nfsdp_wrap = "layer"\n'),
         (
-            'bad.toml: parallelism.fsdp_wrap: expected one of "auto", "submodule", "block", got '
-            'the string "layer".'
+            "bad.toml: parallelism.fsdp_wrap: expected 'auto', 'submodule' or 'block', "
+            'got "layer".'
         ),
     ),
     BadToml(
         "Values",
         "a single value for a list",
         DEBUG + ('[compile]\ncomponents = "model"\n'),
-        'bad.toml: compile.components: expected a list of strings, got the string "model".',
+        'bad.toml: compile.components: expected list[str], got "model".',
     ),
     BadToml(
         "Values",
         "a wrong item in a list",
         DEBUG + ('[compile]\ncomponents = ["model", 2]\n'),
-        "bad.toml: compile.components.1: expected a string, got the integer 2.",
+        "bad.toml: compile.components.1: expected a valid string, got 2.",
     ),
     BadToml(
         "Values",
         "a value for a section",
         DEBUG + "training = 3\n",
-        "bad.toml: training: expected a table [training], got the integer 3.",
+        "bad.toml: training: expected a table [training], got 3.",
     ),
     BadToml(
         "Values",
         "a section for a value",
         DEBUG + ("[training.seq_len]\nmax = 4\n"),
-        "bad.toml: training.seq_len: expected an integer, got a table.",
+        'bad.toml: training.seq_len: expected a valid integer, got {"max" = 4}.',
     ),
     BadToml(
         "Values",
         "None where there must be a value",
         DEBUG + ('[training]\nsteps = "None"\n'),
-        'bad.toml: training.steps: expected an integer, got the string "None".',
+        'bad.toml: training.steps: expected a valid integer, got "None".',
     ),
     BadToml(
         "Values",
         "a date",
         DEBUG + ("[debug]\nseed = 2026-01-01\n"),
-        'bad.toml: debug.seed: expected an integer or "None", got the date 2026-01-01.',
+        'bad.toml: debug.seed: expected a valid integer or "None", got 2026-01-01.',
+    ),
+    BadToml(
+        "Values",
+        "a date for a string",
+        DEBUG + "dump_folder = 2026-01-01\n",
+        "bad.toml: dump_folder: expected a valid string, got 2026-01-01.",
+    ),
+    BadToml(
+        "Values",
+        "a date where any value goes",
+        DEBUG + '[override]\nimports = [["my_package.tuned", { day = 2026-01-01 }]]\n',
+        "bad.toml: override.imports: no setting takes a date, got 2026-01-01.",
+    ),
+    BadToml(
+        "Values",
+        "a name for an item of a list",
+        DEBUG + "[compile.components]\nmodel = true\n",
+        (
+            "bad.toml: compile.components.model: no such item: compile.components has 2, "
+            "counted from 0."
+        ),
+    ),
+    BadToml(
+        "Values",
+        "a number for a list of tables",
+        DEBUG + "[optimizer]\nparam_groups = 3\n",
+        "bad.toml: optimizer.param_groups: expected list[dict], got 3.",
     ),
     BadToml(
         "Values",
         "a string for a number of the optimizer",
         DEBUG + ('[optimizer.param_groups.0.optimizer_kwargs]\nlr = "1e-4"\n'),
         (
-            "bad.toml: optimizer.param_groups.0.optimizer_kwargs.lr: expected a float, got the "
-            'string "1e-4".'
+            "bad.toml: optimizer.param_groups.0.optimizer_kwargs.lr: expected a valid "
+            'number, got "1e-4".'
         ),
     ),
     BadToml(
@@ -390,10 +413,7 @@ BAD_TOMLS = (
         "Values",
         "a required key is missing",
         DEBUG + ('[[optimizer.param_groups]]\npattern = ".*"\n'),
-        (
-            "bad.toml: optimizer.param_groups.0: missing optimizer_name: ParamGroupConfig has no "
-            "default for it."
-        ),
+        "bad.toml: optimizer.param_groups.0: ParamGroupConfig needs optimizer_name.",
     ),
     BadToml(
         "Values",
@@ -420,9 +440,10 @@ BAD_TOMLS = (
         "a key that an optimizer does not have",
         DEBUG + "[optimizer.param_groups.0.optimizer_kwargs]\nwieght_decay = 0.0\n",
         (
-            "bad.toml: optimizer.param_groups.0.optimizer_kwargs.wieght_decay: AdamW has no such "
-            "key; expected one of lr, betas, eps, weight_decay, amsgrad, maximize, foreach, "
-            "capturable, differentiable, fused (the nearest is weight_decay)."
+            "bad.toml: optimizer.param_groups.0.optimizer_kwargs.wieght_decay: AdamW has "
+            "no such key; expected one of lr, betas, eps, weight_decay, amsgrad, "
+            "maximize, foreach, capturable, differentiable, fused; did you mean "
+            "'weight_decay'?"
         ),
     ),
     BadToml(
@@ -437,9 +458,9 @@ BAD_TOMLS = (
     BadToml(
         "Values",
         "a module to keep that is not there",
-        DEBUG + '[parallelism]\nfsdp_keep_replicated = ["routers"]\n',
+        DEBUG + '[parallelism]\nfsdp_replicate = ["routers"]\n',
         (
-            "bad.toml: parallelism.fsdp_keep_replicated: nothing in this model answers to "
+            "bad.toml: parallelism.fsdp_replicate: this model has no "
             "'routers'; expected router, norms, adapters, or a pattern for names of modules or "
             "parameters such as layers.3.attention.wkv_a; did you mean 'router'?"
         ),
@@ -487,31 +508,36 @@ BAD_TOMLS = (
         "Policies and components",
         "an unknown policy",
         DEBUG + ('[activation_checkpoint]\npolicy = "ful"\n'),
-        ('bad.toml: activation_checkpoint.policy: no policy is called "ful"; did you mean full?'),
+        (
+            'bad.toml: activation_checkpoint.policy: no policy is called "ful"; did you '
+            "mean 'full'?"
+        ),
     ),
     BadToml(
         "Policies and components",
         "a key of another policy",
         DEBUG + ('[activation_checkpoint]\npolicy = "full"\nmemory_budget = 0.5\n'),
         (
-            "bad.toml: activation_checkpoint.memory_budget: no such key of FullAC; expected one "
-            "of activation_checkpoint.debug, activation_checkpoint.determinism_check, "
-            "activation_checkpoint.preserve_rng_state."
+            "bad.toml: activation_checkpoint.memory_budget: no such key of FullAC; "
+            "expected one of debug, determinism_check, preserve_rng_state."
         ),
     ),
     BadToml(
         "Policies and components",
         "a key without a policy",
         DEBUG + ('[activation_checkpoint]\npolicy = "none"\ndebug = true\n'),
-        'bad.toml: activation_checkpoint.debug: has no meaning with policy = "none".',
+        (
+            "bad.toml: activation_checkpoint.debug: has no meaning: "
+            'activation_checkpoint.policy is "none".'
+        ),
     ),
     BadToml(
         "Policies and components",
         "a policy in place of its section",
         DEBUG + 'activation_checkpoint = "full"\n',
         (
-            "bad.toml: activation_checkpoint: expected a table [activation_checkpoint] with "
-            'policy = ..., got the string "full".'
+            "bad.toml: activation_checkpoint: expected a table [activation_checkpoint] "
+            'with policy = ..., got "full".'
         ),
     ),
     BadToml(
@@ -524,7 +550,7 @@ BAD_TOMLS = (
         ),
         (
             "bad.toml: dataloader.component: torchtitan.hf_datasets.text_datasets has no "
-            "HuggingFaceTextDataLoaders; did you mean HuggingFaceTextDataLoader?"
+            "HuggingFaceTextDataLoaders; did you mean 'HuggingFaceTextDataLoader'?"
         ),
     ),
     BadToml(
@@ -541,8 +567,8 @@ BAD_TOMLS = (
         "a component without its module",
         DEBUG + ('[dataloader]\ncomponent = "ChatDataLoader"\n'),
         (
-            'bad.toml: dataloader.component: expected a dotted path, as in "package.module.Name",'
-            ' got "ChatDataLoader".'
+            "bad.toml: dataloader.component: expected a dotted path, as in "
+            "\"package.module.Name\", got 'ChatDataLoader'."
         ),
     ),
     BadToml(
@@ -564,15 +590,16 @@ BAD_TOMLS = (
         "The model",
         "an unknown flavor",
         DEBUG + ('[model]\nflavor = "16b"\n'),
-        'bad.toml: model.flavor: no flavor is called "16b"; did you mean 16B?',
+        "bad.toml: model.flavor: \"16b\" is unknown; did you mean '16B'?",
     ),
     BadToml(
         "The model",
         "an unknown model choice",
         DEBUG + ('[model]\nattention_backend = "flex"\n'),
         (
-            "bad.toml: model.attention_backend: torchtitan.models.deepseek_v3.model_registry does"
-            " not take it; did you mean model.attn_backend?"
+            "bad.toml: model.attention_backend: "
+            "torchtitan.models.deepseek_v3.model_registry does not take it; did you mean "
+            "'attn_backend'?"
         ),
     ),
     BadToml(
@@ -580,28 +607,28 @@ BAD_TOMLS = (
         "a choice of another model",
         ('extends = "qwen3.qwen3_moe_debug"\n[model]\nnum_mtp_layers = 1\n'),
         (
-            "bad.toml: model.num_mtp_layers: torchtitan.models.qwen3.model_registry does not take"
-            " it; expected one of model.attn_backend, model.converters, model.flavor, "
-            "model.moe_comm_backend."
+            "bad.toml: model.num_mtp_layers: torchtitan.models.qwen3.model_registry does "
+            "not take it; expected one of attn_backend, converters, flavor, "
+            "moe_comm_backend."
         ),
     ),
     BadToml(
         "The model",
         "an unknown attention backend",
         DEBUG + ('[model]\nattn_backend = "flexx"\n'),
-        'bad.toml: model.attn_backend: "flexx" is unknown; did you mean flex?',
+        "bad.toml: model.attn_backend: \"flexx\" is unknown; did you mean 'flex'?",
     ),
     BadToml(
         "The model",
         "an unknown EP communication backend",
         DEBUG + ('[model]\nmoe_comm_backend = "deep_ep"\n'),
-        'bad.toml: model.moe_comm_backend: "deep_ep" is unknown; did you mean deepep?',
+        ("bad.toml: model.moe_comm_backend: \"deep_ep\" is unknown; did you mean 'deepep'?"),
     ),
     BadToml(
         "The model",
         "a string for a number of layers",
         DEBUG + ('[model]\nnum_mtp_layers = "1"\n'),
-        'bad.toml: model.num_mtp_layers: expected an integer, got the string "1".',
+        'bad.toml: model.num_mtp_layers: expected a valid integer, got "1".',
     ),
     BadToml(
         "The model",
@@ -612,8 +639,8 @@ BAD_TOMLS = (
             'component = "torchtitan.components.quantization.Float8Converter"\n'
         ),
         (
-            "bad.toml: model.converters.0.component: torchtitan.components.quantization has no "
-            "Float8Converter; did you mean Float8LinearConverter?"
+            "bad.toml: model.converters.0.component: torchtitan.components.quantization "
+            "has no Float8Converter; did you mean 'Float8LinearConverter'?"
         ),
     ),
     BadToml(
@@ -625,10 +652,7 @@ BAD_TOMLS = (
             'component = "torchtitan.components.lora.LoRAConverter"\n'
             "rnk = 8\n"
         ),
-        (
-            "bad.toml: model.converters.0.rnk: no such key of LoRAConverter; did you mean "
-            "model.converters.0.rank?"
-        ),
+        ("bad.toml: model.converters.0.rnk: no such key of LoRAConverter; did you mean 'rank'?"),
     ),
     BadToml(
         "The model",
@@ -735,7 +759,7 @@ BAD_TOMLS = (
         DEBUG + ('[activation_checkpoint]\nmode = "selective"\n'),
         (
             "bad.toml: activation_checkpoint.mode: a key of TorchTitan 0.1 or 0.2; today: "
-            'activation_checkpoint.policy = "selective", "full", "memory_budget" or "none".'
+            'activation_checkpoint.policy = "selective", "full", "memory_budget", "fp8" or "none".'
         ),
     ),
     BadToml(
@@ -814,6 +838,12 @@ BAD_TOMLS = (
             "which counts sequences in one: write training.local_batch_size divided by the number"
             " of microbatches."
         ),
+    ),
+    BadToml(
+        "Keys of TorchTitan's main branch",
+        "a wrong value under a name of main",
+        DEBUG + '[training]\nmax_context_length = "4096"\n',
+        'bad.toml: training.max_context_length: expected a valid integer, got "4096".',
     ),
     BadToml(
         "Keys of TorchTitan's main branch",

@@ -1,12 +1,14 @@
 """Run a function on N gloo ranks, each a process, in seconds.
 
-A fork server imports torch and torchtitan once; every rank is forked from it. A rank that fails
-ends the others, and the error that the test sees is the first rank's own, with the end of its log.
+A fork server imports torch and torchtitan once (``tests.preload``); every rank is forked from it. A
+rank that fails ends the others, and the error that the test sees is the first rank's own, with the
+end of its log.
 """
 
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import secrets
 import socket
@@ -19,14 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 _PORTS = range(12_000, 32_000)  # below Linux' own, which begin at 32768
-_PRELOAD = [
-    "torch",
-    "torchtitan.trainer",
-    "torchtitan.models.deepseek_v3.config_registry",
-    "torchtitan.models.qwen3.config_registry",
-    "titan_ext.config_registry",
-]
-
+_ROOT = Path(__file__).parent.parent
 
 PATIENCE_S = 300.0
 """After which a test calls a hang what has not happened; nothing that passes waits for it.
@@ -113,6 +108,7 @@ def _collect(ranks: list[Any], deadline: float) -> list[Any]:
 
 
 def _run_rank(sender, log: Path, rank: int, world_size: int, port: int, function, args) -> None:
+    assert "tests.preload" in sys.modules, "the fork server preloaded nothing"
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -155,5 +151,7 @@ def free_port() -> int:
 def _fork_server():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(["tests.preload"])
+    with contextlib.chdir(_ROOT):  # which the server has on its path
+        multiprocessing.forkserver.ensure_running()
     return context

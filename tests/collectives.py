@@ -5,8 +5,10 @@ plain ones: all of them end as ops of the ``c10d`` or ``_c10d_functional`` names
 dispatch mode sees, in forward, recompute and backward.
 """
 
+import contextlib
 import unittest.mock
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,20 @@ _KINDS = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
 }
+
+
+_stands_for: str | None = None
+
+
+@contextlib.contextmanager
+def recorded_as(kind: str) -> Iterator[None]:
+    """Record the collectives within as ``kind``, which they stand for."""
+    global _stands_for
+    _stands_for = kind
+    try:
+        yield
+    finally:
+        _stands_for = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +80,7 @@ class CollectiveTrace(TorchDispatchMode):
             kind = _KINDS.get(func._schema.name.split("::")[1])
             if kind is not None:
                 in_backward = torch._C._current_graph_task_id() != -1
-                self.events.append(Collective(kind, self._unit, in_backward))
+                self.events.append(Collective(_stands_for or kind, self._unit, in_backward))
         return func(*args, **(kwargs or {}))
 
     def _name_unit(self, method: str):

@@ -1,19 +1,25 @@
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.matrix.check import References
+from tests.on_cpu import fast_bfloat16_matmul
 from tests.toml_files import Loader
+from tests.training import Runs
 from titan_ext import no_accelerator
 from titan_ext.toml_config import load
 from titan_ext.trainer import Trainer
 
+fast_bfloat16_matmul()
+
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("stock"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Of the whole session: the workers of pytest-xdist have a folder each in a common one."""
+    folder = tmp_path_factory.getbasetemp()
+    return Runs((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "runs")
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_ext import no_accelerator
-from titan_ext.fsdp.units import decoder_blocks, plan_units, resolve_wrap
+from titan_ext.fsdp.plan import plan_of
+from titan_ext.fsdp.units import decoder_blocks
 from titan_ext.trainer import Trainer
 
 __all__ = ["DryRun", "dry_run"]
@@ -76,13 +77,12 @@ def dry_run(config: Trainer.Config, world_size: int) -> DryRun:
         )
     else:
         chunks = [spec.parallelize_fn(model, **arguments)]
-    return _sum([_look(chunk, config) for chunk in chunks])
+    return _sum([_look(chunk) for chunk in chunks])
 
 
-def _look(model, config: Trainer.Config) -> DryRun:
-    ep = config.parallelism.expert_parallel_degree
-    units = plan_units(model, resolve_wrap(config.parallelism.fsdp_wrap, ep))
-    in_units = {p for unit in units for m in unit.modules for p in m.parameters()}
+def _look(model) -> DryRun:
+    units = plan_of(model).decoder_units
+    in_units = {p for unit in units for m in unit.modules(model) for p in m.parameters()}
     fsdp_modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     groups = {id(g) for m in fsdp_modules for g in m._get_fsdp_state()._fsdp_param_groups}
     blocks = [block for _, block in decoder_blocks(model)]
@@ -92,7 +92,7 @@ def _look(model, config: Trainer.Config) -> DryRun:
         moe_blocks=sum(bool(getattr(block, "moe_enabled", False)) for block in blocks),
         units=dict(Counter(unit.kind.value for unit in units)),
         fsdp_groups=len(groups),
-        planned_groups=sum(unit.num_groups(ep) for unit in units),
+        planned_groups=sum(len(unit.groups) for unit in units),
         root_parameters=[name for name, p in named if p not in in_units],
         plain_parameters=[name for name, p in named if not isinstance(p, DTensor)],
     )

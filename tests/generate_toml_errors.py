@@ -10,10 +10,10 @@ __all__ = ["PAGE", "page"]
 PAGE = Path(__file__).parent.parent / "docs" / "toml_errors.md"
 
 _INTRODUCTION = """\
-# What a TOML file is refused for
+# Mistakes in TOML files, and what titan_ext says
 
-Each of these is a test: the file, and the whole message. A message is one line: the file, the
-dotted key, what was expected, and the valid name that is nearest. This page is generated from
+Each entry is a file and the message that it gets; all are tested. A message is one line: the file,
+the dotted key, what was expected, and the nearest valid name. This page is generated from
 `tests/bad_tomls.py` by `python -m tests.generate_toml_errors`.
 """
 

@@ -11,7 +11,6 @@ from torchtitan.tools.logging import init_logger
 
 from tests.training import Run, make_config
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
-from titan_ext.fsdp import shard
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, steps=3, ac="none")
 PLANTED_STEP = 2
@@ -28,7 +27,6 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
     config.comm.train_timeout_seconds = TIMEOUT_S if fault in HANGS else 200
     is_faulty = os.environ["RANK"] == "1"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))
         if is_faulty and fault == "other units":
             stack.enter_context(_whole_blocks())
         trainer = config.build()
@@ -40,7 +38,7 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
 
 def _whole_blocks():
     """What no key says, so that no comparison of configs can find it."""
-    return unittest.mock.patch.object(shard, "resolve_wrap", return_value="block")
+    return unittest.mock.patch("titan_ext.parallelize.resolve_wrap", return_value="block")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ import pytest
 from tests.cluster import RankError, run_ranks
 from tests.training import titan_config
 from titan_ext.data.stdlib_corpus import default_tokenizer_path, make_corpus
-from titan_ext.guards.agreement import check_agreement, describe
+from titan_ext.guards.agreement import RanksAgree, describe
+from titan_ext.names import ranks_in_words
 from titan_ext.trainer import extend_config
 
 
@@ -21,7 +22,7 @@ def _check(odd_rank: int | None) -> str:
         config.parallelism.fsdp_wrap = "submodule"
         config.model_spec.model.layers[2].moe.router.top_k = 5  # type: ignore[union-attr]
     try:
-        check_agreement(config)
+        RanksAgree().before_build(config)
     except ValueError as error:
         return str(error)
     finally:
@@ -40,6 +41,12 @@ def test_every_rank_names_the_keys_and_the_ranks(tmp_path: Path):
         "  model_spec.model.layers.2.moe.router.top_k: 3 on ranks 0, 2; 5 on rank 1\n"
         "  parallelism.fsdp_wrap: auto on ranks 0, 2; submodule on rank 1"
     }
+
+
+def test_many_ranks_are_named_as_ranges():
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([8, 0, 1, 2]) == "ranks 0-2, 8"
+    assert ranks_in_words(range(0, 24, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 4 more"
 
 
 def test_description_has_versions_and_no_addresses():

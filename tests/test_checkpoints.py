@@ -6,20 +6,20 @@ The table of layouts is in tests/matrix/checkpoints.py; a few pairs of it are he
 import contextlib
 import itertools
 import os
+import re
 import resource
 import time
 import unittest.mock
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
@@ -27,12 +27,19 @@ from tests.checkpointing import Leg, differing, read_checkpoint, run_leg
 from tests.cluster import RankError
 from tests.matrix.checkpoint_runner import WEIGHTS, Sources, check_pair, export
 from tests.matrix.checkpoints import FAST, Pair
-from tests.training import Run, make_config
+from tests.training import Run, make_config, titan_config
 from titan_ext import no_accelerator
-from titan_ext.guards.checkpoints import check_checkpoint, corrupt_items
-from titan_ext.guards.hf_export import check_export
-from titan_ext.guards.resume import check_excluded, check_resume, checkpoint_to_load
-from titan_ext.guards.resume import warn_of_saved_settings as warn_of_settings
+from titan_ext.guards.checkpoints import (
+    CheckpointManager,
+    Checkpoints,
+    check_excluded,
+    check_resume,
+    checkpoint_to_load,
+    corrupt_items,
+    verify_checksums,
+)
+from titan_ext.hf_export import HuggingFaceExport
+from titan_ext.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, steps=4)
 
@@ -49,7 +56,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Leg]]:
     return folder / "checkpoint", run_leg(RUN, folder, interval=2)
 
 
-@pytest.mark.parametrize("pair", FAST, ids=str)
+@pytest.mark.parametrize(
+    "pair", [FAST[0], *(pytest.param(pair, marks=pytest.mark.slow) for pair in FAST[1:])], ids=str
+)
 def test_every_tensor_is_the_saved_one_in_another_layout(
     pair: Pair, sources: Sources, tmp_path: Path
 ):
@@ -119,6 +128,7 @@ def _full_disk():
     yield
 
 
+@pytest.mark.slow
 def test_an_asynchronous_save_is_the_synchronous_one(whole, tmp_path: Path):
     checkpoints, synchronous = whole
     legs = run_leg(
@@ -135,6 +145,7 @@ def test_a_save_under_way_outlives_gradients_that_are_not_finite(tmp_path: Path)
     assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
 
 
+@pytest.mark.slow
 def test_an_asynchronous_save_that_fails_is_one_error(tmp_path: Path):
     error = r"a checkpoint could not be saved or loaded, on rank 1: .* There is no whole checkpoint"
     with pytest.raises(RankError, match=error):
@@ -142,6 +153,7 @@ def test_an_asynchronous_save_that_fails_is_one_error(tmp_path: Path):
     assert not (tmp_path / "checkpoint" / "step-2" / ".metadata").exists()
 
 
+@pytest.mark.slow
 def test_safetensors_are_those_of_stock_and_come_back(sources: Sources, tmp_path: Path):
     """Under HSDP, where Titan's own adapter fails on the copies."""
     stock = FAST[0].saved
@@ -224,12 +236,40 @@ def test_the_model_only_is_nothing_to_resume_from(tmp_path: Path, one_rank: None
 def test_a_corrupt_checkpoint_from_elsewhere_is_found(tmp_path: Path, one_rank: None):
     dcp.save({"w": torch.arange(1000.0)}, checkpoint_id=tmp_path / "other")
     config = _config(tmp_path / "run", initial_load_path=str(tmp_path / "other"))
-    check_checkpoint(config)
+    verify_checksums(config)
     content = bytearray((tmp_path / "other" / "__0_0.distcp").read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "other" / "__0_0.distcp").write_bytes(content)
     with pytest.raises(ValueError, match=r"other is corrupt \(__0_0\.distcp: w\)"):
-        check_checkpoint(config)
+        verify_checksums(config)
+
+
+def test_checksums_are_compared_up_to_a_size(
+    tmp_path: Path, one_rank: None, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    dcp.save({"w": torch.arange(1 << 18, dtype=torch.float32)}, checkpoint_id=tmp_path / "other")
+    shard = tmp_path / "other" / "__0_0.distcp"  # 1 MiB
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    config = _config(tmp_path / "run", initial_load_path=str(tmp_path / "other"))
+    assert (
+        cast(Any, extend_config(titan_config("qwen3")).checkpoint).verify_checksums_up_to_gib == 64
+    )
+    for limit in (0.0, 1 / 1025):
+        config.checkpoint.verify_checksums_up_to_gib = limit
+        caplog.clear()
+        verify_checksums(config)
+        assert re.search(
+            rf"other \(0\.0009\d+ GiB\) are not compared .*_gib is {limit:g}\.$", caplog.text
+        )
+    for limit in (1 / 1000, float("inf")):
+        config.checkpoint.verify_checksums_up_to_gib = limit
+        with pytest.raises(ValueError, match=r"other is corrupt"):
+            verify_checksums(config)
+    with pytest.raises(ValueError, match=r"up_to_gib is -1; expected a size in GiB, 0 or more"):
+        CheckpointManager.Config(verify_checksums_up_to_gib=-1)
 
 
 def test_excluded_names(tmp_path: Path):
@@ -241,7 +281,7 @@ def test_settings_that_a_checkpoint_overrides_are_said(caplog: pytest.LogCapture
     model = torch.nn.Linear(2, 2)
     saved = OptimizersContainer(default_adamw(1e-3), model_parts=[model])
     optimizers = OptimizersContainer(default_adamw(2e-3, weight_decay=0.2), model_parts=[model])
-    warn_of_settings(optimizers)
+    Checkpoints().after_build(cast(Any, SimpleNamespace(optimizers=optimizers)))
     optimizers.load_state_dict(optimizers.state_dict())
     assert caplog.text == ""
     optimizers.load_state_dict(saved.state_dict())
@@ -254,30 +294,34 @@ def test_settings_that_a_checkpoint_overrides_are_said(caplog: pytest.LogCapture
     [
         # TorchTitan 0.3's adapter has older names of the experts: stock exports without them.
         (Run(model="gpt_oss", parallelize="block"), "inner_experts.mlp1_weight_EGD"),
-        (replace(RUN, lora=True), "attention.wq.lora_a.weight"),  # stock: KeyError at the end
-        (Run(model="qwen3", lora=True, parallelize="block"), "attention.wo.lora_a.weight"),
     ],
     ids=str,
 )
 def test_an_export_that_would_leave_weights_out(run: Run, name: str, tmp_path: Path):
     with pytest.raises(ValueError, match=rf"last_save_in_hf is on.* has no name for .*{name}"):
-        check_export(_config(tmp_path, run, last_save_in_hf=True))
+        HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
 
 
 def test_buffers_that_an_export_leaves_out_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    check_export(_config(tmp_path, Run(model="qwen3_moe", layers=1, parallelize="block")))
+    HuggingFaceExport().before_start(
+        _config(tmp_path, Run(model="qwen3_moe", layers=1, parallelize="block"))
+    )
     assert "expert_bias_E" not in caplog.text
     run = Run(model="qwen3_moe", layers=1, parallelize="block")
-    check_export(_config(tmp_path, run, last_save_in_hf=True))
+    HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
     assert "has no name for layers.0.moe.expert_bias_E; they are left out" in caplog.text
 
 
-def test_adapters_may_begin_on_weights_from_elsewhere(tmp_path: Path):
-    run = Run(model="qwen3", lora=True, parallelize="block")
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3"])
+def test_adapters_begin_on_weights_from_elsewhere(model: str, tmp_path: Path):
+    """They are not exported with them: stock ends DeepSeek-V3 with a KeyError, both ways."""
+    run = Run(model=model, lora=True, parallelize="block")
+    with pytest.raises(ValueError, match=r"last_save_in_hf is on.*titan_ext\.peft CONFIG` exports"):
+        HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
     weights = {"initial_load_in_hf": True, "initial_load_path": str(tmp_path)}
-    check_export(_config(tmp_path, run, **weights))
+    HuggingFaceExport().before_start(_config(tmp_path, run, **weights))
 
 
 def test_pinned_memory_is_for_accelerators(accelerator: None, tmp_path: Path):

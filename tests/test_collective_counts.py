@@ -1,12 +1,11 @@
 """Collectives of one step, by unit: the numbers of docs/fsdp_units.md."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from tests.collectives import count
-from tests.training import Run, train
+from tests.collectives import Collective, count
+from tests.training import Run, Runs, observed
 
 # One dense block and two MoE blocks. Dense groups gather over all ranks; experts over efsdp, which
 # has world / EP ranks: one rank gathers nothing. Head: ChunkedLoss runs norm and lm_head apart, so
@@ -28,26 +27,28 @@ def _expected(wrap: str, world: int, ep: int, recompute_exchanges: int) -> dict[
     }
 
 
+def _slow(run: Run, recompute_exchanges: int):
+    return pytest.param(run, recompute_exchanges, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("run", "recompute_exchanges"),
     [
         (Run(world=2, ep=1, parallelize="block"), 0),
         (Run(world=2, ep=2, parallelize="submodule"), 0),
-        (Run(world=4, ep=2, parallelize="block"), 0),
+        _slow(Run(world=4, ep=2, parallelize="block"), 0),
         (Run(world=4, ep=2, parallelize="submodule"), 0),
-        (Run(world=4, ep=2, parallelize="submodule", backend="partial_dtensor"), 0),
-        (Run(world=4, ep=2, parallelize="submodule", ac="none"), 0),
+        _slow(Run(world=4, ep=2, parallelize="submodule", backend="partial_dtensor"), 0),
+        _slow(Run(world=4, ep=2, parallelize="submodule", ac="none"), 0),
         # Full checkpointing exchanges the tokens again; no policy gathers parameters again.
-        (Run(world=4, ep=2, parallelize="submodule", ac="full"), 3),
+        _slow(Run(world=4, ep=2, parallelize="submodule", ac="full"), 3),
         # Stock under spmd_types does so with selective checkpointing too: what ours saves.
         (Run(world=2, ep=2, parallelize="stock"), 3),
     ],
     ids=str,
 )
-def test_collectives_per_step(run: Run, recompute_exchanges: int, tmp_path: Path):
-    from dataclasses import replace
-
-    result = train(replace(run, steps=2, traced_step=2), tmp_path)
+def test_collectives_per_step(run: Run, recompute_exchanges: int, runs: Runs):
+    result = runs.get(observed(run))
     wrap = "submodule" if run.parallelize == "submodule" else "block"
     expected = _expected(wrap, run.world, run.ep, recompute_exchanges)
     for rank in result.ranks:
@@ -55,10 +56,14 @@ def test_collectives_per_step(run: Run, recompute_exchanges: int, tmp_path: Path
         assert {kind: counted[kind] for kind in expected} == expected
 
 
-def test_collectives_per_unit(tmp_path: Path):
-    run = Run(world=4, ep=2, parallelize="submodule", steps=2, traced_step=2)
-    (rank, *_) = train(run, tmp_path).ranks
-    gathers = Counter(_unit(e.unit) for e in rank.collectives if e.kind == "all_gather")
+@pytest.fixture
+def events(runs: Runs) -> list[Collective]:
+    """Of a rank, in the order in which it issues them."""
+    return runs.get(observed(Run(world=4, ep=2, parallelize="submodule"))).ranks[0].collectives
+
+
+def test_collectives_per_unit(events: list[Collective]):
+    gathers = Counter(_unit(e.unit) for e in events if e.kind == "all_gather")
     assert gathers == {
         "tok_embeddings": 2,
         **{f"layers.{i}.attention": 2 for i in range(3)},
@@ -67,7 +72,7 @@ def test_collectives_per_unit(tmp_path: Path):
         "layers.2.moe": 4,
         "lm_head": 3,
     }
-    recomputed = [e for e in rank.collectives if e.kind == "all_to_all" and e.in_backward]
+    recomputed = [e for e in events if e.kind == "all_to_all" and e.in_backward]
     assert len(recomputed) == 2 * _MOE_BLOCKS  # only the two that carry gradients
 
 
@@ -77,11 +82,8 @@ def _unit(name: str) -> str:
     return next(n for n in names if not n.endswith("norm"))
 
 
-def test_the_next_unit_is_gathered_before_this_one_exchanges_tokens(tmp_path: Path):
-    """The order in which they are issued: the exchange stops the host, so prefetch comes first."""
-    run = Run(world=4, ep=2, parallelize="submodule", steps=2, traced_step=2)
-    (rank, *_) = train(run, tmp_path).ranks
-    events = rank.collectives
+def test_the_next_unit_is_gathered_before_this_one_exchanges_tokens(events: list[Collective]):
+    """The exchange stops the host, so prefetch comes first."""
 
     def gathered(unit: str, in_backward: bool) -> int:
         return next(

@@ -1,31 +1,33 @@
 """torch.compile with both kinds of unit. Blocks compile as in stock Titan, bit for bit."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from tests.matrix.check import References, differences, train_row
-from tests.training import Run, train
+from tests.matrix.check import differences
+from tests.matrix.rows import reference_of
+from tests.training import Run, Runs
+
+pytestmark = pytest.mark.slow
 
 COMPILED = Run(world=2, ep=2, ac="none", compiled=True, steps=4)
 
 
-def test_compiled_blocks_equal_stock(references: References, tmp_path: Path):
+def test_compiled_blocks_equal_stock(runs: Runs):
     row = replace(COMPILED, parallelize="block")
-    assert differences(train_row(row, tmp_path), references.get(row)) == []
+    assert differences(runs.get(row), runs.get(reference_of(row))) == []
 
 
-def test_compiled_submodules_train_like_eager_ones(tmp_path: Path):
+def test_compiled_submodules_train_like_eager_ones(runs: Runs):
     """Fused kernels keep more bits between operations than eager ones do: close, not equal."""
-    compiled = train_row(replace(COMPILED, parallelize="submodule"), tmp_path)
-    eager = train(replace(COMPILED, parallelize="submodule", compiled=False), tmp_path / "eager")
+    run = replace(COMPILED, parallelize="submodule")
+    compiled, eager = runs.get(run), runs.get(replace(run, compiled=False))
     assert compiled.losses != eager.losses, "nothing was compiled"
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-3)
     assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=2e-2)
 
 
-def test_selective_checkpointing_stays_selective_in_compiled_submodules(tmp_path: Path):
+def test_selective_checkpointing_stays_selective_in_compiled_submodules(runs: Runs):
     """What is saved is not computed again, and the tokens of the MoE layer are sent once.
 
     With the checkpoint around compiled modules nearly every operation would run again.
@@ -33,8 +35,7 @@ def test_selective_checkpointing_stays_selective_in_compiled_submodules(tmp_path
     run = replace(
         COMPILED, parallelize="submodule", ac="selective", layers=2, seq_len=32, profiled_step=4
     )
-    result = train(run, tmp_path)
-    eager = train(replace(run, compiled=False), tmp_path / "eager")
+    result, eager = runs.get(run), runs.get(replace(run, compiled=False))
     for mine, its in zip(result.ranks, eager.ranks, strict=True):
         assert mine.graphs == 3, "attention, MoE, dense feed-forward; never compiled again"
         assert mine.operations["_c10d_functional::all_to_all_single"] == 5

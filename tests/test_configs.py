@@ -1,6 +1,8 @@
 """Our keys are Titan keys: on the command line, in the config, and refused with one message."""
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import cast
@@ -10,9 +12,11 @@ from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests.training import titan_config
+from titan_ext import trainer
 from titan_ext.configs import ParallelismConfig
 from titan_ext.parallelize import parallelize
 from titan_ext.specs import check_model_limits
+from titan_ext.toml_config import load
 from titan_ext.trainer import Trainer, extend_config
 
 MOE_DEBUG = Path(__file__).parent.parent / "train_configs" / "moe_debug.toml"
@@ -44,6 +48,56 @@ def test_command_line_wins():
     assert "FullAC" in type(config.activation_checkpoint).__qualname__
 
 
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Trainer.Config]:
+    """Every config of ours that Titan's checks see, which run at the end of ours."""
+    seen = []
+    check = TitanTrainer.Config.__post_init__
+
+    def note(config: TitanTrainer.Config) -> None:
+        if isinstance(config, Trainer.Config):
+            seen.append(config)
+        check(config)
+
+    monkeypatch.setattr(TitanTrainer.Config, "__post_init__", note)
+    monkeypatch.setattr(trainer, "_checked", set())
+    return seen
+
+
+def test_a_file_is_checked_once_and_tyro_and_build_do_not_check_it_again(checked: list):
+    load(MOE_DEBUG)
+    assert len(checked) == 1
+    checked.clear()
+    config = _parse()
+    dataclasses.replace(config)  # as in Configurable.Config.build
+    assert len(checked) == 1
+    checked.clear()
+    config = _parse("--training.steps=17")
+    dataclasses.replace(config)
+    assert [seen.training.steps for seen in checked] == [30, 17]  # the file; with the flags
+    config.parallelism.pipeline_parallel_microbatch_size = 0
+    with pytest.raises(ValueError, match="microbatch_size must be greater than 0"):
+        dataclasses.replace(config)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_text"])
+def test_an_extended_config_is_checked_once(checked: list, name: str):
+    titan = titan_config(name)
+    config = extend_config(titan)
+    assert checked == [config]
+    dataclasses.replace(config)
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize("get", [lambda: _parse(), lambda: load(MOE_DEBUG)])
+def test_titan_warns_once(caplog: pytest.LogCaptureFixture, get: Callable[[], Trainer.Config]):
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            dataclasses.replace(get())
+        assert ["initial_load_path" in r.message for r in caplog.records].count(True) == 1
+
+
 def test_unknown_wrap_on_the_command_line_is_refused(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
         _parse("--parallelism.fsdp_wrap", "layer")
@@ -68,11 +122,11 @@ def test_extended_config_keeps_every_value():
     titan = titan_config("deepseek_v3")
     ours = extend_config(titan)
     for f in fields(TitanTrainer.Config):
-        if f.name in ("model_spec", "parallelism", "optimizer", "debug"):
+        if f.name in ("model_spec", "parallelism", "optimizer", "checkpoint", "debug"):
             continue
         assert getattr(ours, f.name) is getattr(titan, f.name), f.name
     assert ours.optimizer.to_dict() == titan.optimizer.to_dict()
-    for section in ("parallelism", "debug"):
+    for section in ("parallelism", "checkpoint", "debug"):
         theirs = getattr(titan, section)
         for f in fields(theirs):
             assert getattr(getattr(ours, section), f.name) == getattr(theirs, f.name), f.name

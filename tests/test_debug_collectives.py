@@ -7,6 +7,8 @@ may abort the process, wait for its timeout, or (where the bytes happen to match
 import dataclasses
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ import pytest
 from tests.cluster import PATIENCE_S, RankError, run_ranks
 from tests.planted import RUN, train_watched
 from titan_ext.data.stdlib_corpus import make_corpus
-from titan_ext.debug import observer
+from titan_ext.debug import hang_report
 from titan_ext.debug.compare import Comparison
-from titan_ext.debug.ring import SLOTS, Facts, Record, RingReader, RingWriter
+from titan_ext.debug.trace_buffer import PART_RECORDS, RankInfo, Record, TraceReader, TraceWriter
 from titan_ext.run_folder import LOSS, read_scalar
 
 
@@ -27,7 +29,7 @@ def _report_of(folder: Path, *wanted: str) -> str:
     deadline = time.monotonic() + PATIENCE_S
     text = ""
     while time.monotonic() < deadline:
-        for report in folder.glob(f"collectives/*/{observer.REPORT}"):
+        for report in folder.glob(f"collectives/*/{hang_report.REPORT}"):
             text = report.read_text()
         if text and all(piece in text for piece in wanted):
             return text
@@ -57,6 +59,7 @@ def test_a_rank_with_other_units(fails, tmp_path: Path):
     assert "by layers.0, step 1" in report
 
 
+@pytest.mark.slow
 def test_a_skipped_all_to_all(fails, tmp_path: Path):
     fails("skipped all-to-all")
     report = _report_of(tmp_path, "the ranks differ")
@@ -65,6 +68,7 @@ def test_a_skipped_all_to_all(fails, tmp_path: Path):
     assert re.search(r"rank 1: all_to_all .* in .*_combine_token_exchange, step 2", report)
 
 
+@pytest.mark.slow
 def test_a_skipped_expert_backward(fails, tmp_path: Path):
     fails("skipped expert backward")
     report = _report_of(tmp_path, "the ranks differ")
@@ -72,6 +76,7 @@ def test_a_skipped_expert_backward(fails, tmp_path: Path):
     assert re.search(r"rank 1: reduce_scatter of .* by layers\.1\..*moe, backward, step 2", report)
 
 
+@pytest.mark.slow
 def test_all_to_alls_whose_splits_do_not_fit(fails, tmp_path: Path):
     fails("wrong splits")
     report = _report_of(tmp_path, "the ranks differ")
@@ -85,6 +90,7 @@ def test_a_rank_that_stops(fails, tmp_path: Path):
     assert re.search(r"rank 1 has not issued it; the last that it issued is .*_token_count", report)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies(fails, tmp_path: Path):
     fails("killed")
     report = _report_of(tmp_path, "rank 1: died without a word")
@@ -107,22 +113,30 @@ def test_watching_changes_nothing(tmp_path: Path):
         run_ranks(train_watched, 2, run, folder, fault, log_folder=folder / "logs")
     watched, plain = (read_scalar(tmp_path / name, LOSS) for name in ("none", "off"))
     assert watched == plain
-    assert not list((tmp_path / "none").glob(f"collectives/*/{observer.REPORT}"))
+    assert not list((tmp_path / "none").glob(f"collectives/*/{hang_report.REPORT}"))
     assert not (tmp_path / "off" / "collectives").exists()
     (records,) = (tmp_path / "none").glob("collectives/*")
-    assert observer.report_once(records).splitlines() == ["rank 0: finished", "rank 1: finished"]
-    units = {record.unit for record in RingReader(records, 0)}
+    assert hang_report.report_once(records).splitlines() == ["rank 0: finished", "rank 1: finished"]
+    units = {record.unit for record in TraceReader(records, 0)}
     assert "layers.1.ffn_norm, layers.1.moe" in units
     assert not any("_checkpoint_wrapped_module" in unit for unit in units)
-    assert "_dist_reduce_tensor" in {record.site for record in RingReader(records, 0)}
+    assert "_dist_reduce_tensor" in {record.site for record in TraceReader(records, 0)}
 
 
-def _records(folder: Path, ranks: int = 2, **groups: list[int]) -> list[RingWriter]:
+def test_nothing_of_it_is_imported_when_it_is_off():
+    code = (
+        "import sys, titan_ext.trainer; print(*(m for m in sys.modules if 'titan_ext.debug' in m))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
+
+
+def _records(folder: Path, ranks: int = 2, **groups: list[int]) -> list[TraceWriter]:
     for rank in range(ranks):
-        facts = Facts(rank=rank, world_size=ranks, pid=os.getpid(), host="here", timeout_s=1)
-        facts.groups = groups or {"g": list(range(ranks))}
-        facts.write(folder)
-    return [RingWriter(folder, rank) for rank in range(ranks)]
+        info = RankInfo(rank=rank, world_size=ranks, pid=os.getpid(), host="here", timeout_s=1)
+        info.groups = groups or {"g": list(range(ranks))}
+        info.write(folder)
+    return [TraceWriter(folder, rank) for rank in range(ranks)]
 
 
 def _record(index: int, op: str = "all_reduce", **values: Any) -> Record:
@@ -130,22 +144,38 @@ def _record(index: int, op: str = "all_reduce", **values: Any) -> Record:
     return Record(index=index, op=op, **values)
 
 
-def test_a_ring_keeps_the_newest_records(tmp_path: Path):
+def test_a_trace_keeps_the_newest_records(tmp_path: Path):
     (writer,) = _records(tmp_path, ranks=1)
-    reader = RingReader(tmp_path, 0)
-    for index in range(SLOTS + 10):
+    reader = TraceReader(tmp_path, 0)
+    writer.write(_record(0))
+    assert [record.index for record in reader] == [0]
+    end = 3 * PART_RECORDS + 10
+    for index in range(1, end):
         writer.write(_record(index))
-    assert [record.index for record in reader] == list(range(10, SLOTS + 10))
-    assert reader.lost == 10
+    newest = list(range(2 * PART_RECORDS, end))
+    assert [record.index for record in reader] == newest
     assert list(reader) == []
-    assert (tmp_path / "rank_0.ring").stat().st_size < 5 << 20
+    assert [record.index for record in TraceReader(tmp_path, 0)] == newest
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.trace")) < 5 << 20
 
 
-def test_a_record_that_does_not_fit_loses_its_splits(tmp_path: Path):
+def test_a_record_that_was_cut_off_is_read_when_it_is_whole(tmp_path: Path):
     (writer,) = _records(tmp_path, ranks=1)
-    writer.write(_record(0, "all_to_all", splits=([10000] * 200, [10000] * 200)))
-    (record,) = RingReader(tmp_path, 0)
-    assert record.splits is None
+    reader = TraceReader(tmp_path, 0)
+    writer.write(_record(0))
+    (trace,) = tmp_path.glob("*.trace")
+    whole = trace.read_bytes()
+    trace.write_bytes(whole[:-5])
+    assert list(reader) == []
+    trace.write_bytes(whole)
+    assert [record.index for record in reader] == [0]
+
+
+def test_a_record_of_a_large_group_keeps_its_splits(tmp_path: Path):
+    (writer,) = _records(tmp_path, ranks=1)
+    writer.write(_record(0, "all_to_all", splits=([10000] * 2000, [10000] * 2000)))
+    (record,) = TraceReader(tmp_path, 0)
+    assert record.splits == [[10000] * 2000, [10000] * 2000]
 
 
 @pytest.mark.parametrize(

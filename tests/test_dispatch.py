@@ -14,7 +14,8 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.protocols import BaseModel
 
 from tests.cluster import run_ranks
-from tests.training import list_all_to_all, titan_config
+from tests.on_cpu import list_all_to_all
+from tests.training import titan_config
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher, use_functional_all_to_all
 from titan_ext.parallelize import parallelize
 from titan_ext.specs import extend_model_spec

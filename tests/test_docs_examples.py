@@ -8,7 +8,7 @@ from typing import Any, cast
 from tests import muon
 from tests.cluster import run_ranks
 from tests.toml_files import Loader
-from titan_ext.optim.groups import resolve_groups
+from titan_ext.optim.param_groups import resolve_groups
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -3,7 +3,9 @@
 Each at the world size of a real job of its kind, as one rank with a fake process group.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +62,21 @@ def test_every_config_function_of_titan_is_offered():
     assert names.keys() >= _WORLD_SIZES.keys() | _REFUSED_BY_TITAN.keys()
 
 
-@pytest.mark.parametrize("name", sorted(config_registry.titan_configs().keys() - _REFUSED_BY_TITAN))
+_QUICK = ("deepseek_v3_671b", "gpt_oss_20b", "kimi_k2_5", "llama3_8b", "qwen3_30b_a3b")
+"""One of each architecture, and a refusal of each kind, for ``make test``."""
+_QUICK += ("llama3_405b", "qwen3_moe_deepep", "deepseek_v3_16b_hybridep", "qwen35_122b_a10b")
+
+
+def _configs(names: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=[] if name in _QUICK else [pytest.mark.slow])
+        for name in sorted(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", _configs(config_registry.titan_configs().keys() - _REFUSED_BY_TITAN)
+)
 def test_parallelizes_at_its_real_world_size(name: str, tmp_path: Path):
     (run,) = run_ranks(
         _dry_run, 1, name, _WORLD_SIZES.get(name, 8), log_folder=tmp_path, timeout_s=200
@@ -80,14 +96,14 @@ def test_parallelizes_at_its_real_world_size(name: str, tmp_path: Path):
     assert run.plain_parameters == []
 
 
-@pytest.mark.parametrize("name", sorted(_REFUSED_BY_TITAN))
+@pytest.mark.parametrize("name", _configs(_REFUSED_BY_TITAN))
 def test_what_titan_refuses_comes_through_with_its_reason(name: str, tmp_path: Path):
     with pytest.raises(RankError, match=_REFUSED_BY_TITAN[name]):
         run_ranks(_dry_run, 1, name, 8, log_folder=tmp_path)
 
 
 def test_unknown_name_gets_the_nearest():
-    with pytest.raises(ValueError, match="did you mean deepseek_v3_16b"):
+    with pytest.raises(ValueError, match="did you mean 'deepseek_v3_16b'"):
         config_registry.deepseek_v3_16  # noqa: B018
 
 

@@ -1,12 +1,11 @@
 """Expert parallelism computes what no expert parallelism does, whatever the router sends where."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.training import Result, Run, train
+from tests.training import Run, Runs
 
 
 def _run(ep: int, **kwargs) -> Run:
@@ -15,20 +14,16 @@ def _run(ep: int, **kwargs) -> Run:
         ep=ep,
         parallelize="submodule",
         param_dtype="float32",
+        layers=2,
         steps=1,
         keep_gradients=True,
         **kwargs,
     )
 
 
-@pytest.fixture(scope="module")
-def without_ep(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return train(_run(ep=1), tmp_path_factory.mktemp("ep1"))
-
-
-@pytest.mark.parametrize("ep", [2, 4])
-def test_gradients_equal_those_without_ep(ep: int, without_ep: Result, tmp_path: Path):
-    result = train(_run(ep), tmp_path)
+@pytest.mark.parametrize("ep", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_gradients_equal_those_without_ep(ep: int, runs: Runs):
+    result, without_ep = runs.get(_run(ep)), runs.get(_run(1))
     gradients, expected = result.ranks[0].gradients, without_ep.ranks[0].gradients
     assert gradients.keys() == expected.keys()
     assert any("inner_experts" in name for name in gradients)
@@ -42,12 +37,13 @@ def test_gradients_equal_those_without_ep(ep: int, without_ep: Result, tmp_path:
     assert len(norms) == 1, f"the clip norm differs between ranks: {norms}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("ac", ["selective", "none"])
-def test_ranks_without_tokens_complete_and_agree(ep: int, ac, tmp_path: Path):
+def test_ranks_without_tokens_complete_and_agree(ep: int, ac, runs: Runs):
     """Every token goes to the first 3 of 8 experts: with EP 4 two ranks get no token at all."""
-    routed = train(_run(ep, routing="one_expert", ac=ac), tmp_path / "ep")
-    expected = train(_run(1, routing="one_expert", ac=ac), tmp_path / "no_ep")
+    routed = runs.get(_run(ep, routing="one_expert", ac=ac))
+    expected = runs.get(_run(1, routing="one_expert", ac=ac))
     assert math.isclose(routed.losses[0], expected.losses[0], rel_tol=1e-6)
     assert len({rank.grad_norms[0] for rank in routed.ranks}) == 1
     assert math.isclose(routed.grad_norms[0], expected.grad_norms[0], rel_tol=1e-5)
@@ -56,6 +52,15 @@ def test_ranks_without_tokens_complete_and_agree(ep: int, ac, tmp_path: Path):
     for name, gradient_EFD in experts.items():
         assert np.any(gradient_EFD[:3]), name
         assert not np.any(gradient_EFD[3:]), name
+
+
+def test_exchanges_tokens_under_spmd_type_checking(runs: Runs):
+    def run(parallelize: str) -> Run:
+        return Run(world=2, ep=2, parallelize=parallelize, typechecked=True, layers=2, steps=2)
+
+    ours, stock = runs.get(run("submodule")), runs.get(run("stock"))
+    assert ours.losses == stock.losses
+    assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in stock.ranks]
 
 
 def _relative_error(a: np.ndarray, b: np.ndarray) -> float:

@@ -27,9 +27,10 @@ from tests.cluster import PATIENCE_S, RankError, run_ranks
 from tests.faults.torchrun import is_alive
 from tests.training import Run, make_config, titan_config
 from titan_ext.data.stdlib_corpus import make_corpus
-from titan_ext.guards.checkpoints import check_checkpoint, corrupt_items
+from titan_ext.guards.checkpoints import corrupt_items, verify_checksums
+from titan_ext.guards.paths import Paths
 from titan_ext.guards.stop import StopOnSignal, warn_of_restarts_that_hang
-from titan_ext.run_folder import LOSS, check_writable, latest_checkpoint_step, read_scalar
+from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
@@ -44,17 +45,16 @@ def _train(run: Run, folder: Path, fault: str) -> int:
     config.checkpoint = CheckpointManager.Config(
         enable=True, interval=2, keep_latest_k=2, last_save_model_only=False
     )
-    with unittest.mock.patch("torchtitan.trainer.time.sleep"):
-        trainer = config.build()
-        step = trainer.train_step
+    trainer = config.build()
+    step = trainer.train_step
 
-        def train_step(data_iterator) -> None:
-            faulty = trainer.step == FAULTY_STEP and os.environ["RANK"] == "1"
-            with _FAULTS[fault]() if faulty else contextlib.nullcontext():
-                step(data_iterator)
+    def train_step(data_iterator) -> None:
+        faulty = trainer.step == FAULTY_STEP and os.environ["RANK"] == "1"
+        with _FAULTS[fault]() if faulty else contextlib.nullcontext():
+            step(data_iterator)
 
-        trainer.train_step = train_step
-        trainer.train()
+    trainer.train_step = train_step
+    trainer.train()
     trainer.close()
     return trainer.step
 
@@ -95,6 +95,7 @@ def test_gradients_that_are_not_finite_are_not_applied(tmp_path: Path):
     assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_no_checkpoint(tmp_path: Path):
     error = r"saved or loaded, on rank 1: .* GiB are free in .* The newest whole checkpoint is .*2"
     with pytest.raises(RankError, match=error):
@@ -129,7 +130,7 @@ def test_a_corrupt_checkpoint_is_named_with_the_one_before(
     fault: str, tmp_path: Path, one_rank: None
 ):
     step_4, config = _saved(tmp_path)
-    check_checkpoint(config)
+    verify_checksums(config)
     shard = step_4 / (".metadata" if fault == "metadata" else "__0_0.distcp")
     content = bytearray(shard.read_bytes())
     if fault == "missing":
@@ -140,9 +141,9 @@ def test_a_corrupt_checkpoint_is_named_with_the_one_before(
     else:
         shard.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match=rf"step-4 is corrupt \({shard.name}: .*step-2: move"):
-        check_checkpoint(config)
+        verify_checksums(config)
     config.checkpoint.load_step = 2
-    check_checkpoint(config)
+    verify_checksums(config)
 
 
 def test_a_bit_flip_is_nothing_to_torch(tmp_path: Path, one_rank: None):
@@ -160,7 +161,7 @@ def test_a_bit_flip_is_nothing_to_torch(tmp_path: Path, one_rank: None):
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"dump_folder is '.*/file/run', where this rank cannot"):
-        check_writable(str(tmp_path / "file" / "run"))
+        Paths().before_start(SimpleNamespace(dump_folder=str(tmp_path / "file" / "run")))
 
 
 def test_data_that_is_not_there_is_named_before_any_process_group(tmp_path: Path):
@@ -234,17 +235,19 @@ def test_a_second_signal_ends_at_once_if_it_is_another_request(
     clock = _Clock()
     checkpointer: Any = SimpleNamespace(enable=True, interval=500)
     checkpointer.maybe_wait_for_saving = unittest.mock.Mock()
-    stop = StopOnSignal(checkpointer, clock=clock)
-    assert not stop.now()
+    trainer = SimpleNamespace(checkpointer=checkpointer)
+    stop = StopOnSignal(clock=clock)
+    stop.after_build(trainer)
+    assert not stop.ends_run(trainer)
     signal.raise_signal(first)
     clock.now_s += 0.9
     signal.raise_signal(second)
     assert ended == []
-    assert not stop.now(), "one more step"
+    assert not stop.ends_run(trainer), "one more step"
     assert f"{first.name}: one more step" in caplog.text
     assert checkpointer.interval == 1
     checkpointer.maybe_wait_for_saving.assert_not_called()
-    assert stop.now()
+    assert stop.ends_run(trainer)
     checkpointer.maybe_wait_for_saving.assert_called_once()
     clock.now_s += 0.2
     signal.raise_signal(second)
@@ -254,15 +257,18 @@ def test_a_second_signal_ends_at_once_if_it_is_another_request(
 def test_an_ignored_signal_stays_ignored(ended: list[int], one_rank: None):
     """nohup, and a shell's background jobs, ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    StopOnSignal(SimpleNamespace(enable=True, interval=500))  # type: ignore[arg-type]
+    checkpointer = SimpleNamespace(enable=True, interval=500)
+    StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_sigterm_is_left_alone_where_nothing_is_saved(one_rank: None):
     before = signal.getsignal(signal.SIGTERM)
-    stop = StopOnSignal(SimpleNamespace(enable=False))  # type: ignore[arg-type]
+    trainer = SimpleNamespace(checkpointer=SimpleNamespace(enable=False))
+    stop = StopOnSignal()
+    stop.after_build(trainer)
     assert signal.getsignal(signal.SIGTERM) is before
-    assert not stop.now()
+    assert not stop.ends_run(trainer)
 
 
 @pytest.mark.parametrize(

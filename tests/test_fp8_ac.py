@@ -17,14 +17,14 @@ from tests.fp8_activations import debug_model, tokens
 from tests.toml_files import DEBUG, resolve_text
 from titan_ext.activation_checkpoint import (
     FP8AC,
-    Verdict,
-    drops,
+    OpPolicy,
+    discards,
     enable_fp8_activation_checkpointing,
     measure_block,
-    receipt_of,
+    memory_report_of,
 )
-from titan_ext.activation_checkpoint.presets import BlockPlan
-from titan_ext.activation_checkpoint.sites import BlockSites
+from titan_ext.activation_checkpoint.blocks import OpLocator
+from titan_ext.activation_checkpoint.op_policies import BlockPlan
 from titan_ext.fp8 import Codec
 
 Config = FP8AC.Config
@@ -95,9 +95,9 @@ def test_the_stock_preset_is_stock(stock):
         Config(),
         Config(preset="speed"),
         Config(preset="attention"),
-        Config(mode="none"),
+        Config(mode="no_recompute"),
         Config(mode="full"),
-        Config(mode="none", fp32="float8"),
+        Config(mode="no_recompute", fp32="save_float8"),
     ],
     ids=lambda c: f"{c.mode}-{c.preset}-{c.attention}-{c.fp32}",
 )
@@ -106,7 +106,7 @@ def test_gradients_point_where_those_of_bf16_do(config, stock):
     assert cosine >= 0.999, name
 
 
-@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="none")])
+@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="no_recompute")])
 def test_several_forwards_before_the_first_backward(config):
     """As under a pipeline: all state belongs to one forward."""
     apart, together = _gradients(config, 2), _gradients(config, 2, interleaved=True)
@@ -140,10 +140,10 @@ def _bytes(*shape: int) -> int:
     ids=["stock", "memory", "full", "speed"],
 )
 def test_bytes_of_a_block(config, float8: int, tensors: int, packs: int):
-    receipt = measure_block(_block(), _input(), None, None, config=config)
-    assert (receipt.float8_nbytes, receipt.float8_tensors) == (float8, tensors)
-    assert receipt.packs == packs
-    assert receipt.nbytes == sum(row.nbytes for row in receipt.stored)
+    report = measure_block(_block(), _input(), None, None, config=config)
+    assert (report.float8_nbytes, report.float8_tensors) == (float8, tensors)
+    assert report.packs == packs
+    assert report.nbytes == sum(row.nbytes for row in report.stored)
 
 
 def test_flops_of_a_block():
@@ -155,18 +155,18 @@ def test_flops_of_a_block():
     full = measure_block(_block(), _input(), None, None, config=Config(mode="full"))
     assert (full.flops, full.recomputed_flops) == (forward, forward)
     memory = measure_block(_block(), _input(), None, None)
-    # wq, wkv_a and the attention stay; wkv_b comes from wkv_a; the shared w2 is dropped.
+    # wq, wkv_a and the attention stay; wkv_b comes from wkv_a; the shared w2 is discarded.
     again = 2 * _T * (gemms["wkv_b"] + gemms["wo"] + shared + gate) + 2 * _ROUTED * 3 * experts
     assert memory.recomputed_flops == again
-    none = measure_block(_block(), _input(), None, None, config=Config(mode="none"))
+    none = measure_block(_block(), _input(), None, None, config=Config(mode="no_recompute"))
     assert none.recomputed_ops == 0
 
 
 def test_attention_is_exact_by_default():
-    receipt = measure_block(_block(), _input(), None, None)
-    kept = {row.name for row in receipt.stored if row.treatment.startswith("exact: attention")}
+    report = measure_block(_block(), _input(), None, None)
+    kept = {row.name for row in report.stored if row.treatment.startswith("exact: attention")}
     assert {"attention.wq:aten.mm:weight", "attention.wkv_a:aten.mm:weight"} <= kept
-    grads = _gradients(None), _gradients(Config(verdicts={"input": "exact"}))
+    grads = _gradients(None), _gradients(Config(op_policies={"input": "save"}))
     for name in ("wq", "wkv_a", "wkv_b"):
         key = f"layers.1.attention.{name}.weight"
         # What reaches it from float8 comes through the feed-forward of the block only.
@@ -180,13 +180,13 @@ def test_the_recompute_routes_as_the_forward_did(config):
 
 def test_forgetting_the_top_k_changes_the_routing():
     """The test above can fail."""
-    keeps = BlockPlan.base_verdict
+    keeps = BlockPlan.base_policy
 
-    def forget(self, site, out, *, stock_saves):
-        verdict = keeps(self, site, out, stock_saves=stock_saves)
-        return Verdict.RECOMPUTE if site.op == "aten.topk" else verdict
+    def forget(self, location, out, *, stock_saves):
+        policy = keeps(self, location, out, stock_saves=stock_saves)
+        return OpPolicy.RECOMPUTE if location.op == "aten.topk" else policy
 
-    with unittest.mock.patch.object(BlockPlan, "base_verdict", forget):
+    with unittest.mock.patch.object(BlockPlan, "base_policy", forget):
         assert not _routing_is_equal(Config(mode="full"))
 
 
@@ -203,9 +203,9 @@ def _routing_is_equal(config) -> bool:
 
 def test_tokens_are_counted_as_titan_expects():
     """Titan halves the counts of blocks that say NO_REENTRANT."""
-    for config, times in ((Config(), 2), (Config(mode="full"), 2), (Config(mode="none"), 1)):
+    for mode, times in (("selective", 2), ("full", 2), ("no_recompute", 1)):
         model = debug_model(layers=2)
-        config.build(dump_folder="").apply(model)
+        Config(mode=mode).build(dump_folder="").apply(model)
         _forward(model, tokens()).backward()
         block = model.layers["1"]
         assert block.get_submodule("moe").get_buffer("tokens_per_expert_E").sum() == times * _ROUTED
@@ -219,56 +219,104 @@ def test_parameters_are_called_as_under_stock():
         config.build(dump_folder="").apply(model)
         return [name for name, _ in model.named_parameters()]
 
-    for mode in ("selective", "full", "none"):
+    for mode in ("selective", "full", "no_recompute"):
         assert names(Config(mode=mode)) == names(SelectiveAC.Config())
 
 
-def test_a_drop_that_backward_reads_is_refused():
-    config = Config(verdicts={"attention.wo": "drop"})
-    with pytest.raises(ValueError, match=r"attention\.wo:aten\.mm.*cannot be dropped.*norm"):
+def test_a_discard_that_backward_reads_is_refused():
+    config = Config(op_policies={"attention.wo": "discard"})
+    with pytest.raises(ValueError, match=r"attention\.wo:aten\.mm.*cannot be discarded.*norm"):
         measure_block(_block(), _input(), None, None, config=config)
 
 
-def test_a_drop_of_a_preset_that_backward_reads_is_passed_over():
+def test_a_discard_of_a_preset_that_backward_reads_is_passed_over():
     """With one rank the routed experts' output is read for the gradient of the scores."""
     with unittest.mock.patch(
-        "titan_ext.activation_checkpoint.presets._exchange_is_stored", return_value=True
+        "titan_ext.activation_checkpoint.op_policies._exchange_is_stored", return_value=True
     ):
         gradients = _gradients(Config())
-        receipt = measure_block(_block(), _input(), None, None)
+        report = measure_block(_block(), _input(), None, None)
     assert all(g.isfinite().all() for g in gradients.values())
-    assert any("read by" in row.treatment for row in receipt.stored)
+    assert any("read by" in row.treatment for row in report.stored)
 
 
-def test_a_wrong_drop_shows_as_nan():
+def test_a_wrong_discard_shows_as_nan():
     """Were the proof wrong, the loss would say so: the dummy is NaN."""
-    anything = unittest.mock.MagicMock()
-    anything.__contains__.return_value = True
     block = _block()
-    with unittest.mock.patch.object(drops, "_READ_NO_VALUES", anything):
-        measure_block(block, _input(), None, None, config=Config(verdicts={"attention.wo": "drop"}))
+    with unittest.mock.patch.object(discards, "_blame"):
+        measure_block(
+            block, _input(), None, None, config=Config(op_policies={"attention.wo": "discard"})
+        )
     gradient = block.get_parameter("ffn_norm.weight").grad
     assert gradient is not None
     assert gradient.isnan().all()
 
 
+def _live_float8() -> list[torch.Tensor]:
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return [t for t in tensors if t.dtype == torch.float8_e4m3fn]
+
+
 def test_nothing_of_a_block_outlives_its_backward():
+    before = _live_float8()  # compiled graphs of other tests keep fake ones
     model = debug_model(layers=2)
     Config().build(dump_folder="").apply(model)
-    _forward(model, tokens()).backward()
-    gc.collect()
-    alive = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    assert not [t for t in alive if t.dtype == torch.float8_e4m3fn]
+    loss = _forward(model, tokens())
+    assert len(_live_float8()) > len(before)
+    loss.backward()
+    assert len(_live_float8()) == len(before)
 
 
 def test_nothing_in_float8_is_an_error():
     block = _block().float()
     with pytest.raises(RuntimeError, match=r"nothing was stored in it.*exact: float32"):
         measure_block(block, _input().float(), None, None)
-    receipt = measure_block(
-        _block().float(), _input().float(), None, None, config=Config(fp32="float8")
+    report = measure_block(
+        _block().float(), _input().float(), None, None, config=Config(fp32="save_float8")
     )
-    assert receipt.float8_tensors == 2
+    assert report.float8_tensors == 2
+
+
+@torch.library.custom_op("titan_ext_tests::flash_attention", mutates_args=())
+def _cuda_like_attention(
+    q_BHLD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-sum-exp as CUDA kernels lay it out: (B, H, L), contiguous."""
+    out, lse = _CPU_ATTENTION(q_BHLD, k_BHLD, v_BHLD, 0.0, True)
+    return out.contiguous(), lse.contiguous()
+
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_cuda_like_attention.register_autograd(
+    lambda ctx, grad, _: _CPU_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, 0.0, True),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
+
+
+class _AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(256, 3 * 256)
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x_BLD).unflatten(-1, (3, 16, 16)).permute(2, 0, 3, 1, 4)
+        out, _ = _cuda_like_attention(q, k, v)
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("mode", ["selective", "no_recompute"])
+def test_log_sum_exps_stay_exact_whatever_their_layout(mode: Any):
+    """16 heads x 256 tokens in fp32, in rows of 256."""
+    config = Config(mode=mode, fp32="save_float8", attention="save_float8")
+    if mode == "selective":
+        config.op_policies = {"*:titan_ext_tests.flash_attention": "save_float8"}
+    torch.manual_seed(0)
+    x_BLD = torch.randn(1, 256, 256, requires_grad=True)
+    report = measure_block(_AttentionBlock(), x_BLD, config=config)
+    assert "exact: log-sum-exp" in {row.treatment for row in report.stored}
+    assert {row.nbytes for row in report.stored if "log-sum-exp" in row.treatment} == {4 * 16 * 256}
 
 
 def test_exempt_layers_and_modules_are_exact():
@@ -276,49 +324,58 @@ def test_exempt_layers_and_modules_are_exact():
         model = debug_model(layers=3)
         enable_fp8_activation_checkpointing(model, config)
         _forward(model, tokens()).backward()
-        return {r.block: r.float8_tensors for r in receipt_of([model]).blocks}
+        return {r.block: r.float8_tensors for r in memory_report_of([model]).blocks}
 
-    assert float8(Config(exempt_first=1)) == {"layers.0": 0, "layers.1": 2, "layers.2": 2}
-    assert float8(Config(exempt_last=1)) == {"layers.0": 2, "layers.1": 2, "layers.2": 0}
+    assert float8(Config(exempt=["layers.0"])) == {"layers.0": 0, "layers.1": 2, "layers.2": 2}
+    assert float8(Config(exempt=["layers.2"])) == {"layers.0": 2, "layers.1": 2, "layers.2": 0}
     assert float8(Config(exempt=["layers.1.moe"])) == {"layers.0": 2, "layers.1": 1, "layers.2": 2}
 
 
 def test_fp32_copies_of_bf16_are_kept_as_bf16():
     """Without a loss: with everything else exact, the gradients are those of no policy."""
-    exact = Config(mode="none", verdicts={"*": "exact", "input": "float8"})
+    exact = Config(mode="no_recompute", op_policies={"*": "save", "input": "save_float8"})
     with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
-        receipt = measure_block(_block(), _input(), None, None, config=exact)
+        report = measure_block(_block(), _input(), None, None, config=exact)
         ours = _gradients(exact)
-    narrowed = [row for row in receipt.stored if row.treatment == "exact: as bfloat16"]
+    narrowed = [row for row in report.stored if row.treatment == "exact: as bfloat16"]
     assert any(2 * row.nbytes == row.original_nbytes for row in narrowed)
     assert sum(row.nbytes for row in narrowed) >= 2 * _ROUTED * _D
     reference = _gradients(None)
     assert all(torch.equal(reference[name], ours[name]) for name in reference)
 
 
-def test_verdicts_by_name():
+def test_op_policies_by_name():
     config = Config(
         preset="stock",
-        verdicts={
-            "moe.routed_experts:aten._grouped_mm:w1*": "float8",
+        op_policies={
+            "moe.routed_experts:aten._grouped_mm:w1*": "save_float8",
             "*:aten.mm:*:1": "recompute",
-            "moe.shared_experts.w2": "drop",
+            "moe.shared_experts.w2": "discard",
         },
     )
-    receipt = measure_block(_block(), _input(), None, None, config=config)
-    by_name = {row.name: row.verdict for row in receipt.ops if row.flops}
-    assert by_name["moe.routed_experts.inner_experts:aten._grouped_mm:w1_EFD"] == "float8"
+    report = measure_block(_block(), _input(), None, None, config=config)
+    by_name = {row.name: row.policy for row in report.ops if row.flops}
+    assert by_name["moe.routed_experts.inner_experts:aten._grouped_mm:w1_EFD"] == "save_float8"
     assert by_name["moe.routed_experts.inner_experts:aten._grouped_mm:w3_EFD"] == "recompute"
-    assert by_name["moe.shared_experts.w2:aten.mm:weight"] == "drop"
+    assert by_name["moe.shared_experts.w2:aten.mm:weight"] == "discard"
     assert by_name["attention.wq:aten.mm:weight"] == "recompute"  # the first aten.mm
-    assert by_name["attention.wkv_b:aten.mm:weight"] == "exact"
+    assert by_name["attention.wkv_b:aten.mm:weight"] == "save"
 
 
-def test_a_verdict_that_decides_nothing_is_said(caplog):
-    verdicts = {"moe:aten.mm:w9*": "exact", "moe.shared_experts.w1": "exact"}
+def test_occurrences_count_every_operation_that_matches():
+    """Also those that an earlier rule has decided."""
+    policies = {"*:aten.mm:*:1": "save", "*:aten.mm:*:2": "save", "*:aten.mm": "recompute"}
+    config = Config(preset="stock", op_policies=policies)
+    report = measure_block(_block(), _input(), None, None, config=config)
+    gemms = [row for row in report.ops if ":aten.mm:" in row.name]
+    assert [row.policy for row in gemms] == ["save"] * 2 + ["recompute"] * (len(gemms) - 2)
+
+
+def test_a_policy_that_decides_nothing_is_said(caplog):
+    policies = {"moe:aten.mm:w9*": "save", "moe.shared_experts.w1": "save"}
     with caplog.at_level(logging.WARNING):
-        measure_block(_block(), _input(), None, None, config=Config(verdicts=verdicts))
-    said = [record.message for record in caplog.records if "decided nothing" in record.message]
+        measure_block(_block(), _input(), None, None, config=Config(op_policies=policies))
+    said = [record.message for record in caplog.records if "has no effect" in record.message]
     assert len(said) == 1
     assert "moe:aten.mm:w9*" in said[0]
 
@@ -330,17 +387,28 @@ def test_a_verdict_that_decides_nothing_is_said(caplog):
         ({"preset": "speedy"}, r"activation_checkpoint\.preset is 'speedy'.*mean 'speed'"),
         ({"dtype": "e4m4"}, r"activation_checkpoint\.dtype"),
         ({"block": 100}, r"activation_checkpoint\.block"),
-        ({"exempt_first": -1}, r"exempt_first is -1; expected 0 or more"),
         ({"mode": "full", "preset": "speed"}, r"preset is 'speed'; it has no meaning with"),
-        ({"mode": "full", "attention": "float8"}, r"attention is 'float8'; it has no meaning"),
-        ({"mode": "none", "attention": "recompute"}, r"recomputes nothing"),
+        (
+            {"mode": "full", "attention": "save_float8"},
+            r"attention is 'save_float8'; it has no meaning",
+        ),
+        ({"mode": "no_recompute", "attention": "recompute"}, r"recomputes nothing"),
         ({"debug": True}, r"debug is on"),
-        ({"verdicts": {"moe": "flaot8"}}, r"verdicts\.'moe' is 'flaot8'.*mean 'float8'"),
-        ({"verdicts": {"moe::x": "float8"}}, r"'moe::x' is no pattern"),
-        ({"verdicts": {"*:aten.mm:*:x": "exact"}}, r"the occurrence in '\*:aten\.mm:\*:x'"),
-        ({"verdicts": {"*:aten.mmm": "exact"}}, r"no operation 'aten\.mmm'; .*mean 'aten\.mm'"),
-        ({"verdicts": {"input": "drop"}}, r'verdicts\."input" is .drop.; the inputs'),
-        ({"mode": "none", "verdicts": {"moe": "drop"}}, r"autograd decides what is saved"),
+        (
+            {"op_policies": {"moe": "save_flaot8"}},
+            r"op_policies\.'moe' is 'save_flaot8'.*mean 'save_float8'",
+        ),
+        ({"op_policies": {"moe::x": "save_float8"}}, r"'moe::x' is not a pattern"),
+        ({"op_policies": {"*:aten.mm:*:x": "save"}}, r"the occurrence in '\*:aten\.mm:\*:x'"),
+        ({"op_policies": {"*:aten.mmm": "save"}}, r"no operation 'aten\.mmm'; .*mean 'aten\.mm'"),
+        (
+            {"op_policies": {"input": "discard"}},
+            r'op_policies\."input" is .discard.; a block cannot',
+        ),
+        (
+            {"mode": "no_recompute", "op_policies": {"moe": "discard"}},
+            r"autograd decides what is saved",
+        ),
     ],
 )
 def test_bad_values(keys, message):
@@ -353,20 +421,38 @@ def test_unknown_exempt():
         enable_fp8_activation_checkpointing(debug_model(layers=2), Config(exempt=["layers.7"]))
 
 
+def test_op_policies_by_the_name_in_the_model():
+    model = debug_model(layers=3)
+    config = Config(op_policies={"layers.1.attention.wo": "save"})
+    enable_fp8_activation_checkpointing(model, config)
+    _forward(model, tokens())
+    kept = {
+        block.block
+        for block in memory_report_of([model]).blocks
+        if any(row.name.startswith("attention.wo:") for row in block.stored)
+    }
+    assert kept == {"layers.1"}
+    # Compiled code is not shared with a block that decides otherwise.
+    policy, blocks = FP8AC(config), debug_model(layers=3).layers
+    keys = [policy.compiled_decisions(blocks["1"], f"layers.{i}") for i in range(3)]
+    first, second, third = (decisions.key for decisions in keys if decisions)
+    assert first == third != second
+
+
 def test_unknown_module():
     with pytest.raises(ValueError, match=r"no module of a block is called 'moe\.shared_expert'"):
         enable_fp8_activation_checkpointing(
-            debug_model(layers=2), Config(verdicts={"moe.shared_expert": "exact"})
+            debug_model(layers=2), Config(op_policies={"moe.shared_expert": "save"})
         )
 
 
 def test_command_line():
     line = (
         "--module titan_ext --config deepseek_v3_debugmodel activation_checkpoint:fp8 "
-        "--activation_checkpoint.preset speed --activation_checkpoint.exempt_first 2"
+        "--activation_checkpoint.preset speed --activation_checkpoint.exempt layers.0,layers.1"
     )
     config: Any = ConfigManager().parse_args([str(word) for word in line.split()])
-    assert config.activation_checkpoint == Config(preset="speed", exempt_first=2)
+    assert config.activation_checkpoint == Config(preset="speed", exempt=["layers.0", "layers.1"])
 
 
 def test_toml(tmp_path, monkeypatch):
@@ -376,13 +462,13 @@ def test_toml(tmp_path, monkeypatch):
     policy = "fp8"
     preset = "speed"
     block = 64
-    [activation_checkpoint.verdicts]
-    "moe.shared_experts" = "exact"
-    "*:aten.mm" = "float8"
+    [activation_checkpoint.op_policies]
+    "moe.shared_experts" = "save"
+    "*:aten.mm" = "save_float8"
     """
     config = resolve_text(tmp_path, DEBUG + section).config.activation_checkpoint
-    verdicts = {"moe.shared_experts": "exact", "*:aten.mm": "float8"}
-    assert config == Config(preset="speed", block=64, verdicts=verdicts)
+    policies = {"moe.shared_experts": "save", "*:aten.mm": "save_float8"}
+    assert config == Config(preset="speed", block=64, op_policies=policies)
     assert [rule.module for rule in config.rules()] == ["moe.shared_experts", "*"]
 
 
@@ -392,7 +478,10 @@ def test_what_compiled_code_cannot_do_is_refused(tmp_path, monkeypatch):
     section = '[activation_checkpoint]\npolicy = "fp8"\n'
     resolve_text(tmp_path, DEBUG + section + compiled)
     for key, message in (
-        ('mode = "none"\nfp32 = "float8"\n', r'fp32 is .float8.; expected "exact" under'),
+        (
+            'mode = "no_recompute"\nfp32 = "save_float8"\n',
+            r'fp32 is .save_float8.; expected "save" under',
+        ),
         ("stochastic = true\n", "stochastic"),
         ('block = "tensor"\n', "row"),
     ):
@@ -409,21 +498,22 @@ def test_every_key_of_the_codec_is_a_key():
 def test_a_freed_cast_of_a_weight_lends_its_name_to_no_other_tensor():
     """FSDP's all-gather in bf16 makes such casts; the storage after the next has their address."""
     linear = nn.Linear(8, 8)
-    sites = BlockSites(nn.Sequential(nn.Linear(8, 8), linear))
+    locator = OpLocator(nn.Sequential(nn.Linear(8, 8), linear))
     cast = linear.weight.detach().bfloat16()
-    sites.see_cast(torch.ops.aten._to_copy.default, (linear.weight,), cast)
+    locator.begin(with_operands=True)
+    locator.see_cast(linear.weight, cast)
     mm = torch.ops.aten.mm.default
-    assert sites.site(mm, (cast,), with_operand=True).operand == "1.weight"
+    assert locator.locate(mm, (cast,)).operand == "1.weight"
     del cast
     others = [torch.ones(8, 8, dtype=torch.bfloat16) for _ in range(100)]
-    assert {sites.site(mm, (x,), with_operand=True).operand for x in others} == {""}
+    assert {locator.locate(mm, (x,)).operand for x in others} == {""}
 
 
 _FLOAT8_LINEARS = ("float8_linear",)
 
 
-@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="none")])
-def test_float8_linears_get_the_verdicts_of_bf16_linears(config):
+@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="no_recompute")])
+def test_float8_linears_get_the_op_policies_of_bf16_linears(config):
     """The same modules keep the same bytes; Float8's scales (an aten.max each) come on top."""
 
     def stored(converters: tuple[str, ...]) -> set[tuple[str, str, int]]:
@@ -432,15 +522,15 @@ def test_float8_linears_get_the_verdicts_of_bf16_linears(config):
         _forward(model, tokens()).backward()
         return {
             (":".join(row.name.split(":")[:2]), row.treatment, row.nbytes)
-            for block in receipt_of([model]).blocks
+            for block in memory_report_of([model]).blocks
             for row in block.stored
-            if row.nbytes >= 64 or row.treatment == "dropped"
+            if row.nbytes >= 64 or row.treatment == "discarded"
         }
 
     assert stored(_FLOAT8_LINEARS) == stored(())
 
 
-@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="none")])
+@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="no_recompute")])
 def test_float8_activations_cost_float8_linears_less_than_they_cost_themselves(config, stock):
     linears = _gradients(SelectiveAC.Config(), converters=_FLOAT8_LINEARS)
     both = _gradients(config, converters=_FLOAT8_LINEARS)

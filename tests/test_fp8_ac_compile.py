@@ -1,9 +1,10 @@
-"""Verdicts in compiled code: what is saved how, what runs again, and what gradients come of it."""
+"""Policies in compiled code: what is saved how, what runs again, and what gradients come of it."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -12,33 +13,43 @@ import torch._dynamo
 import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
-from tests.compiled_verdicts import RULES, VerdictAC
+from tests.compiled_op_policies import RULES, OpPolicyAC, rule_decisions
 from tests.fp8_activations import debug_model
 from tests.training import Run, train
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.compiled.codec import Saved
-from titan_ext.activation_checkpoint.compiled.decisions import Decisions, rule_decisions
-from titan_ext.activation_checkpoint.compiled.partition import Float8Partitioner, install
+from titan_ext.activation_checkpoint.compiled.checkpoint import Decisions, compiled_checkpoint
+from titan_ext.activation_checkpoint.compiled.partition import (
+    Float8Partitioner,
+    Saved,
+    compile_arguments,
+)
+from titan_ext.activation_checkpoint.op_policies import OpPolicy, parse_rules
 from titan_ext.activation_checkpoint.units import apply_activation_checkpointing, parts
-from titan_ext.activation_checkpoint.verdicts import Verdict, parse_rules
+from titan_ext.compile import compile_units
 from titan_ext.fp8 import Codec
-from titan_ext.fsdp.units import Wrap
+from titan_ext.fsdp.units import Wrap, plan_units
 
 B, L, D = 2, 64, 256
 TOKENS = B * L
 
 
-class ExactAC(VerdictAC):
+class ExactAC(OpPolicyAC):
     """The same tensors, all of them exact."""
 
     rules: ClassVar[dict[str, str]] = {
-        pattern: verdict.replace("float8", "exact") for pattern, verdict in RULES.items()
+        pattern: policy.replace("save_float8", "save") for pattern, policy in RULES.items()
     }
-    inputs = Verdict.EXACT
+    inputs = OpPolicy.SAVE
 
 
 @dataclass
@@ -58,11 +69,8 @@ class Outcome:
 def _compiler_settings():
     """What Titan's apply_compile sets, and nothing left of other tests."""
     torch._dynamo.reset()
-    with (
-        torch._dynamo.config.patch(
-            capture_scalar_outputs=True, skip_fwd_side_effects_in_bwd_under_checkpoint=True
-        ),
-        torch._inductor.config.patch(custom_partitioner_fn=None),
+    with torch._dynamo.config.patch(
+        capture_scalar_outputs=True, skip_fwd_side_effects_in_bwd_under_checkpoint=True
     ):
         yield
     torch._dynamo.reset()
@@ -77,13 +85,14 @@ def run(
 ) -> Outcome:
     """Forward and backward of one dense and two MoE blocks, for each length; None: eager."""
     model = debug_model(layers=3)
-    apply_activation_checkpointing(model, policy, wrap, compiled=backend is not None)
+    units = plan_units(model, wrap)
+    apply_activation_checkpointing(model, policy, units, compiled=backend is not None)
     saved: list[list[Saved]] = []
     counters.clear()
     if backend is not None:
-        compiler = install(Float8Partitioner(Codec(), report=saved.append), backend)
-        for part in parts(model, wrap):
-            part.main.compile(backend=cast(Any, compiler), fullgraph=True)
+        arguments = compile_arguments(Float8Partitioner(Codec(), report=saved.append), backend)
+        for part in parts(model, units):
+            part.main.compile(fullgraph=True, **arguments)
     for seq_len in lengths:
         waiting: dict[int, int] = {}
         model.zero_grad()
@@ -163,9 +172,9 @@ EXPECTED: dict[Wrap, list[list]] = {
 
 
 @pytest.mark.parametrize("wrap", ["block", "submodule"])
-def test_verdicts_tensor_by_tensor(wrap: Wrap):
+def test_op_policies_tensor_by_tensor(wrap: Wrap):
     """One graph for each kind of unit; the router and every GEMM whose output is saved run once."""
-    outcome = run(VerdictAC(VerdictAC.Config()), wrap)
+    outcome = run(OpPolicyAC(OpPolicyAC.Config()), wrap)
     assert [activations(saved) for saved in outcome.saved] == EXPECTED[wrap]
     assert outcome.graphs == len(EXPECTED[wrap])
     assert outcome.operations["aten::topk"] == 2
@@ -183,9 +192,9 @@ def test_verdicts_tensor_by_tensor(wrap: Wrap):
 
 def test_inductor_stores_the_same():
     """Its kernels round otherwise, which a router may turn into another choice."""
-    inductor = run(VerdictAC(VerdictAC.Config()), "submodule", backend="inductor", lengths=(L,))
+    inductor = run(OpPolicyAC(OpPolicyAC.Config()), "submodule", backend="inductor", lengths=(L,))
     assert [activations(saved) for saved in inductor.saved] == EXPECTED["submodule"]
-    aot_eager = run(VerdictAC(VerdictAC.Config()), "submodule", lengths=(L,))
+    aot_eager = run(OpPolicyAC(OpPolicyAC.Config()), "submodule", lengths=(L,))
     assert inductor.nbytes == aot_eager.nbytes
     assert worst_cosine(inductor, aot_eager) > 0.98
 
@@ -205,8 +214,9 @@ def test_without_float8_nothing_changes():
     """The partitioner is torch's own for graphs that do not ask for float8."""
     ours = run(ExactAC(ExactAC.Config()), "block")
     model = debug_model(layers=3)
-    apply_activation_checkpointing(model, ExactAC(ExactAC.Config()), "block", compiled=True)
-    for part in parts(model, "block"):
+    units = plan_units(model, "block")
+    apply_activation_checkpointing(model, ExactAC(ExactAC.Config()), units, compiled=True)
+    for part in parts(model, units):
         part.main.compile(backend="aot_eager", fullgraph=True)
     torch.manual_seed(1)
     h_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
@@ -217,21 +227,81 @@ def test_without_float8_nothing_changes():
         assert torch.equal(cast(Any, param.grad).double(), ours.gradients[name]), name
 
 
+class _Stranger(nn.Module):
+    """A module of the user's own: a checkpoint that prefers to save what its first layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256))
+        self.layers.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False, context_fn=_prefer_to_save_matmuls)
+
+
+def _prefer_to_save_matmuls() -> Any:
+    def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+            return CheckpointPolicy.PREFER_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _strange_gradient(rows: int) -> torch.Tensor:
+    """Compiled anew for each number of rows."""
+    stranger = _Stranger()
+    stranger.compile(backend="inductor", fullgraph=True, dynamic=False)
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    stranger(x.requires_grad_()).float().square().mean().backward()
+    weight: Any = stranger.layers[0].weight
+    return weight.grad
+
+
+def test_a_module_that_is_not_ours_is_compiled_as_without_us():
+    """Before our blocks run, between their forward and their backward, and after."""
+    alone = {rows: _strange_gradient(rows) for rows in (64, 96, 128)}
+    torch._dynamo.reset()
+
+    policy = FP8AC(FP8AC.Config())
+    model = debug_model(layers=2)
+    units = plan_units(model, "block")
+    apply_activation_checkpointing(model, policy, units, compiled=True)
+    dims: Any = SimpleNamespace(tp_enabled=False, ep_enabled=False)
+    compile_units(
+        model,
+        units,
+        compile_config=CompileConfig(enable=True, backend="inductor"),
+        parallel_dims=dims,
+        float8=policy,
+    )
+    assert torch.equal(_strange_gradient(64), alone[64])
+    h_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+    for block in model.layers.values():
+        h_BLD = block(h_BLD, None, None)
+    assert torch.equal(_strange_gradient(96), alone[96])
+    h_BLD.float().square().mean().backward()
+    assert torch.equal(_strange_gradient(128), alone[128])
+    assert len(policy.reporter.graphs) == 2, "one graph for each kind of block, and no other"
+    policy.reporter.check_graphs()
+
+
 def test_another_length_is_one_more_graph_of_each_kind():
-    outcome = run(VerdictAC(VerdictAC.Config()), "submodule", lengths=(64, 96, 80, 64))
+    outcome = run(OpPolicyAC(OpPolicyAC.Config()), "submodule", lengths=(64, 96, 80, 64))
     assert outcome.graphs == 2 * len(EXPECTED["submodule"])
 
 
 def test_blocks_that_decide_differently_share_no_code():
     """Dynamo would give the second block the code of the first: it does not guard on policies."""
 
-    class SecondExact(VerdictAC):
+    class SecondExact(OpPolicyAC):
         def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
             if name == "layers.2":
-                return rule_decisions(parse_rules({"*:aten.topk": "exact"}), inputs=self.inputs)
+                return rule_decisions(parse_rules({"*:aten.topk": "save"}), inputs=self.inputs)
             return super().compiled_decisions(block, name)
 
-    outcome = run(SecondExact(VerdictAC.Config()), "block")
+    outcome = run(SecondExact(OpPolicyAC.Config()), "block")
     assert [activations(saved) for saved in outcome.saved] == [
         *EXPECTED["block"],
         [INPUT, ("aten.topk", (B, L, 3), "exact")],
@@ -239,11 +309,11 @@ def test_blocks_that_decide_differently_share_no_code():
 
 
 def test_a_block_without_decisions_is_not_checkpointed():
-    class SecondFree(VerdictAC):
+    class SecondFree(OpPolicyAC):
         def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
             return None if name == "layers.2" else super().compiled_decisions(block, name)
 
-    outcome = run(SecondFree(VerdictAC.Config()), "block")
+    outcome = run(SecondFree(OpPolicyAC.Config()), "block")
     assert not [s for s in outcome.saved[2] if s.treatment.startswith("float8")]
     assert len(outcome.saved[2]) > len(outcome.saved[1])
 
@@ -251,18 +321,18 @@ def test_a_block_without_decisions_is_not_checkpointed():
 def test_nothing_is_computed_again_if_asked():
     """The compiler saves what it would save without a checkpoint, in float8 what the rules name."""
 
-    class Float8None(VerdictAC):
+    class Float8None(OpPolicyAC):
         def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
-            rules = {"*:aten.topk": "exact", "*.inner_attention": "exact", "*": "float8"}
+            rules = {"*:aten.topk": "save", "*.inner_attention": "save", "*": "save_float8"}
             decisions = rule_decisions(parse_rules(rules), inputs=self.inputs)
             return replace(decisions, recompute=False)
 
-    class NoAC(VerdictAC):
+    class NoAC(OpPolicyAC):
         def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
             return None
 
-    outcome = run(Float8None(VerdictAC.Config()), "block")
-    free = run(NoAC(VerdictAC.Config()), "block")
+    outcome = run(Float8None(OpPolicyAC.Config()), "block")
+    free = run(NoAC(OpPolicyAC.Config()), "block")
     assert outcome.graphs == 2
     for gemm in ("aten::mm", "aten::_grouped_mm", "aten::topk"):
         assert outcome.operations[gemm] == free.operations[gemm]
@@ -276,6 +346,62 @@ def test_nothing_is_computed_again_if_asked():
     assert 0.999 < worst_cosine(outcome, free) < 1
 
 
+class _SavesItsInput(torch.autograd.Function):
+    """A fused norm or activation is such: what its backward reads, no operation shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, how: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view(-1) if how == "view" else x.clone().view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return (gradients[0].view_as(x) * x.cos()), None
+
+
+class _ReadsADiscard(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w1, self.w2 = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.stat: torch.Tensor
+        self.register_buffer("stat", torch.zeros(()))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.w2(self.w1(x).sigmoid())
+        if self.how == "buffer":
+            self.stat.add_(out.detach().sum())
+        elif self.how == "in place":
+            out.add_(x)
+        else:
+            out = _SavesItsInput.apply(out, self.how).view_as(x)
+        return out.sin()
+
+
+@pytest.mark.parametrize("how", ["view", "clone", "in place", "buffer"])
+def test_a_discarded_output_that_is_read_is_computed_again(how: str):
+    """No stand-in takes its place, as in eager code: gradients are those without a checkpoint."""
+    outcomes = []
+    for discards in (False, True):
+        module = _ReadsADiscard(how)
+        if discards:
+            decisions = rule_decisions(parse_rules({"*:aten.mm": "discard"}))
+            forward = module.forward
+            wrap = compiled_checkpoint({"": module}, "", decisions)
+            cast(Any, module).forward = lambda x: wrap(forward, x)  # noqa: B023
+            module.compile(
+                fullgraph=True, **compile_arguments(Float8Partitioner(Codec()), "aot_eager")
+            )
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        module(x).square().sum().backward()
+        outcomes.append([x.grad, module.w1.weight.grad, module.w2.weight.grad, module.stat])
+    for mine, its in zip(*outcomes, strict=True):
+        assert mine is not None
+        assert torch.equal(mine, its)
+
+
 @pytest.mark.parametrize(
     ("backend", "codec", "message"),
     [
@@ -286,7 +412,7 @@ def test_nothing_is_computed_again_if_asked():
 )
 def test_what_cannot_be_compiled_is_refused(backend: str, codec: Codec, message: str):
     with pytest.raises(ValueError, match=message):
-        install(Float8Partitioner(codec), backend)
+        compile_arguments(Float8Partitioner(codec), backend)
 
 
 @pytest.mark.parametrize("routing", ["learned", "one_expert"])
@@ -299,7 +425,7 @@ def test_expert_parallel_exchanges_are_not_run_again(routing: str, tmp_path: Pat
         Run(
             world=2,
             ep=2,
-            ac="verdicts",
+            ac="op_policies",
             compiled=True,
             compile_backend="aot_eager",
             parallelize="submodule",
@@ -334,8 +460,8 @@ def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
     policies = [FP8AC(FP8AC.Config(preset=preset)) for _ in range(2)]
     eager = run(policies[0], wrap, backend=None)
     compiled = run(policies[1], wrap)  # the second forward: compiled already
-    receipt = sum(block.nbytes for block in policies[0].receipt.blocks)
-    assert 0.95 * receipt < compiled.nbytes < 1.05 * receipt
+    report = sum(block.nbytes for block in policies[0].memory_report.blocks)
+    assert 0.95 * report < compiled.nbytes < 1.05 * report
     assert compiled.graphs == len(EXPECTED[wrap])
     assert compiled.operations["aten::mm"] <= eager.operations["aten::mm"]
     # A unit's own input is float8 too; a block has only one.
@@ -345,6 +471,6 @@ def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
 def test_a_compiled_run_that_stores_nothing_in_float8_fails():
     policy = FP8AC(FP8AC.Config())
     run(policy, "block", lengths=(L,))
-    policy.graphs.clear()
-    with pytest.raises(RuntimeError, match="float8 was asked for and nothing was stored"):
-        policy.check_stored()
+    policy.reporter.graphs.clear()
+    with pytest.raises(RuntimeError, match="stores in float8, but nothing was stored in it"):
+        policy.reporter.check_graphs()

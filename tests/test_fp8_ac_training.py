@@ -8,14 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.training import RankResult, Result, Run, train
+from tests.training import RankResult, Result, Run, Runs, observed, train
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.run_folder import read_scalar
 
 Config = FP8AC.Config
 
 _MOE_BLOCKS = 2
-_EP2 = Run(world=2, ep=2, parallelize="submodule", steps=2, traced_step=2)
+_EP2 = observed(Run(world=2, ep=2, parallelize="submodule"))
+
+
+def _slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def _exchanges_in_backward(rank: RankResult) -> int:
@@ -37,9 +41,9 @@ def _routes_alike(rank: RankResult) -> bool:
     )
 
 
-@pytest.fixture(scope="module")
-def selective(tmp_path_factory) -> Result:
-    return train(_EP2, tmp_path_factory.mktemp("selective"))
+@pytest.fixture
+def selective(runs: Runs) -> Result:
+    return runs.get(_EP2)
 
 
 def test_the_stock_preset_trains_as_stock_selective_does(selective: Result, tmp_path: Path):
@@ -53,11 +57,11 @@ def test_the_stock_preset_trains_as_stock_selective_does(selective: Result, tmp_
     ("run", "exchanges"),
     [
         (dataclasses.replace(_EP2, ac=Config()), 2),
-        (dataclasses.replace(_EP2, ac=Config(), backend="partial_dtensor"), 2),
-        (dataclasses.replace(_EP2, ac=Config(preset="speed"), parallelize="block"), 2),
-        (dataclasses.replace(_EP2, ac=Config(), world=4, ep=4, routing="one_expert"), 2),
+        _slow(dataclasses.replace(_EP2, ac=Config(), backend="partial_dtensor"), 2),
+        _slow(dataclasses.replace(_EP2, ac=Config(preset="speed"), parallelize="block"), 2),
+        _slow(dataclasses.replace(_EP2, ac=Config(), world=4, ep=4, routing="one_expert"), 2),
         # Full exchanges the tokens again, but not their numbers.
-        (dataclasses.replace(_EP2, ac=Config(mode="full")), 4),
+        _slow(dataclasses.replace(_EP2, ac=Config(mode="full")), 4),
     ],
     ids=lambda value: str(value),
 )
@@ -69,36 +73,44 @@ def test_under_expert_parallelism(run: Run, exchanges: int, selective: Result, t
     assert np.isfinite(result.losses + result.grad_norms).all()
     if run.routing == "learned":
         # What was quantised before it had arrived would show here.
-        assert result.grad_norms == pytest.approx(selective.grad_norms, rel=0.003)
+        assert result.grad_norms[:2] == pytest.approx(selective.grad_norms[:2], rel=0.003)
     else:
         chosen = {int(i) for _, _, ids in result.ranks[0].routing for i in ids.ravel()}
         assert chosen == {0, 1, 2}, "experts of ranks 0 and 1; two ranks get no token"
 
 
-@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
+@pytest.mark.parametrize(
+    "backend", ["spmd_types", pytest.param("partial_dtensor", marks=pytest.mark.slow)]
+)
 def test_without_recompute_nothing_is_exchanged_twice(backend: str, tmp_path: Path):
-    result = train(dataclasses.replace(_EP2, ac=Config(mode="none"), backend=backend), tmp_path)
+    result = train(
+        dataclasses.replace(_EP2, ac=Config(mode="no_recompute"), backend=backend), tmp_path
+    )
     assert {_exchanges_in_backward(rank) for rank in result.ranks} == {2 * _MOE_BLOCKS}
 
 
 @pytest.mark.parametrize(
     "run",
     [
-        Run(world=2, pp=2, parallelize="block", ac=Config(), global_batch=4, layers=4),
-        Run(
-            world=2,
-            pp=2,
-            schedule="Interleaved1F1B",
-            parallelize="block",
-            ac=Config(),
-            global_batch=4,
-            layers=4,
+        Run(world=2, pp=2, parallelize="block", ac=Config(), layers=2),
+        _slow(
+            Run(
+                world=2,
+                pp=2,
+                schedule="Interleaved1F1B",
+                parallelize="block",
+                ac=Config(),
+                global_batch=4,
+                layers=4,
+            )
         ),
-        Run(world=2, ep=2, parallelize="submodule", ac=Config(), reshard="never", prefetch=3),
-        Run(world=2, tp=2, parallelize="block", ac=Config()),
-        Run(model="deepseek_v3_mtp", parallelize="block", ac=Config(), layers=2),
-        Run(model="qwen3_moe", parallelize="block", ac=Config(preset="speed"), layers=2),
-        Run(model="muse_glimmer", parallelize="block", ac=Config(), layers=2),
+        _slow(
+            Run(world=2, ep=2, parallelize="submodule", ac=Config(), reshard="never", prefetch=3)
+        ),
+        _slow(Run(world=2, tp=2, parallelize="block", ac=Config())),
+        _slow(Run(model="deepseek_v3_mtp", parallelize="block", ac=Config(), layers=2)),
+        _slow(Run(model="qwen3_moe", parallelize="block", ac=Config(preset="speed"), layers=1)),
+        _slow(Run(model="muse_glimmer", parallelize="block", ac=Config(), layers=2)),
     ],
     ids=str,
 )
@@ -114,6 +126,7 @@ def test_other_layouts_and_models(run: Run, tmp_path: Path):
     assert ours.losses[-1] < ours.losses[0]
 
 
+@pytest.mark.slow
 def test_compiled_units_in_the_trainer(tmp_path: Path):
     """Two all-to-alls a MoE layer in backward, as eager; the log says what each graph saves."""
     run = Run(
@@ -143,14 +156,14 @@ def test_compiled_units_in_the_trainer(tmp_path: Path):
     assert exchanged["nbytes_a_token"] == 2 * (256 + 2)
 
 
-def test_the_receipt_is_in_the_folder_and_in_the_metrics(tmp_path: Path):
+def test_the_memory_report_is_in_the_folder_and_in_the_metrics(tmp_path: Path):
     run = Run(parallelize="block", ac=Config(), steps=1)
     train(run, tmp_path)
     (file,) = (tmp_path / "activation_checkpoint").glob("*.json")
-    receipt = json.loads(file.read_text())
+    report = json.loads(file.read_text())
     assert file.name == "rank0_layers_0.json"
-    assert [block["block"] for block in receipt["blocks"]] == ["layers.0", "layers.1", "layers.2"]
-    for name, value in receipt["totals"].items():
+    assert [block["block"] for block in report["blocks"]] == ["layers.0", "layers.1", "layers.2"]
+    for name, value in report["totals"].items():
         assert read_scalar(tmp_path, name) == {1: pytest.approx(value)}
     log = (tmp_path / "logs" / "rank_0.log").read_text()
-    assert log.count("What waits for backward (3 blocks, one forward):") == 1
+    assert log.count("Kept for backward (3 blocks, one forward):") == 1

@@ -1,22 +1,36 @@
 """The saved-tensor store: what it holds, what it lets go, and what backward gets back."""
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from torch._C._distributed_c10d import Work, _register_work
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fp8_activations import debug_model, tokens
-from titan_ext.fp8 import Codec, Row, SavedTensorStore, dequantize, keep_exact, quantize
+from titan_ext.activation_checkpoint import FP8AC, enable_fp8_activation_checkpointing
+from titan_ext.fp8 import (
+    Codec,
+    MemoryRow,
+    SavedTensorStore,
+    codec,
+    dequantize,
+    keep_exact,
+    quantize,
+    saved_tensors,
+)
 from titan_ext.fp8.local import plain_tensors
 
 N = 2048
@@ -36,8 +50,8 @@ def gradient(x: torch.Tensor) -> Any:
     return x.grad
 
 
-def rows(store: SavedTensorStore) -> dict[str, Row]:
-    return {row.treatment: row for row in store.ledger.rows()}
+def rows(store: SavedTensorStore) -> dict[str, MemoryRow]:
+    return {row.treatment: row for row in store.memory_report.rows()}
 
 
 def quantized(x: torch.Tensor, codec: Codec | None = None) -> torch.Tensor:
@@ -64,30 +78,30 @@ def test_what_backward_gets_is_the_quantised_tensor():
         y = x * x
     y.sum().backward()
     assert torch.equal(gradient(x), 2 * quantized(x.detach()))
-    assert store.ledger.nbytes == 0, "freed by backward"
+    assert store.memory_report.nbytes == 0, "freed by backward"
 
 
-def test_the_ledger_and_the_ratio():
+def test_the_memory_report_and_the_ratio():
     x = normal(16, N).requires_grad_()
     store = SavedTensorStore()
     with store.hooks("square"):
         y = x.exp()
-    (row,) = store.ledger.rows()
-    assert row == Row("square", "float8 e4m3", 1, 16 * (N + N // 128), 16 * N * 2)
-    assert store.ledger.nbytes / store.ledger.original_nbytes == 0.50390625
-    assert "square: float8 e4m3" in str(store.ledger)
+    (row,) = store.memory_report.rows()
+    assert row == MemoryRow("square", "float8 e4m3", 1, 16 * (N + N // 128), 16 * N * 2)
+    assert store.memory_report.nbytes / store.memory_report.original_nbytes == 0.50390625
+    assert "square: float8 e4m3" in str(store.memory_report)
     del y
-    assert store.ledger.rows() == []
+    assert store.memory_report.rows() == []
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_a_block_are_close(compiled: bool):
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_gradients_of_a_block_are_close(one_kernel: bool):
     layer = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256)).bfloat16()
     x = normal(64, 256)
     layer(x).square().sum().backward()
     exact = [gradient(p).clone() for p in layer.parameters()]
     layer.zero_grad()
-    store = SavedTensorStore(modules=[layer], compiled=compiled)
+    store = SavedTensorStore(modules=[layer], one_kernel=one_kernel)
     with store.hooks():
         y = layer(x).square().sum()
     assert rows(store)["float8 e4m3"].entries >= 3
@@ -98,11 +112,11 @@ def test_gradients_of_a_block_are_close(compiled: bool):
         assert not torch.equal(gradient(p), e)
 
 
-# The ledger against the storages that are really there.
+# The report against the storages that are really there.
 
 
-def test_the_ledger_equals_the_live_storages_of_a_model():
-    """The debug model, forward: what the graph holds beyond the model is what the ledger says."""
+def test_the_memory_report_equals_the_live_storages_of_a_model():
+    """The debug model, forward: what the graph holds beyond the model is what the report says."""
     model, inputs = debug_model(), tokens()
     store = SavedTensorStore(modules=[model])
     leaf = model.tok_embeddings(inputs).detach().requires_grad_()
@@ -113,21 +127,21 @@ def test_the_ledger_equals_the_live_storages_of_a_model():
             h = block(h, None, None)
     graph = h.grad_fn
     del h
-    ledger = store.ledger
-    assert sum(live_storages(but=before).values()) == ledger.nbytes > 0
+    report = store.memory_report
+    assert sum(live_storages(but=before).values()) == report.nbytes > 0
 
-    moe = {row.treatment: row for row in ledger.rows() if row.name == "1"}
+    moe = {row.treatment: row for row in report.rows() if row.name == "1"}
     assert moe["float8 e4m3"].nbytes < 0.51 * moe["float8 e4m3"].original_nbytes
     assert {"exact: int64", "exact: float32", "passed through: parameter or buffer"} <= set(moe)
     assert moe["passed through: parameter"].nbytes == 0
     assert moe["passed through: parameter"].entries > 10
 
     del graph
-    assert ledger.nbytes == 0
+    assert report.nbytes == 0
     assert live_storages(but=before) == {}
 
 
-def test_the_check_of_live_storages_sees_what_the_ledger_leaves_out():
+def test_the_check_of_live_storages_sees_what_the_memory_report_leaves_out():
     """A store that kept the original beside its float8 copy would fail the test above."""
     before = live_storages()
     x = normal(16, N).requires_grad_()
@@ -137,7 +151,7 @@ def test_the_check_of_live_storages_sees_what_the_ledger_leaves_out():
     y = y.grad_fn
     kept_by_mistake = x.detach()
     del x
-    assert sum(live_storages(but=before).values()) > store.ledger.nbytes
+    assert sum(live_storages(but=before).values()) > store.memory_report.nbytes
     del kept_by_mistake, y
 
 
@@ -163,7 +177,7 @@ def test_parameters_and_views_of_them_are_never_packed(view: Any):
     back = store.unpack(entry)
     assert back.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
     assert torch.equal(back, view(layer.weight).detach())
-    assert store.ledger.nbytes == 0
+    assert store.memory_report.nbytes == 0
 
 
 def test_buffers_are_not_packed_either():
@@ -172,7 +186,7 @@ def test_buffers_are_not_packed_either():
     store = SavedTensorStore(modules=[layer], policy=everything)
     entry = store.pack(rope[:32])
     assert store.unpack(entry).data_ptr() == rope.data_ptr()
-    assert store.ledger.nbytes == 0
+    assert store.memory_report.nbytes == 0
 
 
 def test_a_parameter_put_in_place_later_is_known():
@@ -213,7 +227,7 @@ def test_an_expanded_view_costs_its_storage():
     base = normal(64, 128)
     x = base.unsqueeze(1).expand(64, 50, 128)
     entry = store.pack(x)
-    assert store.ledger.nbytes == 64 * 129
+    assert store.memory_report.nbytes == 64 * 129
     back = store.unpack(entry)
     assert back.stride() == x.stride()
     assert torch.equal(back, quantized(base).unsqueeze(1).expand(64, 50, 128))
@@ -231,7 +245,7 @@ def test_an_expanded_last_dimension_is_quantised_along_another():
     store = SavedTensorStore(policy=everything)
     x = normal(256).unsqueeze(-1).expand(256, 64)
     entry = store.pack(x)
-    assert store.ledger.nbytes == 256 + 2
+    assert store.memory_report.nbytes == 256 + 2
     assert torch.equal(store.unpack(entry), quantized(x[:, 0]).unsqueeze(-1).expand(256, 64))
 
 
@@ -294,7 +308,7 @@ def test_an_entry_dies_with_the_graph():
     store = SavedTensorStore()
     entry = weakref.ref(store.pack(normal(16, N)))
     assert entry() is None
-    assert store.ledger.rows() == []
+    assert store.memory_report.rows() == []
     assert len(store._by_key) == 0
 
 
@@ -365,11 +379,137 @@ def test_a_stored_output_is_no_reference_cycle():
     try:
         with store.hooks():
             y = x.exp()
-        assert store.ledger.nbytes == 256
+        assert store.memory_report.nbytes == 256
         del y
-        assert store.ledger.nbytes == 0, "only the garbage collector would free it"
+        assert store.memory_report.nbytes == 0, "only the garbage collector would free it"
     finally:
         gc.enable()
+
+
+# One kernel each way.
+
+
+class _Compiler:
+    """A backend of torch.compile that compiles nothing and counts."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Compiler]:
+    """Compiles the codec, for a CPU too."""
+    compiler = _Compiler()
+    monkeypatch.setattr(codec, "_BACKEND", compiler)
+    monkeypatch.setattr(codec, "_warned", [])
+    monkeypatch.setattr(codec, "_not_compiled", set())
+    monkeypatch.setattr(saved_tensors, "compiles_for", lambda device: True)
+    codec._compiled.cache_clear()
+    torch._dynamo.reset()
+    yield compiler
+    codec._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [contextlib.nullcontext, _Operations, lambda: FlopCounterMode(display=False)],
+    ids=["no mode", "any mode", "FlopCounterMode"],
+)
+def test_one_kernel_each_way_under_any_mode(mode: Any, compiler: _Compiler):
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with mode() as active, store.hooks():
+        x.exp().sum().backward()
+    assert codec._warned == []
+    assert (compiler.graphs, compiler.runs) == (2, 2)
+    assert torch.equal(gradient(x), quantized(x.detach().exp()))
+    if isinstance(active, _Operations):
+        ours = [name for name in active.names if "float8" in name]
+        both = ["titan_ext.float8_quantize.default", "titan_ext.float8_dequantize.default"]
+        assert ours == both, "a memory tracker, for example, sees one operation each way"
+
+
+@pytest.mark.parametrize("mode", ["selective", "no_recompute"])
+def test_one_kernel_for_every_tensor_of_a_block(
+    mode: Any, compiler: _Compiler, monkeypatch: pytest.MonkeyPatch
+):
+    calls = []
+    run = codec._compile_and_run
+    monkeypatch.setattr(codec, "_compile_and_run", lambda *args: calls.append(1) or run(*args))
+    model = debug_model(layers=2)
+    enable_fp8_activation_checkpointing(model, FP8AC.Config(mode=mode))
+    h_BLD = normal(2, 64, 256).requires_grad_()
+    for block in model.layers.values():
+        h_BLD = block(h_BLD, None, None)
+    h_BLD.float().sum().backward()
+    assert codec._warned == []
+    assert compiler.runs == len(calls) >= 8
+    assert compiler.graphs <= 6
+
+
+def test_shapes_share_kernels(compiler: _Compiler):
+    """No more graphs of a function than the 8 beyond which torch.compile gives up."""
+    store = SavedTensorStore(policy=everything)
+    rows_and_widths = [(64, 128), (7, 128), (1, 128), (64, 256), (2, 4096), (3, 2048), (64, 576)]
+    rows_and_widths += [(9, 576), (64, 700), (1, 576), (64, 64), (80, 64), (0, 128), (5, 1408)]
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in rows_and_widths:
+            for x in (normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)[:, 1:]):
+                entry = store.pack(x)
+                assert torch.equal(store.unpack(entry), quantized(x)), shape
+    assert codec._warned == []
+    assert compiler.graphs <= 4 * 8
+
+
+@pytest.mark.parametrize("reason", ["torch.compile is switched off", "no compiler here"])
+def test_an_eager_codec_says_why(
+    reason: str, compiler: _Compiler, monkeypatch: pytest.MonkeyPatch, caplog: Any
+):
+    def refuse(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(codec, "_BACKEND", refuse)
+    x = normal(16, N)
+    store = SavedTensorStore()
+    with torch.compiler.set_stance("force_eager" if "off" in reason else "default"):
+        for factor in (1, 2):
+            assert torch.equal(store.unpack(store.pack(x * factor)), quantized(x * factor))
+    warnings = [record.getMessage() for record in caplog.records if "float8" in record.msg]
+    assert len(warnings) == 1
+    assert "a dozen kernels instead of one" in warnings[0]
+    assert reason in warnings[0]
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones(compiler: _Compiler):
+    ops = torch.ops.titan_ext
+    name = codec.codec_name(Codec())
+    with FakeTensorMode():
+        x = torch.empty(16, N, dtype=torch.bfloat16)
+        data, scales = ops.float8_quantize(x, name, None, True)
+        assert (data.shape, data.dtype, scales.shape) == (x.shape, torch.float8_e4m3fn, (16, 16))
+        back = ops.float8_dequantize(data, scales, name, x.dtype, True)
+        assert (back.shape, back.dtype) == (x.shape, x.dtype)
+    assert compiler.graphs == 0
 
 
 # Policy and dtypes.
@@ -506,7 +646,7 @@ def test_dtensors(placement: Any, one_rank: None):
     store = SavedTensorStore()
     with store.hooks():
         y = x * x
-    assert rows(store)["float8 e4m3"] == Row("", "float8 e4m3", 1, 16 * (N + 16), 16 * N * 2)
+    assert rows(store)["float8 e4m3"] == MemoryRow("", "float8 e4m3", 1, 16 * (N + 16), 16 * N * 2)
     y.sum().backward()
     assert gradient(x).placements == (placement,)
     assert torch.equal(gradient(x).to_local(), 2 * quantized(local))
@@ -536,7 +676,7 @@ def test_an_uneven_shard_comes_back_as_part_of_the_same_whole():
         assert isinstance(back, DTensor)
         assert back.shape == (8, N)
         assert torch.equal(back.to_local(), quantized(local))
-        assert store.ledger.nbytes == 2 * (N + 16)
+        assert store.memory_report.nbytes == 2 * (N + 16)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -569,7 +709,7 @@ def test_a_dtensor_parameter_and_its_local_view_pass_through(one_rank: None):
     store = SavedTensorStore(modules=[layer], policy=everything)
     for x in (weight, weight.to_local(), weight.to_local().t().bfloat16()):
         assert store.pack(x).treatment.startswith("passed through: parameter")
-    assert store.ledger.nbytes == 0
+    assert store.memory_report.nbytes == 0
 
 
 def test_float8_package_imports_no_torchtitan():

@@ -1,7 +1,6 @@
 """Reshard and prefetch settings: what is decided for each unit, and what the collectives show."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,16 +10,17 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import ConfigManager, TrainingConfig
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from tests.collectives import Collective
 from tests.toml_files import DEBUG
-from tests.training import Run, titan_config, train
+from tests.training import Run, Runs, observed, titan_config
 from titan_ext.api import build_decoder
 from titan_ext.configs import ParallelismConfig
-from titan_ext.fsdp.plan import FSDPPlan
-from titan_ext.fsdp.planning import make_plan
-from titan_ext.fsdp.prefetch import Reach, parse_reach
+from titan_ext.fsdp.plan import FSDPPlan, ShardSizes, make_plan
+from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
 from titan_ext.fsdp.reshard import Reshard
+from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Wrap, plan_units
 from titan_ext.trainer import extend_config
 
@@ -30,27 +30,25 @@ _MIB = 2**20
 def _plan(
     model: str = "deepseek_v3",
     wrap: Wrap = "submodule",
-    reshard: Reshard = "default",
-    groups: Mapping[str, Reshard] | None = None,
-    ahead: Reach = Reach(units=1),  # noqa: B008
     pp_enabled: bool = False,
     world: int = 8,
+    **settings: Any,
 ) -> FSDPPlan:
+    built = _built(model)
+    return make_plan(
+        built,
+        plan_units(built, wrap),
+        FSDPSettings(**settings),
+        ShardSizes(dense=world),
+        is_chunk=pp_enabled,
+    )
+
+
+def _built(model: str) -> Decoder:
     spec = titan_config(model).model_spec
     assert spec is not None
     with torch.device("meta"):
-        built = cast(Decoder, spec.model.build())
-    return make_plan(
-        plan_units(built, wrap),
-        shard_world=world,
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        reshard=reshard,
-        reshard_groups=groups,
-        pp_enabled=pp_enabled,
-        prefetch=ahead,
-        prefetch_backward=ahead,
-    )
+        return cast(Decoder, spec.model.build())
 
 
 def _decisions(plan: FSDPPlan) -> dict[str, bool | int]:
@@ -69,7 +67,7 @@ def _decisions(plan: FSDPPlan) -> dict[str, bool | int]:
     ],
 )
 def test_one_setting_for_all(reshard: Reshard, pp_enabled: bool, blocks, head):
-    decisions = _decisions(_plan(reshard=reshard, pp_enabled=pp_enabled))
+    decisions = _decisions(_plan(reshard_after_forward=reshard, pp_enabled=pp_enabled))
     assert decisions.pop("lm_head") is head
     assert all(decision is blocks for decision in decisions.values())
 
@@ -77,7 +75,7 @@ def test_one_setting_for_all(reshard: Reshard, pp_enabled: bool, blocks, head):
 def test_a_pattern_goes_before_a_kind_and_a_later_one_before_an_earlier():
     decisions = _decisions(
         _plan(
-            groups={
+            reshard_groups={
                 "layers.1.*": "always",
                 "attention": "never",
                 "layers.[1-2].moe": 4,
@@ -97,57 +95,47 @@ def test_a_pattern_goes_before_a_kind_and_a_later_one_before_an_earlier():
 
 def test_the_head_is_freed_as_its_own_entry_says():
     # "default" of the head is to stay; of all units, only "always" frees it.
-    assert _decisions(_plan(reshard="always", groups={"head": "default"}))["lm_head"] is False
-    assert _decisions(_plan(groups={"head": 2}))["lm_head"] == 2
+    stays = _plan(reshard_after_forward="always", reshard_groups={"head": "default"})
+    assert _decisions(stays)["lm_head"] is False
+    assert _decisions(_plan(reshard_groups={"head": 2}))["lm_head"] == 2
 
 
 def test_tied_weights_are_the_head():
-    plan = _plan(model="qwen3", groups={"head": "always"})
+    plan = _plan(model="qwen3", reshard_groups={"head": "always"})
     assert _decisions(plan)["tok_embeddings+lm_head"] is True
 
 
 def test_what_is_small_outside_the_blocks_stays():
-    units = plan_units(_built("deepseek_v3"), "block")
-    small = replace(units[0], name="tok_embeddings", modules=(torch.nn.Embedding(2, 2),))
-    arguments: dict[str, Any] = {
-        "shard_world": 2,
-        "param_dtype": torch.bfloat16,
-        "reduce_dtype": torch.float32,
-    }
-    plan = make_plan([small, *units[1:]], **arguments)
+    model = _built("deepseek_v3")
+    model.tok_embeddings = torch.nn.Embedding(2, 2)
+    units, sizes = plan_units(model, "block"), ShardSizes(dense=2)
+    plan = make_plan(model, units, FSDPSettings(), sizes)
     assert plan["tok_embeddings"].reshard_after_forward is False
-    plan = make_plan([small, *units[1:]], **arguments, reshard="always")
+    plan = make_plan(model, units, FSDPSettings(reshard_after_forward="always"), sizes)
     assert plan["tok_embeddings"].reshard_after_forward is True
-
-
-def _built(model: str) -> Decoder:
-    spec = titan_config(model).model_spec
-    assert spec is not None
-    with torch.device("meta"):
-        return cast(Decoder, spec.model.build())
 
 
 def test_a_world_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"is 3, .* sharded over 8; expected one of 1, 2, 4, 8"):
-        _plan(reshard=3)
+        _plan(reshard_after_forward=3)
 
 
 @pytest.mark.parametrize(
-    ("value", "reach"),
+    ("value", "limit"),
     [
-        (0, Reach(units=0)),
-        ("3", Reach(units=3)),
-        ("512MiB", Reach(nbytes=512 * _MIB)),
-        ("1.5 GiB", Reach(nbytes=1536 * _MIB)),
-        ("2GB", Reach(nbytes=2 * 10**9)),
+        (0, PrefetchLimit(units=0)),
+        ("3", PrefetchLimit(units=3)),
+        ("512MiB", PrefetchLimit(nbytes=512 * _MIB)),
+        ("1.5 GiB", PrefetchLimit(nbytes=1536 * _MIB)),
+        ("2GB", PrefetchLimit(nbytes=2 * 10**9)),
     ],
 )
-def test_reach(value: int | str, reach: Reach):
-    assert parse_reach("key", value) == reach
+def test_prefetch_limit(value: int | str, limit: PrefetchLimit):
+    assert parse_prefetch_limit("key", value) == limit
 
 
 def test_prefetch_by_units():
-    plan = _plan(ahead=Reach(units=2))
+    plan = _plan(prefetch=2)
     assert plan["layers.1.attention"].forward_prefetch == ("layers.1.moe", "layers.2.attention")
     assert plan["layers.1.attention"].backward_prefetch == (
         "layers.0.feed_forward",
@@ -157,12 +145,16 @@ def test_prefetch_by_units():
     assert plan["tok_embeddings"].backward_prefetch == ()
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1024:.10f}KiB"  # exactly
+
+
 def test_prefetch_by_bytes_takes_as_many_units_as_fit():
     sizes = {unit.name: unit.gathered_nbytes for unit in _plan().units}
     budget = sizes["layers.2.attention"] + sizes["layers.2.moe"]
-    plan = _plan(ahead=Reach(nbytes=budget))
+    plan = _plan(prefetch=_size(budget))
     assert plan["layers.1.moe"].forward_prefetch == ("layers.2.attention", "layers.2.moe")
-    plan = _plan(ahead=Reach(nbytes=budget - 1))
+    plan = _plan(prefetch=_size(budget - 1))
     assert plan["layers.1.moe"].forward_prefetch == ("layers.2.attention",)
     for unit in plan.units:
         for ahead in (unit.forward_prefetch, unit.backward_prefetch):
@@ -170,7 +162,7 @@ def test_prefetch_by_bytes_takes_as_many_units_as_fit():
 
 
 def test_the_table_says_what_is_done():
-    table = _plan(groups={"moe": "never"}, world=4).table().splitlines()
+    table = _plan(reshard_groups={"moe": "never"}, world=4).table().splitlines()
     assert table[0].split() == [
         *("unit", "gathered", "after", "forward", "ahead", "ahead", "in", "backward")
     ]
@@ -234,6 +226,23 @@ def test_keys_in_a_file_and_on_the_command_line(tmp_path: Path, monkeypatch):
     assert parallelism.fsdp_reshard_groups == {"attention": "never", "layers.[12].*": "always"}
 
 
+def test_names_in_a_file_build_the_model_once(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = '[parallelism.fsdp_reshard_groups]\nblock = "never"\n'
+    (tmp_path / "run.toml").write_text(DEBUG + table)
+    built = []
+    build = DeepSeekV3Model.__init__
+
+    def note(model: Any, *args: Any, **kwargs: Any) -> None:
+        built.append(model)
+        build(model, *args, **kwargs)
+
+    monkeypatch.setattr(DeepSeekV3Model, "__init__", note)
+    config = ConfigManager().parse_args(["--module", "titan_ext", "--config", "run.toml"])
+    replace(cast(Any, config))
+    assert len(built) == 1
+
+
 def _gathers(events: list[Collective]) -> Counter[str]:
     return Counter(_unit(e.unit) for e in events if e.kind == "all_gather")
 
@@ -243,43 +252,45 @@ def _unit(name: str) -> str:
     return next(n for n in names if not n.endswith("norm"))
 
 
-_TRACED = Run(world=2, ep=2, parallelize="submodule", steps=2, traced_step=2)
+_TRACED = observed(Run(world=2, ep=2, parallelize="submodule"))
 
 
-def _gathers_of_a_step(run: Run, folder: Path) -> Counter[str]:
-    return _gathers(train(run, folder).ranks[0].collectives)
+def _gathers_of_a_step(run: Run, runs: Runs) -> Counter[str]:
+    return _gathers(runs.get(run).ranks[0].collectives)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"prefetch": 0},
-        {"prefetch": 3},
-        {"prefetch": "64MiB"},  # all units
+        pytest.param({"prefetch": 3}, marks=pytest.mark.slow),
+        pytest.param({"prefetch": "64MiB"}, marks=pytest.mark.slow),  # all units
         {"prefetch": 3, "ac": "full"},
-        {"prefetch": 3, "ac": "none"},
-        {"prefetch": 3, "prefetch_backward": 0, "parallelize": "block"},
+        pytest.param({"prefetch": 3, "ac": "none"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"prefetch": 3, "prefetch_backward": 0, "parallelize": "block"}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
-def test_no_setting_of_prefetch_gathers_again(settings: dict[str, Any], tmp_path: Path):
+def test_no_setting_of_prefetch_gathers_again(settings: dict[str, Any], runs: Runs):
     """In forward and in backward once each, a recompute included; the order is the plan's."""
     run = replace(_TRACED, **settings)
-    gathers = _gathers_of_a_step(run, tmp_path)
+    gathers = _gathers_of_a_step(run, runs)
     assert gathers.pop("lm_head") == 3
     assert set(gathers.values()) == {2}
 
 
-def test_prefetch_is_as_far_ahead_as_it_says(tmp_path: Path):
+def test_prefetch_is_as_far_ahead_as_it_says(runs: Runs):
     """Which units have been gathered when the tokens of the first MoE layer are sent."""
     sizes = {u.name: u.gathered_nbytes for u in _plan(world=2).units}
     one_unit = f"{sizes['layers.2.attention'] // 1000 + 1}KB"
     before: dict[Any, list[str]] = {}
-    for reach in (0, 2, one_unit):
-        run = replace(_TRACED, prefetch=reach)
-        events = train(run, tmp_path / str(reach)).ranks[0].collectives
+    for limit in (0, 2, one_unit):
+        run = replace(_TRACED, prefetch=limit)
+        events = runs.get(run).ranks[0].collectives
         first = next(i for i, e in enumerate(events) if e.kind == "all_to_all")
-        before[reach] = [_unit(e.unit) for e in events[:first] if e.kind == "all_gather"]
+        before[limit] = [_unit(e.unit) for e in events[:first] if e.kind == "all_gather"]
     upto = ["tok_embeddings", "layers.0.attention", "layers.0.feed_forward"]
     upto += ["layers.1.attention", "layers.1.moe"]
     assert before[0] == upto
@@ -287,26 +298,24 @@ def test_prefetch_is_as_far_ahead_as_it_says(tmp_path: Path):
     assert before[one_unit] == [*upto, "layers.2.attention"]
 
 
-def test_never_and_groups_show_in_the_collectives(tmp_path: Path):
-    never = _gathers_of_a_step(replace(_TRACED, reshard="never"), tmp_path / "never")
+def test_never_and_groups_show_in_the_collectives(runs: Runs):
+    never = _gathers_of_a_step(replace(_TRACED, reshard="never"), runs)
     assert never.pop("lm_head") == 3  # chunked loss frees it by itself
     assert set(never.values()) == {1}
     groups = (("attention", "never"), ("layers.2.attention", "always"), ("embedding", "never"))
     run = replace(_TRACED, reshard_groups=groups)
-    mixed = _gathers_of_a_step(run, tmp_path / "mixed")
+    mixed = _gathers_of_a_step(run, runs)
     assert mixed["tok_embeddings"] == mixed["layers.0.attention"] == 1
     assert mixed["layers.1.attention"] == 1
     assert mixed["layers.2.attention"] == mixed["layers.1.moe"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reshard", "grows"), [("default", False), ("always", True)])
-def test_microbatches_of_a_pipeline(reshard: str, grows: bool, tmp_path: Path):
-    run = Run(world=4, pp=2, parallelize="block", steps=2, traced_step=2, reshard=reshard)
+def test_microbatches_of_a_pipeline(reshard: str, grows: bool, runs: Runs):
+    run = observed(Run(world=4, pp=2, parallelize="block", reshard=reshard))
     few, many = (
-        [
-            _gathers(rank.collectives)
-            for rank in train(replace(run, global_batch=batch), tmp_path / str(batch)).ranks
-        ]
+        [_gathers(rank.collectives) for rank in runs.get(replace(run, global_batch=batch)).ranks]
         for batch in (4, 8)  # 2 and 4 microbatches
     )
     for before, after in zip(few, many, strict=True):

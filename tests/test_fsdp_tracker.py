@@ -11,23 +11,16 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.cluster import run_ranks
-from tests.training import Run, make_config, train
+from tests.training import Run, Runs, make_config, observed
 from titan_ext.fsdp.memory.accounting import CLASSES
-from titan_ext.fsdp.memory.timeline import FOLDER, main
+from titan_ext.fsdp.memory.log import FOLDER, main
 from titan_ext.fsdp.memory.tracker import MemoryTracker
 from titan_ext.fsdp.units import Unit, UnitKind
 
 TRACKED = Run(steps=2, tracked=True)
 LAYOUTS = [
     replace(TRACKED, world=2, ep=1, parallelize="block", ac="none"),
-    replace(TRACKED, world=2, ep=2, parallelize="block", ac="full", reshard="never"),
     replace(TRACKED, world=2, ep=2, parallelize="submodule", global_batch=8),
-    replace(TRACKED, world=4, ep=2, parallelize="submodule", backend="partial_dtensor"),
-    replace(TRACKED, world=2, pp=2, parallelize="block", reshard="always"),
-    replace(TRACKED, world=4, ep=2, pp=2, parallelize="submodule"),
-    replace(TRACKED, world=2, model="qwen3", parallelize="submodule"),
-    replace(TRACKED, world=4, parallelize="submodule", backend="partial_dtensor", reshard=2),
-    replace(TRACKED, world=2, ep=2, parallelize="submodule", prefetch=2, prefetch_backward=0),
     replace(
         TRACKED,
         world=2,
@@ -37,11 +30,24 @@ LAYOUTS = [
         reshard_groups=(("attention", "never"), ("layers.2.*", "always")),
     ),
 ]
+SLOW_LAYOUTS = [
+    replace(TRACKED, world=2, ep=2, parallelize="block", ac="full", reshard="never"),
+    replace(TRACKED, world=4, ep=2, parallelize="submodule", backend="partial_dtensor"),
+    replace(TRACKED, world=2, pp=2, parallelize="block", reshard="always"),
+    replace(TRACKED, world=4, ep=2, pp=2, parallelize="submodule"),
+    replace(TRACKED, world=2, model="qwen3", parallelize="submodule"),
+    replace(TRACKED, world=4, parallelize="submodule", backend="partial_dtensor", reshard=2),
+    replace(TRACKED, world=2, ep=2, parallelize="submodule", prefetch=2, prefetch_backward=0),
+]
 
 
-@pytest.mark.parametrize("run", LAYOUTS, ids=str)
-def test_measured_is_predicted(run: Run, tmp_path: Path):
-    for rank in train(run, tmp_path).ranks:
+@pytest.mark.parametrize(
+    "run",
+    [*LAYOUTS, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_LAYOUTS)],
+    ids=str,
+)
+def test_measured_is_predicted(run: Run, runs: Runs):
+    for rank in runs.get(run).ranks:
         measured, predicted = rank.memory, rank.predicted_memory
         assert measured is not None
         assert predicted is not None
@@ -52,26 +58,26 @@ def test_measured_is_predicted(run: Run, tmp_path: Path):
         assert measured.peak("gathered") > 0
 
 
-def test_a_tracked_run_is_bit_identical_and_leaves_files(tmp_path: Path, capsys, monkeypatch):
-    run = Run(world=2, ep=2, parallelize="submodule", steps=3)
-    plain = train(run, tmp_path / "plain")
-    tracked = train(replace(run, tracked=True), tmp_path / "tracked")
+def test_a_tracked_run_is_bit_identical_and_leaves_files(runs: Runs, capsys, monkeypatch):
+    run = observed(Run(world=2, ep=2, parallelize="submodule"))
+    plain, tracked = runs.get(run), runs.get(replace(run, tracked=True))
     assert tracked.losses == plain.losses
     assert [r.state_hash for r in tracked.ranks] == [r.state_hash for r in plain.ranks]
-    assert not (tmp_path / "plain" / FOLDER).exists()
+    assert not (runs.folder(run) / FOLDER).exists()
 
-    folder = tmp_path / "tracked" / FOLDER
+    run_folder = runs.folder(replace(run, tracked=True))
+    folder = run_folder / FOLDER
     for rank in range(2):
         lines = [json.loads(t) for t in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert ["events" in line for line in lines] == [False, True, False]
         assert lines[2]["unshards"]["layers.1.moe"] == lines[2]["reshards"]["layers.1.moe"] == 2
         assert (folder / f"rank{rank}.png").stat().st_size > 10_000
-    log = (tmp_path / "tracked" / "logs" / "rank_0.log").read_text()
+    log = (run_folder / "logs" / "rank_0.log").read_text()
     assert log.count("FSDP peak: ") == 1
 
     (folder / "rank0.png").unlink()
-    monkeypatch.setattr("sys.argv", ["timeline", str(tmp_path / "tracked")])
+    monkeypatch.setattr("sys.argv", ["log", str(run_folder)])
     main()
     assert (folder / "rank0.png").exists()
     assert capsys.readouterr().out.count("FSDP peak: ") == 2
@@ -88,8 +94,7 @@ def _small_model() -> tuple[nn.Module, list[Unit]]:
             Unit(
                 name=f"layers.{index}.attention",
                 kind=UnitKind.ATTENTION,
-                modules=(layer,),
-                module_names=("attention",),
+                module_names=(str(index),),
             )
         )
     fully_shard(model)
@@ -160,9 +165,8 @@ def _planted(fault: str) -> tuple[dict[str, int], tuple[str, ...]]:
     tracker = MemoryTracker([(model, units)])
     leaked = []
     if fault == "leaked all-gather buffer":
-        layer = units[1].modules[0]
-        assert isinstance(layer, FSDPModule)
-        group = cast(Any, layer._get_fsdp_state()._fsdp_param_groups[0])
+        state = units[1].fsdp_module(model)._get_fsdp_state()
+        group = cast(Any, state._fsdp_param_groups[0])
         allocate = group._all_gather_comm.inner.allocate
 
         def leak(*args, **kwargs):

@@ -137,6 +137,7 @@ def test_slurm_outside_the_repository(job: dict[str, str], tmp_path: Path):
     assert "submit from the root of the repository" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_agents_train(tmp_path: Path):
     """Two "machines" with a rank each: HSDP with a shard axis of 1 in each, and two copies."""
     make_corpus()

@@ -1,4 +1,4 @@
-"""Titan's LoRA: adapters train and agree, everything else stays frozen; late parameters do not."""
+"""Titan's LoRA: adapters train and agree, the rest stays frozen; unmanaged ones are refused."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.trainer import extend_config
 
 ADAPTERS = ("lora_a.weight", "lora_b.weight")
-SPMD = Run(world=2, ep=2, lora=True, parallelize="submodule", steps=3)
+SPMD = Run(world=2, ep=2, lora=True, layers=2, parallelize="submodule", steps=3)
 DTENSOR = replace(SPMD, backend="partial_dtensor")
 
 
@@ -90,7 +90,13 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize(
     "run",
-    [SPMD, DTENSOR, replace(SPMD, tp=2), replace(DTENSOR, tp=2), replace(SPMD, ac=FP8AC.Config())],
+    [
+        SPMD,
+        DTENSOR,
+        replace(SPMD, tp=2),
+        pytest.param(replace(DTENSOR, tp=2), marks=pytest.mark.slow),
+        pytest.param(replace(SPMD, ac=FP8AC.Config()), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_only_adapters_train(run: Run, stock: list[str], tmp_path: Path):
@@ -138,8 +144,8 @@ def _refusals(folder: Path) -> dict[str, Any]:
     import torch.nn as nn
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    from titan_ext.api import parallelize, refuse_late_parameters
-    from titan_ext.guards.late_parameters import late_parameters
+    from titan_ext.api import parallelize, refuse_unmanaged_parameters
+    from titan_ext.fsdp.unmanaged import unmanaged_parameters
 
     # Embeddings and head are tied when FSDP comes; under spmd_types Titan ties them again after it.
     run = Run(model="qwen3", parallelize="submodule", backend="partial_dtensor", steps=1)
@@ -149,11 +155,11 @@ def _refusals(folder: Path) -> dict[str, Any]:
         wrapped: Any = config.model_spec.model.build()
     trainer = config.build()
     (model,) = trainer.model_parts
-    found: dict[str, Any] = {"before": late_parameters(model)}
+    found: dict[str, Any] = {"before": unmanaged_parameters(model)}
 
     attention = model.layers["0"].attention
     attention.adapter = nn.Linear(4, 4, bias=False)
-    found["added"] = late_parameters(model)
+    found["added"] = unmanaged_parameters(model)
     try:
         trainer.train()
     except ValueError as error:
@@ -161,23 +167,23 @@ def _refusals(folder: Path) -> dict[str, Any]:
     del attention.adapter
 
     attention.again = attention.wo
-    found["same module at another place"] = late_parameters(model)
+    found["same module at another place"] = unmanaged_parameters(model)
     del attention.again
     attention.wo.alias = attention.wo.weight
-    found["same parameter at another place"] = late_parameters(model)
+    found["same parameter at another place"] = unmanaged_parameters(model)
     del attention.wo.alias
     attention.wo.weight = nn.Parameter(torch.zeros(4, 4))
-    found["replaced"] = late_parameters(model)
+    found["replaced"] = unmanaged_parameters(model)
 
     own = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    refuse_late_parameters([own])  # nothing sharded, nothing to say
+    refuse_unmanaged_parameters([own])  # nothing sharded, nothing to say
     fully_shard(own[0])
     fully_shard(own)
     own(torch.ones(1, 4)).sum().backward()
-    found["after a step"] = late_parameters(own)
+    found["after a step"] = unmanaged_parameters(own)
     own.extend([nn.Linear(4, 4, bias=False) for _ in range(6)])
     try:
-        refuse_late_parameters([own])
+        refuse_unmanaged_parameters([own])
     except ValueError as error:
         found["own"] = str(error)
 

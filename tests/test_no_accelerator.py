@@ -1,5 +1,6 @@
 """Titan on a CPU: what changes, and that nothing does where an accelerator is."""
 
+import ast
 import logging
 import math
 import sys
@@ -55,6 +56,27 @@ def test_config_is_adapted_once_and_says_so(caplog: pytest.LogCaptureFixture):
     assert len(list(config.model_spec.traverse(ScaledDotProductAttention.Config))) == 7
     for said in ("CUDA graphs are off", "ScaledDotProductAttention runs instead"):
         assert sum(said in record.message for record in caplog.records) == 1, said
+
+
+def test_no_other_module_rebinds_names_of_torch_or_titan():
+    """As its docstring says; a data set goes into a table, and Inductor has an option for ours."""
+    found = set()
+    for path in Path(no_accelerator.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        nodes = list(ast.walk(tree))
+        imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+        names = {(a.asname or a.name).split(".")[0] for n in imports for a in n.names}
+        for node in nodes:
+            if isinstance(node, ast.Assign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                targets = [t for t in targets if isinstance(t, ast.Attribute)]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+                targets = node.args[:1]
+            else:
+                continue
+            owners = {ast.unparse(t).split(".")[0] for t in targets}
+            found |= {path.name for owner in owners if owner in names}
+    assert {"no_accelerator.py"} <= found <= {"no_accelerator.py", "partition.py"}
 
 
 def _enable_and_look() -> dict[str, Any]:

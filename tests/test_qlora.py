@@ -1,11 +1,20 @@
 """A frozen base in NF4 under FSDP2 trains adapters as the same base rounded to NF4 does."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.config import TrainingConfig
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.cluster import run_ranks
 from tests.training import Run, make_config
+from titan_ext import api
 
 RUN = Run(world=2, ep=2, lora=True, layers=2, parallelize="submodule", steps=2)
 _CODE_NBYTES = 16 * 2  # NF4's table, in bf16
@@ -39,14 +48,14 @@ def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
 
     config: Any = make_config(run, folder)
     if not rounded:
-        config.parallelism.fsdp_frozen_nf4 = ["linears"]
+        config.parallelism.fsdp_quantize_frozen = "nf4"
     with no_accelerator.layout_independent_init():
         trainer: Any = config.build()
     (model,) = trainer.model_parts
     if rounded:
-        linears = find_frozen_linears(model, ["linears"], shard_world=2, is_chunk=False)
-        for linear in linears.values():
-            weight: Any = linear.weight
+        linears = find_frozen_linears(model, [], shard_world=2, is_chunk=False)
+        for linear in linears:
+            weight: Any = model.get_submodule(linear).weight
             whole: Any = to_nf4(weight.full_tensor().to(torch.bfloat16))
             mine = whole.get_original_weight().chunk(run.world)[dist.get_rank()]
             weight.to_local().copy_(mine)
@@ -86,7 +95,7 @@ def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
         saved={name: state[name].full_tensor().float().numpy() for name in quantized},
     )
     if rounded:
-        names = find_frozen_linears(model, ["linears"], shard_world=2, is_chunk=False)
+        names = find_frozen_linears(model, [], shard_world=2, is_chunk=False)
         result.saved = {
             f"{name}.weight": named[f"{name}.weight"].full_tensor().numpy() for name in names
         }
@@ -122,3 +131,39 @@ def test_a_base_in_nf4_trains_as_one_rounded_to_it(tmp_path: Path):
             assert nbytes == shared + _CODE_NBYTES + _MEAN_NBYTES
             gathered += 2 * shared
         assert quantized.gathered == gathered
+
+
+@pytest.fixture
+def two_fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+@pytest.mark.parametrize(
+    ("offload", "keys", "message"),
+    [
+        (True, {}, "fsdp_quantize_frozen needs training.enable_cpu_offload = false"),
+        (
+            False,
+            {
+                "fsdp_quantize_frozen_modules": ["layers.1.attention.wkv_b"],
+                "fsdp_replicate": ["layers.1.attention.wkv_b"],
+            },
+            r"layers.1.attention.wkv_b is replicated by parallelism.fsdp_replicate",
+        ),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(offload: bool, keys: dict[str, Any], message: str):
+    spec = model_registry("debugmodel")
+    converter = LoRAConverter.Config(target_modules=["wq"]).build()
+    spec.model = cast(Decoder.Config, converter.convert(spec.model))
+    with pytest.raises(ValueError, match=message):
+        api.build_decoder(
+            spec,
+            parallelism=api.ParallelismConfig(
+                fsdp_quantize_frozen="nf4", spmd_backend="partial_dtensor", **keys
+            ),
+            training=TrainingConfig(enable_cpu_offload=offload),
+        )

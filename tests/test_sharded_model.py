@@ -13,7 +13,7 @@ from tests.cluster import run_ranks
 from tests.training import Run, make_config
 
 LAYOUTS = [
-    Run(model=model, world=world, ep=ep, backend=backend, parallelize=wrap)
+    Run(model=model, world=world, ep=ep, backend=backend, parallelize=wrap, layers=2)
     for model in ("deepseek_v3", "qwen3")
     for world, ep in ((1, 1), (2, 2), (4, 1), (4, 2), (4, 4))
     if ep == 1 or model != "qwen3"
@@ -29,7 +29,7 @@ def _inspect(run: Run, folder: Path) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
-    from titan_ext.fsdp.units import plan_units, resolve_wrap
+    from titan_ext.fsdp.plan import plan_of
 
     trainer = make_config(run, folder).build()
     (model,) = trainer.model_parts
@@ -39,13 +39,12 @@ def _inspect(run: Run, folder: Path) -> dict[str, Any]:
         if isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups
     }
-    units = plan_units(model, resolve_wrap(run.parallelize, run.ep))
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     report = {
         "plain": [n for n, p in model.named_parameters() if not isinstance(p, DTensor)],
         "root_groups": len(model._get_fsdp_state()._fsdp_param_groups),
         "groups": len(groups),
-        "planned_groups": sum(unit.num_groups(run.ep) for unit in units),
+        "planned_groups": sum(len(unit.groups) for unit in plan_of(model).units),
         "unset": [
             name
             for name, t in [*model.named_parameters(), *model.named_buffers()]
@@ -77,12 +76,21 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     values = {}
     for model in ("deepseek_v3", "qwen3"):
         folder = tmp_path_factory.mktemp(model)
-        run = Run(model=model, parallelize="block")
+        run = Run(model=model, parallelize="block", layers=2)
         values[model] = run_ranks(_inspect, 1, run, folder, log_folder=folder)[0]["values"]
     return values
 
 
-@pytest.mark.parametrize("run", LAYOUTS, ids=str)
+def _is_slow(run: Run) -> bool:
+    kind = run.backend, run.parallelize
+    return kind != ("spmd_types", "submodule") and (run.world, kind[1]) != (2, "block")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=[pytest.mark.slow] if _is_slow(run) else []) for run in LAYOUTS],
+    ids=str,
+)
 def test_sharded_and_initialised(run: Run, one_rank, tmp_path: Path):
     reports = run_ranks(_inspect, run.world, run, tmp_path, log_folder=tmp_path / "logs")
     for report in reports:

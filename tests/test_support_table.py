@@ -67,6 +67,7 @@ def test_a_refusal_that_no_longer_holds_is_reported(tmp_path: Path):
 _BY_TORCH = [each for each in REFUSALS if each.by == "torch" and each.stock_message]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusal", _BY_TORCH[:2], ids=str)
 def test_a_refusal_by_ranks(refusal: Refusal, tmp_path: Path):
     assert wrong_refusals(refusal, tmp_path) == []
@@ -79,6 +80,7 @@ def test_dry_runs_are_sharded_as_under_stock(run: Run, tmp_path: Path):
     assert dry_differences(run, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_dry_run_sees_another_layout(tmp_path: Path):
     """The comparison above can fail."""
     layout = Run(world=8, ep=4, cp=2, attention="flex", parallelize="submodule")

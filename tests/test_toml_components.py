@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -114,10 +115,11 @@ def test_a_flavor_is_built_by_the_models_own_registry_and_the_loss_follows(confi
     assert ours.loss.loss_fn.global_vocab_size == 102400
 
 
-def test_a_vocabulary_size_in_the_file_stays(config: Loader):
-    ours = config(DEBUG + '[model]\nflavor = "16B"\n[loss.loss_fn]\nglobal_vocab_size = 77\n')
+@pytest.mark.parametrize("size", [77, 2048])  # 2048 is that of the base
+def test_a_vocabulary_size_in_the_file_stays(config: Loader, size: int):
+    ours = config(DEBUG + f'[model]\nflavor = "16B"\n[loss.loss_fn]\nglobal_vocab_size = {size}\n')
     assert isinstance(ours.loss, ChunkedLossWrapper.Config)
-    assert ours.loss.loss_fn == CrossEntropyLoss.Config(global_vocab_size=77)
+    assert ours.loss.loss_fn == CrossEntropyLoss.Config(global_vocab_size=size)
 
 
 @pytest.mark.parametrize(
@@ -273,3 +275,40 @@ def test_a_registry_with_keyword_arguments(folder: Path):
     resolved = resolve_text(folder, 'extends = "my_registry.mine"\n[model]\nflavor = "0.6B"\n')
     assert resolved.model == {"flavor": "0.6B", "attn_backend": "varlen"}
     assert resolved.config.model_spec.flavor == "0.6B"
+
+
+@pytest.mark.parametrize(
+    ("imported", "body"),
+    [
+        ("from torchtitan.models import qwen3", "qwen3.model_registry('debugmodel_moe', 'varlen')"),
+        ("from torchtitan.models.qwen3 import model_registry as make", "make('0.6B', 'varlen')"),
+        ("import my_helper", "my_helper.model_registry('debugmodel_moe', attn_backend='varlen')"),
+        ("from my_helper import spec", "spec()"),
+        ("import my_helper", "my_helper.spec()"),
+    ],
+)
+def test_calls_of_the_registry_are_seen_however_they_are_spelled(
+    folder: Path, imported: str, body: str
+):
+    (folder / "my_helper.py").write_text(
+        "from torchtitan.models.qwen3 import model_registry\n"
+        "def spec():\n"
+        "    return model_registry('debugmodel_moe', attn_backend='varlen')\n"
+    )
+    (folder / "my_spelling.py").write_text(
+        f"{imported}\n"
+        "from torchtitan.models.qwen3.config_registry import qwen3_moe_debug\n"
+        "def mine():\n"
+        "    config = qwen3_moe_debug()\n"
+        f"    config.model_spec = {body}\n"
+        "    return config\n"
+    )
+    for module in ("my_helper", "my_spelling"):
+        sys.modules.pop(module, None)
+    resolved = resolve_text(folder, 'extends = "my_spelling.mine"\n[model]\nflavor = "1.7B"\n')
+    assert resolved.model["attn_backend"] == "varlen"
+    assert resolved.config.model_spec.flavor == "1.7B"
+    import torchtitan.models.qwen3 as stock
+
+    assert stock.model_registry.__module__ == "torchtitan.models.qwen3"
+    assert not hasattr(stock.model_registry, "__wrapped__")  # Titan's own is as it was

@@ -10,8 +10,13 @@ from tests.bad_tomls import BAD_TOMLS, BadToml
 from tests.generate_toml_errors import PAGE, page
 from tests.old_titan_keys import OLD_TITAN_KEYS
 from titan_ext.toml_config import TomlConfigError, load
-from titan_ext.toml_config.legacy import LEGACY, LEGACY_SECTIONS, legacy_advice
-from titan_ext.toml_config.renames import OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
+from titan_ext.toml_config.legacy import (
+    LEGACY,
+    LEGACY_SECTIONS,
+    OTHER_UNIT_ON_MAIN,
+    RENAMED_ON_MAIN,
+    legacy_advice,
+)
 from titan_ext.trainer import Trainer
 
 

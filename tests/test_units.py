@@ -10,7 +10,9 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
 from tests.training import titan_config
+from titan_ext.fsdp.plan import ShardSizes, make_plan
 from titan_ext.fsdp.reshard import Reshard, reshard_after_forward
+from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Unit, UnitKind, plan_units, resolve_wrap
 
 MODELS = ["deepseek_v3", "deepseek_v3_mtp", "qwen3", "qwen3_moe"]
@@ -29,8 +31,8 @@ def _names(units: list[Unit]) -> list[str]:
     return [unit.name for unit in units]
 
 
-def _params(unit: Unit) -> set[nn.Parameter]:
-    return {param for module in unit.modules for param in module.parameters()}
+def _params(model: Decoder, unit: Unit) -> set[nn.Parameter]:
+    return {param for module in unit.modules(model) for param in module.parameters()}
 
 
 def test_submodule_units_of_a_moe_decoder():
@@ -47,10 +49,15 @@ def test_submodule_units_of_a_moe_decoder():
 
 
 def test_block_units_are_whole_blocks():
-    units = plan_units(_build("deepseek_v3"), "block")
+    decoder = _build("deepseek_v3")
+    units = plan_units(decoder, "block")
     assert _names(units) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "lm_head"]
-    assert [unit.num_groups(ep_degree=2) for unit in units] == [1, 1, 2, 2, 1]
-    assert [unit.num_groups(ep_degree=1) for unit in units] == [1] * 5
+    for sizes, groups in (
+        (ShardSizes(dense=4, experts=2), [1, 1, 2, 2, 1]),
+        (ShardSizes(dense=4), [1] * 5),
+    ):
+        plan = make_plan(decoder, units, FSDPSettings(), sizes)
+        assert [len(unit.groups) for unit in plan.units] == groups
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -58,30 +65,32 @@ def test_block_units_are_whole_blocks():
 def test_every_parameter_is_in_one_unit_so_that_the_root_owns_none(model: str, wrap):
     decoder = _build(model)
     units = plan_units(decoder, wrap)
-    owned = [param for unit in units for param in _params(unit)]
+    owned = [param for unit in units for param in _params(decoder, unit)]
     assert len(owned) == len(set(owned))
     assert set(owned) == set(decoder.parameters())
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_norms_are_never_a_unit_of_their_own(model: str):
-    for unit in plan_units(_build(model), "submodule"):
-        assert max(param.dim() for param in _params(unit)) > 1, unit.name
+    decoder = _build(model)
+    for unit in plan_units(decoder, "submodule"):
+        assert max(param.dim() for param in _params(decoder, unit)) > 1, unit.name
 
 
 def test_mtp_blocks_add_their_projection_to_attention():
-    units = {unit.name: unit for unit in plan_units(_build("deepseek_v3_mtp"), "submodule")}
-    block = cast(nn.ModuleList, _build("deepseek_v3_mtp").mtp_layers)[0]
-    assert {type(m).__name__ for m in units["mtp_layers.0.attention"].modules} >= {"Linear"}
-    held = len(_params(units["mtp_layers.0.attention"]) | _params(units["mtp_layers.0.moe"]))
-    assert held == len(list(block.parameters()))
+    decoder = _build("deepseek_v3_mtp")
+    units = {unit.name: unit for unit in plan_units(decoder, "submodule")}
+    attention, moe = units["mtp_layers.0.attention"], units["mtp_layers.0.moe"]
+    block = cast(nn.ModuleList, decoder.mtp_layers)[0]
+    assert {type(m).__name__ for m in attention.modules(decoder)} >= {"Linear"}
+    assert _params(decoder, attention) | _params(decoder, moe) == set(block.parameters())
 
 
 def test_tied_embeddings_and_head_are_one_unit():
     decoder = _build("qwen3")
     first, *rest = plan_units(decoder, "submodule")
     assert first.kind is UnitKind.TIED
-    assert first.modules == (decoder.tok_embeddings, decoder.norm, decoder.lm_head)
+    assert first.modules(decoder) == [decoder.tok_embeddings, decoder.norm, decoder.lm_head]
     assert all(unit.kind in (UnitKind.ATTENTION, UnitKind.FEED_FORWARD) for unit in rest)
 
 
@@ -107,7 +116,17 @@ def test_units_are_found_inside_activation_checkpointing():
     SelectiveAC.Config().build(dump_folder="").apply(decoder)
     wrapped = plan_units(decoder, "submodule")
     assert _names(wrapped) == plain
-    assert {p for unit in wrapped for p in _params(unit)} == set(decoder.parameters())
+    assert {p for unit in wrapped for p in _params(decoder, unit)} == set(decoder.parameters())
+
+
+def test_units_that_were_planned_before_wrap_what_wraps_their_modules_now():
+    decoder = _build("deepseek_v3")
+    block = plan_units(decoder, "block")[1]
+    (plain,) = block.modules(decoder)
+    SelectiveAC.Config().build(dump_folder="").apply(decoder)
+    (wrapped,) = block.modules(decoder)
+    assert wrapped is decoder.layers["0"]
+    assert wrapped is not plain
 
 
 def test_a_block_with_parameters_of_its_own_is_a_unit_around_the_others():
@@ -152,7 +171,7 @@ def test_reshard_policy():
         ("never", True): (False, False),
     }
     with pytest.raises(ValueError, match="sometimes"):
-        reshard_after_forward(head, cast(Any, "sometimes"), {}, pp_enabled=False)
+        FSDPSettings(reshard_after_forward=cast(Any, "sometimes"))
 
 
 def test_a_unit_is_immutable():

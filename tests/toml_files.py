@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.toml_config import resolve
-from titan_ext.toml_config.draft import Draft, build
-from titan_ext.toml_config.errors import Place
-from titan_ext.toml_config.fill import fill
+from titan_ext.toml_config.convert import Given, build, changed
+from titan_ext.toml_config.files import KeyLocation
 from titan_ext.trainer import Trainer
-
-__all__ = ["DATA", "DEBUG", "QWEN", "Loader", "filled", "model_text", "resolve_text"]
 
 DEBUG = 'extends = "deepseek_v3.deepseek_v3_debugmodel"\n'
 QWEN = 'extends = "qwen3.qwen3_moe_debug"\n'
@@ -28,9 +25,8 @@ def model_text(config: Trainer.Config) -> str:
 
 
 def filled(cls: type, table: dict[str, Any]) -> Any:
-    draft = Draft(cls, {}, Place(file="paint.toml"))
-    fill(draft, table, Place(file="paint.toml"))
-    return build(draft)
+    at = KeyLocation("paint.toml")
+    return build(cls, changed(cls, {}, [Given(at, table)]), at)
 
 
 def resolve_text(folder: Path, text: str) -> Any:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """titan_ext for people with their own training loop: a few functions, no trainer.
 
 See docs/own_loop.md. Titan's pieces around them (loss, optimizer, checkpointer) work as always.
@@ -20,21 +21,25 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_ext import no_accelerator
 from titan_ext.configs import ParallelismConfig
-from titan_ext.fsdp.late import synchronize_late_parameters
+from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
-from titan_ext.guards.late_parameters import refuse_late_parameters
-from titan_ext.lora.targets import check_lora_targets
+from titan_ext.fsdp.unmanaged import (
+    refuse_unmanaged_parameters,
+    synchronize_unmanaged_parameters,
+)
+from titan_ext.lora import check_lora_targets
 from titan_ext.parallelize import parallelize
 from titan_ext.specs import check_model_limits, extend_model_spec
 
 __all__ = [
+    "FSDPSettings",
     "ParallelismConfig",
     "build_decoder",
     "extend_model_spec",
     "parallelize",
-    "refuse_late_parameters",
+    "refuse_unmanaged_parameters",
     "shard_decoder",
-    "synchronize_late_parameters",
+    "synchronize_unmanaged_parameters",
 ]
 
 

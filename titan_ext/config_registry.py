@@ -1,65 +1,57 @@
-"""The door that Titan knocks on: ``--module titan_ext --config NAME`` calls ``NAME()`` here.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Titan's entry point: ``--module titan_ext --config NAME`` calls ``NAME()`` here.
 
 NAME is a TOML file (``train_configs/moe_debug.toml``) or any config function of Titan's own models
 (``deepseek_v3_16b``). Neither is written out below: ``__getattr__`` finds them.
 
-Nothing of torch or Titan is imported before a config is asked for. Titan takes an ImportError in
-this module for a module that does not exist; inside a config function it comes through.
+This module imports torch and Titan only when someone asks for a config. Titan mistakes an
+ImportError in this module for a missing module; inside a config function it shows the error.
 """
 
-import ast
-import difflib
 import functools
+import re
 from collections.abc import Callable
 from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_ext.names import did_you_mean, warn_once
+
 if TYPE_CHECKING:
     from titan_ext.trainer import Trainer
 
-__all__ = ["titan_configs"]
-
+_FILE = "config_registry"
 _NOT_DECODERS = ("flux",)  # specs.REFUSED_MODELS says why
 
 
 @functools.cache
-def titan_configs() -> dict[str, str]:
-    """Titan's config functions that we extend: name -> module, read without importing any.
-
-    Importing a model's package can need an extra (qwen3_5: fla), so the names are taken from the
-    sources.
-    """
-    return {
-        name: module
-        for name, module in _all_titan_configs().items()
-        if module.split(".")[2] not in _NOT_DECODERS
-    }
-
-
-@functools.cache
 def _all_titan_configs() -> dict[str, str]:
+    """Titan's config functions, name -> module, read from its sources: some import extras (fla)."""
     spec = util.find_spec("torchtitan")
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    models = Path(spec.submodule_search_locations[0]) / "models"
-    found = {}
-    for source in sorted(models.glob("*/config_registry.py")):
-        for node in ast.parse(source.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and _is_config_function(node):
-                found[node.name] = f"torchtitan.models.{source.parent.name}.config_registry"
+    found: dict[str, str] = {}
+    for source in sorted(Path(spec.submodule_search_locations[0]).glob(f"models/*/{_FILE}.py")):
+        names = re.findall(r"^def ([a-z]\w*)\(\) -> \S*Trainer\.Config:", source.read_text(), re.M)
+        found |= dict.fromkeys(names, f"torchtitan.models.{source.parent.name}.{_FILE}")
     return found
 
 
-def _is_config_function(node: ast.FunctionDef) -> bool:
-    returns = ast.unparse(node.returns) if node.returns else ""
-    takes_nothing = not (node.args.args or node.args.posonlyargs or node.args.kwonlyargs)
-    return not node.name.startswith("_") and takes_nothing and returns.endswith("Trainer.Config")
+@functools.cache
+def titan_configs() -> dict[str, str]:
+    """Titan's config functions that we extend: name -> module."""
+    found = _all_titan_configs()
+    return {name: found[name] for name in found if _model(found[name]) not in _NOT_DECODERS}
+
+
+def _model(module: str) -> str:
+    return module.split(".")[2]
 
 
 def _extended_titan_config(name: str) -> "Trainer.Config":
     from titan_ext.trainer import extend_config
 
+    warn_once()
     return extend_config(getattr(import_module(titan_configs()[name]), name)())
 
 
@@ -79,15 +71,13 @@ def __getattr__(name: str) -> Callable[[], Any]:
     if name in _all_titan_configs():
         from titan_ext.specs import REFUSED_MODELS
 
-        model = _all_titan_configs()[name].split(".")[2]
+        model = _model(_all_titan_configs()[name])
         raise ValueError(
             f"--config {name}: titan_ext does not serve {model}: {REFUSED_MODELS[model]}."
         )
-    nearest = difflib.get_close_matches(name, titan_configs(), n=3)
-    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     raise ValueError(
         f"--config {name}: expected the path of a .toml file, or a config function of one of "
-        f"TorchTitan's language models{hint}"
+        f"TorchTitan's language models{did_you_mean(name, titan_configs())}"
     )
 
 

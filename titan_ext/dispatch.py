@@ -1,26 +1,27 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Expert-parallel token dispatch whose all-to-alls are functional collectives on every backend.
 
 Titan's ``AllToAllTokenDispatcher`` exchanges tokens with ``torch.distributed.all_to_all`` (a list
-of uneven chunks) under the ``spmd_types`` backend in eager mode. Two things follow: gloo, which has
-no uneven list all-to-all, cannot run it; and selective activation checkpointing cannot see it, so
-that the recompute sends every token again. ``_c10d_functional.all_to_all_single`` does the same
-exchange, bit for bit, and is an op that gloo runs and a checkpoint policy can save. Titan itself
-uses it for its other backends and under torch.compile.
+of uneven chunks) under the ``spmd_types`` backend in eager mode. So gloo, which has no uneven list
+all-to-all, cannot run it. And selective activation checkpointing cannot see it, so the recompute
+sends every token again. ``_c10d_functional.all_to_all_single`` does the same exchange, bit for bit,
+and is an op that gloo runs and a checkpoint policy can save. Titan itself uses it for its other
+backends and under torch.compile.
 
-The class goes in through the model config (``use_functional_all_to_all``), where Titan's override
-mechanism would put it too: no Titan code is patched.
+``use_functional_all_to_all`` puts the class into the model config, as Titan's override mechanism
+would; it patches no Titan code.
 """
 
-from dataclasses import dataclass, fields
+import contextlib
+from dataclasses import dataclass
 
 import spmd_types as spmd
 import torch
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.config.override import derive
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
-
-__all__ = ["FunctionalAllToAllTokenDispatcher", "use_functional_all_to_all"]
 
 # Shape suffixes, as in torchtitan/models/common/moe.py: N = routed tokens of this rank (tokens x
 # top-k), R = routed tokens received by this rank's experts, D = model dimension, E = experts,
@@ -28,15 +29,13 @@ __all__ = ["FunctionalAllToAllTokenDispatcher", "use_functional_all_to_all"]
 
 
 class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
-    """Titan's all-to-all dispatcher with its three exchanges as functional collectives.
-
-    Under SPMD type checking (``--debug.spmd_typechecking``) Titan's own exchanges run instead:
-    they carry the types that the checker follows.
-    """
+    """Titan's all-to-all dispatcher with its three exchanges as functional collectives."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
         pass
+
+    # Each exchange issues its collective itself: reports on hangs name the function that does.
 
     @property
     def _ep_mesh(self) -> DeviceMesh:
@@ -47,39 +46,45 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         self, num_local_tokens_per_expert_E: torch.Tensor, pg, ep_size: int
     ) -> torch.Tensor:
         """Tell every rank how many tokens it gets: ``(E,)`` int64 -> ``(EP, e)`` int64."""
-        if spmd.is_type_checking():
-            return super()._token_count_exchange(num_local_tokens_per_expert_E, pg, ep_size)
-        return all_to_all_single(
-            num_local_tokens_per_expert_E.view(ep_size, -1), None, None, self._ep_mesh
-        )
+        counts_EP_e = num_local_tokens_per_expert_E.view(ep_size, -1)
+        with _unchecked(counts_EP_e, pg):
+            received_EP_e = all_to_all_single(counts_EP_e, None, None, self._ep_mesh)
+        return _typed_like(counts_EP_e, received_EP_e)
 
     def _dispatch_token_exchange(
-        self,
-        routed_input_ND: torch.Tensor,
-        pg,
-        output_splits: list[int],
-        input_splits: list[int],
+        self, routed_input_ND: torch.Tensor, pg, output_splits: list[int], input_splits: list[int]
     ) -> torch.Tensor:
         """Send tokens to the ranks of their experts: ``(N, D)`` -> ``(R, D)``, rank-major."""
-        if spmd.is_type_checking():
-            return super()._dispatch_token_exchange(
-                routed_input_ND, pg, output_splits, input_splits
+        with _unchecked(routed_input_ND, pg):
+            received_RD = all_to_all_single(
+                routed_input_ND, output_splits, input_splits, self._ep_mesh
             )
-        return all_to_all_single(routed_input_ND, output_splits, input_splits, self._ep_mesh)
+        return _typed_like(routed_input_ND, received_RD)
 
     def _combine_token_exchange(
-        self,
-        routed_output_RD: torch.Tensor,
-        pg,
-        input_splits: list[int],
-        output_splits: list[int],
+        self, routed_output_RD: torch.Tensor, pg, input_splits: list[int], output_splits: list[int]
     ) -> torch.Tensor:
         """Send the experts' outputs back: ``(R, D)``, rank-major -> ``(N, D)``."""
-        if spmd.is_type_checking():
-            return super()._combine_token_exchange(
-                routed_output_RD, pg, input_splits, output_splits
+        with _unchecked(routed_output_RD, pg):
+            received_ND = all_to_all_single(
+                routed_output_RD, input_splits, output_splits, self._ep_mesh
             )
-        return all_to_all_single(routed_output_RD, input_splits, output_splits, self._ep_mesh)
+        return _typed_like(routed_output_RD, received_ND)
+
+
+def _unchecked(sent: torch.Tensor, pg) -> contextlib.AbstractContextManager[None]:
+    """Without SPMD type checking, which has no rule for the functional collective."""
+    if not spmd.is_type_checking():
+        return contextlib.nullcontext()
+    spmd.assert_type(sent, {pg: spmd.V})
+    return spmd.no_typecheck()
+
+
+def _typed_like(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """``received`` with the types that the checker gives to the result of Titan's own exchange."""
+    if spmd.is_type_checking():
+        spmd.assert_type_like(received, sent)
+    return received
 
 
 def use_functional_all_to_all(spec: ModelSpec) -> int:
@@ -95,9 +100,7 @@ def use_functional_all_to_all(spec: ModelSpec) -> int:
     for _, config, parent, key in list(spec.traverse(AllToAllTokenDispatcher.Config)):
         if type(config) is not AllToAllTokenDispatcher.Config:
             continue
-        ours = FunctionalAllToAllTokenDispatcher.Config(
-            **{f.name: getattr(config, f.name) for f in fields(config)}
-        )
+        ours = derive(config, FunctionalAllToAllTokenDispatcher.Config)
         assert key is not None, "a dispatcher config is never the root of a model config"
         if isinstance(parent, list):
             parent[int(key)] = ours

@@ -1,33 +1,33 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Titan's trainer on a machine with no accelerator: CPU tensors, gloo collectives.
 
-TorchTitan 0.3 takes "cuda" for granted where torch sees no accelerator. This file is the one place
-that says otherwise, and the only one in titan_ext that patches anything. Where an accelerator
-exists ``enable`` returns at once and nothing here takes effect.
+TorchTitan 0.3 takes "cuda" for granted where torch sees no accelerator. ``enable`` rebinds names in
+torchtitan's modules; torch is left alone. Where an accelerator exists nothing here takes effect.
 
-Every patch rebinds a name in a torchtitan module; torch is left alone:
+=================================================  ===============================================
+rebound name                                       why
+=================================================  ===============================================
+``torchtitan.tools.utils.device_type``             is "cuda" without an accelerator
+``torchtitan.tools.utils.device_module``           is then ``torch.cuda``, which raises; and
+                                                   ``torch.cpu`` has no memory statistics
+the same two in the modules ``_HOLDERS_OF_A_COPY`` copied them at import
+``torchtitan.tools.utils.get_peak_flops``          takes a CPU for an A100, and invents the MFU
+``torchtitan.distributed.utils.init_distributed``  asks for gloo twice with CPU offload
+=================================================  ===============================================
 
-======================================================  ==========================================
-patched name                                            why
-======================================================  ==========================================
-``torchtitan.tools.utils.device_type``                  falls back to "cuda" without an accelerator
-``torchtitan.tools.utils.device_module``                is then ``torch.cuda``, which raises; and
-                                                        ``torch.cpu`` lacks the memory statistics
-                                                        and returns a string as current device
-the same two names in ``components.metrics``,           copied them at import, so that the patch
-``distributed.utils``, ``distributed.parallel_dims``,   above does not reach them
-``models.common.token_dispatcher``, ``tools.profiler``
-``torchtitan.tools.utils.get_peak_flops``               takes an unknown device for an A100, and so
-                                                        would invent the MFU
-``torchtitan.distributed.utils.init_distributed``       with CPU offload it asks for gloo twice
-======================================================  ==========================================
+No other module of titan_ext rebinds a name of torch's or Titan's. Elsewhere titan_ext sets only
+attributes of single objects: ``fsdp.memory.tracker`` replaces the two collectives of each FSDP
+parameter group while it measures, ``guards.stop`` sets the checkpointer's interval.
 
-Four more differences need no patch. DTensor's random numbers know of no CPU: every rank would draw
-the same values for its shard, so that expert-parallel ranks would start with the same experts; a
-dispatch mode around the initialisation draws whole tensors and keeps the shard
-(``layout_independent_init``). FlexAttention has no CPU backward, so the model config gets
-Titan's ``ScaledDotProductAttention``; CUDA graphs are switched off in the config; and gloo has no
-PREMUL_SUM, so FSDP is told to use SUM (``reduce_without_premul_sum``). gloo's missing uneven list
-all-to-all is dealt with in ``titan_ext.dispatch``.
+Other differences need no patch:
+
+- DTensor's random numbers do not support CPUs: every rank would draw the same values for its shard,
+    and expert-parallel ranks would start with the same experts. ``layout_independent_init`` fixes
+    that.
+- FlexAttention has no CPU backward: the model config gets ``ScaledDotProductAttention`` instead.
+- CUDA graphs are switched off in the config.
+- gloo has no PREMUL_SUM: FSDP is told to use SUM (``reduce_without_premul_sum``).
+- gloo has no all-to-all of uneven lists: ``titan_ext.dispatch`` uses another.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ import platform
 import re
 import resource
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,18 +61,6 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.cpu_attention import CausalAttention
-
-__all__ = [
-    "CPUDeviceModule",
-    "adapt_config",
-    "adapt_spec",
-    "enable",
-    "layout_independent_init",
-    "needed",
-    "reduce_without_premul_sum",
-]
-
 _HOLDERS_OF_A_COPY = (
     "torchtitan.components.metrics",
     "torchtitan.distributed.utils",
@@ -87,17 +76,16 @@ def needed() -> bool:
 
 
 def enable() -> bool:
-    """Let Titan run on this machine's CPU if it has no accelerator; safe to repeat.
+    """Let Titan run on this machine's CPU if it has no accelerator, and return whether it has none.
 
-    Returns:
-        Whether there is no accelerator.
+    Safe to repeat.
     """
     if not needed():
         return False
     if titan_utils.device_type == "cpu":
         return True
     device_module = CPUDeviceModule()
-    titan_utils.get_peak_flops = _unknown_peak_flops
+    titan_utils.get_peak_flops = lambda device_name: float("nan")
     dist_utils.init_distributed = _with_one_backend(dist_utils.init_distributed)
     for name in (titan_utils.__name__, *_HOLDERS_OF_A_COPY):
         module = importlib.import_module(name)
@@ -112,7 +100,7 @@ def enable() -> bool:
 
 
 def adapt_config(config: Trainer.Config) -> None:
-    """Change what a config asks for and a CPU cannot do, in place, saying each change once.
+    """Replace, in place, what a CPU cannot do in a config, and log each change once.
 
     FlexAttention and varlen attention become ScaledDotProductAttention (CausalAttention where a
     model needs more), which is causal over the packed documents of a sequence: it attends across
@@ -135,7 +123,7 @@ def adapt_config(config: Trainer.Config) -> None:
 
 
 def adapt_spec(spec: ModelSpec) -> None:
-    """The part of ``adapt_config`` that is about the model: attention that a CPU can train."""
+    """The model's part of ``adapt_config``: attention that a CPU can train."""
     if not needed():
         return
     for kind in (FlexAttention, VarlenAttention):
@@ -151,10 +139,72 @@ def adapt_spec(spec: ModelSpec) -> None:
 
 
 def _cpu_attention(attention: Any) -> ScaledDotProductAttention.Config:
-    """What replaces the inner attention of an attention config."""
+    """The replacement for an attention config's inner attention."""
     if hasattr(attention, "sliding_window_size"):  # gpt_oss (its sinks need the lse), muse_glimmer
         return CausalAttention.Config(window=attention.sliding_window_size)
     return ScaledDotProductAttention.Config()
+
+
+class CausalAttention(ScaledDotProductAttention):
+    """Causal attention in plain torch operations, where a model needs more than SDPA gives.
+
+    gpt_oss rescales its attention output by learned sinks, for which it needs the log-sum-exp of
+    the scores and its gradient, and half of its layers see a sliding window only. FlexAttention and
+    varlen attention do that and have no CPU backward; SDPA runs on a CPU and would leave both out
+    silently. Memory is quadratic in the sequence: B x N x L x L scores are kept for backward.
+
+    Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):
+        window: int | None = None
+        """How many positions a query sees, itself included; None for all before it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.window = config.window
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        scale: float | None = None,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend. Key and value heads are repeated where there are fewer of them than queries'.
+
+        Args:
+            scale: Factor of the scores; 1 / sqrt(H) if None.
+            out_transform: Called with the output ``(B, L, N, H)`` and the log-sum-exp of the
+                scores ``(B, L, N)`` in fp32.
+
+        Returns:
+            ``(B, L, N, H)`` in the dtype of ``v``.
+        """
+        q_BNLH, k_BNLH, v_BNLH = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        queries_per_key = q_BNLH.size(1) // k_BNLH.size(1)
+        k_BNLH = k_BNLH.repeat_interleave(queries_per_key, dim=1)
+        v_BNLH = v_BNLH.repeat_interleave(queries_per_key, dim=1)
+
+        scale = q_BNLH.size(-1) ** -0.5 if scale is None else scale
+        scores_BNLL = (q_BNLH.float() @ k_BNLH.float().transpose(-2, -1)) * scale
+        position = torch.arange(q_BNLH.size(2), device=q_BNLH.device)
+        distance_LL = position[:, None] - position[None, :]
+        hidden_LL = distance_LL < 0
+        if self.window is not None:
+            hidden_LL |= distance_LL >= self.window
+        scores_BNLL = scores_BNLL.masked_fill(hidden_LL, float("-inf"))
+
+        lse_BNL = torch.logsumexp(scores_BNLL, dim=-1)
+        weights_BNLL = torch.exp(scores_BNLL - lse_BNL.unsqueeze(-1)).to(v_BNLH.dtype)
+        out_BLNH = (weights_BNLL @ v_BNLH).transpose(1, 2)
+        if out_transform is None:
+            return out_BLNH
+        return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
 
 
 def layout_independent_init() -> contextlib.AbstractContextManager[Any]:
@@ -205,15 +255,11 @@ def _with_one_backend(init_distributed: Callable[..., int]) -> Callable[..., int
     return init
 
 
-def _unknown_peak_flops(device_name: str) -> float:
-    return float("nan")
-
-
 class CPUDeviceModule:
-    """What Titan asks of ``torch.cuda``, answered for this process on a CPU.
+    """The functions of ``torch.cuda`` that Titan uses, for this process on a CPU.
 
     Memory is the peak resident set size of the process, in bytes: the only figure here that
-    includes everything. Anything else that Titan asks for raises with the name of it.
+    includes everything. Any other name that Titan uses raises an error.
     """
 
     def device_count(self) -> int:

@@ -1,25 +1,25 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The passes that turn a Titan decoder into a parallel one, in order, on one screen."""
 
 from collections.abc import Sequence
 
-from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.activation_checkpoint.compiled.decisions import CompiledPolicy
+from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
 from titan_ext.activation_checkpoint.units import apply_activation_checkpointing
-from titan_ext.compile import compile_units
-from titan_ext.configs import check_compiled, check_parallelism, fsdp_settings
+from titan_ext.compile import compile_units, compiles_model
+from titan_ext.configs import check_parallelism
+from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
-from titan_ext.fsdp.units import decoder_blocks, resolve_wrap, vision_modules
-from titan_ext.guards.late_parameters import refuse_fsdp1
-from titan_ext.lora.frozen import keep_frozen
-from titan_ext.schedules import check_schedule
-
-__all__ = ["parallelize"]
+from titan_ext.fsdp.units import decoder_blocks, plan_units, resolve_wrap, vision_modules
+from titan_ext.fsdp.unmanaged import refuse_fsdp1
+from titan_ext.lora import keep_frozen
+from titan_ext.pipeline_schedules import check_schedule
 
 
 def parallelize(
@@ -53,9 +53,8 @@ def parallelize(
     Raises:
         ValueError: for a configuration that titan_ext does not serve, or a module that FSDP1 wraps.
     """
-    compiled = compile_config.enable and "model" in compile_config.components
-    check_parallelism(parallelism)
-    check_compiled(parallelism, compiled=compiled)
+    compiled = compiles_model(compile_config)
+    check_parallelism(parallelism, training, compiled=compiled)
     check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
     refuse_fsdp1(model)
     if parallel_dims.cp_enabled and vision_modules(model):
@@ -63,21 +62,21 @@ def parallelize(
             "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
-    settings = fsdp_settings(parallelism)
-    wrap = resolve_wrap(settings["wrap"], parallel_dims.ep)
+    settings = FSDPSettings.from_config(parallelism, training, ignored)
+    units = plan_units(model, resolve_wrap(settings.wrap, parallel_dims.ep))
 
     # 1. Shard over the model-parallel axes: TP, EP, CP.
     with keep_frozen(model):
         _shard_model_axes(model, parallel_dims)
 
-    # 2. Float8 and the other quantised linears: nothing to do. Titan's converters put them into
-    #    the model config, so that the modules were built that way.
+    # 2. Float8 and the other quantized linears: nothing to do. Titan's converters put them into
+    #    the model config, and the model was built with them.
 
     # 3. Activation checkpointing, of the blocks of a vision tower too.
     policy = None
     if ac_config is not None:
         policy = ac_config.build(dump_folder=dump_folder)
-        apply_activation_checkpointing(model, policy, wrap, compiled=compiled)
+        apply_activation_checkpointing(model, policy, units, compiled=compiled)
         for tower in vision_modules(model).values():
             if hasattr(tower, "layers"):
                 policy.apply(tower)
@@ -86,25 +85,16 @@ def parallelize(
     if compiled:
         compile_units(
             model,
-            wrap,
+            units,
             compile_config=compile_config,
             parallel_dims=parallel_dims,
             float8=policy if isinstance(policy, CompiledPolicy) else None,
         )
 
-    # 5. FSDP, the outermost: it sees what the other passes have made of the modules.
+    # 5. FSDP, the outermost: it wraps what the other passes have made of the modules.
     if skip_dp:
         return model
-    shard_decoder(
-        model,
-        parallel_dims,
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        cpu_offload=training.enable_cpu_offload,
-        enable_symm_mem=parallelism.enable_fsdp_symm_mem,
-        ignored=ignored,
-        **settings,
-    )
+    shard_decoder(model, parallel_dims, settings, units=units)
     return model
 
 

@@ -1,4 +1,5 @@
-"""What a run has left in its folder: how far it came, what the loss did, and a picture of it.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reads a run's folder: how far the run came, and its loss, with a picture.
 
 Reads what Titan wrote (checkpoints, TensorBoard files); writes ``loss.png``.
 
@@ -9,47 +10,21 @@ Reads what Titan wrote (checkpoints, TensorBoard files); writes ``loss.png``.
 import argparse
 import contextlib
 import re
-import tempfile
 from pathlib import Path
-
-__all__ = [
-    "LOSS",
-    "check_writable",
-    "latest_checkpoint_step",
-    "next_target",
-    "read_scalar",
-    "report",
-    "whole_checkpoint_steps",
-]
 
 LOSS = "loss_metrics/global_avg_loss"
 
 
-def check_writable(dump_folder: str) -> None:
-    """Make the run's folder if need be, and write a file there for a moment.
-
-    Raises:
-        ValueError: if that fails: now, and not at the first checkpoint.
-    """
-    try:
-        Path(dump_folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=dump_folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"dump_folder is {dump_folder!r}, where this rank cannot write: {error}."
-        ) from error
-
-
-def whole_checkpoint_steps(checkpoints: Path) -> list[int]:
+def whole_checkpoint_steps(checkpoints: Path, *, marker: str = ".metadata") -> list[int]:
     """The steps of the whole checkpoints in a folder of them, oldest first.
 
     A checkpoint is whole if it has its ``.metadata``, which is written last: the rule by which
     Titan's checkpointer finds what to resume from (torchtitan/components/checkpointer/dcp.py).
+    An export has another ``marker``.
     """
     return sorted(
         int(match[1])
-        for path in checkpoints.glob("step-*/.metadata")
+        for path in checkpoints.glob(f"step-*/{marker}")
         if (match := re.fullmatch(r"step-(\d+)", path.parent.name))
     )
 

@@ -1,13 +1,18 @@
-"""A Titan model spec into ours: same model, same adapters and hooks, our parallelize function."""
+# SPDX-License-Identifier: BSD-3-Clause
+"""Turns a Titan model spec into ours: the same model and hooks, our parallelize function."""
 
 import dataclasses
 
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
 
 from titan_ext.dispatch import use_functional_all_to_all
-from titan_ext.hf_adapter import for_replicated_weights
+from titan_ext.hf_export import for_replicated_weights
+from titan_ext.lora import lora_settings
 from titan_ext.parallelize import parallelize
 
 __all__ = ["REFUSED_MODELS", "check_model_limits", "extend_model_spec"]
@@ -26,9 +31,13 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with titan_ext's parallelize function and expert dispatcher.
 
     The model, the pipelining function and the post-optimizer hook (expert load balancing) stay
-    Titan's, and so do checkpoints; its Hugging Face adapter is extended for HSDP. The model config
-    of ``spec`` is shared with the result and its dispatchers are swapped in place, so give it a
-    fresh spec, as Titan's ``model_registry`` functions return. Extending twice is harmless.
+    Titan's, and so do checkpoints; its Hugging Face adapter is extended for HSDP and LoRA. The
+    model config of ``spec`` is shared with the result and its dispatchers are swapped in place, so
+    give it a fresh spec, as Titan's ``model_registry`` functions return. Extending twice is
+    harmless.
+
+    A model with LoRA adapters gets no load balancing. Balancing would keep changing the routers'
+    bias, which belongs to the frozen base, and exported adapters would not fit that base.
 
     Raises:
         ValueError: if the model is not a decoder: its blocks, and so its units, are unknown.
@@ -41,8 +50,14 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
         )
     use_functional_all_to_all(spec)
     adapter = spec.state_dict_adapter
+    after_optimizer = spec.post_optimizer_build_fn
+    if after_optimizer is register_moe_load_balancing_hook and lora_settings(spec.model):
+        after_optimizer = None
+        if list(spec.model.traverse(MoE.Config)):
+            logger.info("LoRA: load balancing is off, the routers' bias is frozen with the base.")
     return dataclasses.replace(
         spec,
+        post_optimizer_build_fn=after_optimizer,
         parallelize_fn=parallelize,
         state_dict_adapter=for_replicated_weights(adapter) if adapter else None,
     )

@@ -5,31 +5,10 @@ import re
 import unittest.mock
 from pathlib import Path
 
-from tests.cluster import PATIENCE_S, RankError
+from tests.cluster import RankError
 from tests.matrix.refused import Refusal
 from tests.matrix.rows import reference_of
-from tests.training import Result, Run, make_config, train
-
-__all__ = ["References", "config_error", "differences", "error_of", "train_row", "wrong_refusals"]
-
-
-class References:
-    """Stock runs, each trained once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._results: dict[Run, Result] = {}
-
-    def get(self, row: Run) -> Result:
-        reference = reference_of(row)
-        if reference not in self._results:
-            self._results[reference] = train_row(reference, self._folder)
-        return self._results[reference]
-
-
-def train_row(run: Run, folder: Path) -> Result:
-    """Train ``run`` in a folder of its own, with time for a compiler."""
-    return train(run, folder / str(run), timeout_s=(2 if run.compiled else 1) * PATIENCE_S)
+from tests.training import Result, Run, Runs, make_config
 
 
 def differences(ours: Result, stock: Result) -> list[str]:
@@ -61,7 +40,7 @@ def error_of(run: Run, folder: Path) -> str:
     if error := config_error(run, folder):
         return error
     try:
-        train_row(run, folder)
+        Runs(folder).get(run)
     except RankError as error:
         return str(error)
     return ""

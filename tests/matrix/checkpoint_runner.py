@@ -126,7 +126,7 @@ def check_export(run: Run, sources: Sources, folder: Path) -> str:
         load_only=True,
         timeout_s=_timeout_s(run),
     )
-    # The names that an architecture does not have there: guards.hf_export warns of them.
+    # The names that an architecture does not have there: hf_export warns of them.
     left_out = ".expert_bias_E" if run.model == "qwen3_moe" else "optimizer."
     _check_tensors(*(_model_only(t, left_out) for t in (_of_all(ranks), source.tensors)))
     return f"{len(tensors)} tensors equal stock's export, and come back"

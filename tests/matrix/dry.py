@@ -19,8 +19,8 @@ from torchtitan.tools.utils import set_default_dtype
 
 from tests.cluster import run_ranks
 from tests.converters import any_gpu
-from tests.flex_on_cpu import flex_on_cpu
 from tests.matrix.rows import reference_of
+from tests.on_cpu import flex_on_cpu
 from tests.training import Run, make_config
 from titan_ext import no_accelerator
 

@@ -37,6 +37,7 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "param_dtype": (_LAYOUT, lambda run: f"parameters in {run.param_dtype}"),
     "routing": (_LAYOUT, lambda run: f"{run.routing} routing"),
     "backend": (_LAYOUT, lambda run: f"backend {run.backend}"),
+    "typechecked": (_LAYOUT, lambda run: "SPMD type checking"),
     "pp": (_PIPELINE, lambda run: f"PP {run.pp}"),
     "schedule": (_PIPELINE, lambda run: run.schedule),
     "chunked_loss": (_PIPELINE, lambda run: "loss in one piece"),
@@ -44,7 +45,7 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "reshard_groups": (_UNITS, lambda run: _groups(run.reshard_groups)),
     "prefetch": (_UNITS, lambda run: f"prefetch {run.prefetch}"),
     "prefetch_backward": (_UNITS, lambda run: f"{run.prefetch_backward} in backward"),
-    "keep": (_UNITS, lambda run: f"{', '.join(run.keep)} kept replicated"),
+    "replicate": (_UNITS, lambda run: f"{', '.join(run.replicate)} replicated"),
     "optimizer": (_OPTIMIZER, lambda run: run.optimizer),
     "ac": (_AC, lambda run: f"AC {_ac_name(run.ac)}"),
     "compiled": (_COMPILE, lambda run: "compiled"),
@@ -58,7 +59,8 @@ _NOT_FEATURES = {
     *("model", "world", "parallelize"),
     *("global_batch", "seq_len", "layers", "steps", "microbatch_size", "exact_sums"),
     *("attention", "max_norm"),
-    *("traced_step", "profiled_step", "tracked", "watch_routing", "keep_gradients"),
+    *("traced_step", "profiled_step", "tracked", "typechecked", "watch_routing"),
+    "keep_gradients",
 }
 
 

@@ -253,14 +253,14 @@ _COMPILED += [
 # Activations in float8 equal no stock run; the reference is ours with whole-block units.
 _FLOAT8: list[dict[str, Any]] = [
     {"world": 2, "ep": 2, "ac": "fp8_full"},
-    {"world": 2, "ep": 2, "ac": "fp8_none", "backend": "partial_dtensor"},
+    {"world": 2, "ep": 2, "ac": "fp8_no_recompute", "backend": "partial_dtensor"},
     {"world": 2, "ep": 2, "accumulate": 2},
     {"world": 2, "ep": 2, "cpu_offload": True},
     {"world": 2, "ep": 2, "tp": 2},
     {"world": 2, "ep": 2, "tp": 2, "backend": "partial_dtensor"},
     {"world": 2, "tp": 2, "sequence_parallel": False, "ac": "fp8_speed"},
     {"world": 2, "pp": 2},
-    {"world": 2, "pp": 2, "layers": 4, "ac": "fp8_none", **ZERO_BUBBLE},
+    {"world": 2, "pp": 2, "layers": 4, "ac": "fp8_no_recompute", **ZERO_BUBBLE},
     {"world": 4, "ep": 2, "pp": 2, "layers": 4, "schedule": "Interleaved1F1B"},
     {"world": 4, "ep": 2, "dp_replicate": 2},
     {"world": 4, "ep": 4, "tp": 2},

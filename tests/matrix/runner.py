@@ -13,12 +13,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tests.matrix.check import References, differences, train_row, wrong_refusals
+from tests.matrix.check import differences, wrong_refusals
 from tests.matrix.dry import dry_differences
 from tests.matrix.refused import REFUSALS
-from tests.matrix.rows import DRY, ROWS
+from tests.matrix.rows import DRY, ROWS, reference_of
 from tests.matrix.table import counts
-from tests.training import Run
+from tests.training import Run, Runs
 
 _Check = Callable[[], list[str]]
 
@@ -55,10 +55,10 @@ def main() -> int:
 
 
 def _checks(folder: Path) -> dict[str, _Check]:
-    references = References(folder)
+    runs = Runs(folder)
 
     def trained(row: Run) -> list[str]:
-        return differences(train_row(row, folder), references.get(row))
+        return differences(runs.get(row), runs.get(reference_of(row)))
 
     # Rows that share a reference come together, so that a bad reference shows early.
     checks: dict[str, _Check] = {}

@@ -1,30 +1,34 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Activation checkpointing that can keep an activation in float8.
 
-``verdicts`` is the data model, ``presets`` the verdicts for Titan's decoders, ``sites`` names the
-operations of a running block, ``drops`` shows that nothing reads what is dropped, ``blocks``
-checkpoints one block, ``uncheckpointed`` is a block that recomputes nothing, ``receipts`` counts,
-``policy`` is the configuration, ``api`` the way in without Titan's trainer.
-``compiled`` does the same where torch.compile runs the blocks.
+``policy`` is the configuration and the entry point, ``op_policies`` decides for each operation,
+``blocks`` checkpoints one block, ``discards`` proves that nothing reads what is discarded,
+``no_recompute`` is a block that recomputes nothing, ``memory_report`` counts bytes. ``compiled``
+does the same under torch.compile, and ``units`` applies a policy to what is compiled.
 """
 
-from titan_ext.activation_checkpoint.api import (
+from titan_ext.activation_checkpoint.memory_report import (
+    BlockMemoryReport,
+    MemoryReport,
+    OpRow,
+    memory_report_of,
+)
+from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, Rule
+from titan_ext.activation_checkpoint.policy import (
+    FP8AC,
     enable_fp8_activation_checkpointing,
     measure_block,
 )
-from titan_ext.activation_checkpoint.policy import FP8AC, check_stored, receipt_of
-from titan_ext.activation_checkpoint.receipts import BlockReceipt, OpRow, RunReceipt
-from titan_ext.activation_checkpoint.verdicts import Rule, Site, Verdict
 
 __all__ = [
     "FP8AC",
-    "BlockReceipt",
+    "BlockMemoryReport",
+    "MemoryReport",
+    "OpLocation",
+    "OpPolicy",
     "OpRow",
     "Rule",
-    "RunReceipt",
-    "Site",
-    "Verdict",
-    "check_stored",
     "enable_fp8_activation_checkpointing",
     "measure_block",
-    "receipt_of",
+    "memory_report_of",
 ]

@@ -1,43 +1,158 @@
-"""One block under checkpointing, eagerly: each operation asked for its verdict, outputs stored.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One block under checkpointing, in eager mode: ask for each operation's policy, store outputs.
 
-The checkpoint is torch's own, with torch's own selective contexts. What is added: the policy that
-they ask reads our rules, and the saved-tensor hooks around the call, through which torch passes
-the inputs of the block and every output that the policy saves, put them into the store in the form
-that the verdict names. All state belongs to one call: a pipeline runs several forwards before the
-first backward.
+The checkpoint and its selective contexts are torch's own. We add two things. The policy that they
+ask reads our rules. And saved-tensor hooks around the call receive the inputs of the block and
+every output that the policy saves, and store them in the form that the policy names. All state
+belongs to one call: a pipeline runs several forwards before the first backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.drops import Dropped, DropTracker
-from titan_ext.activation_checkpoint.presets import GEMMS, BlockPlan
-from titan_ext.activation_checkpoint.receipts import BlockReceipt, count_flops, op_rows
-from titan_ext.activation_checkpoint.ruling import Ruling
-from titan_ext.activation_checkpoint.sites import BlockSites, op_name
-from titan_ext.activation_checkpoint.verdicts import INPUT, Rule, Site, Verdict
-from titan_ext.fp8 import Codec, Ledger, SavedTensorStore, keep_exact
-
-__all__ = ["BlockCheckpoint", "BlockStore", "restore"]
+from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
+from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, count_flops
+from titan_ext.activation_checkpoint.op_policies import (
+    GEMMS,
+    INPUT,
+    BlockPlan,
+    OpLocation,
+    OpPolicy,
+    Resolver,
+    Rule,
+    is_copy_to_host,
+    op_name,
+)
+from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
+from titan_ext.fp8.local import plain_tensors, storage_ids
 
 _CODEC_BLOCK = 128
+_TO_COPY = torch.ops.aten._to_copy.default
+_INPUT = OpLocation("", INPUT)
+STATISTIC = "log-sum-exp"
+
+
+class OpLocator:
+    """Names the operations of one block while it runs, in forward and in recompute.
+
+    A dispatch mode sees only ``aten.mm`` and two tensors. Hooks on the modules of the block tell
+    the module, the storage of the operands tells the parameter.
+
+    Args:
+        block: Its modules get a hook before and one after their forward.
+
+    Attributes:
+        left: The modules that have returned in this forward, in order.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.left: list[nn.Module] = []
+        self._stack = [""]
+        self._handles = []
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        # By storage: parameters, and their copies in another dtype. A weak reference keeps no
+        # bytes, but no later storage gets the address.
+        self._with_operands = False
+        self._names: dict[int, str] = {}
+        self._storages: list[StorageWeakRef] = []
+        for name, module in block.named_modules():
+            public = canonical_fqn(name)
+            slots = [
+                (module._parameters, key, f"{public}.{key}".lstrip("."))
+                for key in module._parameters
+            ]
+            self._slots += slots
+            if name:
+                enter, leave = self._hooks(public, slots)
+                self._handles += [
+                    module.register_forward_pre_hook(enter),
+                    module.register_forward_hook(leave, always_call=True),
+                ]
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def module(self) -> str:
+        """The innermost running module, named within the block; "" for the block itself."""
+        return self._stack[-1]
+
+    def begin(self, *, with_operands: bool) -> None:
+        """Start of a forward."""
+        self.left.clear()
+        self._names.clear()
+        self._storages.clear()
+        self._with_operands = with_operands
+        self._name_parameters(self._slots)
+
+    def locate(self, func: Any, args: tuple[Any, ...]) -> OpLocation:
+        """The location of a call of ``func``; with a GEMM's operand if ``begin`` asked for it."""
+        module, op = self._stack[-1], op_name(func)
+        operand = ""
+        if self._with_operands and op in GEMMS:
+            names = (self._name_of(arg) for arg in args if isinstance(arg, torch.Tensor))
+            operand = next((name for name in names if name), "")
+        return OpLocation(module, op, operand.removeprefix(module).lstrip("."))
+
+    def see_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Note that ``out`` is ``source`` cast to another dtype: it gets its parameter name."""
+        if self._with_operands and (name := self._name_of(source)):
+            self._call(out, name)
+
+    def _name_of(self, x: torch.Tensor) -> str:
+        for part in plain_tensors(x):
+            if name := self._names.get(part.untyped_storage()._cdata):
+                return name
+        return ""
+
+    def _call(self, x: torch.Tensor, name: str) -> None:
+        for part in plain_tensors(x):
+            storage = part.untyped_storage()
+            if storage._cdata not in self._names:
+                self._names[storage._cdata] = name
+                self._storages.append(StorageWeakRef(storage))
+
+    def _name_parameters(self, slots: Iterable[tuple[dict[str, Any], str, str]]) -> None:
+        if not self._with_operands:
+            return
+        for tensors, key, name in slots:
+            if (param := tensors.get(key)) is not None:
+                self._call(param, name)
+
+    def _hooks(self, name: str, slots: list[tuple[dict[str, Any], str, str]]):
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack.append(name)
+            # FSDP may just have put other parameters in place.
+            self._name_parameters(slots)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+            self.left.append(module)
+
+        return enter, leave
 
 
 class BlockStore:
-    """The store of one block, told with each tensor why it must stay exact, if it must.
+    """The store of one block; the caller says why a tensor must stay exact, if it must.
 
     Args:
-        fp32: "exact", or "float8" for fp32 tensors whose rows are not shorter than 128: what is
-            shorter is a statistic (a log-sum-exp, a routing score), never compressed.
+        fp32: "save"; or "save_float8" for fp32 tensors with rows of at least 128. Shorter rows are
+            statistics (routing scores) and stay exact.
     """
 
     def __init__(self, block: nn.Module, codec: Codec, fp32: str) -> None:
@@ -57,7 +172,20 @@ class BlockStore:
         if self._reason is not None:
             return self._reason
         statistic = x.dtype == torch.float32 and (x.dim() == 0 or x.shape[-1] < _CODEC_BLOCK)
-        return keep_exact(x, fp32=statistic or self.fp32 == "exact")
+        return keep_exact(x, fp32=statistic or self.fp32 == "save")
+
+
+def attention_statistics(module: str, op: str, out: Any) -> list[torch.Tensor]:
+    """The outputs of an attention operation that are statistics, such as log-sum-exps.
+
+    They have fewer axes than its result. They must stay exact, because backward recomputes the
+    probabilities from them. Empty for other operations.
+    """
+    if not ("attn" in op or "attention" in op or "inner_attention" in module.split(".")):
+        return []
+    tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+    axes = max((x.dim() for x in tensors), default=0)
+    return [x for x in tensors if x.dim() < axes]
 
 
 class BlockCheckpoint:
@@ -65,11 +193,12 @@ class BlockCheckpoint:
 
     Args:
         name: Of the block, in the model.
-        plan: Its verdicts.
+        plan: Its policies.
         store: Where outputs go.
-        sites: Names its operations.
+        locator: Names its operations.
         options: For ``torch.utils.checkpoint.checkpoint``.
-        on_receipt: Called with the receipt of the first forward.
+        used_rules: Collects the user's rules that decided an operation.
+        on_report: Called with the report of the first forward.
     """
 
     def __init__(
@@ -77,24 +206,25 @@ class BlockCheckpoint:
         name: str,
         plan: BlockPlan,
         store: BlockStore,
-        sites: BlockSites,
+        locator: OpLocator,
         options: dict[str, Any],
-        on_receipt: Callable[[BlockReceipt], None],
+        used_rules: set[Rule],
+        on_report: Callable[[BlockMemoryReport], None],
     ) -> None:
         self.name = name
         self.plan = plan
         self.store = store
-        self.sites = sites
-        self.refused_drops: set[Site] = set()
-        self.used_rules: set[Rule] = set()
+        self.locator = locator
+        self.used_rules = used_rules
+        self.refused_discards: set[OpLocation] = set()
         self._options = options
-        self.receipt: BlockReceipt | None = None
-        self._on_receipt = on_receipt
+        self._on_report = on_report
+        self._is_reported = False
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return module(*args, **kwargs)
-        call = _Call(self, counting=self.receipt is None)
+        call = _Call(self, counting=not self._is_reported)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, restore):
             out = checkpoint(
                 module,
@@ -106,10 +236,10 @@ class BlockCheckpoint:
                 **self._options,
                 **kwargs,
             )
-        call.finish()
-        if self.receipt is None:
-            self.receipt = call.receipt()
-            self._on_receipt(self.receipt)
+        call.finish(module, out)
+        if not self._is_reported:
+            self._is_reported = True
+            self._on_report(call.report())
         return out
 
 
@@ -119,78 +249,107 @@ class _Call:
     def __init__(self, owner: BlockCheckpoint, *, counting: bool) -> None:
         self._owner = owner
         self._plan = owner.plan
-        self._ruling = Ruling(owner.plan, owner.used_rules, owner.refused_drops)
-        self._drops = DropTracker()
-        self._site = Site("", INPUT)
-        self._verdict = self._ruling.on_input()
-        self._strict_drops: dict[int, Site] = {}
-        self._drop_sites: dict[int, Site] = {}
+        self._locator = owner.locator
+        self._resolver = Resolver(owner.plan, owner.used_rules, owner.refused_discards)
+        self._discards = DiscardTracker()
+        self._discard_locations: dict[Discarded, OpLocation] = {}
         self._counting = counting
         self._entries: list[Any] = []
-        self._ops: list[tuple[str, Verdict, int]] = []
-        self._packs = 0
-        owner.sites.begin()
+        self._ops: list[tuple[str, OpPolicy, int]] = []
+        # Of the last operation, whose outputs ``pack`` gets.
+        self._location = _INPUT
+        self._policy = self._resolver.resolve_input()
+        self._statistics: set[int] = set()
+        self._locator.begin(with_operands=counting or owner.plan.names_operands)
 
     def decide(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Torch asks in the forward only, after each operation."""
-        sites, out = self._owner.sites, ctx.op_output
-        sites.see_cast(func, args, out)
-        site = sites.site(func, args, with_operand=op_name(func) in GEMMS)
-        verdict = self._ruling.on(site, ctx, func, args, kwargs, out)
-        self._site, self._verdict = site, verdict
-        stored = verdict in (Verdict.EXACT, Verdict.FLOAT8)
-        self._drops.see(func, site.module, args, out, stored=stored)
+        """Policy of one operation. Torch asks in the forward only, after each operation."""
+        out = ctx.op_output
+        if func is _TO_COPY:
+            self._locator.see_cast(args[0], out)
+        policy = OpPolicy.RECOMPUTE
+        # Most operations end here: this runs for each of them, on the host.
+        if self._plan.may_save(func) or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
+            self._location = self._locator.locate(func, args)
+            policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
+            if policy is OpPolicy.SAVE_FLOAT8:
+                module, op, _ = self._location
+                self._statistics = set(storage_ids(attention_statistics(module, op, out)))
+        self._policy = policy
+        recompute = policy is OpPolicy.RECOMPUTE
+        if self._discards.discarded:
+            self._discards.see(func, self._locator.module, args, out, recomputed=recompute)
         if self._counting:
-            self._ops.append((str(site), verdict, count_flops(func, args, kwargs, out)))
-        recompute = verdict is Verdict.RECOMPUTE
+            flops = count_flops(func, args, kwargs, out)
+            name = str(self._locator.locate(func, args)) if flops else ""
+            self._ops.append((name, policy, flops))
         return CheckpointPolicy.PREFER_RECOMPUTE if recompute else CheckpointPolicy.MUST_SAVE
 
     def pack(self, x: torch.Tensor) -> Any:
-        """Torch gives every input of the block and every output that is saved."""
-        self._packs += 1
-        name = str(self._site) if self._site.op != INPUT else INPUT
-        if self._verdict is Verdict.DROP and x.is_floating_point():
-            entry: Any = Dropped(x, name)
-            self._drops.add(entry, x)
-            self._drop_sites[id(entry)] = self._site
+        """Store one tensor: torch passes every input of the block and every saved output."""
+        policy, location = self._policy, self._location
+        if policy is OpPolicy.DISCARD and x.is_floating_point():
+            entry: Any = Discarded(x, str(location), len(self._locator.left))
+            self._discards.add(entry, x)
+            self._discard_locations[entry] = location
+        elif policy is not OpPolicy.SAVE_FLOAT8 and self._may_stay(x):
+            return x
         else:
-            float8 = self._verdict is Verdict.FLOAT8
-            entry = self._owner.store.pack(x, name, reason=None if float8 else _reason(self._site))
+            reason = _reason(location)
+            if policy is OpPolicy.SAVE_FLOAT8:
+                is_statistic = self._statistics.intersection(storage_ids(x))
+                reason = STATISTIC if is_statistic else None
+            name = INPUT if location is _INPUT else str(location)
+            entry = self._owner.store.pack(x, name, reason=reason)
         if self._counting:
             self._entries.append(entry)
         return entry
 
-    def finish(self) -> None:
-        """The forward has ended: let go of dropped values, unless something reads them."""
-        for entry in self._drops.dropped:
-            entry.finish()
+    def _may_stay(self, x: torch.Tensor) -> bool:
+        """Whether to keep ``x`` as stock checkpointing does. Inputs carry their graph."""
+        return (
+            not self._counting
+            and self._location is not _INPUT
+            and (type(x) is torch.Tensor or type(x) is DTensor)
+        )
+
+    def finish(self, module: nn.Module, out: Any) -> None:
+        """End of the forward: free discarded values, unless something reads them."""
+        self._discards.finish([*self._locator.left, module], out)
+        for entry, location in self._discard_locations.items():
             if entry.reader:
-                self._refuse_drop(self._drop_sites[id(entry)], entry)
-        self._drops = DropTracker()
+                self._refuse_discard(location, entry)
+        self._discards = DiscardTracker()
+        self._discard_locations.clear()
 
-    def receipt(self) -> BlockReceipt:
-        ledger = Ledger(list({id(entry): entry for entry in self._entries}.values()))
+    def report(self) -> BlockMemoryReport:
+        """Of what has been stored."""
+        report = BlockMemoryReport.of(self._owner.name, self._entries, self._ops)
         self._entries.clear()
-        return BlockReceipt(self._owner.name, tuple(ledger.rows()), op_rows(self._ops), self._packs)
+        return report
 
-    def _refuse_drop(self, site: Site, entry: Dropped) -> None:
+    def _refuse_discard(self, location: OpLocation, entry: Discarded) -> None:
         name = self._owner.name
-        if any(r.verdict is Verdict.DROP and r.matches(site) for r in self._plan.user_rules):
+        rules = [rule for rule in self._plan.user_rules if rule.policy is OpPolicy.DISCARD]
+        if any(rule.matches(location, name) for rule in rules):
             raise ValueError(
-                f"activation_checkpoint.verdicts: {site} of {name} cannot be dropped: backward "
-                f"needs it, for {entry.reader}. Expected exact, float8 or recompute."
+                f"activation_checkpoint.op_policies: {location} of {name} cannot be "
+                f"discarded: it is read by {entry.reader}. Expected save, save_float8 or "
+                "recompute."
             )
-        self._owner.refused_drops.add(site)
-        logger.info(f"{name}: {site} is not dropped, as {entry.reader} reads it.")
+        self._owner.refused_discards.add(location)
+        logger.info(f"{name}: {location} is not discarded: it is read by {entry.reader}.")
 
 
-@torch.no_grad()
 def restore(entry: Any) -> torch.Tensor:
     """What was packed."""
-    return entry.restore()
+    if isinstance(entry, torch.Tensor):
+        return entry
+    with torch.no_grad():
+        return entry.restore()
 
 
-def _reason(site: Site) -> str:
-    if site.op == "aten.topk":
+def _reason(location: OpLocation) -> str:
+    if location.op == "aten.topk":
         return "routing"
-    return "attention" if "attention" in site.module.split(".") else "as asked"
+    return "attention" if "attention" in location.module.split(".") else "as asked"

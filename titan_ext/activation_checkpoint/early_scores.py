@@ -1,19 +1,20 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Routing scores applied before the last expert GEMM instead of after it, on request.
 
-Titan multiplies the routed experts' outputs by their scores, so that the gradient of a score needs
-the output: the largest tensor of a block that is expensive to have again. A score is a number for
-each token, and the last GEMM is linear in the token: applied to its input the result is the same
-but for rounding, and backward reads that input, which is cheap, in place of the output, which is
-then dropped. It changes what is computed, in the last bits; so it is off by default.
+Titan multiplies the routed experts' outputs by their scores. The gradient of a score then needs
+that output, the largest tensor of a block that is expensive to recompute. The last GEMM is linear
+in each token, so multiplying its input by the score gives the same result but for rounding.
+Backward then reads that input, which is cheap, and the output can be discarded. The last bits
+change, so this is off by default.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.nn.functional as nnf
 from torch.distributed.tensor import DTensor
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import ParallelismConfig, derive
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import (
@@ -25,8 +26,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 
-__all__ = ["EarlyScoreRoutedExperts", "use_early_scores"]
-
 _KEY = "activation_checkpoint.score_before_last_gemm"
 
 # Shape suffixes, as in torchtitan/models/common/moe.py: R = routed tokens, F = hidden dimension of
@@ -34,7 +33,7 @@ _KEY = "activation_checkpoint.score_before_last_gemm"
 
 
 class EarlyScoreExperts(GroupedExperts):
-    """Titan's experts; their tokens are scaled by their scores before the last GEMM."""
+    """Titan's experts, with tokens scaled by their scores before the last GEMM."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -59,7 +58,7 @@ class EarlyScoreExperts(GroupedExperts):
 
 
 class EarlyScoreRoutedExperts(RoutedExperts):
-    """Titan's routed experts without expert parallelism: what they return is only added up."""
+    """Titan's routed experts without expert parallelism; they add up what the experts return."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -100,7 +99,7 @@ def use_early_scores(spec: ModelSpec, parallelism: ParallelismConfig) -> None:
         if getattr(parallelism, degree) > 1:
             raise ValueError(
                 f"{_KEY} needs parallelism.{degree} = 1, which is {getattr(parallelism, degree)}. "
-                "With expert parallelism the output of the last GEMM is dropped without it."
+                "With expert parallelism the output of the last GEMM is discarded without it."
             )
     found = [
         (cast(RoutedExperts.Config, c), p, k)
@@ -126,10 +125,8 @@ def use_early_scores(spec: ModelSpec, parallelism: ParallelismConfig) -> None:
     for config, parent, key in found:
         if type(config) is EarlyScoreRoutedExperts.Config:
             continue
-        values = {f.name: getattr(config, f.name) for f in fields(config)}
-        inner = config.inner_experts
-        values["inner_experts"] = EarlyScoreExperts.Config(
-            **{f.name: getattr(inner, f.name) for f in fields(inner)}
-        )
         assert key is not None, "a MoE layer holds its experts"
-        setattr(parent, str(key), EarlyScoreRoutedExperts.Config(**values))
+        experts = derive(config.inner_experts, EarlyScoreExperts.Config)
+        setattr(
+            parent, str(key), derive(config, EarlyScoreRoutedExperts.Config, inner_experts=experts)
+        )

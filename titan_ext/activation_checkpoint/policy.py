@@ -1,94 +1,102 @@
-"""The policy ``fp8``: Titan's activation checkpointing with a fourth way to keep an activation.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The policy ``fp8``: activation checkpointing that can also store in float8, or discard.
 
-Titan builds it from its config and applies it to a model, as it does its own policies.
+Titan builds it from its config and applies it to a model, like its own policies.
 """
 
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal, cast
-from weakref import WeakKeyDictionary
+from typing import Annotated, Any, Literal, get_args
 
-import torch.distributed as dist
+import torch
 import torch.nn as nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, BlockStore
-from titan_ext.activation_checkpoint.checks import (
-    KEY,
-    check_compiled,
-    check_config,
-    check_names,
-    check_rules,
+from titan_ext.activation_checkpoint.blocks import (
+    BlockCheckpoint,
+    BlockStore,
+    OpLocator,
 )
-from titan_ext.activation_checkpoint.compiled.codec import Saved
-from titan_ext.activation_checkpoint.compiled.decisions import (
+from titan_ext.activation_checkpoint.compiled.checkpoint import (
     Decisions,
     none_decisions,
     plan_decisions,
 )
-from titan_ext.activation_checkpoint.compiled.receipts import graph_rows, write_graphs
+from titan_ext.activation_checkpoint.compiled.partition import Saved
 from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
-from titan_ext.activation_checkpoint.exemptions import is_exempt, number_of_layers
-from titan_ext.activation_checkpoint.presets import Attention, BlockPlan, Preset, make_plan
-from titan_ext.activation_checkpoint.receipts import BlockReceipt, RunReceipt
-from titan_ext.activation_checkpoint.sites import BlockSites
-from titan_ext.activation_checkpoint.uncheckpointed import UncheckpointedBlock, why_exact
-from titan_ext.activation_checkpoint.verdicts import Rule, Verdict, parse_rules
-from titan_ext.flag_tables import table_flag
+from titan_ext.activation_checkpoint.memory_report import (
+    BlockMemoryReport,
+    MemoryReport,
+    MemoryReporter,
+)
+from titan_ext.activation_checkpoint.no_recompute import NoRecomputeBlock, why_exact
+from titan_ext.activation_checkpoint.op_policies import (
+    INPUT,
+    Attention,
+    BlockPlan,
+    OpPolicy,
+    Preset,
+    Rule,
+    is_exempt,
+    make_plan,
+    parse_rules,
+)
 from titan_ext.fp8 import Codec
+from titan_ext.names import did_you_mean, matches, table_flag
 
-__all__ = ["FP8AC", "check_stored", "receipt_of"]
+KEY = "activation_checkpoint"
 
-Mode = Literal["selective", "full", "none"]
+Mode = Literal["selective", "full", "no_recompute"]
+Fp32 = Literal["save", "save_float8"]
 
-_POLICIES: WeakKeyDictionary[nn.Module, "FP8AC"] = WeakKeyDictionary()
+_CHILDREN = ("attention", "attn", "moe", "feed_forward")
 
 
 class FP8AC(ActivationCheckpointing):
-    """Saves, recomputes, saves in float8 or drops, operation by operation.
+    """Saves, recomputes, saves in float8 or discards, operation by operation.
 
     Attributes:
-        receipt: What the first forward of each block stored; complete after the first step.
+        memory_report: What the first forward of each block stored; complete after the first step.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
         mode: Mode = "selective"
         """
-        "selective": what ``preset`` and ``verdicts`` say. "full": only the inputs of the blocks are
-        kept, in float8, and what fixes the routing. "none": nothing is recomputed, and what
-        autograd saves is kept in float8.
+        "selective": by operation, as ``preset`` and ``op_policies`` say. "full": keep only the
+        blocks' inputs, in float8, and what fixes the routing. "no_recompute": recompute nothing,
+        and keep what autograd saves in float8.
         """
 
         preset: Preset = "memory"
         """
         With mode "selective": "memory" (what stock selective saves, in float8), "speed" (few FLOPs
         recomputed at about stock's bytes), "attention" (recompute attention only) or "stock" (what
-        stock selective saves, exactly: for ``verdicts`` to start from).
+        stock selective saves, exactly: for ``op_policies`` to start from).
         """
 
-        verdicts: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
+        op_policies: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
         """
-        "module[:op[:operand[:occurrence]]]" to exact, float8, recompute or drop; globs; the first
-        that matches decides, before the preset. "input" names the inputs of the blocks.
+        "module[:op[:operand[:occurrence]]]" -> save, save_float8, recompute or discard. These are
+        globs; the module is named within the block or in the model. The first that matches decides,
+        before the preset. "input" names the blocks' inputs.
         """
 
         attention: Attention = "auto"
         """
-        What attention's own backward reads (q, k, v, its output): "exact"; "float8"; or, with mode
-        "selective", "recompute" the attention operation. Its gradient is exact only with the
-        first. "auto" is "exact", except for preset "speed" (docs/fp8_ac.md).
+        What attention's own backward reads (q, k, v, its output): "save", "save_float8", or, with
+        mode "selective", "recompute" of the attention operation. Only "save" keeps its gradient
+        exact. "auto" is "save", except for preset "speed" (docs/fp8_ac.md).
         """
 
-        fp32: Literal["exact", "float8"] = "exact"
-        """Whether fp32 tensors may be compressed; statistics (short rows) never are."""
+        fp32: Fp32 = "save"
+        """
+        Whether fp32 tensors may be compressed; statistics (log-sum-exps of attention, short rows)
+        never are.
+        """
 
         score_before_last_gemm: bool = False
         """
@@ -96,14 +104,10 @@ class FP8AC(ActivationCheckpointing):
         kept or computed again. Changes the rounding of the forward. Without EP and TP only.
         """
 
-        exempt_first: int = 0
-        """The first so many layers keep exactly what the others keep in float8."""
-
-        exempt_last: int = 0
-        """The last so many layers."""
-
         exempt: list[str] = field(default_factory=list)
-        """Globs for the names of modules in the model that keep it exactly ("*.attention")."""
+        """
+        Globs for modules, named in the model, that use no float8 ("layers.0", "*.attention").
+        """
 
         dtype: Literal["e4m3", "e5m2"] = "e4m3"
         """The float8 format: 3 bits of mantissa, or 2 and more range."""
@@ -112,17 +116,50 @@ class FP8AC(ActivationCheckpointing):
         """How many neighbours share a scale."""
 
         scale: Literal["e8m0", "fp32"] = "e8m0"
-        """Scales of one byte, powers of two; or of four."""
+        """Scales: powers of two in one byte, or fp32 in four bytes."""
 
         stochastic: bool = False
         """Round at random, without bias."""
 
         seed: int = 0
-        """Of the stochastic rounding."""
+        """The seed of stochastic rounding."""
 
         def __post_init__(self) -> None:
-            check_config(self)
-            check_rules(self.rules(), self.mode)
+            choices = {"mode": Mode, "preset": Preset, "attention": Attention, "fp32": Fp32}
+            for key, literal in choices.items():
+                value, known = getattr(self, key), get_args(literal)
+                if value not in known:
+                    raise ValueError(
+                        f"{KEY}.{key} is {value!r}; expected one of {', '.join(known)}"
+                        f"{did_you_mean(value, known)}"
+                    )
+            if self.mode != "selective" and self.preset != "memory":
+                raise ValueError(
+                    f'{KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
+                )
+            if self.mode == "full" and self.attention != "auto":
+                raise ValueError(
+                    f"{KEY}.attention is {self.attention!r}; it has no meaning with mode "
+                    '"full", which recomputes attention.'
+                )
+            if self.mode == "no_recompute" and self.attention == "recompute":
+                raise ValueError(
+                    f'{KEY}.attention is "recompute", but mode "no_recompute" recomputes nothing; '
+                    'expected "save" or "save_float8".'
+                )
+            if self.debug and self.mode != "no_recompute":
+                raise ValueError(
+                    f"{KEY}.debug is on; torch has no debug mode for selective checkpoints. "
+                    'Expected false, or policy "full".'
+                )
+            for rule in self.rules():
+                stored = rule.policy in (OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8)
+                if self.mode == "no_recompute" and (not stored or rule.op != "*"):
+                    raise ValueError(
+                        f'{KEY}.op_policies: with mode "no_recompute" autograd decides what is '
+                        f"saved; expected modules with save or save_float8, got "
+                        f"{rule.module}:{rule.op} = {rule.policy.value!r}."
+                    )
             try:
                 self.codec()
             except ValueError as error:
@@ -133,8 +170,8 @@ class FP8AC(ActivationCheckpointing):
             return Codec(self.dtype, self.block, self.scale, self.stochastic, self.seed)
 
         def rules(self) -> tuple[Rule, ...]:
-            """``verdicts``, parsed."""
-            return parse_rules(self.verdicts, f"{KEY}.verdicts")
+            """``op_policies``, parsed."""
+            return parse_rules(self.op_policies, f"{KEY}.op_policies")
 
         def check_compiled(self) -> None:
             """Refuse what compiled code cannot do.
@@ -142,31 +179,46 @@ class FP8AC(ActivationCheckpointing):
             Raises:
                 ValueError: naming the key.
             """
-            check_compiled(self)
+            if self.fp32 != "save":
+                raise ValueError(
+                    f'{KEY}.fp32 is {self.fp32!r}; expected "save" under torch.compile, which '
+                    "stores only bf16 and fp16 in float8."
+                )
+            if self.stochastic or self.block == "tensor":
+                raise ValueError(
+                    f"{KEY}.stochastic = true and {KEY}.block = 'tensor' do not run under "
+                    "torch.compile: expected stochastic = false and a block of 64, 128, 256 or "
+                    "'row', or compile.enable = false."
+                )
+
+        def wants_float8(self) -> bool:
+            """Whether the policy stores anything in float8, apart from exemptions."""
+            if self.mode == "selective" and self.preset == "stock":
+                return any(rule.policy is OpPolicy.SAVE_FLOAT8 for rule in self.rules())
+            return True
 
     def __init__(self, config: "FP8AC.Config", dump_folder: str = "") -> None:
         super().__init__(config, dump_folder)
-        self.graphs: list[list[Saved]] = []
-        self.blocks: dict[str, BlockReceipt | None] = {}
+        self._config = config
         self.used_rules: set[Rule] = set()
-        self._sites: list[BlockSites] = []
-        self._total_layers = 0
-        self._is_compiled = False
+        self.reporter = MemoryReporter(config.codec(), dump_folder, lambda: self._wants_float8())
+        self._locators: list[OpLocator] = []
+        self._is_prepared = False
         self._prefix = ""
 
     @property
-    def receipt(self) -> RunReceipt:
-        return RunReceipt([receipt for receipt in self.blocks.values() if receipt is not None])
+    def memory_report(self) -> MemoryReport:
+        return self.reporter.report
 
     def apply(self, model: nn.Module) -> None:
         """Wrap every transformer block of ``model``, in place: the decoder first, then any towers.
 
         Raises:
-            ValueError: if a name in ``verdicts`` or ``exempt`` is of no module.
+            ValueError: if a name in ``op_policies`` or ``exempt`` is of no module.
         """
-        if not self._total_layers:
+        if not self._is_prepared:
             self.prepare(model)
-        elif self.blocks or self._is_compiled:
+        elif self.reporter.blocks or self.reporter.is_compiled:
             self._prefix = f"{type(model).__name__}."
         super().apply(model)
 
@@ -174,76 +226,78 @@ class FP8AC(ActivationCheckpointing):
         """Check the names of ``config`` against the blocks of ``model``.
 
         Raises:
-            ValueError: if a name in ``verdicts`` or ``exempt`` is of no module.
+            ValueError: if a name in ``op_policies`` or ``exempt`` is of no module.
         """
-        config = cast("FP8AC.Config", self.config)
-        self._total_layers = number_of_layers(model)
+        config = self._config
+        self._is_prepared = True
         early = [isinstance(module, EarlyScoreRoutedExperts) for module in model.modules()]
         if config.score_before_last_gemm and not any(early):
             raise ValueError(
                 f"{KEY}.score_before_last_gemm: this model was not built for it; call "
                 "titan_ext.activation_checkpoint.early_scores.use_early_scores on its spec first."
             )
-        check_names(config.rules(), config.exempt, model, self._total_layers)
-        _POLICIES[model] = self
+        _check_names(config, model)
+        self.reporter.report_for(model)
 
     def compiled_codec(self) -> Codec:
         """How float8 tensors are stored."""
-        return cast("FP8AC.Config", self.config).codec()
+        return self._config.codec()
 
     def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
-        """The verdicts for a block that is compiled (see ``activation_checkpoint.units``).
+        """The policies for a block that is compiled (see ``activation_checkpoint.units``).
 
         Raises:
             ValueError: for what compiled code cannot do.
         """
-        config = cast("FP8AC.Config", self.config)
+        config = self._config
         config.check_compiled()
-        self._is_compiled = True
-        exempt = functools.partial(self._is_exempt, name)
-        exempted = sorted(module for module, _ in block.named_modules() if exempt(module))
-        if config.mode == "none":
-            is_exact = functools.partial(
-                why_exact, rules=config.rules(), attention=config.attention, exempt=exempt
-            )
-            return none_decisions(is_exact, key=f"{config} {exempted}")
-        plan = self._plan(block, name, exempt)
-        return plan_decisions(plan, self.used_rules, key=f"{config} {plan.attention} {exempted}")
+        self.reporter.is_compiled = True
+        # Blocks that decide alike share compiled code; names in the model tell them apart.
+        names = [module for module, _ in block.named_modules()]
+        exempted = [module for module in names if is_exempt(config.exempt, name, module)]
+        ruled = [[m for m in names if rule.matches_module(m, name)] for rule in config.rules()]
+        key = f"{config} {exempted} {ruled}"
+        if config.mode == "no_recompute":
+            return none_decisions(self._why_exact(name), key=key)
+        plan = self._plan(block, name)
+        return plan_decisions(plan, self.used_rules, key=f"{key} {plan.attention}")
 
     def take_graph(self, saved: list[Saved]) -> None:
-        """Note what a compiled graph saves, say it, and write it to the run's folder."""
-        self.graphs.append(saved)
-        graphs = [graph_rows(graph, self.compiled_codec()) for graph in self.graphs]
-        lines = [
-            f"{row.tensors:4} {row.nbytes:12,} B {row.nbytes_a_token:8,} B a token  "
-            f"{row.source}: {row.treatment}"
-            for row in graphs[-1]
-        ]
-        logger.info("\n".join([f"Compiled graph {len(graphs)} saves for backward:", *lines]))
-        if self.dump_folder:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            write_graphs(graphs, Path(self.dump_folder) / KEY / f"graphs_rank{rank}.json")
+        """Log what a compiled graph saves, and write it to the run's folder."""
+        self.reporter.add_graph(saved)
 
-    def check_stored(self) -> None:
-        """After a step: float8 must have been stored, if it was asked for.
+    def remove_hooks(self) -> None:
+        """Remove our hooks from the modules; the wrappers around the blocks stay."""
+        for locator in self._locators:
+            locator.remove()
 
-        Raises:
-            RuntimeError: if nothing was.
-        """
-        stored = {tensor.treatment for graph in self.graphs for tensor in graph}
-        if self._is_compiled and self._wants_float8():
-            self._refuse_empty(stored, any(kept.startswith("float8") for kept in stored))
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        name = f"{self._prefix}{base_fqn or 'block'}"
+        self.reporter.blocks[name] = None
+        config = self._config
+        store = BlockStore(module, config.codec(), config.fp32)
+        locator = OpLocator(module)
+        self._locators.append(locator)
+        if config.mode == "no_recompute":
+            is_exact = self._why_exact(name)
+            return NoRecomputeBlock(module, name, store, locator, is_exact, self._take_report)
+        options = {
+            "preserve_rng_state": config.preserve_rng_state,
+            "determinism_check": config.determinism_check,
+        }
+        checkpoint = BlockCheckpoint(
+            name,
+            self._plan(module, name),
+            store,
+            locator,
+            options,
+            self.used_rules,
+            self._take_report,
+        )
+        return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
 
-    def _refuse_empty(self, kept: Iterable[str], has_float8: bool) -> None:
-        if not has_float8:
-            raise RuntimeError(
-                f"{KEY}: float8 was asked for and nothing was stored in it. What was kept: "
-                f"{', '.join(sorted(kept)) or 'nothing'}. fp32 activations need {KEY}.fp32 = "
-                "'float8'; else choose policy 'selective', 'full' or 'none'."
-            )
-
-    def _plan(self, block: nn.Module, name: str, exempt: Callable[[str], bool]) -> BlockPlan:
-        config = cast("FP8AC.Config", self.config)
+    def _plan(self, block: nn.Module, name: str) -> BlockPlan:
+        config = self._config
         return make_plan(
             block,
             name,
@@ -251,91 +305,118 @@ class FP8AC(ActivationCheckpointing):
             preset=config.preset,
             attention=config.attention,
             user_rules=config.rules(),
-            exempt=exempt,
+            exempt=config.exempt,
         )
 
-    def remove_hooks(self) -> None:
-        """Take our hooks off the modules again; the wrappers around the blocks stay."""
-        for sites in self._sites:
-            sites.remove()
+    def _why_exact(self, block: str) -> Callable[[str], str | None]:
+        config = self._config
+        return functools.partial(
+            why_exact,
+            block=block,
+            rules=config.rules(),
+            attention=config.attention,
+            exempt=config.exempt,
+        )
 
-    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        name = f"{self._prefix}{base_fqn or 'block'}"
-        self.blocks[name] = None
-        config = cast("FP8AC.Config", self.config)
-        store = BlockStore(module, config.codec(), config.fp32)
-        exempt = functools.partial(self._is_exempt, name)
-        sites = BlockSites(module)
-        self._sites.append(sites)
-        if config.mode == "none":
-            is_exact = functools.partial(
-                why_exact, rules=config.rules(), attention=config.attention, exempt=exempt
-            )
-            return UncheckpointedBlock(module, name, store, sites, is_exact, self._take_receipt)
-        plan = self._plan(module, name, exempt)
-        options = {
-            "preserve_rng_state": config.preserve_rng_state,
-            "determinism_check": config.determinism_check,
-        }
-        checkpoint = BlockCheckpoint(name, plan, store, sites, options, self._take_receipt)
-        checkpoint.used_rules = self.used_rules
-        return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
-
-    def _is_exempt(self, block: str, module: str) -> bool:
-        config = cast("FP8AC.Config", self.config)
-        layers = self._total_layers if not self._prefix else None
-        return is_exempt(config, block, module, layers)
-
-    def _take_receipt(self, receipt: BlockReceipt) -> None:
-        self.blocks[receipt.block] = receipt
-        if any(waiting is None for waiting in self.blocks.values()):
+    def _take_report(self, report: BlockMemoryReport) -> None:
+        config = self._config
+        if not self.reporter.add(report):
             return
-        run = self.receipt
-        logger.info(f"What waits for backward ({len(run.blocks)} blocks, one forward):\n{run}")
-        self._warn_of_idle_rules()
-        if self.dump_folder:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            first = run.blocks[0].block.replace(".", "_")
-            run.write(Path(self.dump_folder) / KEY / f"rank{rank}_{first}.json")
-        if self._wants_float8():
-            kept = {row.treatment for row in run.rows()}
-            self._refuse_empty(kept, any(block.float8_tensors for block in run.blocks))
-
-    def _warn_of_idle_rules(self) -> None:
-        config = cast("FP8AC.Config", self.config)
-        if config.mode == "none":
-            return
-        for pattern, rule in zip(config.verdicts, config.rules(), strict=True):
-            if rule not in self.used_rules:
+        for pattern, rule in zip(config.op_policies, config.rules(), strict=True):
+            if rule not in self.used_rules and config.mode != "no_recompute":
                 logger.warning(
-                    f"{KEY}.verdicts: {pattern!r} decided nothing in these blocks: no operation "
-                    "matches it, or an earlier verdict does."
+                    f"{KEY}.op_policies: {pattern!r} has no effect in these blocks: no operation "
+                    "matches it, or an earlier pattern decides."
                 )
+        self.reporter.check_blocks()
 
     def _wants_float8(self) -> bool:
-        config = cast("FP8AC.Config", self.config)
-        if self.blocks and all(self._is_exempt(name, "") for name in self.blocks):
+        config = self._config
+        blocks = self.reporter.blocks
+        if blocks and all(is_exempt(config.exempt, name, "") for name in blocks):
             return False
-        if config.mode == "selective" and config.preset == "stock":
-            return any(rule.verdict is Verdict.FLOAT8 for rule in config.rules())
-        return True
+        return config.wants_float8()
 
 
-def check_stored(model_parts: Iterable[nn.Module]) -> None:
-    """``FP8AC.check_stored`` for the policies of ``model_parts``."""
-    for part in model_parts:
-        if part in _POLICIES:
-            _POLICIES[part].check_stored()
+def _check_names(config: FP8AC.Config, model: nn.Module) -> None:
+    """Refuse names of modules that the blocks of a model do not have.
+
+    Args:
+        model: The decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a dense
+            stage has no ``moe``) may be in another stage.
+
+    Raises:
+        ValueError: with the nearest name.
+    """
+    layers = model.get_submodule("layers")
+    inside = {name for block in layers.children() for name, _ in block.named_modules()} - {""}
+    if not inside:
+        return
+    whole = getattr(getattr(model, "config", None), "layers", None) or list(layers.children())
+    blocks = [f"layers.{index}" for index in range(len(whole))]
+    in_model = {*blocks, *(f"{block}.{name}" for block in blocks for name in inside)}
+    elsewhere = {name for name in _CHILDREN if name not in inside}
+
+    def check(key: str, patterns: Iterable[str], known: set[str], where: str) -> None:
+        for pattern in patterns:
+            is_elsewhere = elsewhere.intersection(pattern.split("."))
+            if not (is_elsewhere or any(matches(name, pattern) for name in inside | in_model)):
+                raise ValueError(
+                    f"{KEY}.{key}: no module of {where} is called {pattern!r}"
+                    f"{did_you_mean(pattern, known)}"
+                )
+
+    rules = [rule.module for rule in config.rules() if rule.module != INPUT]
+    check("op_policies", rules, inside, "a block")
+    check("exempt", config.exempt, in_model, "the model")
 
 
-def receipt_of(model_parts: Iterable[nn.Module]) -> RunReceipt:
-    """What the first forward of each wrapped block in ``model_parts`` stored, as far as it ran."""
-    receipts = []
-    for part in model_parts:
-        for module in part.modules():
-            owner: Any = module
-            if isinstance(module, CheckpointWrapper):
-                owner = module.checkpoint_fn.func
-            if isinstance(owner, BlockCheckpoint | UncheckpointedBlock) and owner.receipt:
-                receipts.append(owner.receipt)
-    return RunReceipt(receipts)
+def enable_fp8_activation_checkpointing(
+    model: nn.Module, config: FP8AC.Config | None = None, *, dump_folder: str = ""
+) -> FP8AC:
+    """Checkpoint the blocks of a model in place, without Titan's trainer.
+
+    Call it after sharding over the model-parallel axes and before FSDP.
+
+    Args:
+        model: Its blocks are the children of ``model.layers``.
+        config: Default: mode "selective", preset "memory".
+        dump_folder: Where the memory report goes, as JSON; "" for nowhere.
+
+    Returns:
+        The policy; its ``memory_report`` says what was stored.
+
+    Raises:
+        ValueError: for a name that no module has.
+    """
+    policy = FP8AC(config or FP8AC.Config(), dump_folder)
+    policy.apply(model)
+    return policy
+
+
+def measure_block(
+    block: nn.Module,
+    *args: Any,
+    config: FP8AC.Config | None = None,
+    loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> BlockMemoryReport:
+    """Run one block forward and backward under a policy; report what was stored and recomputed.
+
+    The block stays as it was; gradients accumulate in its parameters and inputs.
+
+    Args:
+        block: A transformer block.
+        args, kwargs: Its inputs.
+        config: The policy.
+        loss: From the output of the block to a scalar; the sum if None.
+    """
+    policy = FP8AC(config or FP8AC.Config())
+    holder = nn.Module()
+    holder.layers = nn.ModuleDict({"0": block})
+    policy.apply(holder)
+    out = holder.get_submodule("layers.0")(*args, **kwargs)
+    (loss(out) if loss is not None else out.float().sum()).backward()
+    policy.remove_hooks()
+    (report,) = policy.memory_report.blocks
+    return report

@@ -1,20 +1,21 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Activation checkpointing of what is compiled: whole blocks, or the modules of sub-module units.
 
 With sub-module units FSDP's hooks run between the modules of a block, so each module is compiled by
-itself. A checkpoint around the block then sees compiled code where its policy expects matrix
-multiplications: nothing is saved, and selective checkpointing has become full. So the checkpoint
-goes *inside* what is compiled, where the compiler asks its policy about every operation.
+itself. A checkpoint around the block would see compiled code instead of matrix multiplications,
+save nothing, and so turn selective checkpointing into full. So the checkpoint goes *inside* what is
+compiled, where the compiler asks its policy about every operation.
 
-What enters a checkpoint is saved. A unit is a chain, norm -> attention (-> norm), and would save
-what enters each of its links. So its main module runs the whole chain as one compiled function, and
-the others pass through what they get. No module is added or moved: parameters keep their names,
-FSDP its hooks, and the block its forward.
+A checkpoint saves its inputs. A unit is a chain, norm -> attention (-> norm), and would save the
+inputs of each link. So its main module runs the whole chain as one compiled function, and the other
+modules return their inputs. No module is added or moved: parameters keep their names, FSDP its
+hooks, and the block its forward.
 
-Titan's load balancing halves the tokens per expert of a block that is wrapped in a checkpoint, as
-an eager recompute counts them again. Compiled code does not, and these blocks are not wrapped.
+Titan's load balancing halves the token counts of blocks wrapped in a checkpoint, because an eager
+recompute counts again. Compiled code does not count again, and these blocks are not wrapped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,16 +23,10 @@ import torch.nn as nn
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.activation_checkpoint.compiled.decisions import CompiledPolicy, compiled_checkpoint
-from titan_ext.fsdp.units import UnitKind, Wrap, plan_units
-
-__all__ = ["Part", "apply_activation_checkpointing", "parts", "passes_through"]
+from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy, compiled_checkpoint
+from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks
 
 _MAIN = ("attention", "attn", "moe", "feed_forward")
-_KINDS: dict[Wrap, tuple[UnitKind, ...]] = {
-    "block": (UnitKind.BLOCK,),
-    "submodule": (UnitKind.ATTENTION, UnitKind.MOE, UnitKind.FEED_FORWARD),
-}
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class Part:
         block: The block.
         block_name: Its name in the model.
         modules: By name in the block, in the order in which they run; the block itself is "".
-        child: The name in the block of the one that runs all of them.
+        child: The name in the block of the module that runs them all.
     """
 
     block: nn.Module
@@ -52,7 +47,7 @@ class Part:
 
     @property
     def main(self) -> nn.Module:
-        """The module that runs all of it: the block or, for example, its attention."""
+        """The module that runs it all: the block or, for example, its attention."""
         return self.modules[self.child]
 
     @property
@@ -87,44 +82,45 @@ class Part:
 
 
 def apply_activation_checkpointing(
-    model: Decoder, policy: ActivationCheckpointing, wrap: Wrap, *, compiled: bool
+    model: Decoder, policy: ActivationCheckpointing, units: Sequence[Unit], *, compiled: bool
 ) -> None:
-    """Apply ``policy`` to the transformer blocks of ``model``, in place.
+    """Apply ``policy`` to the transformer blocks of ``model``, split into ``units``, in place.
 
-    Before they are compiled, and before FSDP. Eagerly, and for policies that recompute whole
-    blocks, this is ``policy.apply``. Multi-token-prediction blocks are left alone, as by Titan.
+    Call it before compile and before FSDP. In eager mode, and for policies that recompute whole
+    blocks, this is ``policy.apply``. Multi-token-prediction blocks stay as they are, as in Titan.
     """
     if compiled and isinstance(policy, CompiledPolicy):
         policy.prepare(model)
-        for part in parts(model, wrap):
+        for part in parts(model, units):
             decisions = policy.compiled_decisions(part.block, part.block_name)
             if decisions is not None:
                 part.checkpoint(compiled_checkpoint(part.modules, part.child, decisions))
-    elif compiled and wrap == "submodule" and isinstance(policy, SelectiveAC):
+    elif compiled and splits_blocks(units) and isinstance(policy, SelectiveAC):
         policy.apply(_NoLayers())
-        for part in parts(model, wrap):
+        for part in parts(model, units):
             wrapper = policy._wrap_block(part.main, base_fqn=part.name)
             part.checkpoint(cast(Any, wrapper).checkpoint_fn)
     else:
         policy.apply(model)
 
 
-def parts(model: Decoder, wrap: Wrap) -> Iterator[Part]:
+def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[Part]:
     """The parts of the transformer blocks of ``model`` that are compiled, in forward order."""
     blocks = {f"layers.{name}": block for name, block in model.layers.items()}
-    for unit in plan_units(model, wrap):
+    kinds = SUBMODULE_KINDS if splits_blocks(units) else (UnitKind.BLOCK,)
+    for unit in units:
         block_name = ".".join(unit.name.split(".")[:2])
-        if unit.kind not in _KINDS[wrap] or block_name not in blocks:
+        if unit.kind not in kinds or block_name not in blocks:
             continue
         block = blocks[block_name]
         names = {block: "", **{module: name for name, module in block.named_children()}}
-        modules = {names[module]: module for module in unit.modules}
+        modules = {names[module]: module for module in unit.modules(model)}
         child = next(name for name in modules if name in ("", *_MAIN))
         yield Part(block, block_name, modules, child)
 
 
 def passes_through(module: nn.Module) -> bool:
-    """Whether another module of its unit does the work of ``module``."""
+    """Whether another module of the unit does the work of ``module``."""
     return cast(Any, module.forward) is _pass_through
 
 

@@ -1,11 +1,11 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A text corpus that every machine with Python has: the source of its standard library.
 
-It is real text with structure at every distance, so that a small model's loss falls for a reason;
-it needs no download; and it is the same for everyone with the same Python version. About 10 MB
-become a Hugging Face data set and a byte-level BPE tokenizer of 2,048 tokens, the vocabulary of
-Titan's debug models, both under ``.data/`` in the current folder. A row is a piece of a file, some
-50 lines, and rows are shuffled: a batch of whole files would be all of one kind, and its loss would
-say which.
+It is real text, so a small model can learn from it; it needs no download; and it is the same for
+everyone with the same Python version. About 10 MB become a Hugging Face data set and a byte-level
+BPE tokenizer of 2,048 tokens, the vocabulary of Titan's debug models, both under ``.data/`` in the
+current folder. A row is some 50 lines of a file, and rows are shuffled: batches of whole files
+would differ in kind, and so in loss.
 
 ``python -m titan_ext.data.stdlib_corpus`` makes them; training makes what is missing.
 """
@@ -19,21 +19,13 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
-
-__all__ = [
-    "STDLIB_CORPUS",
-    "default_folder",
-    "default_tokenizer_path",
-    "make_corpus",
-    "register_stdlib_corpus",
-]
 
 STDLIB_CORPUS = "python_stdlib"
 """The name of the data set in Titan's registry (``--dataloader.dataset``)."""
@@ -41,6 +33,7 @@ STDLIB_CORPUS = "python_stdlib"
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 PIECE_CHARACTERS = 2000
+_STDLIB = Path(sysconfig.get_paths()["stdlib"])
 # Not the library itself: what distributions leave out, pip puts in, or is not text.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "__pycache__"}
@@ -61,15 +54,15 @@ def default_tokenizer_path() -> Path:
 def register_stdlib_corpus() -> None:
     """Add the corpus to Titan's table of data sets, the way its docs/datasets.md describes."""
     DATASETS[STDLIB_CORPUS] = DatasetConfig(
-        path=str(default_folder()), loader=_load, sample_processor=_text_of
+        path=str(default_folder()), loader=_load, sample_processor=itemgetter("text")
     )
 
 
 def make_corpus(folder: Path | None = None) -> Path:
     """Write the data set and the tokenizer under ``folder`` unless they are there.
 
-    Every rank of a job may call it at once: each writes into a folder of its own, and the first
-    one to finish puts it in place.
+    Every rank of a job may call it at once: each writes into its own folder, and the first one to
+    finish moves it into place.
 
     Returns:
         The folder, with ``dataset/``, ``tokenizer/`` and ``manifest.json`` (counts and a SHA-256
@@ -82,7 +75,7 @@ def make_corpus(folder: Path | None = None) -> Path:
     staging = folder.with_name(f"{folder.name}.{os.getpid()}")
     rows = list(_stdlib_pieces())
     if not rows:
-        raise ValueError(f"no Python source under {_stdlib_root()}: cannot make the corpus.")
+        raise ValueError(f"no Python source under {_STDLIB}: cannot make the corpus.")
     Dataset.from_list(rows).save_to_disk(staging / "dataset")
     tokenizer_json = _train_tokenizer(rows, staging / "tokenizer")
     manifest = {
@@ -108,23 +101,13 @@ def _load(path: str) -> Dataset:
     return dataset
 
 
-def _text_of(sample: dict[str, Any]) -> str:
-    return sample["text"]
-
-
-def _stdlib_root() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def _stdlib_pieces() -> Iterator[dict[str, str]]:
-    """The library in pieces of whole lines, shuffled in a way that depends on nothing but them."""
-    root = _stdlib_root()
+    """The library in pieces of whole lines, in a shuffled order that depends only on them."""
     pieces = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if not _SKIPPED_FOLDERS.isdisjoint(relative.parts):
-            continue
-        if path.name.startswith("_sysconfigdata"):  # the paths of the machine that built Python
+    for path in sorted(_STDLIB.rglob("*.py")):
+        relative = path.relative_to(_STDLIB)
+        # _sysconfigdata has the paths of the machine that built Python.
+        if _SKIPPED_FOLDERS & set(relative.parts) or path.name.startswith("_sysconfigdata"):
             continue
         try:
             text = path.read_text(encoding="utf-8")

@@ -1,48 +1,45 @@
-"""Where the ranks' collectives differ, and who waits for what.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Finds where the ranks' collectives differ, and who waits for whom.
 
-Collectives on one process group must come in one order on all of its ranks; between groups the
-order is each rank's own (pipeline stages differ). So the records are compared group by group: what
-is at position 57 of a group must be the same collective on every rank of it. Point-to-point
-operations pair up by sender and receiver: the recorder gives each pair a group of its own.
+All ranks of a process group must issue its collectives in the same order; the order between groups
+may differ (as it does between pipeline stages). So we compare group by group: position 57 of a
+group must be the same collective on all its ranks. Point-to-point operations pair up by sender and
+receiver: the recorder gives each pair its own group.
 """
 
 import dataclasses
 from collections import defaultdict
 from pathlib import Path
 
-from titan_ext.debug.ring import Facts, Record, RingReader
-
-__all__ = ["Comparison", "describe", "ranks_in_words"]
+from titan_ext.debug.trace_buffer import RankInfo, Record, TraceReader
+from titan_ext.names import ranks_in_words
 
 _SHOWN = 5
 
 
 class Comparison:
-    """The records of every rank whose files are in ``folder``, compared as far as they go.
-
-    With ``host``, only of the ranks on that machine.
-    """
+    """Compares the records of all ranks with files in ``folder``, or of those on ``host``."""
 
     def __init__(self, folder: Path, *, host: str = "") -> None:
         self._folder = folder
         self._host = host
-        self._readers: dict[int, RingReader] = {}
+        self._readers: dict[int, TraceReader] = {}
         self._pending: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
         self._newest: dict[tuple[int, str], int] = {}
-        self.facts: dict[int, Facts] = {}
+        self.infos: dict[int, RankInfo] = {}
         self.last: dict[int, Record] = {}
         """The newest record of each rank."""
         self.difference = ""
-        """The first difference that was found, in words; "" if there is none."""
+        """The first difference, in words; "" if there is none."""
 
     def advance(self) -> bool:
-        """Read what is new and compare it. Returns whether anything was new."""
-        everyone = Facts.read_all(self._folder)
-        self.facts = {r: f for r, f in everyone.items() if self._host in ("", f.host)}
+        """Read and compare new records; return whether there were any."""
+        everyone = RankInfo.read_all(self._folder)
+        self.infos = {r: i for r, i in everyone.items() if self._host in ("", i.host)}
         news = False
-        for rank in self.facts:
+        for rank in self.infos:
             if rank not in self._readers:
-                self._readers[rank] = RingReader(self._folder, rank)
+                self._readers[rank] = TraceReader(self._folder, rank)
             for record in self._readers[rank]:
                 news = True
                 self.last[rank] = record
@@ -64,7 +61,7 @@ class Comparison:
                 continue  # an earlier collective on this group says it already
             missing = self._missing((group, position))
             lines.append(
-                f"{_who(set(records))} waits in collective {position} of group {group}: "
+                f"{ranks_in_words(records)} waits in collective {position} of group {group}: "
                 f"{describe(next(iter(records.values())))}\n"
                 + "\n".join(self._elsewhere(rank) for rank in sorted(missing)[:_SHOWN])
             )
@@ -80,14 +77,14 @@ class Comparison:
         )
 
     def _missing(self, key: tuple[str, int]) -> set[int]:
-        """The ranks that have not come to this position of the group yet."""
+        """The ranks that have not reached this position of the group."""
         group, position = key
         return {r for r in self._ranks_of(group) if self._newest.get((r, group), -1) < position}
 
     def _ranks_of(self, group: str) -> set[int]:
-        """The ranks of a group that we can see: on another machine's disk we cannot."""
-        members = next((f.groups[group] for f in self.facts.values() if group in f.groups), [])
-        return set(members) & set(self.facts)
+        """The ranks of a group whose files we see; those on another machine's disk we do not."""
+        members = next((i.groups[group] for i in self.infos.values() if group in i.groups), [])
+        return set(members) & set(self.infos)
 
     def _first_step(self, key: tuple[str, int]) -> tuple[int, int]:
         return min((record.step, record.index) for record in self._pending[key].values())
@@ -114,7 +111,7 @@ def _difference(key: tuple[str, int], records: dict[int, Record]) -> str:
         return "\n".join(
             [head]
             + [
-                f"  {_who(set(ranks))}: {describe(records[ranks[0]])}"
+                f"  {ranks_in_words(ranks)}: {describe(records[ranks[0]])}"
                 for ranks in list(by_signature.values())[:_SHOWN]
             ]
         )
@@ -123,7 +120,7 @@ def _difference(key: tuple[str, int], records: dict[int, Record]) -> str:
 
 
 def _signature(record: Record) -> tuple[str, str]:
-    """What must be equal on all ranks of the group."""
+    """What must be equal on all ranks."""
     if record.op in ("send", "recv"):  # the two ends of a pipeline are different modules
         tensors = record.inputs or record.outputs
         return repr(tensors), record.dtype
@@ -153,18 +150,3 @@ def _split_mismatch(records: dict[int, Record]) -> str:
         if sends is not None and expects is not None and sends[0][j] != expects[1][i]
     ]
     return "\n".join(lines[:_SHOWN])
-
-
-def _who(ranks: set[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranks_in_words(ranks)}"
-
-
-def ranks_in_words(ranks: set[int]) -> str:
-    """ "0-3, 8": runs of neighbours as ranges."""
-    words: list[list[int]] = []
-    for rank in sorted(ranks):
-        if words and words[-1][1] == rank - 1:
-            words[-1][1] = rank
-        else:
-            words.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in words)

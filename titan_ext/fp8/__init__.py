@@ -1,21 +1,26 @@
-"""Storing activations in float8: the codec, and the store that autograd's saved tensors go through.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Activations in float8: the codec, and the store for autograd's saved tensors.
 
-``codec`` turns a tensor into float8 and back, ``local`` finds the bytes behind a distributed
-tensor, ``saved_tensors`` decides what is stored how, ``ledger`` says what that costs. The package
-needs torch only: nothing of TorchTitan, nothing else of titan_ext.
+The package needs torch only, neither TorchTitan nor the rest of titan_ext.
 """
 
 from titan_ext.fp8.codec import Codec, Quantized, dequantize, quantize
-from titan_ext.fp8.ledger import Ledger, Row
-from titan_ext.fp8.saved_tensors import SavedTensorStore, keep_exact
+from titan_ext.fp8.saved_tensors import (
+    MemoryRow,
+    SavedTensorStore,
+    StoreMemoryReport,
+    keep_exact,
+    memory_rows,
+)
 
 __all__ = [
     "Codec",
-    "Ledger",
+    "MemoryRow",
     "Quantized",
-    "Row",
     "SavedTensorStore",
+    "StoreMemoryReport",
     "dequantize",
     "keep_exact",
+    "memory_rows",
     "quantize",
 ]

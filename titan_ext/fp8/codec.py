@@ -1,69 +1,40 @@
-"""A float8 codec for activations that wait for backward.
-
-How it works
-============
-Between forward and backward an activation is only waiting. In bf16 each of its values takes two
-bytes; here it takes one, plus a little for a scale:
+# SPDX-License-Identifier: BSD-3-Clause
+"""A float8 codec for activations that wait for backward: one byte a value, and a few for scales.
 
     x        [..., n]            bf16, fp16 or fp32
-    data     [..., n]            float8, one byte a value
-    scales   [..., ceil(n / B)]  one scale for B neighbours (a "block") along the last dimension
+    data     [..., n]            float8
+    scales   [..., ceil(n / B)]  one scale for a block of B neighbours along the last dimension
 
     quantize:    data = float8(x / scale)      dequantize:    x' = data * scale
 
-**Why blocks.** e4m3 spans 2^-9 to 448, less than 2^18. With one scale for a whole tensor the
-largest value decides what happens to the smallest: anything 2^18 smaller is gone. A block of 128
-confines an outlier to its 127 neighbours.
+**Blocks** confine an outlier to its neighbours: e4m3 spans less than 2^18, so one scale for a whole
+tensor would lose values 2^18 times smaller than the largest.
 
-**Why one-byte powers of two.** A scale is 2^(byte - 127), the e8m0 format of the microscaling
-standard. Dividing by it is exact: the only error is the rounding to float8, and a stored tensor
-that is stored again does not change. It costs 1 / 128 byte a value where fp32 costs 4 / 128: 0.504
-of bf16 in place of 0.516. The price is up to one bit of range: a block may use only the lower half
-of what float8 spans above its scale. float8 is a *floating* format, so that costs precision only
-where values fall below its smallest normal number, 2^-6 of the scale.
-
-**Which power of two.** The smallest with max(abs(block)) / scale <= largest float8 (448 or 57344):
-the largest value never overflows, never saturates, and lies in the upper half of the range. Both
-largest values are 1.75 * 2^k, so this is integer arithmetic on the bits of an fp32: adding the
+**Scales** are powers of two, stored as one byte (e8m0, of the microscaling standard). Dividing by a
+power of two is exact: the only error is the rounding to float8, and quantizing again changes
+nothing. Each is the smallest with max(abs(block)) / scale <= the largest float8, 448 or 57344. Both
+are 1.75 * 2^k, so the scale comes from integer arithmetic on the bits of an fp32: adding the
 distance from mantissa 1.75 to the next power of two carries into the exponent exactly when the
-mantissa is above 1.75. No logarithm, no rounding mode, and every device agrees on the byte.
+mantissa is above 1.75. There is no logarithm and no rounding mode, so every device computes the
+same byte.
 
-**Which float8.** e4m3 has 3 bits of mantissa: each value is off by at most 1 / 16 of itself. e5m2
-has 2, so at most 1 / 8, and in exchange 2^14 more range. Within a block range is not scarce: e4m3
-is the default, and e5m2 is there for tensors whose neighbours differ by more than a factor of 10^4.
+**Special values.** Zero comes back as zero, finite values as finite ones, NaN as NaN, infinity as
+NaN (e4m3 has no infinity). Neighbours of NaN and infinity are not affected.
 
-Special values
-==============
-=====================  ==========================================================================
-zero                   comes back as zero; a block of zeros has the smallest scale, 2^-126
-denormal (of fp32)     absolute error below 2^-126; a device may flush it to zero
-finite                 comes back finite: what would round up past the dtype's largest value
-                       comes back as that largest value
-NaN                    comes back as NaN
-+inf, -inf             come back as NaN. e4m3 has no infinity, and kernels disagree about
-                       e5m2's; NaN reaches a loss check just as well
-neighbours of NaN/inf  unchanged: the scale is that of the finite values of the block
-outlier                its neighbours get its scale: at 1e5 times their size, e4m3 leaves them a
-                       grid of about half their size (docs/fp8_codec.md has the figures)
-=====================  ==========================================================================
+**Tracing.** ``quantize`` and ``dequantize`` read no value on the host, branch on shapes and the
+codec only, and output shapes do not depend on values. So CUDA graphs, torch.compile and fx can
+trace them. In eager mode each is a dozen kernels; ``torch.ops.titan_ext.float8_quantize`` and
+``float8_dequantize``, at the end of this file, run one (docs/fp8_codec.md).
 
-What the code may not do
-========================
-No ``.item()``, no branch on values, no shape that depends on values: a CUDA graph replays it, and
-torch.compile and fx trace it as it stands. The branches below are on shapes and on the codec.
-Eagerly it is a dozen operations; Inductor makes one kernel of them, each way, for blocks and rows.
-A scale for the whole tensor takes a reduction first, so two.
-
-How torchao does it
-===================
-``torchao.prototype.mx_formats.to_mx`` with RCEIL scales is the nearest relative, and a test
-compares the two bit for bit where both are defined. It wants contiguous input, whole blocks, and
-bf16 or fp32. In it a NaN takes its whole block along and an infinity makes zeros of its neighbours.
-torchao's Triton kernels need a GPU. docs/fp8_codec.md says what else was tried.
+``torchao.prototype.mx_formats.to_mx`` with RCEIL scales is similar; a test compares the two bit for
+bit where both are defined. docs/fp8_codec.md compares torchao's codecs.
 """
 
+import functools
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -71,7 +42,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from titan_ext.fp8.local import Layout, local_tensor
 
-__all__ = ["SUPPORTED_DTYPES", "Codec", "Quantized", "dequantize", "quantize"]
+_logger = logging.getLogger(__name__)
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What can be quantised. fp64 cannot: its range is not that of the scales."""
@@ -97,7 +68,7 @@ class Codec:
             a block is exactly the largest of float8.
         stochastic: Round up with the probability of the remainder, so that the error is zero on
             average, instead of to nearest. Larger errors, no bias.
-        seed: Of the stochastic rounding. The same seed, step and position round alike.
+        seed: Seed of the stochastic rounding. The same seed, step and position round alike.
     """
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
@@ -134,7 +105,7 @@ class Codec:
         return (*shape[:-1], -(-last // max(self.block_size(shape), 1)))
 
     def nbytes(self, shape: torch.Size) -> int:
-        """How many bytes a tensor of ``shape`` is stored in."""
+        """Bytes that a stored tensor of ``shape`` takes."""
         scales = torch.Size(self.scales_shape(shape)).numel()
         return shape.numel() + scales * (1 if self.scale == "e8m0" else 4)
 
@@ -224,7 +195,7 @@ def dequantize(quantized: Quantized, codec: Codec, dtype: torch.dtype) -> torch.
 
 
 def _is_empty(x: torch.Tensor) -> bool:
-    """False for a traced tensor whose size is not known: the general code serves it, too."""
+    """False for a traced tensor of unknown size; the general code handles it, too."""
     return guard_or_false(x.numel() == 0)
 
 
@@ -268,7 +239,7 @@ def _largest_of_blocks(values: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def _spread(per_block: torch.Tensor, values: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """What belongs to a block, for each of its values (broadcast where it can be)."""
+    """Expand one number per block to one per value (by broadcasting where possible)."""
     if values.dim() == 3:
         return per_block.unsqueeze(-1)
     # Gathered. Padding the values and slicing the result would be simpler, but Inductor's CPU
@@ -312,3 +283,129 @@ def _mix(state: torch.Tensor) -> torch.Tensor:
     for shift, multiplier in ((16, 0x21F0AAAD), (15, 0x35A2D97B)):
         state = ((state ^ (state >> shift)) * multiplier) & 0xFFFFFFFF
     return state ^ (state >> 15)
+
+
+# One kernel each way: the same as operations of torch. Dispatch modes (checkpointing's,
+# FlopCounterMode, memory trackers) see one operation and its outputs; inside it no mode is active,
+# under which torch.compile would leave the codec uncompiled without a word.
+
+_BACKEND = "inductor"
+_codecs: dict[str, Codec] = {}
+_warned: list[str] = []
+_not_compiled: set[Callable[..., Any]] = set()
+
+
+@functools.cache
+def codec_name(codec: Codec) -> str:
+    """``codec`` as an argument of the operations."""
+    _codecs[str(codec)] = codec
+    return str(codec)
+
+
+def _quantize(
+    x: torch.Tensor, codec: str, step: torch.Tensor | None, one_kernel: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = _codecs[codec]
+    noise = 0 if step is None else step
+    if not one_kernel or x.numel() == 0:
+        return tuple(quantize(x, settings, step=noise))
+    if blocks := _whole_blocks(x, settings):
+        data, scales = _compile_and_run(_encode, [x.view(blocks, -1)], [0], settings, noise)
+    else:
+        data, scales = _compile_and_run(_encode_rows, [x], [0, 1], settings, noise)
+    return data.view(x.shape), scales.view(settings.scales_shape(x.shape))
+
+
+def _dequantize(
+    data: torch.Tensor, scales: torch.Tensor, codec: str, dtype: torch.dtype, one_kernel: bool
+) -> torch.Tensor:
+    settings = _codecs[codec]
+    if not one_kernel or data.numel() == 0:
+        return dequantize(Quantized(data, scales), settings, dtype)
+    if blocks := _whole_blocks(data, settings):
+        tensors = [data.view(blocks, -1), scales.view(blocks, 1)]
+        return _compile_and_run(_decode, tensors, [0], settings, dtype).view(data.shape)
+    return _compile_and_run(_decode_rows, [data, scales], [0, 1], settings, dtype)
+
+
+def _whole_blocks(x: torch.Tensor, codec: Codec) -> int:
+    """The number of blocks of ``x``, if all are whole and contiguous; else 0.
+
+    All shapes share one kernel as [blocks, block size], with the block size a constant.
+    """
+    size = codec.block_size(x.shape)
+    if isinstance(codec.block, str) or x.shape[-1] % size or not x.is_contiguous():
+        return 0
+    return x.numel() // size
+
+
+def _compile_and_run(
+    function: Callable[..., Any], tensors: list[torch.Tensor], varying: list[int], *settings: Any
+) -> Any:
+    """Run ``function`` compiled; the dimensions ``varying`` of ``tensors`` may vary."""
+    if function in _not_compiled:
+        return function(*tensors, *settings)
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, varying)
+    try:
+        return _compiled(function)(*tensors, *settings)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        _not_compiled.add(function)
+        _warn_of_eager(str(error))
+        return function(*tensors, *settings)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend=_BACKEND)
+
+
+# Functions of their own: torch.compile counts recompilations by function, and stops after 8.
+
+
+def _encode(x: torch.Tensor, codec: Codec, step: int | torch.Tensor) -> Any:
+    if not torch.compiler.is_dynamo_compiling():
+        _warn_of_eager("torch.compile is switched off, or was asked for too many kinds of shapes")
+    return tuple(quantize(x, codec, step=step))
+
+
+def _encode_rows(x: torch.Tensor, codec: Codec, step: int | torch.Tensor) -> Any:
+    return _encode(x, codec, step)
+
+
+def _decode(data: torch.Tensor, scales: torch.Tensor, codec: Codec, dtype: torch.dtype) -> Any:
+    if not torch.compiler.is_dynamo_compiling():
+        _warn_of_eager("torch.compile is switched off, or was asked for too many kinds of shapes")
+    return dequantize(Quantized(data, scales), codec, dtype)
+
+
+def _decode_rows(data: torch.Tensor, scales: torch.Tensor, codec: Codec, dtype: torch.dtype) -> Any:
+    return _decode(data, scales, codec, dtype)
+
+
+def _warn_of_eager(reason: str) -> None:
+    if not _warned:
+        _warned.append(reason)
+        _logger.warning("The float8 codec runs as a dozen kernels instead of one: %s", reason)
+
+
+torch.library.define(
+    "titan_ext::float8_quantize",
+    "(Tensor x, str codec, Tensor? step, bool one_kernel) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "titan_ext::float8_dequantize",
+    "(Tensor data, Tensor scales, str codec, ScalarType dtype, bool one_kernel) -> Tensor",
+)
+torch.library.impl("titan_ext::float8_quantize", "default", _quantize)
+torch.library.impl("titan_ext::float8_dequantize", "default", _dequantize)
+
+
+@torch.library.register_fake("titan_ext::float8_quantize")
+def _(x: Any, codec: str, step: Any, one_kernel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quantize(x, codec, step, False)
+
+
+@torch.library.register_fake("titan_ext::float8_dequantize")
+def _(data: Any, scales: Any, codec: str, dtype: torch.dtype, one_kernel: bool) -> torch.Tensor:
+    return _dequantize(data, scales, codec, dtype, False)

@@ -1,28 +1,24 @@
-"""The bytes behind a tensor: this rank's shard, arrived, and whose storage they lie in.
-
-Three things stand between a saved tensor and its bytes: a DTensor is a description around a local
-tensor; an AsyncCollectiveTensor is a promise; and even a plain tensor may be the output of a
-collective that is still running, which nothing in its type says.
-"""
+# SPDX-License-Identifier: BSD-3-Clause
+"""The data behind a tensor: this rank's shard of a DTensor, and its storages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-
-__all__ = ["Layout", "local_tensor", "plain_tensors", "wait"]
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a DTensor is distributed: all of it but the values.
+    """The layout of a DTensor: everything but its values.
 
     Attributes:
         mesh, placements: Where its shards are.
-        shape: Of the whole tensor. Not to be had from the local shard, which may be uneven.
+        shape: Of the whole tensor; an uneven local shard does not tell it.
     """
 
     mesh: DeviceMesh
@@ -47,7 +43,7 @@ class Layout:
 
 
 def local_tensor(x: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, arrived; any other tensor as it is, arrived if async."""
+    """This rank's shard of a DTensor, or the tensor itself; waits for async tensors."""
     if isinstance(x, DTensor):
         x = x._local_tensor
     if isinstance(x, AsyncCollectiveTensor):
@@ -55,16 +51,16 @@ def local_tensor(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def wait(x: torch.Tensor) -> None:
-    """Wait for a collective that is still writing to the plain tensor ``x``, if there is one.
-
-    On an accelerator the stream waits, not the host. The program's own wait is then a no-op.
-    """
-    torch.ops._c10d_functional.wait_tensor(x)
+def storage_ids(values: Any) -> Iterator[int]:
+    """The storages behind the tensors in a nest of arguments or results."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            for part in plain_tensors(leaf):
+                yield part.untyped_storage()._cdata
 
 
 def plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that ``x`` consists of: itself, or the parts of a tensor subclass."""
+    """The plain tensors in ``x``: itself, or the parts of a tensor subclass."""
     if not hasattr(x, "__tensor_flatten__"):
         yield x
         return

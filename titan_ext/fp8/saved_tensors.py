@@ -1,46 +1,37 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What autograd saves between forward and backward, kept in float8.
 
     store = SavedTensorStore(Codec(), modules=[block])
     with store.hooks("layers.3"):
         y = block(x)
-    print(store.ledger)
+    print(store.memory_report)
     y.sum().backward()
 
-Autograd hands every tensor that it saves to ``pack`` and keeps the result; when backward needs the
-tensor it hands the result to ``unpack``. In between, this is what happens to a tensor:
+How a saved tensor is treated; the first rule that applies:
 
-1. A parameter or buffer of ``modules``, any other ``nn.Parameter``, or a view of their storage:
-   kept by reference. It costs nothing, as the model owns it. A copy would be a disaster: FSDP
-   empties the storage of a gathered weight after forward and fills it again for backward, and a
-   copy of it, float8 or not, would be all the weights at once. The storage decides, as no type
-   tells: a detached, transposed or localised weight is a plain tensor.
-2. A tensor subclass that is neither DTensor nor AsyncCollectiveTensor, or a sparse tensor: kept by
-   reference. Its bytes mean what its class says they mean. (Sparse ones are not in the ledger.)
-3. What is not bf16, fp16 or fp32, what would not shrink, and whatever the ``policy`` names: kept
-   exactly, by reference, as autograd would.
-4. The rest: float8. A DTensor by its local shard. The axes of an expanded view are dropped first
-   and expanded again after, so that it costs what its storage costs. A tensor whose axes are
-   permuted is stored in the order in which it lies in memory and comes back with the same strides.
+1. A parameter or buffer of ``modules``, any other ``nn.Parameter``, or a view of their storage is
+   kept by reference. Their storage identifies them, because a detached or localised weight is a
+plain tensor. A copy would defeat FSDP, which empties a gathered weight after forward and refills
+it. 2. A tensor subclass that is neither DTensor nor AsyncCollectiveTensor, or a sparse tensor, is
+kept
+   by reference: only its class knows what its bytes mean.
+3. A tensor that is not bf16, fp16 or fp32, would not shrink, or that ``policy`` names is kept
+    exactly, by reference, as autograd would.
+4. The rest is stored in float8: the local shard of a DTensor, an expanded view without its expanded
+   axes, permuted axes in the order in which they lie in memory. Shape and strides come back.
 
-**A collective that is still running** has not written its bytes yet, and its output need not look
-like it: inside selective checkpointing it is a plain tensor. So every tensor is waited for.
-
-**Saved twice, stored once.** Two packs are of the same tensor if storage, offset, shape, strides,
-dtype and version agree. The table of what is stored holds its entries weakly: autograd owns them,
-and they go when it drops them. An entry holds its original's storage weakly: that keeps none of its
-bytes but does keep its address from being given to another tensor, which would else be mistaken for
-it.
-
-**Modified in place after it was saved.** Autograd raises when it unpacks such a tensor, but not
-under hooks: they may have made a copy. What is kept by reference is checked here and raises the
-same error. What is float8 *is* a copy, of the value at the time of saving, which is the one that
-the gradient asks for: backward goes on, with the right gradient.
+The store waits for every tensor: inside selective checkpointing the output of a running collective
+is a plain tensor. It stores a tensor once, however often it is saved. Like autograd it raises when
+a tensor kept by reference was changed in place. A float8 copy has the value at the time of saving,
+which the gradient needs, so backward continues.
 """
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -48,20 +39,17 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, Quantized, dequantize, quantize
-from titan_ext.fp8.ledger import Ledger, storages_of
-from titan_ext.fp8.local import Layout, local_tensor, plain_tensors, wait
-
-__all__ = ["Policy", "SavedTensorStore", "keep_exact"]
+from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
+from titan_ext.fp8.local import Layout, local_tensor, plain_tensors
 
 Policy = Callable[[torch.Tensor], str | None]
-"""Given a plain tensor (the local shard): why it must stay exact, or None to store it in float8."""
+"""Takes a plain tensor (the local shard); returns why it must stay exact, or None for float8."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = 4096) -> str | None:
-    """The default policy: fp32 stays (log-sum-exps, router scores), and so does what is small.
+    """The default policy: fp32 (log-sum-exps, router scores) and small tensors stay exact.
 
     A policy sees shapes and dtypes, not values: attention masks with -inf, or anything else that
     float8 cannot hold, must be recognised by those.
@@ -81,19 +69,110 @@ def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = 4096) -> 
     return None
 
 
-class SavedTensorStore:
-    """Packs the tensors that autograd saves, and says what they cost.
+class StoredEntry(Protocol):
+    """What a memory report needs of a stored tensor."""
 
-    Best made once for each block, with the block as its module: every pack looks through the
-    parameters and buffers of ``modules``.
+    name: str
+    treatment: str
+    owns_bytes: bool
+    original: tuple[tuple[int, int], ...]
+    """(id, bytes) of the storages that autograd would have kept alive."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The plain tensors that are kept alive."""
+        ...
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Stored tensors of one class.
+
+    Attributes:
+        name: The caller's name for it (``SavedTensorStore.hooks``): a module, for example.
+        treatment: "float8 e4m3", "exact: <why>" or "passed through: <why>".
+        entries: How many tensors; one saved several times is one.
+        nbytes: Bytes of the storages that are kept alive. 0 for parameters and buffers, which the
+            model owns.
+        original_nbytes: Bytes of the storages that autograd would have kept alive instead.
+    """
+
+    name: str
+    treatment: str
+    entries: int
+    nbytes: int
+    original_nbytes: int
+
+
+def memory_rows(entries: Iterable[StoredEntry]) -> list[MemoryRow]:
+    """What is held now, a row for each name and treatment, sorted.
+
+    Each storage counts once, in the first row that has it. So views of one storage share its bytes,
+    and an expanded view has those of its base.
+    """
+    classes: dict[tuple[str, str], list[StoredEntry]] = defaultdict(list)
+    for entry in {id(entry): entry for entry in entries}.values():
+        classes[entry.name, entry.treatment].append(entry)
+    counted: set[int] = set()
+    counted_original: set[int] = set()
+    rows = []
+    for (name, treatment), members in sorted(classes.items()):
+        owners = [entry for entry in members if entry.owns_bytes]
+        held = dict(s for entry in owners for part in entry.tensors() for s in storages_of(part))
+        original = dict(s for entry in owners for s in entry.original)
+        nbytes = sum(size for storage, size in held.items() if storage not in counted)
+        original_nbytes = sum(n for s, n in original.items() if s not in counted_original)
+        counted |= held.keys()
+        counted_original |= original.keys()
+        rows.append(MemoryRow(name, treatment, len(members), nbytes, original_nbytes))
+    return rows
+
+
+class StoreMemoryReport:
+    """What a store holds now, in bytes."""
+
+    def __init__(self, entries: Iterable[StoredEntry]) -> None:
+        self._entries = entries
+
+    def rows(self) -> list[MemoryRow]:
+        return memory_rows(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the store keeps alive."""
+        return sum(row.nbytes for row in self.rows())
+
+    @property
+    def original_nbytes(self) -> int:
+        """Bytes that autograd would keep alive without the store."""
+        return sum(row.original_nbytes for row in self.rows())
+
+    def __str__(self) -> str:
+        lines = [f"{'tensors':>8} {'bytes':>14} {'without':>14}  class"]
+        for row in self.rows():
+            label = f"{row.name}: {row.treatment}" if row.name else row.treatment
+            lines.append(f"{row.entries:8} {row.nbytes:14,} {row.original_nbytes:14,}  {label}")
+        return "\n".join(lines)
+
+
+def storages_of(x: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """(id, bytes) of the storages behind ``x``; an id is good while a reference to it is held."""
+    storages = [part.untyped_storage() for part in plain_tensors(x)]
+    return tuple((storage._cdata, storage.nbytes()) for storage in storages)
+
+
+class SavedTensorStore:
+    """Packs the tensors that autograd saves, and reports their bytes.
+
+    Make one for each block, with the block as its module: every pack looks through the parameters
+    and buffers of ``modules``.
 
     Args:
         codec: How float8 tensors are stored.
-        modules: Whose parameters and buffers are never packed. Their modules must not be replaced
-            afterwards; the parameters may be, as FSDP does.
+        modules: Modules whose parameters and buffers are never packed. Do not replace submodules
+            afterwards; parameters may be replaced, as FSDP does.
         policy: What else stays exact, and why.
-        compiled: Run the codec through torch.compile, one fused kernel each way. None: wherever the
-            tensor is not on a CPU, and no compiler is tracing already.
+        one_kernel: Compile the codec to one kernel each way. None: wherever a tensor is not on a
+            CPU, where a compiler is not always at hand.
     """
 
     def __init__(
@@ -102,11 +181,11 @@ class SavedTensorStore:
         *,
         modules: Iterable[nn.Module] = (),
         policy: Policy = keep_exact,
-        compiled: bool | None = None,
+        one_kernel: bool | None = None,
     ) -> None:
         self.codec = codec or Codec()
         self._policy = policy
-        self._compiled = compiled
+        self._one_kernel = one_kernel
         self._slots = [
             (tensors, name)
             for root in modules
@@ -119,19 +198,19 @@ class SavedTensorStore:
         self._steps: dict[torch.device, torch.Tensor] = {}
 
     def hooks(self, name: str = "") -> torch.autograd.graph.saved_tensors_hooks:
-        """A context: what is saved inside it goes through the store, as ``name`` in the ledger."""
+        """A context that stores what autograd saves inside it, as ``name`` in the report."""
         return torch.autograd.graph.saved_tensors_hooks(
             functools.partial(self.pack, name=name), self.unpack
         )
 
     @property
-    def ledger(self) -> Ledger:
+    def memory_report(self) -> StoreMemoryReport:
         """What is stored now."""
-        return Ledger(self._entries)
+        return StoreMemoryReport(self._entries)
 
     @torch.no_grad()
     def pack(self, x: torch.Tensor, *, name: str = "") -> "_Entry":
-        """Store ``x``. The result is all that keeps it stored; give it to ``unpack``."""
+        """Store ``x``. Only the result keeps it stored; pass it to ``unpack``."""
         if isinstance(x, AsyncCollectiveTensor):
             x = local_tensor(x)
         if x.layout is not torch.strided:  # no storage to go by
@@ -149,7 +228,7 @@ class SavedTensorStore:
 
     @torch.no_grad()
     def unpack(self, entry: "_Entry") -> torch.Tensor:
-        """What was packed: the same tensor, or what float8 kept of it, with its shape and dtype.
+        """The packed tensor, or its float8 approximation with the same shape and dtype.
 
         Raises:
             RuntimeError: if it is kept by reference and was modified in place.
@@ -166,7 +245,8 @@ class SavedTensorStore:
         local = local_tensor(x)
         if type(local) not in _PLAIN:  # a DTensor of quantised weights, for example
             return _Kept(x, f"passed through: {type(x).__name__} of {type(local).__name__}")
-        wait(local)
+        # Where a collective is still writing to it. On an accelerator the stream waits.
+        torch.ops._c10d_functional.wait_tensor(local)
         if local.dtype not in SUPPORTED_DTYPES:
             return _Kept(x, f"exact: {str(local.dtype).removeprefix('torch.')}")
         dense, undo = _as_in_memory(local)
@@ -183,25 +263,25 @@ class SavedTensorStore:
         undo: Callable[[torch.Tensor], torch.Tensor],
         layout: Layout | None,
     ) -> "_Float8":
-        compiled = self._compiled
-        if compiled is None:
-            compiled = dense.device.type != "cpu" and not torch.compiler.is_compiling()
-        encode, decode = _compiled_codec() if compiled else (quantize, dequantize)
-        codec, dtype = self.codec, dense.dtype
+        one_kernel = self._one_kernel
+        if one_kernel is None:
+            one_kernel = compiles_for(dense.device)
+        codec, dtype, ops = codec_name(self.codec), dense.dtype, torch.ops.titan_ext
 
-        def restore(stored: Quantized) -> torch.Tensor:
-            local = undo(decode(stored, codec, dtype))
+        def restore(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            local = undo(ops.float8_dequantize(data, scales, codec, dtype, one_kernel))
             return layout.wrap(local.contiguous()) if layout is not None else local
 
-        # Two dimensions, so that the compiled codec does not depend on their number.
+        # Two dimensions, so that the kernel does not depend on their number.
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
-        stored = encode(matrix, codec, step=self._next_step(dense.device))
-        return _Float8(stored, restore, f"float8 {codec.dtype}")
+        step = self._next_step(dense.device)
+        stored = ops.float8_quantize(matrix, codec, step, one_kernel)
+        return _Float8(stored, restore, f"float8 {self.codec.dtype}")
 
-    def _next_step(self, device: torch.device) -> torch.Tensor | int:
-        """Other noise for each tensor: a counter on the device, which a CUDA graph advances."""
+    def _next_step(self, device: torch.device) -> torch.Tensor | None:
+        """New noise for each tensor: a counter on the device, which a CUDA graph advances."""
         if not self.codec.stochastic:
-            return 0
+            return None
         if device not in self._steps:
             self._steps[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._steps[device].add_(1)
@@ -245,6 +325,11 @@ def _as_in_memory(
     return dense, undo
 
 
+def compiles_for(device: torch.device) -> bool:
+    """Whether the codec is compiled for ``device``: not for a CPU, which may lack a compiler."""
+    return device.type != "cpu"
+
+
 class _Entry:
     """One stored tensor; alive as long as autograd holds it."""
 
@@ -264,14 +349,17 @@ class _Entry:
 
 class _Float8(_Entry):
     def __init__(
-        self, stored: Quantized, restore: Callable[[Quantized], torch.Tensor], treatment: str
+        self,
+        stored: tuple[torch.Tensor, torch.Tensor],
+        restore: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        treatment: str,
     ) -> None:
         self.stored = stored
         self._restore = restore
         self.treatment = treatment
 
     def restore(self) -> torch.Tensor:
-        return self._restore(self.stored)
+        return self._restore(*self.stored)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.stored
@@ -299,15 +387,10 @@ class _Kept(_Entry):
 
 
 def _key(x: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors of the same bytes, seen in the same way, at the same version."""
+    """A key that is equal for the same view of the same bytes at the same version."""
     parts = tuple(
         (p.untyped_storage()._cdata, p.storage_offset(), p.shape, p.stride(), p.dtype, p._version)
         for p in plain_tensors(x)
     )
     layout = Layout.of(x) if isinstance(x, DTensor) else None
     return (type(x), x.shape, x._version, x.is_conj(), x.is_neg(), layout, parts)
-
-
-@functools.cache
-def _compiled_codec() -> tuple[Callable[..., Quantized], Callable[..., torch.Tensor]]:
-    return torch.compile(quantize, dynamic=True), torch.compile(dequantize, dynamic=True)

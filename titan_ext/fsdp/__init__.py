@@ -1,9 +1,11 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """FSDP2 for decoders with experts: what one unit is, when it is resharded, what is prefetched.
 
-``units`` decides what is gathered together, ``mesh`` where it is sharded, ``reshard`` when it is
-freed, ``prefetch`` how far ahead it is gathered; ``planning`` makes a ``plan`` of these, and
-``shard`` calls ``fully_shard`` with it. What is not sharded as all others: ``replicated`` (kept
-whole), ``late`` (added afterwards), ``quantized`` (frozen, in NF4); ``names`` finds them.
+``settings`` holds what the user asks for; ``units`` decides what is gathered together, ``mesh``
+where it is sharded, ``reshard`` when it is freed, ``prefetch`` how far ahead it is gathered.
+``plan`` puts these together and ``shard`` calls ``fully_shard`` accordingly. Some parameters are
+not sharded like the others: ``replicated`` (whole on every rank), ``quantized`` (frozen, in NF4),
+``unmanaged`` (added after FSDP).
 
-What it comes to in bytes: ``memory``.
+``memory`` counts the bytes.
 """

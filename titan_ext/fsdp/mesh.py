@@ -1,24 +1,35 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The device meshes that FSDP shards over, for both SPMD backends.
 
-Dense parameters are sharded over the data-parallel axes; routed experts, which expert parallelism
-has already split, over what is left of them (``efsdp``). Under ``spmd_types`` FSDP2 is given the
-full SPMD mesh and told which of its axes are data parallel; under ``partial_dtensor`` it is given
-just the data-parallel mesh.
+Dense parameters are sharded over the data-parallel axes. Expert parallelism has already split the
+routed experts, so they are sharded over the rest of those axes (``efsdp``). FSDP2 gets the full
+SPMD mesh under ``spmd_types``, with the names of its data-parallel axes, and the data-parallel mesh
+alone under ``partial_dtensor``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+from torch.distributed.tensor import Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
+from torchtitan.models.common.moe import GroupedExperts
 
-__all__ = ["FSDPMeshes", "resolve_meshes"]
+from titan_ext.fsdp.plan import GroupKind, ShardSizes
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPMeshes:
-    """Meshes for dense parameters and, when EP > 1, for routed experts.
+    """Meshes for dense parameters and, when EP > 1, for routed experts. They exist at size 1 too.
 
     ``*_axes`` names the data-parallel axes of the mesh; None where the mesh has no others.
     """
@@ -27,22 +38,78 @@ class FSDPMeshes:
     dense_axes: DataParallelMeshDims | None = None
     experts: DeviceMesh | None = None
     experts_axes: DataParallelMeshDims | None = None
+    ep_degree: int = 1
 
-
-def resolve_meshes(parallel_dims: ParallelDims) -> FSDPMeshes:
-    """Resolve the FSDP meshes of ``parallel_dims``. They exist at every size, 1 included."""
-    if parallel_dims.spmd_backend == "spmd_types":
-        dense, dense_axes = resolve_fsdp_mesh(parallel_dims)
-        experts, experts_axes = resolve_sparse_fsdp_mesh(parallel_dims)
-        return FSDPMeshes(
-            dense=dense, dense_axes=dense_axes, experts=experts, experts_axes=experts_axes
+    @classmethod
+    def resolve(cls, parallel_dims: ParallelDims) -> "FSDPMeshes":
+        """The meshes of ``parallel_dims``."""
+        replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+        experts, dense_axes, experts_axes = None, None, None
+        if parallel_dims.spmd_backend == "spmd_types":
+            dense, dense_axes = resolve_fsdp_mesh(parallel_dims)
+            if parallel_dims.ep_enabled:
+                experts, experts_axes = resolve_sparse_fsdp_mesh(parallel_dims)
+        else:
+            dense = parallel_dims.get_mesh([*replicate, "fsdp"])
+            if parallel_dims.ep_enabled:
+                experts = parallel_dims.get_mesh([*replicate, "efsdp"])
+        return cls(
+            dense=dense,
+            dense_axes=dense_axes,
+            experts=experts,
+            experts_axes=experts_axes,
+            ep_degree=parallel_dims.ep,
         )
-    replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
-    return FSDPMeshes(
-        dense=parallel_dims.get_mesh([*replicate, "fsdp"]),
-        experts=(
-            parallel_dims.get_optional_mesh([*replicate, "efsdp"])
-            if parallel_dims.ep_enabled
-            else None
-        ),
-    )
+
+    def mesh_and_axes(self, kind: GroupKind) -> tuple[DeviceMesh, DataParallelMeshDims | None]:
+        """The mesh of a group of parameters of this kind."""
+        if kind == "dense":
+            return self.dense, self.dense_axes
+        assert self.experts is not None, "only expert parallelism makes groups of experts"
+        return self.experts, self.experts_axes
+
+    @cached_property
+    def sizes(self) -> ShardSizes:
+        """The numbers of ranks that a plan needs."""
+        dense = self._dense_info.shard_mesh_size
+        if self.experts is None:
+            return ShardSizes(dense=dense, expert_ranks=self.dense.size())
+        experts = self.experts["efsdp"].size()
+        return ShardSizes(dense=dense, experts=experts, expert_ranks=experts * self.ep_degree)
+
+    def placement_fn(self, experts: GroupedExperts | None) -> ShardPlacementFn | None:
+        """FSDP2's ``shard_placement_fn`` for a unit; None where FSDP2's default is right.
+
+        Args:
+            experts: The routed experts inside the unit.
+        """
+        if experts is None:
+            return None
+        expert_params = set(experts.parameters())
+        expert_shard = Shard(self.sizes.expert_shard_dim(experts.num_experts))
+        if self.experts is None:
+            if expert_shard == Shard(0):
+                return None
+            return lambda param: expert_shard if param in expert_params else None
+
+        def place(param: nn.Parameter) -> ShardPlacementResult:
+            if param in expert_params:
+                return ShardPlacementResult(placement=expert_shard, mesh_info=self._experts_info)
+            return ShardPlacementResult(placement=Shard(0), mesh_info=self._dense_info)
+
+        return place
+
+    # Cached: FSDP2 requires parameters of one process group to share the object.
+    @cached_property
+    def _dense_info(self) -> FSDPMeshInfo:
+        return _mesh_info(self.dense, self.dense_axes)
+
+    @cached_property
+    def _experts_info(self) -> FSDPMeshInfo:
+        return _mesh_info(self.experts, self.experts_axes)
+
+
+def _mesh_info(mesh: Any, axes: DataParallelMeshDims | None) -> FSDPMeshInfo:
+    info = _get_mesh_info(mesh, axes)
+    assert isinstance(info, FSDPMeshInfo), "the FSDP mesh always has a shard axis"
+    return info

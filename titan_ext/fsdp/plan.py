@@ -1,31 +1,60 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What FSDP will do with each unit, as plain data, before it does it.
 
-A plan is made from shapes and settings alone: of a mesh it needs the sizes, of a model the shapes,
-which the meta device has. The log prints it, prefetching by bytes reads it, and the parameter
-memory of a run is predicted from it.
+``make_plan`` needs shapes and settings alone: sizes of a mesh, and a model on the meta device. The
+log prints the plan, ``shard`` follows it, and ``memory.predict`` computes bytes from it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.nn as nn
+from torch import dtype
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts
 
-from titan_ext.fsdp.prefetch import Prefetch
-from titan_ext.fsdp.units import UnitKind
+from titan_ext.fsdp.prefetch import NOTHING_AHEAD, Prefetch, PrefetchLimit, plan_prefetch
+from titan_ext.fsdp.quantized import find_frozen_linears
+from titan_ext.fsdp.replicated import find_replicated, replicated_by_unit, units_without
+from titan_ext.fsdp.reshard import check_reshard_groups, reshard_after_forward
+from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.units import (
+    Unit,
+    UnitKind,
+    innermost_first,
+    modules_with_parameters,
+    vision_units,
+)
+from titan_ext.names import matches
 
-__all__ = [
-    "FSDPPlan",
-    "GroupPlan",
-    "ParamPlan",
-    "UnitPlan",
-    "format_bytes",
-    "plan_of",
-    "remember_plan",
-]
+GroupKind = Literal["dense", "experts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSizes:
+    """How many ranks parameters are sharded over.
+
+    Attributes:
+        dense: Dense parameters.
+        experts: Routed experts when EP > 1; None: they are sharded as the others.
+        expert_ranks: The ranks that the experts of a layer are spread over, EP included.
+    """
+
+    dense: int
+    experts: int | None = None
+    expert_ranks: int = 1
+
+    def expert_shard_dim(self, num_experts: int) -> int:
+        """The dim that FSDP shards routed experts along, as in Titan: 0, the experts.
+
+        With more ranks than experts it is 1, so that no rank holds only padding.
+        """
+        return 1 if self.expert_ranks > num_experts else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +62,19 @@ class ParamPlan:
     """One parameter as FSDP gathers it.
 
     Attributes:
-        name: Within its unit ("attention.wq.weight").
-        shape: On this rank before FSDP shards it: what tensor and expert parallelism have left.
+        name: In the model ("layers.3.attention.wq.weight").
+        shape: On this rank before FSDP shards it, after tensor and expert parallelism.
         shard_dim: The dim that FSDP shards.
-        dtype: In which it is gathered.
-        reduce_dtype: In which its gradient is reduced.
+        dtype: The dtype in which it is gathered.
+        reduce_dtype: The dtype in which its gradient is reduced.
         requires_grad: Whether it has a gradient.
     """
 
     name: str
     shape: tuple[int, ...]
     shard_dim: int
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    dtype: dtype
+    reduce_dtype: dtype
     requires_grad: bool = True
 
     def padded_numel(self, world: int) -> int:
@@ -67,7 +96,7 @@ class GroupPlan:
         params: In the order of the collective's buffer.
     """
 
-    kind: Literal["dense", "experts"]
+    kind: GroupKind
     shard_world: int
     params: tuple[ParamPlan, ...]
 
@@ -76,31 +105,33 @@ class GroupPlan:
         """Bytes of the gathered parameters, padding included, while they are unsharded."""
         return sum(p.padded_numel(self.shard_world) * p.dtype.itemsize for p in self.params)
 
-    @property
-    def reduced_nbytes(self) -> int:
-        """Bytes of the buffer whose reduce-scatter gives the gradients."""
-        return sum(
-            p.padded_numel(self.shard_world) * p.reduce_dtype.itemsize
-            for p in self.params
-            if p.requires_grad
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicatedPlan:
+    """Parameters that every rank holds whole; one all-reduce sums their gradients.
+
+    Attributes:
+        kind: "dense", or "experts" (on the expert mesh, when EP > 1).
+        module_names: The modules whose own parameters they are.
+        params: Those parameters.
+    """
+
+    kind: GroupKind
+    module_names: tuple[str, ...]
+    params: tuple[ParamPlan, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitPlan:
-    """What FSDP does with one unit.
+class UnitPlan(Unit):
+    """A unit, and what FSDP does with it.
 
     Attributes:
-        name: The unit's.
-        kind: The unit's.
         groups: Its parameter groups, in the order in which they are gathered.
         reshard_after_forward: True, False, or the size of the smaller world.
         forward_prefetch: Units to gather while this one runs forward, by name.
         backward_prefetch: The same in backward.
     """
 
-    name: str
-    kind: UnitKind
     groups: tuple[GroupPlan, ...]
     reshard_after_forward: bool | int
     forward_prefetch: tuple[str, ...] = ()
@@ -117,33 +148,44 @@ class FSDPPlan:
     """The units of a model, or of the chunk of a pipeline stage, in forward order.
 
     Attributes:
-        units: What FSDP shards.
-        replicated: What is kept whole on every rank (``fsdp.replicated``); in no unit.
-        late: Parameters that were given to FSDP afterwards (``fsdp.late``); in no unit.
+        units: What FSDP shards; vision towers first.
+        replicated: Parameters that every rank holds whole (``fsdp.replicated``); in no unit.
+        quantized: Names of the linears whose shards are quantized (``fsdp.quantized``).
+        ignored: Names of the parameters that FSDP leaves alone.
+        unmanaged: Names of the parameters that FSDP got later (``fsdp.unmanaged``); in no unit.
     """
 
     units: tuple[UnitPlan, ...]
-    replicated: tuple[ParamPlan, ...] = ()
-    late: tuple[str, ...] = ()
+    replicated: tuple[ReplicatedPlan, ...] = ()
+    quantized: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    unmanaged: tuple[str, ...] = ()
+
+    @property
+    def decoder_units(self) -> list[UnitPlan]:
+        """All units but vision towers."""
+        return [unit for unit in self.units if unit.kind is not UnitKind.VISION]
 
     @property
     def replicated_nbytes(self) -> int:
         """Bytes of the replicated parameters in the dtype that they are used in."""
-        return sum(p.padded_numel(1) * p.dtype.itemsize for p in self.replicated)
+        params = [param for group in self.replicated for param in group.params]
+        return sum(p.padded_numel(1) * p.dtype.itemsize for p in params)
 
     def __getitem__(self, name: str) -> UnitPlan:
         return next(unit for unit in self.units if unit.name == name)
 
     @property
     def prefetch(self) -> dict[str, Prefetch]:
-        """What is gathered while each unit runs, by unit."""
+        """The units to gather while each unit runs, by unit."""
         return {u.name: Prefetch(u.forward_prefetch, u.backward_prefetch) for u in self.units}
 
     def table(self) -> str:
-        """One line for each run of like units: how many, what is done with them, at what cost."""
+        """A table with one line for each run of like units: their number, bytes and treatment."""
         rows = [("unit", "gathered", "after forward", "ahead", "ahead in backward")]
-        for first, last, count in _runs_of_like_units(self.units):
-            name = first.name if count == 1 else f"{first.name} ... {last.name} ({count})"
+        for run in _runs_of_like_units(self.units):
+            first = run[0]
+            name = first.name if len(run) == 1 else f"{first.name} ... {run[-1].name} ({len(run)})"
             rows.append(
                 (
                     name,
@@ -154,8 +196,9 @@ class FSDPPlan:
                 )
             )
         if self.replicated:
-            name = f"replicated ({len(self.replicated)} parameters)"
-            rows.append((name, format_bytes(self.replicated_nbytes), "kept", "", ""))
+            count = sum(len(group.params) for group in self.replicated)
+            nbytes = format_bytes(self.replicated_nbytes)
+            rows.append((f"replicated ({count} parameters)", nbytes, "kept", "", ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -171,16 +214,206 @@ def remember_plan(model: nn.Module, plan: FSDPPlan) -> None:
     _PLANS[model] = plan
 
 
+def find_plan(model: nn.Module) -> FSDPPlan | None:
+    """The plan of a model; None if titan_ext has not sharded it."""
+    return _PLANS.get(model)
+
+
 def plan_of(model: nn.Module) -> FSDPPlan:
     """What FSDP does with the units of a model that ``parallelize`` or ``shard_decoder`` sharded.
 
     Raises:
         ValueError: for a model that has not been sharded by titan_ext.
     """
-    try:
-        return _PLANS[model]
-    except KeyError:
-        raise ValueError("titan_ext has not sharded this model: it has no FSDP plan.") from None
+    plan = find_plan(model)
+    if plan is None:
+        raise ValueError("titan_ext has not sharded this model: it has no FSDP plan.")
+    return plan
+
+
+def make_plan(
+    model: Decoder,
+    units: Sequence[Unit],
+    settings: FSDPSettings,
+    sizes: ShardSizes,
+    *,
+    is_chunk: bool = False,
+) -> FSDPPlan:
+    """Plan what FSDP does with ``units``, and with the vision towers of ``model``.
+
+    Args:
+        model: A decoder before FSDP, tensor and expert parallelism applied.
+        units: Its units (``fsdp.units.plan_units``), in forward order.
+        is_chunk: Whether a pipeline stage holds only this part of the model. Some names may be in
+            other stages then, and "default" keeps units gathered after forward.
+
+    Raises:
+        ValueError: for a setting that does not fit the model, or a name that is not in it.
+    """
+    # With pipeline parallelism a microbatch may have no images, and a unit that never runs trips
+    # FSDP2: there the parameters of a vision tower stay with the root.
+    towers = [] if is_chunk else vision_units(model)
+    ignored = _find_ignored(model, settings.ignored, is_chunk=is_chunk)
+    replicated = find_replicated(model, settings.replicate, is_chunk=is_chunk)
+    quantized: list[str] = []
+    if settings.quantize_frozen:
+        quantized = find_frozen_linears(
+            model,
+            settings.quantize_frozen_modules,
+            shard_world=sizes.dense,
+            is_chunk=is_chunk,
+            replicated=replicated,
+        )
+    replicated_plans = [
+        plan
+        for names in replicated_by_unit(units, replicated)
+        for plan in _plan_replicated(model, names, settings, sizes)
+    ]
+    units = units_without(model, units, replicated)
+    if not is_chunk:
+        check_reshard_groups(settings.reshard_groups, [*towers, *units])
+    others = {*ignored.values()}
+    for name in replicated:
+        others |= {*model.get_submodule(name).parameters(recurse=False)}
+    return FSDPPlan(
+        units=(
+            *_plan_units(model, towers, settings, sizes, (NOTHING_AHEAD, NOTHING_AHEAD)),
+            *_plan_units(
+                model, units, settings, sizes, settings.prefetch_limits, others, is_chunk=is_chunk
+            ),
+        ),
+        replicated=tuple(replicated_plans),
+        quantized=tuple(quantized),
+        ignored=tuple(ignored),
+    )
+
+
+def _plan_units(
+    model: nn.Module,
+    units: Sequence[Unit],
+    settings: FSDPSettings,
+    sizes: ShardSizes,
+    prefetch_limits: tuple[PrefetchLimit, PrefetchLimit],
+    others: Collection[nn.Parameter] = (),
+    *,
+    is_chunk: bool = False,
+) -> list[UnitPlan]:
+    """Plan ``units``; ``others`` are parameters outside all of them."""
+    owned = _owned_parameters(model, units, others)
+    groups = {u.name: _plan_groups(model, u, owned[u.name], settings, sizes) for u in units}
+    nbytes = {name: sum(group.gathered_nbytes for group in groups[name]) for name in groups}
+    largest = max(nbytes.values(), default=0)
+    ahead = plan_prefetch(units, nbytes, *prefetch_limits)
+    return [
+        UnitPlan(
+            **vars(unit),
+            groups=groups[unit.name],
+            reshard_after_forward=reshard_after_forward(
+                unit,
+                settings.reshard_after_forward,
+                settings.reshard_groups,
+                pp_enabled=is_chunk,
+                is_rounding_error=nbytes[unit.name] * 100 <= largest,
+                has_dtensors=any(isinstance(p, DTensor) for p in owned[unit.name].values()),
+                group_worlds=[group.shard_world for group in groups[unit.name]],
+            ),
+            forward_prefetch=ahead[unit.name].forward,
+            backward_prefetch=ahead[unit.name].backward,
+        )
+        for unit in units
+    ]
+
+
+def _plan_groups(
+    model: nn.Module,
+    unit: Unit,
+    owned: Mapping[str, nn.Parameter],
+    settings: FSDPSettings,
+    sizes: ShardSizes,
+) -> tuple[GroupPlan, ...]:
+    experts = unit.experts_in(model)
+    routed = set(experts.parameters()) if experts is not None else set()
+    expert_dim = sizes.expert_shard_dim(experts.num_experts) if experts is not None else 0
+    dense, on_expert_mesh = [], []
+    for name, param in owned.items():
+        is_routed = param in routed
+        group = on_expert_mesh if is_routed and sizes.experts is not None else dense
+        group.append(_plan_param(name, param, settings, expert_dim if is_routed else 0))
+    groups = [GroupPlan(kind="dense", shard_world=sizes.dense, params=tuple(dense))]
+    if sizes.experts is not None:
+        params = tuple(on_expert_mesh)
+        groups.append(GroupPlan(kind="experts", shard_world=sizes.experts, params=params))
+    return tuple(group for group in groups if group.params)
+
+
+def _plan_replicated(
+    model: nn.Module, names: Sequence[str], settings: FSDPSettings, sizes: ShardSizes
+) -> list[ReplicatedPlan]:
+    """One group for the modules ``names`` of a unit, and one for its routed experts under EP."""
+    kinds: dict[GroupKind, list[str]] = {}
+    for name in names:
+        is_routed = isinstance(model.get_submodule(name), GroupedExperts)
+        kind = "experts" if is_routed and sizes.experts is not None else "dense"
+        kinds.setdefault(kind, []).append(name)
+    return [
+        ReplicatedPlan(
+            kind=kind,
+            module_names=tuple(modules),
+            params=tuple(
+                _plan_param(name, param, settings)
+                for path in modules
+                for name, param in model.get_submodule(path).named_parameters(path, recurse=False)
+            ),
+        )
+        for kind, modules in kinds.items()
+    ]
+
+
+def _plan_param(
+    name: str, param: nn.Parameter, settings: FSDPSettings, shard_dim: int = 0
+) -> ParamPlan:
+    local = param.to_local() if isinstance(param, DTensor) else param
+    floating = param.is_floating_point()
+    return ParamPlan(
+        name=name,
+        shape=tuple(local.shape),
+        shard_dim=shard_dim,
+        dtype=settings.param_dtype if floating else param.dtype,
+        reduce_dtype=settings.reduce_dtype if floating else param.dtype,
+        requires_grad=param.requires_grad,
+    )
+
+
+def _owned_parameters(
+    model: nn.Module, units: Sequence[Unit], others: Collection[nn.Parameter]
+) -> dict[str, dict[str, nn.Parameter]]:
+    """The parameters of each unit by its name, less ``others``; the innermost unit owns one."""
+    owned: dict[str, dict[str, nn.Parameter]] = {}
+    taken = set(others)
+    for unit in innermost_first(units):
+        owned[unit.name] = {}
+        for path, module in zip(unit.module_names, unit.modules(model), strict=True):
+            for name, param in module.named_parameters(path):
+                if param not in taken:
+                    taken.add(param)
+                    owned[unit.name][canonical_fqn(name)] = param
+    return owned
+
+
+def _find_ignored(
+    model: nn.Module, names: Sequence[str], *, is_chunk: bool
+) -> dict[str, nn.Parameter]:
+    """The parameters whose name, or that of a module around them, matches one of ``names``."""
+    found = {
+        name: module.get_parameter(name.rsplit(".", 1)[-1])
+        for _, module, params in modules_with_parameters(model)
+        for name in params
+        if any(matches(name, pattern) for pattern in names)
+    }
+    for pattern in () if is_chunk else names:
+        if not any(matches(name, pattern) for name in found):
+            raise ValueError(f"ignored: this model has no parameter {pattern!r}.")
+    return found
 
 
 def format_bytes(nbytes: int) -> str:
@@ -191,10 +424,8 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _runs_of_like_units(
-    units: Sequence[UnitPlan],
-) -> list[tuple[UnitPlan, UnitPlan, int]]:
-    """Units that differ in nothing but the name, each kind in the place of its first."""
+def _runs_of_like_units(units: Sequence[UnitPlan]) -> list[list[UnitPlan]]:
+    """Group units that differ only by name; each group is where its first unit was."""
     runs: dict[object, list[UnitPlan]] = {}
     for unit in units:
         key = (
@@ -205,7 +436,7 @@ def _runs_of_like_units(
             len(unit.backward_prefetch),
         )
         runs.setdefault(key, []).append(unit)
-    return [(run[0], run[-1], len(run)) for run in runs.values()]
+    return list(runs.values())
 
 
 def _say_reshard(reshard: bool | int) -> str:

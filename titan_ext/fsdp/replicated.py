@@ -1,41 +1,34 @@
-"""Parameters that are kept whole on every rank, beside those that FSDP shards.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parameters that every rank holds whole, beside those that FSDP shards.
 
-A router or a norm is small: sharding it saves nothing, and gathering it costs. Kept, it is a group
-of FSDP2's that replicates: nothing is gathered, gradients are summed by one all-reduce over the
-data axes, and everything else (the dtype of the computation, gradient accumulation, microbatches
-of a pipeline, the placement that a checkpoint and the clipping of gradients see) is as for a
-sharded one. So the result is too.
+A router or a norm is small: sharding it saves nothing, and gathering it costs. Replicated, it is an
+FSDP2 group that gathers nothing and sums gradients by one all-reduce over the data axes. Everything
+else is as for a sharded parameter, results included: the dtype of the computation, gradient
+accumulation, microbatches of a pipeline, and the placement that checkpoints and gradient clipping
+see.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, fully_shard
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.fsdp.names import join, matches, modules_with_parameters
-from titan_ext.fsdp.units import Unit, innermost_first
+from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
+from titan_ext.fsdp.settings import REPLICATE
+from titan_ext.fsdp.units import Unit, innermost_first, modules_with_parameters
+from titan_ext.names import did_you_mean, matches
 
-__all__ = [
-    "KEY",
-    "find_kept",
-    "kept_by_unit",
-    "replicate_modules",
-    "units_without",
-]
-
-KEY = "parallelism.fsdp_keep_replicated"
 _KINDS = ("router", "norms", "adapters")
 _ADAPTERS = ("lora_a", "lora_b")
 
 
-def find_kept(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> dict[str, nn.Module]:
-    """The modules whose own parameters ``parallelism.fsdp_keep_replicated`` keeps whole.
+def find_replicated(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> list[str]:
+    """The modules whose own parameters ``parallelism.fsdp_replicate`` keeps whole.
 
     Args:
         model: A decoder, before FSDP.
@@ -43,139 +36,128 @@ def find_kept(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> dict[s
         is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
 
     Returns:
-        Modules by name, in forward order. torch shards or replicates the parameters that a module
-        itself has together.
+        Their names, in forward order. torch shards or replicates a module's own parameters
+        together.
 
     Raises:
-        ValueError: for a name that nothing answers to, or what torch cannot keep.
+        ValueError: for a name that is not in the model, or what torch cannot replicate.
     """
-    kept: dict[str, nn.Module] = {}
-    answered: set[str] = set()
+    replicated: list[str] = []
+    used: set[str] = set()
     for path, module, params in modules_with_parameters(model):
-        answers = {param: _answers(path, module, param, names) for param in params}
-        answered.update(name for found in answers.values() for name in found)
-        if not any(answers.values()):
+        found = {param: _names_for(path, module, param, names) for param in params}
+        used.update(name for some in found.values() for name in some)
+        if not any(found.values()):
             continue
-        if not all(answers.values()):
-            missing = next(param for param, found in answers.items() if not found)
+        if not all(found.values()):
+            missing = next(param for param, some in found.items() if not some)
             raise ValueError(
-                f"{KEY}: {path} has {missing} too, which no name in it answers to; torch keeps or "
-                f"shards the parameters of one module together. Expected {path!r}."
+                f"{REPLICATE}: {path} also has {missing.rsplit('.', 1)[-1]}, which no name in it "
+                "matches; torch replicates or shards the parameters of one module together. "
+                f"Expected {path!r}."
             )
-        kept[path] = module
-    _check_names(model, names if not is_chunk else (), answered)
-    _check_modules(model, kept)
-    return kept
+        replicated.append(path)
+    _check_names(model, () if is_chunk else names, used)
+    _check_modules(model, replicated)
+    return replicated
 
 
-def units_without(units: Sequence[Unit], kept: Iterable[nn.Module]) -> list[Unit]:
-    """``units`` less the modules that are kept, and less the units that have nothing else."""
-    chosen = set(kept)
-    if not chosen:
+def units_without(
+    model: nn.Module, units: Sequence[Unit], replicated: Collection[str]
+) -> list[Unit]:
+    """``units`` without the modules ``replicated``, and without units that are then empty."""
+    if not replicated:
         return list(units)
-    params = {param for module in chosen for param in module.parameters(recurse=False)}
-    rest = []
-    for unit in units:
-        if all(param in params for module in unit.modules for param in module.parameters()):
-            continue
-        left = [
-            (name, module)
-            for name, module in zip(unit.module_names, unit.modules, strict=True)
-            if module not in chosen
-        ]
-        experts = unit.experts if unit.experts not in chosen else None
-        rest.append(
-            dataclasses.replace(
-                unit,
-                modules=tuple(module for _, module in left),
-                module_names=tuple(name for name, _ in left),
-                experts=experts,
-            )
+    gone = {p for name in replicated for p in model.get_submodule(name).parameters(recurse=False)}
+    return [
+        dataclasses.replace(
+            unit,
+            module_names=tuple(name for name in unit.module_names if name not in replicated),
+            experts=unit.experts if unit.experts not in replicated else None,
         )
-    return rest
+        for unit in units
+        if any(param not in gone for module in unit.modules(model) for param in module.parameters())
+    ]
 
 
-def kept_by_unit(units: Sequence[Unit], kept: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """The kept modules of each unit, the innermost that has them; last those outside all units."""
-    left = dict.fromkeys(kept)
+def replicated_by_unit(units: Sequence[Unit], replicated: Iterable[str]) -> list[list[str]]:
+    """``replicated``, grouped by the innermost unit around them; those outside come last."""
+    left = list(replicated)
     groups = []
     for unit in innermost_first(units):
-        inside = [m for part in unit.modules for m in part.modules() if m in left]
+        inside = [
+            name for part in unit.module_names for name in left if f"{name}.".startswith(f"{part}.")
+        ]
         groups.append(inside)
-        for module in inside:
-            del left[module]
-    return [group for group in (*groups, list(left)) if group]
+        left = [name for name in left if name not in inside]
+    return [group for group in (*groups, left) if group]
 
 
 def replicate_modules(
-    kept: Sequence[nn.Module],
+    modules: Sequence[nn.Module],
     mesh: DeviceMesh,
     axes: DataParallelMeshDims | None,
     config: Mapping[str, Any],
 ) -> None:
-    """Make one replicating group of FSDP2's of ``kept``; call it before FSDP shards what is around.
+    """Make one replicating FSDP2 group of ``modules``, before FSDP shards what is around them.
 
     Args:
-        kept: Modules of one unit.
+        modules: Modules of one unit.
         mesh: The mesh that their parameters would be sharded over (``fsdp.mesh``).
         axes: Its data-parallel axes where it has others too.
         config: ``mp_policy``, ``offload_policy`` and ``ignored_params`` of ``fully_shard``.
     """
-    modules = list(kept)
-    if not modules:
-        return
     if axes is None:
-        replicate(modules, mesh=mesh, **config)
+        replicate(list(modules), mesh=mesh, **config)
     else:
         data_axes = {*axes.replicate_names, *axes.shard_names}
         assert mesh.mesh_dim_names is not None
         in_order = tuple(name for name in mesh.mesh_dim_names if name in data_axes)
         fully_shard(
-            modules, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate=in_order), **config
+            list(modules),
+            mesh=mesh,
+            dp_mesh_dims=DataParallelMeshDims(replicate=in_order),
+            **config,
         )
-    for module in modules:
-        if isinstance(module, FSDPModule):  # not one inside of another
-            # An empty list would mean FSDP2's own choice, which is to gather another unit.
-            module.set_modules_to_backward_prefetch([module])
+    prefetch_nothing_in_backward(modules)
 
 
-def _answers(path: str, module: nn.Module, param: str, names: Sequence[str]) -> list[str]:
+def _names_for(path: str, module: nn.Module, param: str, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that mean the parameter ``param`` of the module at ``path``."""
     parts = path.split(".")
     kinds = {
         "router": "router" in parts,
         "norms": isinstance(module, nn.RMSNorm | nn.LayerNorm),
         "adapters": parts[-1] in _ADAPTERS,
     }
-    full_name = join(path, param)
-    return [name for name in names if (kinds[name] if name in kinds else matches(full_name, name))]
+    return [name for name in names if (kinds[name] if name in kinds else matches(param, name))]
 
 
-def _check_names(model: Decoder, names: Sequence[str], answered: set[str]) -> None:
+def _check_names(model: Decoder, names: Sequence[str], used: set[str]) -> None:
     for name in names:
-        if name in answered:
+        if name in used:
             continue
         paths = [path for path, _, _ in modules_with_parameters(model)]
         parents = {".".join(p.split(".")[:n]) for p in paths for n in range(1, p.count(".") + 2)}
-        close = get_close_matches(name, [*_KINDS, *sorted(parents)], n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ValueError(
-            f"{KEY}: nothing in this model answers to {name!r}; expected {', '.join(_KINDS)}, or "
-            f"a pattern for names of modules or parameters such as {paths[len(paths) // 2]}{hint}"
+            f"{REPLICATE}: this model has no {name!r}; expected {', '.join(_KINDS)}, or a pattern "
+            f"for names of modules or parameters such as {paths[len(paths) // 2]}"
+            f"{did_you_mean(name, [*_KINDS, *sorted(parents)])}"
         )
 
 
-def _check_modules(model: Decoder, kept: Mapping[str, nn.Module]) -> None:
-    for path, module in kept.items():
+def _check_modules(model: Decoder, replicated: Sequence[str]) -> None:
+    modules = {path: model.get_submodule(path) for path in replicated}
+    inside = {id(p) for module in modules.values() for p in module.parameters(recurse=False)}
+    for path, module in modules.items():
         is_head = path.split(".")[0] == "lm_head"
         if is_head or (path == "tok_embeddings" and model.enable_weight_tying):
             raise ValueError(
-                f"{KEY}: {path} cannot be kept: TorchTitan's chunked loss tells the head when to "
-                "reshard, which torch refuses for what is not sharded."
+                f"{REPLICATE}: {path} cannot be replicated: TorchTitan's chunked loss tells the "
+                "head when to reshard, which torch allows only for sharded parameters."
             )
-        own = {id(param) for param in module.parameters(recurse=False)}
-        inside = {id(p) for m in kept.values() for p in m.parameters(recurse=False)}
-        if any(id(param) not in own | inside for param in module.parameters()):
+        if any(id(param) not in inside for param in module.parameters()):
             raise ValueError(
-                f"{KEY}: {path} cannot be kept without the modules inside it; expected "
+                f"{REPLICATE}: {path} cannot be replicated without the modules inside it; expected "
                 f'"{path}.*" as well, or its children only.'
             )

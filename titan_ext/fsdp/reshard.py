@@ -1,27 +1,20 @@
-"""When a unit's parameters are freed after its forward, to be gathered again for its backward.
+# SPDX-License-Identifier: BSD-3-Clause
+"""When FSDP frees a unit's parameters after its forward, to gather them again for its backward.
 
-Kept parameters save an all-gather and cost their bytes from forward to backward. An int lies in
-between: after forward the parameters are sharded over a smaller world of that many neighbouring
-ranks, so that a rank keeps a larger shard and backward gathers within that world (on one machine,
-say). It is not a limit on anything else, concurrent all-gathers included.
+Parameters that stay gathered save an all-gather and cost their bytes from forward to backward. An
+int is in between: after forward FSDP shards the parameters over a smaller world of that many
+neighbouring ranks. Each rank then holds a larger shard, and backward gathers within that world (on
+one machine, say). It does not limit the number of concurrent all-gathers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_ext.fsdp.units import Unit, UnitKind
-
-__all__ = [
-    "Reshard",
-    "check_reshard",
-    "check_reshard_groups",
-    "read_reshard",
-    "reshard_after_forward",
-]
+from titan_ext.names import did_you_mean
 
 Reshard = Literal["default", "always", "never"] | int
 
@@ -31,12 +24,12 @@ _NAMES = ("default", "always", "never")
 
 
 def read_reshard(word: str) -> str | int:
-    """A setting as the command line has it: a number of ranks, or a name."""
+    """Parse a setting of the command line: a number of ranks, or a name."""
     return int(word) if word.isdecimal() else word
 
 
 def check_reshard(key: str, value: object) -> None:
-    """Refuse what is no reshard setting.
+    """Refuse an invalid reshard setting.
 
     Raises:
         ValueError: naming ``key``.
@@ -47,29 +40,24 @@ def check_reshard(key: str, value: object) -> None:
         return
     raise ValueError(
         f"{key} is {value!r}; expected one of {', '.join(_NAMES)}, or the number of ranks (at "
-        f"least 1) over which to reshard{_did_you_mean(value, _NAMES)}"
+        f"least 1) over which to reshard{did_you_mean(value, _NAMES)}"
     )
 
 
 def check_reshard_groups(groups: Mapping[str, Reshard], units: Sequence[Unit]) -> None:
-    """Refuse names in ``parallelism.fsdp_reshard_groups`` that no unit of a model answers to.
-
-    Args:
-        groups: The table.
-        units: Those of the whole model, not of a pipeline stage.
+    """Refuse names in ``parallelism.fsdp_reshard_groups`` that match no unit of the whole model.
 
     Raises:
         ValueError: for such a name.
     """
-    for name, value in groups.items():
-        check_reshard(f"{_GROUPS_KEY}.{name}", value)
-        if not any(_answers_to(unit, name) for unit in units):
+    for name in groups:
+        if not any(_matches(unit, name) for unit in units):
             kinds = list(dict.fromkeys(_kind_name(unit) for unit in units))
             known = [*kinds, *(unit.name for unit in units)]
             raise ValueError(
                 f"{_GROUPS_KEY}: no unit of this model is called {name!r}; expected a kind of "
                 f"unit ({', '.join(kinds)}) or a pattern for names such as "
-                f"{units[len(units) // 2].name}{_did_you_mean(name, known)}"
+                f"{units[len(units) // 2].name}{did_you_mean(name, known)}"
             )
 
 
@@ -85,16 +73,17 @@ def reshard_after_forward(
 ) -> bool | int:
     """Decide for one unit: the pattern that matches its name, else its kind, else ``policy``.
 
-    "default" frees after forward unless pipeline parallelism would gather again for every
-    microbatch, and keeps a unit outside the blocks that is small beside them. The head is needed
-    first in backward: what is said of all units does not free it, except "always".
+    "default" frees a unit after forward, except in a pipeline, which would gather it again for
+    every microbatch, and except small units outside the blocks. The head runs first in backward, so
+    of the policies for all units only "always" frees it.
 
     Args:
         unit: Which unit.
-        policy: ``parallelism.fsdp_reshard_after_forward``.
-        groups: ``parallelism.fsdp_reshard_groups``. Of several patterns that match, the last wins.
+        policy: ``parallelism.fsdp_reshard_after_forward``, checked.
+        groups: ``parallelism.fsdp_reshard_groups``, checked. Of several patterns that match, the
+            last wins.
         pp_enabled: Whether the model is a chunk of a pipeline.
-        is_rounding_error: Whether its bytes are nothing beside the largest unit's.
+        is_rounding_error: Whether its bytes are negligible beside the largest unit's.
         has_dtensors: Whether another kind of parallelism has split its parameters already: torch
             cannot reshard those to a smaller world.
         group_worlds: Ranks that the unit's groups are sharded over; an int must divide each.
@@ -103,10 +92,9 @@ def reshard_after_forward(
         FSDP2's ``reshard_after_forward``.
 
     Raises:
-        ValueError: for an unknown policy, or an int that does not fit.
+        ValueError: for an int that does not fit.
     """
     key, value = _setting(unit, policy, groups)
-    check_reshard(key, value)
     is_head = unit.kind in (UnitKind.HEAD, UnitKind.TIED)
     if is_head and key == _KEY:
         return value == "always"
@@ -120,13 +108,13 @@ def reshard_after_forward(
 
 def _setting(unit: Unit, policy: Reshard, groups: Mapping[str, Reshard]) -> tuple[str, Reshard]:
     kind = _kind_name(unit)
-    patterns = [name for name in groups if name != kind and _answers_to(unit, name)]
+    patterns = [name for name in groups if name != kind and _matches(unit, name)]
     for name in [*reversed(patterns), *([kind] if kind in groups else [])]:
         return f"{_GROUPS_KEY}.{name}", groups[name]
     return _KEY, policy
 
 
-def _answers_to(unit: Unit, name: str) -> bool:
+def _matches(unit: Unit, name: str) -> bool:
     return name == _kind_name(unit) or fnmatchcase(unit.name, name)
 
 
@@ -149,14 +137,18 @@ def _check_world(
             f'tensors to a smaller world). Give it "always" or "never" in {_GROUPS_KEY}.'
         )
     for world in group_worlds:
-        if world % value:
-            fitting = [n for n in range(1, world + 1) if world % n == 0]
-            raise ValueError(
-                f"{key} is {value}, the number of ranks over which to reshard, but {unit.name} is "
-                f"sharded over {world}; expected one of {', '.join(map(str, fitting))}."
-            )
+        check_divides(key, value, world, f"{unit.name} is")
 
 
-def _did_you_mean(value: object, known: Iterable[str]) -> str:
-    close = get_close_matches(str(value), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else "."
+def check_divides(key: str, ranks: int, world: int, what_is: str) -> None:
+    """Refuse to reshard to ``ranks`` ranks unless that divides ``world``.
+
+    Raises:
+        ValueError: naming ``key``.
+    """
+    if world % ranks:
+        fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise ValueError(
+            f"{key} is {ranks}, the number of ranks over which to reshard, but {what_is} sharded "
+            f"over {world}; expected one of {fitting}."
+        )

@@ -1,34 +1,136 @@
-"""What ``fully_shard`` is told of every unit: dtypes of the work, and where shards are kept."""
+# SPDX-License-Identifier: BSD-3-Clause
+"""The user's FSDP settings, in one object that checks them."""
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 
-__all__ = ["unit_settings"]
+from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
+from titan_ext.fsdp.reshard import Reshard, check_reshard
+from titan_ext.fsdp.units import resolve_wrap
+
+REPLICATE = "parallelism.fsdp_replicate"
+QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
+QUANTIZE_FROZEN_MODULES = "parallelism.fsdp_quantize_frozen_modules"
 
 
-def unit_settings(
-    *,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    cpu_offload: bool,
-    device_type: str,
-) -> dict[str, Any]:
-    """Keyword arguments of ``fully_shard`` that are the same for all units of a model.
+@dataclass(frozen=True, kw_only=True)
+class FSDPSettings:
+    """How FSDP2 shards a decoder. Each field is the key ``parallelism.fsdp_<field>``, except:
 
-    Args:
-        param_dtype: Of gathered parameters and of the computation; inputs are not cast.
-        reduce_dtype: In which gradients are summed.
-        cpu_offload: Whether shards are kept in host memory.
-        device_type: Of the mesh. Host memory is pinned for copies to an accelerator; on a CPU there
-            is none that could pin it.
+    Attributes:
+        param_dtype: The dtype in which parameters are gathered and used; inputs are not cast.
+        reduce_dtype: The dtype in which gradients are summed.
+        cpu_offload: Whether parameters, gradients and optimizer states stay in host memory.
+        symm_mem: Whether collectives use symmetric memory (Titan's option).
+        ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
+            synchronises.
+
+    Raises:
+        ValueError: naming the key, for a value that it cannot have.
     """
-    settings: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+
+    wrap: str = "auto"
+    reshard_after_forward: Reshard = "default"
+    reshard_groups: Mapping[str, Reshard] = field(default_factory=dict)
+    prefetch: int | str = 1
+    prefetch_backward: int | str | None = None
+    replicate: Sequence[str] = ()
+    quantize_frozen: str | None = None
+    quantize_frozen_modules: Sequence[str] = ()
+    param_dtype: torch.dtype = torch.bfloat16
+    reduce_dtype: torch.dtype = torch.float32
+    cpu_offload: bool = False
+    symm_mem: bool = False
+    ignored: Sequence[str] = ()
+
+    @classmethod
+    def from_config(
+        cls,
+        parallelism: ParallelismConfig | None = None,
+        training: TrainingConfig | None = None,
+        ignored: Sequence[str] = (),
+    ) -> "FSDPSettings":
+        """The settings in Titan's sections, or ours. Missing keys have their defaults."""
+        given: dict[str, Any] = {
+            f.name: getattr(parallelism, f"fsdp_{f.name}")
+            for f in fields(cls)
+            if hasattr(parallelism, f"fsdp_{f.name}")
+        }
+        if parallelism is not None:
+            given["symm_mem"] = parallelism.enable_fsdp_symm_mem
+        if training is not None:
+            given["param_dtype"] = TORCH_DTYPE_MAP[training.mixed_precision_param]
+            given["reduce_dtype"] = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+            given["cpu_offload"] = training.enable_cpu_offload
+        return cls(**given, ignored=ignored)
+
+    def __post_init__(self) -> None:
+        resolve_wrap(self.wrap, ep_degree=1)
+        _ = self.prefetch_limits
+        _check_names(REPLICATE, self.replicate)
+        _check_names(QUANTIZE_FROZEN_MODULES, self.quantize_frozen_modules)
+        for key, value in self.reshard_by_key.items():
+            check_reshard(key, value)
+        if self.quantize_frozen is not None:
+            self._check_quantize_frozen(self.quantize_frozen)
+        elif self.quantize_frozen_modules:
+            raise ValueError(f'{QUANTIZE_FROZEN_MODULES} needs {QUANTIZE_FROZEN} = "nf4".')
+
+    def _check_quantize_frozen(self, format: str) -> None:
+        if format != "nf4":
+            raise ValueError(f'{QUANTIZE_FROZEN} is {format!r}; expected "nf4".')
+        if self.cpu_offload:
+            raise ValueError(
+                f"{QUANTIZE_FROZEN} needs training.enable_cpu_offload = false: quantized shards "
+                "stay on the device."
+            )
+        for key, value in self.reshard_by_key.items():
+            if isinstance(value, int):
+                raise ValueError(
+                    f"{key} is {value}, a number of ranks, which torch does not offer for weights "
+                    f'in NF4 ({QUANTIZE_FROZEN}); expected "always" or "never".'
+                )
+
+    @property
+    def prefetch_limits(self) -> tuple[PrefetchLimit, PrefetchLimit]:
+        """How far ahead to gather in forward, and in backward."""
+        forward = parse_prefetch_limit("parallelism.fsdp_prefetch", self.prefetch)
+        if self.prefetch_backward is None:
+            return forward, forward
+        key = "parallelism.fsdp_prefetch_backward"
+        return forward, parse_prefetch_limit(key, self.prefetch_backward)
+
+    @property
+    def reshard_by_key(self) -> dict[str, Reshard]:
+        """The reshard settings by the key that holds each."""
+        return {"parallelism.fsdp_reshard_after_forward": self.reshard_after_forward} | {
+            f"parallelism.fsdp_reshard_groups.{name}": value
+            for name, value in self.reshard_groups.items()
+        }
+
+    @property
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        """Precision of gathered parameters and of the reduction; inputs are not cast."""
+        return MixedPrecisionPolicy(
+            param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
         )
-    }
-    if cpu_offload:
-        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type != "cpu")
-    return settings
+
+    def fully_shard_arguments(self, device_type: str) -> dict[str, Any]:
+        """Keyword arguments of ``fully_shard`` that are the same for all units of a model.
+
+        Host memory is pinned for copies to an accelerator; on a CPU nothing could pin it.
+        """
+        arguments: dict[str, Any] = {"mp_policy": self.mixed_precision}
+        if self.cpu_offload:
+            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type != "cpu")
+        return arguments
+
+
+def _check_names(key: str, names: Iterable[object]) -> None:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} is {names!r}; expected a list of names.")

@@ -1,36 +1,31 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What one FSDP unit is: the modules whose parameters are gathered and freed together.
 
-Stock Titan makes a unit of every transformer block. With expert parallelism the experts of a block
-are most of its parameters, yet they lie unsharded while attention runs, and attention while the
+Stock Titan makes a unit of every transformer block. With expert parallelism the experts hold most
+of a block's parameters, and they stay gathered while attention runs, as attention does while the
 experts run. ``wrap="submodule"`` makes two units of a block instead.
 
 Norms are never units of their own: a group of a few KiB costs the same collectives as a large one.
-A unit may therefore have several modules, which FSDP2 runs as one group: gathered before the first
-of them runs, freed after the last.
+So a unit may have several modules. FSDP2 gathers them before the first one runs and frees them
+after the last.
+
+``parallelize`` plans the units once; activation checkpointing, compile and FSDP share them. A unit
+names its modules instead of holding them, because those passes may wrap them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts, MoE
-
-__all__ = [
-    "Unit",
-    "UnitKind",
-    "Wrap",
-    "decoder_blocks",
-    "innermost_first",
-    "plan_units",
-    "resolve_wrap",
-    "vision_modules",
-    "vision_units",
-]
+from torchtitan.models.common.moe import GroupedExperts
 
 Wrap = Literal["submodule", "block"]
+FSDPWrap = Literal["auto", "submodule", "block"]
 
 # Children of a block in the order in which they run, by the names that Titan's decoders use: enorm,
 # hnorm, eh_proj and mtp_norm belong to multi-token prediction (deepseek_v3/mtp.py), attn to
@@ -49,7 +44,7 @@ _VISION_MODULES = ("vision_encoder", "vision_adapter")
 
 
 class UnitKind(StrEnum):
-    """What a unit holds; policies (reshard, prefetch) are decided by it."""
+    """The kind of a unit, on which reshard and prefetch policies depend."""
 
     EMBEDDING = "embedding"
     ATTENTION = "attention"
@@ -61,27 +56,40 @@ class UnitKind(StrEnum):
     TIED = "tied_embedding_and_head"
 
 
+SUBMODULE_KINDS = (UnitKind.ATTENTION, UnitKind.MOE, UnitKind.FEED_FORWARD)
+BLOCK_KINDS = (*SUBMODULE_KINDS, UnitKind.BLOCK)
+"""Kinds of the units that a transformer block is split into; with the one of a whole block."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One FSDP unit.
+    """One FSDP unit. Names are fully qualified and free of wrapper prefixes.
 
     Attributes:
-        name: Fully qualified name in the model, without wrapper prefixes ("layers.3.moe").
+        name: The unit's own name ("layers.3.moe").
         kind: What it holds.
-        modules: Its modules, in the order in which they run.
-        module_names: Their names in the block or model that holds them; "" for a whole block.
+        module_names: Its modules, in the order in which they run.
         experts: The routed experts inside it, which live on the expert mesh when EP > 1.
     """
 
     name: str
     kind: UnitKind
-    modules: tuple[nn.Module, ...]
-    module_names: tuple[str, ...]
-    experts: GroupedExperts | None = None
+    module_names: tuple[str, ...] = ()
+    experts: str | None = None
 
-    def num_groups(self, ep_degree: int) -> int:
-        """Parameter groups, each with collectives of its own: 2 if it has experts and EP > 1."""
-        return 2 if self.experts is not None and ep_degree > 1 else 1
+    def modules(self, model: nn.Module) -> list[nn.Module]:
+        """Its modules in ``model``, with the wrappers they have by now."""
+        return [model.get_submodule(name) for name in self.module_names]
+
+    def experts_in(self, model: nn.Module) -> GroupedExperts | None:
+        """Its routed experts in ``model``, if it has any."""
+        return cast(GroupedExperts, model.get_submodule(self.experts)) if self.experts else None
+
+    def fsdp_module(self, model: nn.Module) -> FSDPModule:
+        """One of its modules, after FSDP; they share one FSDP state."""
+        module = model.get_submodule(self.module_names[0])
+        assert isinstance(module, FSDPModule), f"unit {self.name} has not been sharded"
+        return module
 
 
 def resolve_wrap(fsdp_wrap: str, ep_degree: int) -> Wrap:
@@ -96,9 +104,8 @@ def resolve_wrap(fsdp_wrap: str, ep_degree: int) -> Wrap:
         case "submodule" | "block":
             return fsdp_wrap
         case _:
-            raise ValueError(
-                f"parallelism.fsdp_wrap is {fsdp_wrap!r}; expected one of auto, submodule, block."
-            )
+            expected = ", ".join(get_args(FSDPWrap))
+            raise ValueError(f"parallelism.fsdp_wrap is {fsdp_wrap!r}; expected one of {expected}.")
 
 
 def decoder_blocks(model: Decoder) -> list[tuple[str, nn.Module]]:
@@ -117,9 +124,21 @@ def vision_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def vision_units(model: nn.Module) -> list[Unit]:
     """A unit for each vision tower of a multimodal decoder."""
-    return [
-        _unit(name, UnitKind.VISION, {"": tower}) for name, tower in vision_modules(model).items()
-    ]
+    kind = UnitKind.VISION
+    return [Unit(name=name, kind=kind, module_names=(name,)) for name in vision_modules(model)]
+
+
+def modules_with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Name, module, and full names of its own parameters, for each module that has some.
+
+    Vision towers are left out: Titan shards each as one unit.
+    """
+    towers = tuple(f"{name}." for name in vision_modules(model))
+    for path, module in model.named_modules():
+        path = canonical_fqn(path)
+        params = [name for name, _ in module.named_parameters(path, recurse=False)]
+        if params and not f"{path}.".startswith(towers or ("\0",)):
+            yield path, module, params
 
 
 def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
@@ -127,85 +146,76 @@ def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
 
     Args:
         model: A decoder, or the chunk of one that a pipeline stage holds (embeddings, norm or
-            head may be None). Its blocks may be wrapped by activation checkpointing, not yet by
-            FSDP.
+            head may be None). Activation checkpointing may wrap its blocks; FSDP may not yet.
         wrap: What a unit of a block is.
 
     Returns:
-        The units. Together they hold every parameter of a text decoder of Titan's, so that the
-        root owns none; what a model keeps elsewhere (a vision tower, parameters of its own) is
-        not in them.
+        The units. Together they hold every parameter of Titan's text decoders, so that the root
+        owns none. What a model keeps elsewhere (a vision tower, parameters of its own) is in none.
     """
-    first = _children(model, ("tok_embeddings",))
-    head = _children(model, ("norm", "lm_head"))
+    first = _present(model, "", ("tok_embeddings",))
+    head = _present(model, "", ("norm", "lm_head"))
     units: list[Unit] = []
 
     if model.enable_weight_tying:
         # One parameter, so one unit: embeddings and head cannot be freed apart.
-        units.append(_unit("tok_embeddings+lm_head", UnitKind.TIED, first | head))
+        name = "tok_embeddings+lm_head"
+        units.append(Unit(name=name, kind=UnitKind.TIED, module_names=first + head))
     elif first:
-        units.append(_unit("tok_embeddings", UnitKind.EMBEDDING, first))
+        units.append(Unit(name=first[0], kind=UnitKind.EMBEDDING, module_names=first))
 
     for name, block in decoder_blocks(model):
         units.extend(_block_units(name, block, wrap))
 
     if head and not model.enable_weight_tying:
-        units.append(_unit("lm_head" if model.lm_head is not None else "norm", UnitKind.HEAD, head))
+        units.append(Unit(name=head[-1], kind=UnitKind.HEAD, module_names=head))
     return units
 
 
+def splits_blocks(units: Sequence[Unit]) -> bool:
+    """Whether some unit is a part of a block, so that FSDP's hooks run inside of blocks."""
+    return any(unit.kind in SUBMODULE_KINDS for unit in units)
+
+
 def innermost_first(units: Sequence[Unit]) -> list[Unit]:
-    """The order in which ``fully_shard`` takes them: a unit gets what those inside it have left."""
+    """The order for ``fully_shard``: inner units first, an outer one gets the rest."""
     return sorted(units, key=lambda unit: -unit.name.count("."))
 
 
 def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
-    moe = _moe_of(block)
-    experts = moe.routed_experts.inner_experts if moe is not None else None
-    whole = _unit(name, UnitKind.BLOCK, {"": block}, experts)
+    # Dense models (llama3) have no moe_enabled at all. A CheckpointWrapper forwards getattr.
+    is_moe = getattr(block, "moe_enabled", False)
+    experts = f"{name}.moe.routed_experts.inner_experts" if is_moe else None
     if wrap == "block":
-        return [whole]
+        return [Unit(name=name, kind=UnitKind.BLOCK, module_names=(name,), experts=experts)]
 
-    attention = _children(block, _ATTENTION_CHILDREN)
-    ffn = _children(block, _FFN_CHILDREN)
-    ffn_kind = UnitKind.MOE if experts is not None else UnitKind.FEED_FORWARD
-    units = [
-        _unit(f"{name}.{kind.value}", kind, modules, unit_experts)
-        for kind, modules, unit_experts in (
-            (UnitKind.ATTENTION, attention, None),
-            (ffn_kind, ffn, experts),
-        )
-        if any(True for m in modules.values() for _ in m.parameters())
-    ]
-    covered = {id(p) for unit in units for m in unit.modules for p in m.parameters()}
-    if any(id(p) not in covered for p in block.parameters()):
+    ffn_kind = UnitKind.MOE if is_moe else UnitKind.FEED_FORWARD
+    units = []
+    covered: set[nn.Parameter] = set()
+    for kind, children, unit_experts in (
+        (UnitKind.ATTENTION, _ATTENTION_CHILDREN, None),
+        (ffn_kind, _FFN_CHILDREN, experts),
+    ):
+        module_names = _present(block, name, children)
+        modules = [block.get_submodule(path.removeprefix(f"{name}.")) for path in module_names]
+        params = {param for module in modules for param in module.parameters()}
+        if params:
+            units.append(
+                Unit(
+                    name=f"{name}.{kind.value}",
+                    kind=kind,
+                    module_names=module_names,
+                    experts=unit_experts,
+                )
+            )
+        covered |= params
+    if any(param not in covered for param in block.parameters()):
         # A block with parameters of its own: they form the block's group, gathered around both.
-        units.insert(0, _unit(name, UnitKind.BLOCK, {"": block}))
+        units.insert(0, Unit(name=name, kind=UnitKind.BLOCK, module_names=(name,)))
     return units
 
 
-def _unit(
-    name: str,
-    kind: UnitKind,
-    modules: dict[str, nn.Module],
-    experts: GroupedExperts | None = None,
-) -> Unit:
-    return Unit(
-        name=name,
-        kind=kind,
-        modules=tuple(modules.values()),
-        module_names=tuple(modules),
-        experts=experts,
-    )
-
-
-def _moe_of(block: nn.Module) -> MoE | None:
-    # Dense models (llama3) have no moe_enabled at all. A CheckpointWrapper forwards getattr.
-    if not getattr(block, "moe_enabled", False):
-        return None
-    return cast(MoE, block.moe)
-
-
-def _children(parent: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    children = {name: getattr(parent, name, None) for name in names}
-    return {name: child for name, child in children.items() if child is not None}
+def _present(parent: nn.Module, path: str, children: Sequence[str]) -> tuple[str, ...]:
+    """Full names of those ``children`` that ``parent``, which is at ``path``, has."""
+    prefix = f"{path}." if path else ""
+    return tuple(prefix + name for name in children if getattr(parent, name, None) is not None)

@@ -1,6 +1,45 @@
-"""What keeps a run from harm: each stops it with one clear error, or in good order.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks of a training run; each stops a bad run with one clear error.
 
-``agreement`` and ``late_parameters`` before the first step, ``finite`` before weights are spoilt,
-``resume`` and ``hf_export`` before a checkpoint is loaded, ``checkpoints`` around loading and
-saving, ``stop`` when the machine is taken away.
+``run_checks.RUN_CHECKS`` lists them; ``titan_ext.trainer`` calls each at six points.
 """
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+__all__ = ["ONE_PROCESS_MODES", "RunCheck"]
+
+ONE_PROCESS_MODES = ("fake_backend", "local_tensor")
+"""Values of ``comm.mode`` that train in one process."""
+
+
+class RunCheck:
+    """One check of a training run. Each method is a point of the run; by default it does nothing.
+
+    The trainer makes one object of each class in the list. At each point it calls all of them, on
+    every rank, in the order of the list.
+    """
+
+    def before_start(self, config: "Trainer.Config") -> None:
+        """Before any process group exists. Refuse here what would fail later on many ranks."""
+
+    def before_build(self, config: "Trainer.Config") -> None:
+        """The process groups exist, the model does not."""
+
+    def after_build(self, trainer: "Trainer") -> None:
+        """The trainer is complete, and no checkpoint has been loaded."""
+
+    def around_run(self, trainer: "Trainer") -> AbstractContextManager[None]:
+        """Around loading the checkpoint and all steps."""
+        return nullcontext()
+
+    def around_step(self, trainer: "Trainer") -> AbstractContextManager[None]:
+        """Around forward, backward and optimizer of one step; saving comes after it."""
+        return nullcontext()
+
+    def ends_run(self, trainer: "Trainer") -> bool:
+        """Whether training ends here, the same on all ranks; asked before every step."""
+        return False

@@ -1,8 +1,9 @@
-"""The ranks agree on what they are about to run, or say where they do not.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks that all ranks have the same config and package versions.
 
-A rank that has another version of torch, or another value for one key, issues other collectives: on
-hundreds of nodes that is a hang after minutes, with no word about the cause. One exchange before
-training makes it an error that names the ranks and the keys.
+A rank with another version of torch, or another value for one key, issues other collectives. On
+hundreds of nodes that is a hang after minutes, without a cause. One exchange before the model is
+built turns it into an error that names the ranks and the keys.
 """
 
 import hashlib
@@ -16,12 +17,30 @@ import torchtitan
 from torchtitan.trainer import Trainer
 
 import titan_ext
-
-__all__ = ["check_agreement", "describe"]
+from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
+from titan_ext.names import ranks_in_words
 
 _PACKAGES = (torch, torchtitan, titan_ext)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN_KEYS = 10
+
+
+class RanksAgree(RunCheck):
+    """Compares the versions and the config of all ranks, on the default group."""
+
+    def before_build(self, config: Trainer.Config) -> None:
+        """Raise ValueError on every rank if any two differ: which keys, ranks and values."""
+        if config.comm.mode in ONE_PROCESS_MODES:
+            return
+        mine = describe(config)
+        digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, digest)
+        if len(set(digests)) == 1:
+            return
+        descriptions: list[dict[str, str]] = [{} for _ in digests]
+        dist.all_gather_object(descriptions, mine)
+        raise ValueError(_differences(descriptions))
 
 
 def describe(config: Trainer.Config) -> dict[str, str]:
@@ -31,45 +50,18 @@ def describe(config: Trainer.Config) -> dict[str, str]:
     return description
 
 
-def check_agreement(config: Trainer.Config) -> None:
-    """Compare this rank's versions and config with the other ranks', on the default group.
-
-    Raises:
-        ValueError: on every rank, if any two ranks differ: which keys, which ranks, which values.
-    """
-    mine = describe(config)
-    digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    if len(set(digests)) == 1:
-        return
-    descriptions: list[dict[str, str]] = [{} for _ in digests]
-    dist.all_gather_object(descriptions, mine)
-    raise ValueError(_differences(descriptions))
-
-
 def _differences(descriptions: list[dict[str, str]]) -> str:
-    keys = sorted({key for description in descriptions for key in description})
     lines = []
-    for key in keys:
-        ranks_by_value: dict[str, list[int]] = defaultdict(list)
+    for key in sorted({key for description in descriptions for key in description}):
+        ranks_by_value: dict[str, set[int]] = defaultdict(set)
         for rank, description in enumerate(descriptions):
-            ranks_by_value[description.get(key, "(absent)")].append(rank)
+            ranks_by_value[description.get(key, "(absent)")].add(rank)
         if len(ranks_by_value) > 1:
-            values = "; ".join(
-                f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items()
-            )
-            lines.append(f"  {key}: {values}")
-    shown = lines[:_SHOWN_KEYS]
-    if len(lines) > len(shown):
-        shown.append(f"  ... and {len(lines) - len(shown)} more")
-    return "the ranks disagree on what to run:\n" + "\n".join(shown)
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+            values = [f"{v} on {ranks_in_words(ranks)}" for v, ranks in ranks_by_value.items()]
+            lines.append(f"  {key}: {'; '.join(values)}")
+    if len(lines) > _SHOWN_KEYS:
+        lines[_SHOWN_KEYS:] = [f"  ... and {len(lines) - _SHOWN_KEYS} more"]
+    return "\n".join(["the ranks disagree on what to run:", *lines])
 
 
 def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
@@ -81,5 +73,5 @@ def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
             _flatten(f"{prefix}.{index}", item, into)
         into[f"{prefix}.length"] = str(len(value))
     else:
-        # Functions are shown with an address, which is every process' own.
+        # A function is shown with its address, which differs from process to process.
         into[prefix] = _ADDRESS.sub("", str(value))

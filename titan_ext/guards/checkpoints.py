@@ -1,9 +1,10 @@
-"""A checkpoint that cannot be written, read or trusted is one error that says which and what to do.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks on checkpoints: one that cannot be written, read, trusted or resumed is one clear error.
 
-torch.distributed.checkpoint tells every rank what failed where, as a traceback of each rank. And it
-does not look at the checksums in its own files: every tensor is stored as a zip archive with a
-CRC-32 for each member, which torch's reader skips, so that a flipped bit would be trained on. They
-are compared here, before Titan loads: each file by one rank, at the speed of reading it.
+Titan finds out while it loads, from the first missing tensor or an assertion about the data loader.
+It silently ignores tensors that the model does not have, and optimizer settings that the checkpoint
+overrides. torch.distributed.checkpoint stores every tensor as a zip archive with a CRC-32 for each
+member and never compares it, so a run would train on a flipped bit.
 """
 
 import contextlib
@@ -11,22 +12,132 @@ import io
 import shutil
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.guards.resume import checkpoint_to_load
+from titan_ext.guards import RunCheck
+from titan_ext.names import and_more, did_you_mean
 from titan_ext.run_folder import whole_checkpoint_steps
 
-__all__ = ["check_checkpoint", "corrupt_items", "one_clear_error"]
+_NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
+_STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
 
 
-def check_checkpoint(config: Trainer.Config) -> None:
-    """Compare the checksums of the checkpoint that the run resumes from; on every rank.
+class CheckpointManager(TitanCheckpointManager):
+    """Titan's checkpointer, with a key for what is verified before it loads."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanCheckpointManager.Config):
+        verify_checksums_up_to_gib: float = 64.0
+        """
+        Before a run loads a checkpoint of at most this many GiB, its ranks read all of it, each a
+        part, and compare the checksums. 0: never; inf: always. See docs/checkpoints.md.
+        """
+
+        def __post_init__(self) -> None:
+            TitanCheckpointManager.Config.__post_init__(self)
+            if not self.verify_checksums_up_to_gib >= 0:
+                raise ValueError(
+                    "checkpoint.verify_checksums_up_to_gib is "
+                    f"{self.verify_checksums_up_to_gib}; expected a size in GiB, 0 or more."
+                )
+
+
+class Checkpoints(RunCheck):
+    """Before loading, checks that the checkpoint is intact and complete; then reports failures."""
+
+    def after_build(self, trainer: Trainer) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.register_load_state_dict_pre_hook(_warn_of_overridden_settings)
+
+    @contextlib.contextmanager
+    def around_run(self, trainer: Trainer) -> Iterator[None]:
+        """Turn torch's report of a failed save or load into one line.
+
+        Raises:
+            RuntimeError: from CheckpointException, naming the ranks, the cause and what is left.
+        """
+        config = trainer.config
+        try:
+            verify_checksums(config)
+            check_resume(trainer)
+            yield
+            trainer.checkpointer.maybe_wait_for_saving()  # an asynchronous save may have failed
+        except CheckpointException as error:
+            causes = defaultdict(list)
+            for rank, (cause, _) in error.failures.items():
+                causes[f"{type(cause).__name__}: {cause}"].append(str(rank))
+            said = "; ".join(f"on rank {', '.join(r)}: {cause}" for cause, r in causes.items())
+            # torch's writer does not pass on why a write failed: the most frequent reason is shown.
+            free_gib = shutil.disk_usage(config.dump_folder).free / 2**30
+            raise RuntimeError(
+                f"a checkpoint could not be saved or loaded, {said}. {free_gib:.2f} GiB are free "
+                f"in {config.dump_folder}. {_newest_whole(config)}"
+            ) from error
+
+
+def check_excluded(config: Trainer.Config) -> None:
+    """Raise ValueError for an unknown name in ``checkpoint.exclude_from_loading``."""
+    for name in config.checkpoint.exclude_from_loading:
+        if name not in _STATES:
+            raise ValueError(
+                f"checkpoint.exclude_from_loading has {name!r}; expected names of "
+                f"{', '.join(_STATES)}{did_you_mean(name, _STATES, cutoff=0.3)}"
+            )
+
+
+def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
+    """The checkpoint in torch's format that Titan will load, and whether its model only.
+
+    None for a fresh start, for safetensors, and for a remote folder, which is not inspected.
+
+    Raises:
+        ValueError: if the newest in the run's own folder is safetensors: an export, which Titan
+            would take for a checkpoint and fail on; or if ``initial_load_path`` is no checkpoint.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.enable or config.comm.mode != "default":
+        return None
+    own = _folder(config)
+    steps = whole_checkpoint_steps(own)
+    exports = whole_checkpoint_steps(own, marker="model.safetensors.index.json")
+    step = checkpoint.load_step
+    if step == -1:
+        step = max([*steps, *exports], default=-1)
+    if step in exports and step not in steps:
+        raise ValueError(
+            f"{own}/step-{step} is an export (checkpoint.last_save_in_hf) with the model only: "
+            "training cannot resume from it. "
+            + _other_ways_on(own, step, " --checkpoint.initial_load_in_hf")
+        )
+    if step != -1:
+        return (own / f"step-{step}", step == 0) if step in steps else None
+    initial = checkpoint.initial_load_path
+    if not initial or checkpoint.initial_load_in_hf or filesystem.is_remote(initial):
+        return None
+    if Path(initial).is_dir() and not (Path(initial) / ".metadata").exists():
+        raise ValueError(
+            f"checkpoint.initial_load_path is {initial!r}, which has no .metadata; expected the "
+            "folder of one checkpoint (.../step-100), or checkpoint.initial_load_in_hf = true for "
+            "safetensors."
+        )
+    return Path(initial), checkpoint.initial_load_model_only
+
+
+def verify_checksums(config: Trainer.Config) -> None:
+    """Compare the checksums of the checkpoint that the run will load; call it on every rank.
 
     Raises:
         ValueError: on every rank, naming the files that are corrupt and the checkpoint before.
@@ -35,13 +146,25 @@ def check_checkpoint(config: Trainer.Config) -> None:
     if found is None:
         return
     folder, _ = found
+    limit = getattr(
+        config.checkpoint,
+        "verify_checksums_up_to_gib",
+        CheckpointManager.Config().verify_checksums_up_to_gib,
+    )
+    size = sum(f.stat().st_size for f in folder.glob("*.distcp")) / 2**30
+    if size > limit:
+        logger.info(
+            f"The checksums of {folder} ({size:.3g} GiB) are not compared before it is loaded: "
+            f"checkpoint.verify_checksums_up_to_gib is {limit:g}."
+        )
+        return
     mine = corrupt_items(folder, part=dist.get_rank(), parts=dist.get_world_size())
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     corrupt = {name: item for found in everyone for name, item in found.items()}
     if corrupt:
         files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
-        raise ValueError(f"{folder} is corrupt ({files}). {_advice(config, folder)}")
+        raise ValueError(f"{folder} is corrupt ({files}). {_newest_whole(config, but=folder)}")
 
 
 def corrupt_items(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
@@ -61,67 +184,148 @@ def corrupt_items(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, s
     items = defaultdict(list)
     for index, place in storage.items():
         items[place.relative_path].append((place.offset, place.length, index.fqn))
-    found = {}
-    for name in sorted(items)[part::parts]:
-        if wrong := _first_wrong(folder / name, sorted(items[name])):
-            found[name] = wrong
-    return found
+    return {
+        name: wrong
+        for name in sorted(items)[part::parts]
+        if (wrong := _first_wrong(folder / name, sorted(items[name])))
+    }
 
 
-def _first_wrong(path: Path, items: list[tuple[int, int, str]]) -> str:
+def _first_wrong(path: Path, items: Sequence[tuple[int, int, str]]) -> str:
     try:
         with open(path, "rb") as file:
-            for offset, length, fqn in items:
+            for offset, length, name in items:
                 file.seek(offset)
                 if not _is_intact(file.read(length), length):
-                    return fqn
+                    return name
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return ""
 
 
 def _is_intact(stored: bytes, length: int) -> bool:
-    if len(stored) != length:
-        return False
     try:
         with zipfile.ZipFile(io.BytesIO(stored)) as archive:
-            return archive.testzip() is None
+            return len(stored) == length and archive.testzip() is None
     except (zipfile.BadZipFile, NotImplementedError, EOFError):
         return False
 
 
-@contextlib.contextmanager
-def one_clear_error(config: Trainer.Config) -> Iterator[None]:
-    """Around training: what torch says of a failed save or load, in one line.
+def check_resume(trainer: Trainer) -> None:
+    """Check that the checkpoint that ``trainer`` is about to load has what it needs.
 
     Raises:
-        RuntimeError: from CheckpointException, naming the ranks, the cause and what is left.
+        ValueError: if states are missing, if tensors of the model are missing or have other
+            shapes, or if another number of data-parallel ranks saved the data position.
     """
-    try:
-        yield
-    except CheckpointException as error:
-        causes = defaultdict(list)
-        for rank, (cause, _) in error.failures.items():
-            causes[f"{type(cause).__name__}: {cause}"].append(rank)
-        said = "; ".join(f"on rank {', '.join(map(str, r))}: {c}" for c, r in causes.items())
-        # torch's writer does not pass on why a write failed: the most frequent reason is shown.
-        free_gib = shutil.disk_usage(config.dump_folder).free / 2**30
-        raise RuntimeError(
-            f"a checkpoint could not be saved or loaded, {said}. {free_gib:.2f} GiB are free in "
-            f"{config.dump_folder}. {_advice(config)}"
-        ) from error
+    config = trainer.config
+    found = checkpoint_to_load(config)
+    if found is None:
+        return
+    folder, model_only = found
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    if not model_only:
+        _check_states(config, folder, set(saved))
+        _check_data_ranks(trainer, folder, set(saved))
+    _check_model(trainer, folder, saved)
+
+
+def _check_states(config: Trainer.Config, folder: Path, saved: set[str]) -> None:
+    sections = {name.partition(".")[0] for name in saved}
+    missing = sorted(set(_STATES) - sections - set(config.checkpoint.exclude_from_loading))
+    if not missing:
+        return
+    ways_on = (
+        _other_ways_on(folder.parent, int(folder.name.removeprefix("step-")))
+        if folder.parent == _folder(config)
+        else "Load its weights only with --checkpoint.initial_load_model_only."
+    )
+    kind = "the model only" if len(missing) == len(_STATES) else f"no {', '.join(missing)}"
+    raise ValueError(f"{folder} has {kind}: training cannot resume from it. {ways_on}")
+
+
+def _check_data_ranks(trainer: Trainer, folder: Path, saved: set[str]) -> None:
+    if not isinstance(trainer.dataloader, ParallelAwareDataloader):
+        return
+    if "dataloader" in trainer.config.checkpoint.exclude_from_loading:
+        logger.warning(
+            "checkpoint.exclude_from_loading has 'dataloader': the data starts from its "
+            "beginning, and samples that the saved run has seen are seen again."
+        )
+        return
+    ranks = trainer.dataloader.dp_world_size
+    saved_ranks = sum(name.startswith("dataloader.dp_rank_") for name in saved)
+    if saved_ranks != ranks:
+        raise ValueError(
+            f"{folder} has the data position of {saved_ranks} data-parallel rank(s), and this run "
+            f"has {ranks}: TorchTitan keeps a position for each and cannot split them again. Run "
+            f"with {saved_ranks}, or with --checkpoint.exclude_from_loading dataloader: weights, "
+            "optimizer and schedule continue, and the data starts from its beginning."
+        )
+
+
+def _check_model(trainer: Trainer, folder: Path, saved: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = trainer.model_config.build()
+    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    shapes = {
+        name: tuple(item.size)
+        for name, item in saved.items()
+        if name.partition(".")[0] not in _STATES and hasattr(item, "size")
+    }
+    differences = []
+    if missing := [name for name in wanted if name not in shapes]:
+        differences.append(f"without {and_more(missing)}")
+    if others := [
+        f"{name} {list(shapes[name])}, here {list(shape)}"
+        for name, shape in wanted.items()
+        if shapes.get(name, shape) != shape
+    ]:
+        differences.append(f"with {and_more(others)}")
+    if differences:
+        raise ValueError(f"{folder} is a checkpoint of another model: {'; '.join(differences)}.")
+    if unused := [name for name in shapes if name not in wanted]:
+        logger.warning(
+            f"{folder} also has {and_more(unused)}, which this model does not have: not loaded."
+        )
+
+
+def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Warn of optimizer settings that the checkpoint overrides.
+
+    torch restores weight decay, betas and the rest with the state, whatever the config says. After
+    one step the scheduler computes the learning rate from the config again.
+    """
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for key in sorted(group.keys() & saved.keys() - _NOT_OVERRIDDEN):
+            if saved[key] != group[key]:
+                logger.warning(
+                    f"optimizer: {key} is {saved[key]} from the checkpoint, not {group[key]} as "
+                    "configured. checkpoint.exclude_from_loading optimizer takes the configured "
+                    "value, and starts the moments from zero."
+                )
 
 
 def _folder(config: Trainer.Config) -> Path:
     return Path(config.dump_folder) / config.checkpoint.folder
 
 
-def _advice(config: Trainer.Config, corrupt: Path | None = None) -> str:
-    steps = whole_checkpoint_steps(_folder(config))
-    steps = [step for step in steps if corrupt != _folder(config) / f"step-{step}"]
+def _other_ways_on(own: Path, step: int, flags: str = "") -> str:
+    earlier = [other for other in whole_checkpoint_steps(own) if other != step]
+    resume = f"--checkpoint.load_step {max(earlier)} resumes before it. " if earlier else ""
+    return (
+        f"{resume}A new run, in another dump_folder, starts from its weights with "
+        f"--checkpoint.initial_load_path {own}/step-{step}{flags}. Runs that are to be resumed at "
+        "their end save everything with checkpoint.last_save_model_only = false."
+    )
+
+
+def _newest_whole(config: Trainer.Config, *, but: Path | None = None) -> str:
+    own = _folder(config)
+    steps = [s for s in whole_checkpoint_steps(own) if own / f"step-{s}" != but]
     if not steps:
-        return f"There is no whole checkpoint in {_folder(config)}."
-    kept = f"The newest whole checkpoint is {_folder(config)}/step-{max(steps)}"
-    if corrupt is None:
-        return f"{kept}."
-    return f"{kept}: move {corrupt.name} away to resume from it, or --checkpoint.load_step."
+        return f"There is no whole checkpoint in {own}."
+    newest = f"The newest whole checkpoint is {own}/step-{max(steps)}"
+    if but is None:
+        return f"{newest}."
+    return f"{newest}: move {but.name} away to resume from it, or --checkpoint.load_step."

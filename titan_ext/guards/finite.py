@@ -1,36 +1,40 @@
-"""Gradients that are not finite are neither applied nor saved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stops a run before it applies or saves gradients that are not finite.
 
-One NaN in one rank's gradients is in every rank's after the reduction, and in every weight after
-the step. Titan looks at the loss, when it logs: too late where a checkpoint is saved first. The
-check reads the device, so it is made only on steps that are logged or saved anyway: weights that
-became NaN in between make the next gradients NaN as well.
+The reduction spreads one rank's NaN to all ranks, and the step to every weight. Titan checks only
+the loss, when it logs: too late if it saves a checkpoint first. This check waits for the device, so
+it runs only on steps that are logged or saved anyway: weights that became NaN in between make the
+next gradients NaN as well.
 """
+
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.trainer import Trainer
 
-__all__ = ["refuse_gradients_that_are_not_finite"]
+from titan_ext.guards import RunCheck
 
 
-def refuse_gradients_that_are_not_finite(trainer: Trainer) -> None:
-    """Check the clipped gradients of ``trainer`` before its optimizers see them.
+class FiniteGradients(RunCheck):
+    """Checks the clipped gradients before the optimizers use them.
 
-    The hook raises RuntimeError in the step, on the ranks that hold such gradients: after
+    Raises RuntimeError in the step, on the ranks that hold gradients that are not finite: after
     clipping by a norm that is NaN, all of them.
     """
 
-    def check(*_) -> None:
-        if not _is_logged_or_saved(trainer):
-            return
-        gradients = [
-            param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            for part in trainer.model_parts
-            for param in part.parameters()
-            if param.grad is not None
-        ]
-        largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
-        if not torch.isfinite(largest):
+    def after_build(self, trainer: Any) -> None:
+        def check(*_) -> None:
+            if not _is_logged_or_saved(trainer):
+                return
+            gradients = [
+                param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                for part in trainer.model_parts
+                for param in part.parameters()
+                if param.grad is not None
+            ]
+            largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
+            if torch.isfinite(largest):
+                return
             try:
                 trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one
             finally:
@@ -40,14 +44,14 @@ def refuse_gradients_that_are_not_finite(trainer: Trainer) -> None:
                     "and unit they come from, run again with --debug.record_collectives."
                 )
 
-    trainer.optimizers.register_step_pre_hook(check)
+        trainer.optimizers.register_step_pre_hook(check)
 
 
-def _is_logged_or_saved(trainer: Trainer) -> bool:
+def _is_logged_or_saved(trainer: Any) -> bool:
     checkpoint, step = trainer.config.checkpoint, trainer.step
-    saved = checkpoint.enable and (
+    is_saved = checkpoint.enable and (
         step % checkpoint.interval == 0
         or step == trainer.config.training.steps
         or (step == 1 and checkpoint.enable_first_step_checkpoint)
     )
-    return saved or trainer.metrics_processor.should_log(step)
+    return is_saved or trainer.metrics_processor.should_log(step)

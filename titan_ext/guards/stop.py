@@ -1,15 +1,17 @@
-"""How a run is stopped from outside: a signal saves first, and no worker outlives its launcher.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stops a run from outside: save on a signal, and end workers with their launcher.
 
 A scheduler that takes a machine back sends SIGTERM, Ctrl-C sends SIGINT. A worker that gets one
-finishes the step, does one more with all the others, saves it as any other checkpoint, and ends.
-All ranks must do so after the same step, so they ask each other once a step, on a gloo group of
-their own: that is a message between hosts, which no device waits for.
+finishes the step, does one more with all the others, saves a normal checkpoint, and ends. All ranks
+must do so after the same step, so they ask each other once a step, on their own gloo group: a
+message between hosts, for which no device waits.
 
 One request can arrive as several signals: Slurm signals every process of a job, and torchrun passes
-on what it got itself. So only a signal that comes later than that means "now".
+on its own signal. So only a signal that comes later means "now".
 
-torchrun's workers have sessions of their own: SIGKILL of torchrun leaves them training, and writing
-into the folder that the next launch reads. Linux ends a process with its parent if asked to.
+torchrun's workers have their own sessions. After a SIGKILL of torchrun they would keep training,
+and writing into the folder that the next launch reads. Linux ends a process with its parent on
+request.
 """
 
 import ctypes
@@ -22,10 +24,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.tools.logging import logger
 
-__all__ = ["StopOnSignal", "end_with_launcher", "warn_of_restarts_that_hang"]
+from titan_ext.guards import RunCheck
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -48,7 +49,7 @@ def end_with_launcher() -> None:
 
 
 def warn_of_restarts_that_hang() -> None:
-    """Say how ``torchrun --max-restarts`` can work, where it was asked for and would not.
+    """Warn if ``torchrun --max-restarts`` is on but would hang.
 
     torchrun keeps one store for all attempts, and torch 2.15 reads the first attempt's addresses
     from it in the second: ``init_process_group`` then waits for processes that are gone.
@@ -62,30 +63,29 @@ def warn_of_restarts_that_hang() -> None:
         )
 
 
-class StopOnSignal:
-    """Ends the run after a step that has been saved, on every rank, when any rank gets a signal.
+class StopOnSignal(RunCheck):
+    """When any rank gets a signal, ends the run on every rank after a saved step.
 
-    SIGTERM and SIGINT are the same request. One more of either, a second or longer after the first,
-    does what it did before this object was made: SIGTERM ends the process, SIGINT raises
-    KeyboardInterrupt. A signal that the process was started to ignore stays ignored.
+    SIGTERM and SIGINT mean the same. Another one, a second or longer after the first, does what it
+    did before ``after_build``: SIGTERM ends the process, SIGINT raises KeyboardInterrupt. A signal
+    that the process was started to ignore stays ignored. Without checkpoints a signal ends the
+    process at once.
     """
 
-    def __init__(
-        self, checkpointer: BaseCheckpointManager, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """On every rank. Without checkpoints there is nothing to wait for: a signal ends at once.
-
-        Args:
-            checkpointer: What saves the last step.
-            clock: Seconds, for tests.
-        """
-        self._checkpointer: Any = checkpointer
-        self._clock = clock
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock  # seconds
         self._asked_by = 0
         self._asked_at_s = 0.0
         self._last_step = False
         self._group: dist.ProcessGroup | None = None
         self._before: dict[int, Any] = {}
+
+    def before_start(self, config: Any) -> None:
+        end_with_launcher()
+        warn_of_restarts_that_hang()
+
+    def after_build(self, trainer: Any) -> None:
+        checkpointer = trainer.checkpointer
         communicates = dist.get_backend() != "fake" and dist.is_gloo_available()
         if checkpointer.enable and hasattr(checkpointer, "interval") and communicates:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", group_desc="stop"))
@@ -93,15 +93,14 @@ class StopOnSignal:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     self._before[signum] = signal.signal(signum, self._note)
 
-    def now(self) -> bool:
-        """Whether training ends here; asked before every step, on every rank."""
+    def ends_run(self, trainer: Any) -> bool:
         if self._last_step:
-            self._checkpointer.maybe_wait_for_saving()
+            trainer.checkpointer.maybe_wait_for_saving()
             return True
         if self._group is not None and (asked_by := self._asked_on_any_rank(self._group)):
             name = signal.Signals(asked_by).name
             logger.info(f"{name}: one more step, which is saved, and then the run ends.")
-            self._checkpointer.interval = 1  # the step that follows is saved, whichever it is
+            trainer.checkpointer.interval = 1  # the step that follows is saved, whichever it is
             self._last_step = True
         return False
 

@@ -1,28 +1,39 @@
-"""The ``[model]`` section: what Titan passes to a model package's ``model_registry``.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The config function at the end of a chain of files, and the ``[model]`` section.
 
-Titan's configs hold the finished spec, so a changed choice means a new spec from the same registry,
-with the other choices as the base function made them.
+``[model]`` holds what Titan's config functions pass to ``model_registry``. A config holds the
+finished spec. To change a choice, titan_ext makes a new spec from the same registry, with the
+function's other choices.
 """
 
-import dataclasses
+import functools
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Any
+from dataclasses import MISSING, fields, is_dataclass, replace
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
+from torchtitan.experiments import _supported_experiments
+from torchtitan.models import _supported_models
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer as TitanTrainer
 
-from titan_ext.specs import extend_model_spec
-from titan_ext.toml_config.base import Base
-from titan_ext.toml_config.draft import ABSENT, Draft, build, take_apart
-from titan_ext.toml_config.errors import Place, nearest
-from titan_ext.toml_config.fill import convert
-from titan_ext.toml_config.legacy import LEGACY, legacy_advice
-
-__all__ = ["MODEL", "ModelChoices"]
+from titan_ext.specs import REFUSED_MODELS, extend_model_spec
+from titan_ext.toml_config.convert import Given, convert, values_of
+from titan_ext.toml_config.files import (
+    KeyLocation,
+    import_first,
+    import_problem,
+    nearest,
+    to_toml,
+)
+from titan_ext.toml_config.legacy import legacy_advice
+from titan_ext.trainer import extended_class, extended_sections
 
 MODEL = "model"
+_REGISTRY = "model_registry"
 _COMPILED = "model_compile_enabled"
 _VOCABULARY = "global_vocab_size"
 # For a suggestion only, once Titan has refused a name.
@@ -32,141 +43,228 @@ _KNOWN = {
 }
 
 
-class ModelChoices:
-    """The arguments of a model registry, as the base made them and the files changed them."""
+class RegistryCall(NamedTuple):
+    """A call of a ``model_registry``."""
 
-    def __init__(self, base: Base) -> None:
-        self.base = base
-        self.arguments = dict(base.arguments)
-        self.place: Place | None = None
-        """``[model]`` of the last file that has one."""
-
-    def fill(self, table: Any, place: Place) -> None:
-        """Take a file's ``[model]``.
-
-        Raises:
-            TomlConfigError: for a key that the registry does not take, or a wrong value.
-        """
-        if not isinstance(table, dict):
-            raise place.expected("a table [model]", table)
-        registry = self.base.registry
-        if registry is None:
-            raise place.error(
-                f"{self.base.name} does not make its model with a model_registry function, so "
-                "there are no choices to change."
-            )
-        self.place = place
-        parameters = inspect.signature(registry).parameters
-        hints = typing.get_type_hints(registry, include_extras=True)
-        for name, value in table.items():
-            below = place.at(name)
-            self._refuse_unknown(name, value, parameters, registry, below)
-            current = self.arguments.get(name, ABSENT)
-            self.arguments[name] = convert(hints.get(name, Any), value, current, below)
-            if name == "flavor":
-                self._check_flavor(value, below)
-
-    def apply(self, draft: Draft) -> None:
-        """Make the spec again if a choice has changed, and fit the loss to its vocabulary.
-
-        Args:
-            draft: The whole config, when all files have been filled in.
-
-        Raises:
-            TomlConfigError: if the registry refuses the choices, or titan_ext the model.
-        """
-        changed = self._follow_compile(draft)
-        old = draft.get("model_spec")
-        spec = old
-        if self.place is not None or changed:
-            assert self.base.registry is not None
-            spec = self._make_spec(self.base.registry, self.place or draft.place.at(MODEL))
-            draft.values["model_spec"] = spec
-        if spec is not None and isinstance(spec.model, Decoder.Config):
-            old_size, size = old.model.vocab_size, spec.model.vocab_size
-            draft.values["loss"] = _fit_vocabulary(
-                draft.get("loss"), old_size, size, draft.place.at("loss")
-            )
-
-    def _refuse_unknown(
-        self, name: str, value: Any, parameters: Any, registry: Callable, place: Place
-    ) -> None:
-        old_style = name == "converters" and isinstance(value, list) and _all_strings(value)
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if (name in parameters or takes_any) and not old_style:
-            return
-        old = (place.key, LEGACY[place.key]) if old_style else legacy_advice(place.key, value)
-        if old:
-            raise place.error(f"a key of TorchTitan 0.1 or 0.2; today: {old[1]}.")
-        hint = nearest(name, parameters, prefix="model.")
-        raise place.error(f"{registry.__module__}.{registry.__name__} does not take it{hint}")
-
-    def _check_flavor(self, flavor: str, place: Place) -> None:
-        registry = self.base.registry
-        assert registry is not None
-        tables = [registry.__globals__.get(name) for name in registry.__code__.co_names]
-        base_flavor = self.base.arguments.get("flavor")
-        for table in tables:
-            if isinstance(table, dict) and base_flavor in table and flavor not in table:
-                raise place.error(f'no flavor is called "{flavor}"{nearest(flavor, table)}')
-
-    def _follow_compile(self, draft: Draft) -> bool:
-        """Tell each converter whether the model is compiled, unless the file tells it.
-
-        Titan's config functions pass it on by hand; left as it was, a file that turns compile on
-        or off would leave converters that believe the opposite.
-        """
-        converters = self.arguments.get("converters")
-        if not converters:
-            return False
-        section = draft.get("compile")
-        read = section.get if isinstance(section, Draft) else lambda name: getattr(section, name)
-        compiled = read("enable") and "model" in read("components")
-        changed = False
-        for index, converter in enumerate(converters):
-            if isinstance(converter, Draft):
-                if _COMPILED in converter.fields:
-                    converter.values.setdefault(_COMPILED, compiled)
-            elif getattr(converter, _COMPILED, compiled) != compiled:
-                converters = [*converters]
-                converters[index] = dataclasses.replace(converter, **{_COMPILED: compiled})
-                changed = True
-        self.arguments["converters"] = converters
-        return changed
-
-    def _make_spec(self, registry: Callable[..., ModelSpec], place: Place) -> ModelSpec:
-        self.arguments = build(self.arguments)
-        try:
-            return extend_model_spec(registry(**self.arguments))
-        except Exception as error:  # a registry checks with ValueError, KeyError, assert, ...
-            refusal = f"{registry.__module__}.{registry.__name__} refuses it: {error}"
-            for name, known in _KNOWN.items():
-                given = self.arguments.get(name)
-                if given is not None and given not in known:
-                    hint = nearest(given, known)
-                    raise place.at(name).error(f'"{given}" is unknown{hint}') from error
-            raise place.error(refusal) from error
+    registry: Callable[..., ModelSpec]
+    arguments: dict[str, Any]
+    """All arguments, with the registry's defaults."""
+    spec: ModelSpec
 
 
-def _all_strings(value: list[Any]) -> bool:
-    return bool(value) and all(isinstance(item, str) for item in value)
+class Base(NamedTuple):
+    """What a file starts from: a config function's config, not yet built as ours."""
+
+    name: str
+    cls: type
+    values: dict[str, Any]
+    call: RegistryCall | None
+    """The function's call of a registry; None if it made none that we saw."""
 
 
-def _fit_vocabulary(loss: Any, old: int, new: int, place: Place, is_new: bool = False) -> Draft:
-    """A loss that carries the vocabulary size gets the new model's, unless a file set another.
+def load_base(name: str, at: KeyLocation) -> Base:
+    """Call the config function ``name`` and extend its config.
 
-    Config functions compute it from their spec: where the old size stands, the new one belongs. A
-    loss that a file has chosen (``is_new``) has none yet.
+    Args:
+        name: ``module.function``; the module is a name that Titan's ``--module`` takes.
+        at: ``extends`` of the file that names it.
+
+    Raises:
+        TomlConfigError: if there is no such function, if it needs a package that is missing, or if
+            titan_ext cannot serve its config.
     """
-    draft = loss if isinstance(loss, Draft) else take_apart(loss, place)
-    for name in draft.fields:
-        below, by_default = place.at(name), is_new or name not in draft.values
-        current = draft.get(name)
-        if name == _VOCABULARY:
-            wanted = by_default if current is None else current == old != new
-            if wanted and below.key not in place.origins:
-                draft.values[name] = new
-                below.record(f"vocabulary of the model, see {place.file}")
-        elif dataclasses.is_dataclass(current) or isinstance(current, Draft):
-            draft.values[name] = _fit_vocabulary(current, old, new, below, by_default)
-    return draft
+    if (model := name.partition(".")[0]) in REFUSED_MODELS:
+        raise at.error(f"titan_ext does not serve {model}: {REFUSED_MODELS[model]}.")
+    calls: list[RegistryCall] = []
+    function = _noting(_find_function(name, at), calls, {})
+    try:
+        config = function()
+    except ImportError as error:
+        raise at.error(import_problem(name, error)) from error
+    except Exception as error:
+        raise at.error(f"{name} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(config, TitanTrainer.Config):
+        raise at.error(f"{name} is no config function: it returned {type(config).__name__}.")
+    try:
+        values = values_of(config) | extended_sections(config)
+    except ValueError as error:
+        raise at.error(f"{name}: {error}") from error
+    spec = values["model_spec"]
+    # Ours shares the model with Titan's; the last call is the one whose result was kept.
+    kept = [call for call in calls if spec is not None and call.spec.model is spec.model]
+    return Base(name, extended_class(type(config)), values, kept[-1] if kept else None)
+
+
+def _find_function(name: str, at: KeyLocation) -> Callable[[], Any]:
+    module_name, _, function_name = name.rpartition(".")
+    if not module_name:
+        models = [model for model in _supported_models if name.startswith(model)]
+        guess = f"; did you mean {max(models, key=len)}.{name}?" if models else "."
+        raise at.error(f'expected "MODULE.FUNCTION" or "FILE.toml", got "{name}"{guess}')
+    candidates = [f"{module_name}.config_registry", module_name]
+    if module_name in _supported_models | _supported_experiments:  # as Titan's --module
+        folders = ("models", "experiments", "experiments.rl.examples")
+        candidates = [f"torchtitan.{folder}.{module_name}.config_registry" for folder in folders]
+    module = import_first(module_name, candidates, at)
+    if module is None:
+        known = _supported_models | _supported_experiments | {"titan_ext"}
+        raise at.error(f"no module {module_name}{nearest(module_name, known)}")
+    try:
+        function = getattr(module, function_name, None)
+    except ValueError as error:  # from titan_ext.config_registry
+        raise at.error(str(error)) from error
+    if not callable(function):
+        own = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
+        valid = [f.__name__ for f in own if isinstance(f, FunctionType) and f.__name__[0] != "_"]
+        raise at.error(
+            f"{module.__name__} has no config function {function_name}"
+            f"{nearest(function_name, valid)}"
+        )
+    return function
+
+
+def _noting(function: Any, calls: list[RegistryCall], copies: dict[Any, Any]) -> Any:
+    """A copy of a config function that records its calls of a ``model_registry`` in ``calls``.
+
+    A ModelSpec does not tell its attention backend or converters. The copy has its own globals,
+    with a recording registry; the config functions that it calls are such copies too. Titan's
+    modules stay as they are.
+    """
+
+    def noted(value: Any) -> Any:
+        if getattr(value, "__name__", "") == _REGISTRY:
+            return _noted(value, calls)
+        if isinstance(value, FunctionType) and _REGISTRY in value.__globals__:
+            return _noting(value, calls, copies)
+        if isinstance(value, ModuleType) and hasattr(value, _REGISTRY):
+            used = {name: noted(getattr(value, name)) for name in names if hasattr(value, name)}
+            return SimpleNamespace(**vars(value) | used)
+        return value
+
+    if function not in copies and isinstance(function, FunctionType):
+        code, scope = function.__code__, dict(function.__globals__)
+        names = code.co_names
+        copy = FunctionType(code, scope, code.co_name, function.__defaults__, function.__closure__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        copies[function] = copy
+        scope |= {name: noted(scope[name]) for name in names if name in scope}
+    return copies.get(function, function)
+
+
+def _noted(registry: Any, calls: list[RegistryCall]) -> Callable:
+    @functools.wraps(registry)
+    def note(*args: Any, **kwargs: Any) -> ModelSpec:
+        bound = inspect.signature(registry).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(zip(bound.signature.parameters, bound.args, strict=False)) | bound.kwargs
+        calls.append(RegistryCall(registry, arguments, registry(*args, **kwargs)))
+        return calls[-1].spec
+
+    return note
+
+
+def choose_model(
+    base: Base, given: list[Given], values: dict[str, Any], at: KeyLocation
+) -> dict[str, Any]:
+    """Make the model again if files change it, and fit the loss to its vocabulary.
+
+    Args:
+        base: What the files start from.
+        given: ``[model]`` of each file that has one.
+        values: Values of the whole config; ``model_spec`` and ``loss`` are replaced.
+        at: The last file.
+
+    Returns:
+        The arguments of the model registry; empty if it was not seen.
+
+    Raises:
+        TomlConfigError: for a key or a value that the registry does not take.
+    """
+    arguments = _arguments(base, given)
+    spec = values["model_spec"]
+    compiled = values["compile"].enable and "model" in values["compile"].components
+    if converters := arguments.get("converters"):
+        # Titan's config functions tell converters by hand; a file may turn compile on or off.
+        for index, converter in enumerate(converters):
+            told = at.below(f"{MODEL}.converters.{index}.{_COMPILED}").key in at.origins
+            if not told and getattr(converter, _COMPILED, compiled) != compiled:
+                converters = [*converters]
+                converters[index] = replace(converter, **{_COMPILED: compiled})
+        arguments["converters"] = converters
+    if base.call and (given or arguments != base.call.arguments):
+        at_model = given[-1].at if given else at.below(MODEL)
+        values["model_spec"] = _make_spec(base.call, arguments, at_model)
+    if isinstance(spec.model, Decoder.Config):
+        sizes = spec.model.vocab_size, values["model_spec"].model.vocab_size
+        values["loss"] = _fit_vocabulary(values["loss"], *sizes, at.below("loss"))
+    return arguments
+
+
+def _arguments(base: Base, given: list[Given]) -> dict[str, Any]:
+    """The arguments for the registry: the base's, changed by the files in turn."""
+    if base.call is None:
+        for at, _ in given:
+            raise at.error(
+                f"{base.name} visibly calls no function named {_REGISTRY}, so [model] has "
+                "no choices; change the model in Python."
+            )
+        return {}
+    registry, arguments = base.call.registry, dict(base.call.arguments)
+    parameters = inspect.signature(registry).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = typing.get_type_hints(registry, include_extras=True)
+    for at, table in given:
+        if not isinstance(table, dict):
+            raise at.error(f"expected a table [{MODEL}], got {to_toml(table)}.")
+        for name, value in table.items():
+            below = at.below(name)
+            # In 0.1 and 0.2 converters were a list of names.
+            by_name = name == "converters" and isinstance(value, list) and str in map(type, value)
+            if by_name or not (name in parameters or takes_any):
+                if old := legacy_advice(below.key, None if by_name else value):
+                    raise below.error(f"a key of TorchTitan 0.1 or 0.2; today: {old[1]}.")
+                hint = nearest(name, parameters)
+                raise below.error(f"{_name(registry)} does not take it{hint}")
+            current = arguments.get(name, MISSING)
+            arguments[name] = convert(hints.get(name, Any), [Given(below, value)], current)
+    return arguments
+
+
+def _make_spec(call: RegistryCall, arguments: dict[str, Any], at: KeyLocation) -> ModelSpec:
+    try:
+        return extend_model_spec(call.registry(**arguments))
+    except Exception as error:  # a registry checks with ValueError, KeyError, assert, ...
+        function = inspect.unwrap(call.registry)
+        tables = [function.__globals__.get(name) for name in function.__code__.co_names]
+        flavor = call.arguments.get("flavor")
+        flavors = [table for table in tables if isinstance(table, dict) and flavor in table]
+        for name, known in [*_KNOWN.items(), *(("flavor", table) for table in flavors)]:
+            wrong = arguments.get(name)
+            if wrong is not None and wrong not in known:
+                raise at.below(name).error(
+                    f'"{wrong}" is unknown{nearest(wrong, known)}'
+                ) from error
+        raise at.error(f"{_name(call.registry)} refuses it: {error}") from error
+
+
+def _name(function: Callable) -> str:
+    return f"{function.__module__}.{function.__name__}"
+
+
+def _fit_vocabulary(loss: Any, old: int, new: int, at: KeyLocation) -> Any:
+    """Give a loss that has the vocabulary size that of the new model, unless a file set another.
+
+    Config functions compute it from their spec, so we replace the old size. A loss that a file
+    chose has none yet.
+    """
+    changes: dict[str, Any] = {}
+    for f in fields(loss):
+        below, value = at.below(f.name), getattr(loss, f.name)
+        if f.name == _VOCABULARY:
+            is_default = value is None and below.origin().startswith("default of")
+            if is_default or (value == old != new and below.key not in at.origins):
+                changes[f.name] = new
+                below.record(f"vocabulary of the model, see {at.file}")
+        elif is_dataclass(value):
+            changes[f.name] = _fit_vocabulary(value, old, new, below)
+    return replace(loss, **changes)

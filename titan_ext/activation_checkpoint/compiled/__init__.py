@@ -1,6 +1,6 @@
-"""The same verdicts where torch.compile runs the blocks: no hook runs there, a partitioner does.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The same policies under torch.compile.
 
-``sites`` names the operations that torch.compile traces, ``decisions`` is the checkpoint it sees,
-``partition`` cuts forward from backward, ``codec`` writes float8 into the two graphs, ``receipts``
-says what they keep.
+Hooks do not run in compiled code. The compiler traces ``checkpoint`` and asks it about each
+operation; ``partition`` cuts forward from backward and writes float8 into the two graphs.
 """

@@ -1,47 +1,47 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Saved tensors of compiled code in float8: the point where torch.compile decides what is saved.
 
 torch.compile traces forward and backward of a block as one graph and gives it to a *partitioner*,
-which cuts it into two: what crosses the cut is saved. Python hooks do not run in compiled code, so
-this is the place for float8. ``Float8Partitioner`` lets torch's own min-cut partitioner cut, then
-puts the codec's operations into the two graphs, where the compiler fuses them with their
-neighbours:
+which cuts it into two: what crosses the cut is saved. ``Float8Partitioner`` lets torch's own
+min-cut partitioner cut, then puts the codec's operations into the two graphs, where the compiler
+fuses them with their neighbours:
 
     forward:   saved = x                 ->  saved = quantize(x)
     backward:  x = saved                 ->  x = dequantize(saved)
 
-**Which tensors.** A checkpoint policy tags each operation. ``PREFER_SAVE`` is documented as a save
-that a compiler may treat in its own way, where ``MUST_SAVE`` is not: here it means float8. Nothing
-else is touched, so that no parameter, index or log-sum-exp is ever quantised by accident. Inputs
-have no operation: whether they are stored in float8 is written on the graph (``annotation``).
+**Which tensors.** A checkpoint policy tags each operation. torch lets a compiler treat
+``PREFER_SAVE`` in its own way: here it means float8. Nothing else is quantised, so parameters,
+indices and log-sum-exps never are by accident. Inputs have no operation; the graph carries their
+policy (``annotation``).
 
-**Collectives.** The output of a collective is not there before its ``wait_tensor``; the wait takes
-the tag over.
+**Collectives.** The output of a collective arrives only with its ``wait_tensor``, so the wait takes
+over the tag.
 
-Inductor takes a partitioner from its config (``install``), ``aot_eager`` from the backend that
-``install`` returns.
+**Whose graphs.** The partitioner is an option of the ``compile`` of each of our modules
+(``compile_arguments``), never a setting of the process.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import guard_or_false, has_free_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_ext.activation_checkpoint.compiled import codec as graph_codec
-from titan_ext.activation_checkpoint.compiled.codec import Saved, store_in_float8
-from titan_ext.activation_checkpoint.compiled.sites import is_state
-from titan_ext.activation_checkpoint.verdicts import Verdict
-from titan_ext.fp8 import Codec
-
-__all__ = ["BACKENDS", "Float8Partitioner", "annotation", "install"]
+from titan_ext.activation_checkpoint.op_policies import OpPolicy, op_name
+from titan_ext.fp8 import Codec, Quantized, codec, dequantize, quantize
+from titan_ext.fp8.codec import SUPPORTED_DTYPES
 
 BACKENDS = ("inductor", "aot_eager")
 
@@ -49,6 +49,43 @@ _FLOAT8 = "titan_ext.float8"
 _INPUTS = "titan_ext.inputs"
 _RECOMPUTE = "titan_ext.recompute"
 _WAIT = "_c10d_functional.wait_tensor"
+_MIN_NUMEL = 4096
+
+_STATE: weakref.WeakKeyDictionary[FakeTensorMode, set[int]] = weakref.WeakKeyDictionary()
+"""By compilation: the storages that stand in for parameters and buffers."""
+
+
+def add_state(fake_mode: FakeTensorMode, storages: Iterable[int]) -> None:
+    """``storages`` stand in for parameters or buffers of what is compiled under ``fake_mode``."""
+    _STATE.setdefault(fake_mode, set()).update(storages)
+
+
+def is_state(value: FakeTensor) -> bool:
+    """Whether ``value`` stands in for a parameter or buffer of a block that was traced.
+
+    The compiler cannot tell (2.15): with DTensor parameters it mixes up the indices of the inputs
+    that stay at the same address.
+    """
+    return value.untyped_storage()._cdata in _STATE.get(value.fake_mode, ())
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that goes from a forward graph to its backward graph.
+
+    Attributes:
+        name: Of its node.
+        source: The operation that made it ("aten.mm"), or "input".
+        shape: A dimension that varies is a symbol.
+        dtype: Of the tensor.
+        treatment: "float8 e4m3", or "exact" and why float8 was not possible if it was asked for.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int | torch.SymInt, ...]
+    dtype: torch.dtype
+    treatment: str
 
 
 @dataclass(frozen=True)
@@ -75,7 +112,7 @@ class Float8Partitioner(CustomPartitionerFn):
         _read_tags(gm.graph)
         if False in _annotations(gm.graph, _RECOMPUTE):
             _forget_checkpoints(gm.graph)
-        if Verdict.FLOAT8 in _annotations(gm.graph, _INPUTS):
+        if OpPolicy.SAVE_FLOAT8 in _annotations(gm.graph, _INPUTS):
             _tag_inputs(gm.graph)
         forward, backward = min_cut_rematerialization_partition(
             gm,
@@ -98,22 +135,17 @@ class Float8Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> object:
         """Tells the compiler's cache what its graphs depend on."""
-        files = (__file__, graph_codec.__file__)
+        files = (__file__, codec.__file__)
         return get_hash_for_files(files), str(asdict(self.codec))
 
 
-def install(
-    partitioner: Float8Partitioner, backend: str
-) -> Literal["inductor"] | Callable[..., Any]:
-    """Make ``partitioner`` cut what ``backend`` compiles from now on, in this process.
+def compile_arguments(partitioner: Float8Partitioner, backend: str) -> dict[str, Any]:
+    """What to call ``nn.Module.compile`` with so that ``partitioner`` cuts this module's graphs.
 
-    It does nothing to graphs without ``PREFER_SAVE`` or an ``annotation``.
+    It holds for recompilations and for the backward, and for no other module.
 
     Args:
         backend: As in ``compile.backend``.
-
-    Returns:
-        What to give to ``torch.compile`` as its backend.
 
     Raises:
         ValueError: for another backend, which would ignore the partitioner, or for a codec that
@@ -127,10 +159,9 @@ def install(
         )
     match backend:
         case "inductor":
-            torch._inductor.config.custom_partitioner_fn = partitioner
-            return "inductor"
+            return {"backend": backend, "options": {"custom_partitioner_fn": partitioner}}
         case "aot_eager":
-            return _aot_eager(partitioner)
+            return {"backend": _aot_eager(partitioner)}
         case _:
             raise ValueError(
                 f"compile.backend is {backend!r}; float8 activation checkpointing needs one of "
@@ -138,11 +169,11 @@ def install(
             )
 
 
-def annotation(inputs: Verdict, key: str, *, recompute: bool) -> dict[str, Any]:
+def annotation(inputs: OpPolicy, key: str, *, recompute: bool) -> dict[str, Any]:
     """What to ``torch.fx.traceback.annotate`` a region with.
 
     Args:
-        inputs: The verdict on its inputs.
+        inputs: The policy on its inputs.
         key: Graphs with another key are compiled apart.
         recompute: False to forget that the region is a checkpoint once its tags have been read.
     """
@@ -167,11 +198,11 @@ def _decompositions(compiler: str) -> dict[Any, Any] | None:
 
 
 def _read_tags(graph: fx.Graph) -> None:
-    """Turn ``PREFER_SAVE`` into a save that the min-cut obeys, and a mark of ours."""
+    """Turn ``PREFER_SAVE`` into a save that the min-cut obeys, plus a mark of ours."""
     for node in list(graph.nodes):
         if node.meta.get("recompute") is not CheckpointPolicy.PREFER_SAVE:
             continue
-        waits = [user for user in node.users if _packet(user) == _WAIT]
+        waits = [user for user in node.users if op_name(user.target) == _WAIT]
         for target in waits or [node]:
             target.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             target.meta[_FLOAT8] = True
@@ -183,7 +214,7 @@ def _read_tags(graph: fx.Graph) -> None:
 
 
 def _forget_checkpoints(graph: fx.Graph) -> None:
-    """Leave the choice of what is saved to the min-cut; keep our marks, but not on weights."""
+    """Let the min-cut choose what is saved; keep our marks, but not on weights."""
     of_state: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -208,6 +239,168 @@ def _tag_inputs(graph: fx.Graph) -> None:
         node.meta[_FLOAT8] = isinstance(value, FakeTensor) and not is_state(value)
 
 
-def _packet(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return str(packet) if packet is not None else ""
+def store_in_float8(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    codec: Codec,
+    num_outputs: int,
+    wanted: Callable[[fx.Node], bool],
+    decompositions: dict[Any, Any] | None,
+) -> list[Saved]:
+    """Change what ``forward`` hands to ``backward``, in place.
+
+    Args:
+        num_outputs: How many outputs of ``forward`` are not saved tensors. They come first.
+        wanted: Whether an output node of ``forward`` is to be float8.
+        decompositions: Applied to the codec's operations, as the compiler applied them to the rest.
+
+    Returns:
+        All saved tensors, in order.
+    """
+    output = forward.graph.output_node()
+    outputs = _nodes(output)
+    visible = set(outputs[:num_outputs])
+    inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    trace = functools.partial(_trace, decompositions=decompositions)
+
+    stored: list[Any] = []
+    report: list[Saved] = []
+    for node in outputs[num_outputs:]:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if not isinstance(value, torch.Tensor):
+            stored.append(node)
+            continue
+        why = "" if wanted(node) else "not asked for"
+        why = why or ("also an output" if node in visible else _must_stay_exact(value))
+        why = why or ("" if inputs[node.name].users else "not read")
+        if why:
+            stored.append(node)
+        else:
+            stored += _replace(node, inputs[node.name], forward, backward, codec, trace)
+        treatment = f"exact: {why}" if why else f"float8 {codec.dtype}"
+        treatment = treatment.removesuffix(": not asked for")
+        report.append(Saved(node.name, _source(node), tuple(value.shape), value.dtype, treatment))
+
+    if len(stored) > len(outputs) - num_outputs:
+        output.args = ((*outputs[:num_outputs], *stored),)
+        for graph_module in (forward, backward):
+            graph_module.graph.lint()
+            graph_module.recompile()
+    return report
+
+
+def _must_stay_exact(value: torch.Tensor) -> str:
+    """Why a tensor must stay exact, or None: the rules of ``titan_ext.fp8.keep_exact``.
+
+    A size that is not known before the program runs counts as large.
+    """
+    if value.dtype not in SUPPORTED_DTYPES or value.dtype == torch.float32:
+        return str(value.dtype).removeprefix("torch.")
+    if not has_free_symbols(value.shape) and value.numel() < _MIN_NUMEL:
+        return "small"
+    if any(guard_or_false(s == 0) for s in value.stride()):
+        return "expanded"
+    return ""
+
+
+def _replace(
+    node: fx.Node,
+    received: fx.Node,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    codec: Codec,
+    trace: Callable[..., fx.Graph],
+) -> list[fx.Node]:
+    """Quantize after ``node``, dequantize before the first user of ``received``."""
+    value = node.meta["val"]
+    # As it lies in memory: backward was traced for these strides.
+    order = _memory_order(value)
+    inverse = sorted(range(value.dim()), key=order.__getitem__)
+
+    def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        data, scales = quantize(x.permute(order), codec)
+        return data, scales
+
+    def decode(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return dequantize(Quantized(data, scales), codec, value.dtype).permute(inverse)
+
+    encoded = trace(encode, value)
+    with forward.graph.inserting_before(_after(node)):
+        # Names that neither graph has: a saved tensor goes by the same name in both.
+        names = [f"{node.name}_float8", f"{node.name}_float8_scales"]
+        halves = _inline(encoded, forward.graph, [node], names)
+    restored = trace(decode, *[half.meta["val"] for half in halves])
+    with backward.graph.inserting_before(received):
+        halves_received = [backward.graph.placeholder(half.name) for half in halves]
+    for sent, arrived in zip(halves, halves_received, strict=True):
+        arrived.meta = dict(sent.meta)
+    with backward.graph.inserting_before(_first_user(received)):
+        (whole,) = _inline(restored, backward.graph, halves_received, [f"{node.name}_restored"])
+    received.replace_all_uses_with(whole)
+    backward.graph.erase_node(received)
+    return halves
+
+
+def _trace(
+    function: Callable[..., Any], *values: FakeTensor, decompositions: dict[Any, Any] | None
+) -> fx.Graph:
+    with torch.no_grad(), values[0].fake_mode:
+        traced = make_fx(function, decomposition_table=decompositions)(*values)
+    traced.graph.eliminate_dead_code()
+    return traced.graph
+
+
+def _inline(
+    traced: fx.Graph, graph: fx.Graph, arguments: list[fx.Node], names: list[str]
+) -> list[fx.Node]:
+    """Copy the operations of ``traced`` to where ``graph`` inserts.
+
+    Returns:
+        Its outputs, named ``names``.
+    """
+    env: dict[fx.Node, fx.Node] = dict(
+        zip(traced.find_nodes(op="placeholder"), arguments, strict=True)
+    )
+    results = _nodes(traced.output_node())
+    name_of = dict(zip(results, names, strict=True))
+    for node in traced.nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            copy = graph.call_function(node.target, args, kwargs, name=name_of.get(node))
+            copy.meta = dict(node.meta)
+            env[node] = copy
+    return [env[result] for result in results]
+
+
+def _nodes(output: fx.Node) -> list[fx.Node]:
+    """What a graph returns; constants among it stay as they are."""
+    returned: Any = output.args[0]
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+
+
+def _memory_order(x: torch.Tensor) -> list[int]:
+    def compare(a: int, b: int) -> int:
+        if guard_or_false(x.stride(a) > x.stride(b)):
+            return -1
+        return 1 if guard_or_false(x.stride(a) < x.stride(b)) else 0
+
+    return sorted(range(x.dim()), key=functools.cmp_to_key(compare))
+
+
+def _after(node: fx.Node) -> fx.Node:
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
+
+
+def _first_user(node: fx.Node) -> fx.Node:
+    return next(candidate for candidate in node.graph.nodes if candidate in node.users)
+
+
+def _source(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "input"
+    made_by = node.args[0] if node.target is operator.getitem else None
+    return _source(made_by) if isinstance(made_by, fx.Node) else op_name(node.target)

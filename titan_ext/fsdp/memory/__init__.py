@@ -1,5 +1,6 @@
-"""What FSDP holds unsharded, in bytes: measured and predicted.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What FSDP holds unsharded, in bytes, measured and predicted.
 
-``tracker`` measures, ``predict`` (with ``simulate``) computes from the plan, both as ``accounting``
-counts; ``timeline`` draws, and ``log`` does all this in a run.
+``tracker`` measures; ``predict`` computes from a plan, with ``simulate``; both count as
+``accounting`` says; ``log`` uses them in a run, writes files and draws.
 """

@@ -1,17 +1,16 @@
-"""The bytes that FSDP holds on one rank, event by event: what is measured, and what is predicted.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The bytes that FSDP holds on one rank, event by event.
 
-Plain data, so that the tracker (which reads storages) and the predictor (which reads a plan) say
-the same things in the same words, and can be compared without a tolerance.
+Plain data. The tracker fills it from storages and the predictor from a plan, so the two can be
+compared without a tolerance.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["BLOCK_KINDS", "CLASSES", "Bytes", "Event", "Timeline"]
-
-BLOCK_KINDS = ("attention", "moe", "feed_forward", "block")
-"""Kinds of units that transformer blocks are made of."""
+from titan_ext.fsdp.units import BLOCK_KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +20,12 @@ class Bytes:
     Attributes:
         gathered: Storages of unsharded parameters; of parameters resharded to a smaller world, the
             part that stays.
-        all_gather: Flat buffers that all-gathers write into, until they have been copied out and
-            let go of.
+        all_gather: Flat buffers that all-gathers write into, until they are copied out and freed.
         reduce_scatter: Flat buffers of unsharded gradients, the inputs of reduce-scatters.
-        gradients: Outputs of reduce-scatters. They are the sharded gradients until the next
-            ``zero_grad`` where dtypes agree, else they are gone at once.
-        logical: Gathered parameters between their unshard and their reshard, whether or not they
-            have arrived. No storages of their own.
+        gradients: Outputs of reduce-scatters. If dtypes agree they are the sharded gradients and
+            live until the next ``zero_grad``; else they are freed at once.
+        logical: Gathered parameters between unshard and reshard, whether or not they have arrived;
+            not extra storages.
     """
 
     gathered: int = 0
@@ -38,7 +36,7 @@ class Bytes:
 
     @property
     def unsharded(self) -> int:
-        """Gathered parameters and the flat buffers that they come from."""
+        """Gathered parameters and their all-gather buffers."""
         return self.gathered + self.all_gather
 
     @property
@@ -55,7 +53,7 @@ CLASSES = tuple(field.name for field in fields(Bytes))
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A change of what is live.
+    """A change in live bytes.
 
     Attributes:
         action: "unshard" (an all-gather is issued), "copied" (its buffer goes), "forward" and
@@ -63,7 +61,7 @@ class Event:
             been resharded, or stays), "reduce" and "reduced" (a reduce-scatter's input, output),
             "step" and "after step". What changes without an action of its own (a reshard at the
             very end of backward) shows in the next event.
-        unit: The unit that it is about; "" for the model.
+        unit: The unit concerned; "" for the model.
         live: By kind of unit, after the change.
         unsharded: The units between unshard and reshard, in forward order; a group with a
             collective of its own as "layers.1.moe/experts".
@@ -80,25 +78,39 @@ class Event:
         return sum((self.live[kind] for kind in chosen), Bytes())
 
 
+@dataclass(frozen=True)
+class GroupBytes:
+    """The live bytes of one parameter group; ``name`` is as in ``Event.unsharded``."""
+
+    name: str
+    kind: str
+    live: Bytes
+    is_unsharded: bool
+
+
 class Timeline:
     """The events of one step on one rank."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def record(self, event: Event) -> None:
-        """Append ``event`` unless nothing has changed since the last one."""
+    def record(self, action: str, unit: str, groups: Iterable[GroupBytes]) -> None:
+        """Append an event, from all groups in forward order, if the last one differs in bytes."""
+        live: dict[str, Bytes] = {}
+        unsharded = []
+        for group in groups:
+            live[group.kind] = live.get(group.kind, Bytes()) + group.live
+            if group.is_unsharded:
+                unsharded.append(group.name)
+        event = Event(action=action, unit=unit, live=live, unsharded=tuple(unsharded))
         last = self.events[-1] if self.events else None
         if last is None or (last.live, last.unsharded) != (event.live, event.unsharded):
             self.events.append(event)
 
-    def peak(
-        self, measure: str | Callable[[Bytes], int], kinds: Iterable[str] | None = None
-    ) -> int:
+    def peak(self, measure: str, kinds: Iterable[str] | None = None) -> int:
         """The most bytes of one class ("gathered") or measure ("unsharded"), over ``kinds``."""
-        of = measure if callable(measure) else lambda live: getattr(live, measure)
         chosen = tuple(kinds) if kinds is not None else None
-        return max((of(event.bytes_of(chosen)) for event in self.events), default=0)
+        return max((getattr(event.bytes_of(chosen), measure) for event in self.events), default=0)
 
     def peaks(self) -> dict[str, int]:
         """Peaks by class (each at its own time), of all kinds of units, and of blocks alone."""
@@ -110,14 +122,14 @@ class Timeline:
 
     def unshards(self) -> dict[str, int]:
         """How often each group was unsharded, by name."""
-        return self._changes(lambda before, after: after - before)
+        return self._count(lambda before, after: after - before)
 
     def reshards(self) -> dict[str, int]:
         """How often each group was resharded, by name."""
-        return self._changes(lambda before, after: before - after)
+        return self._count(lambda before, after: before - after)
 
     def left_over(self) -> tuple[str, ...]:
-        """What should be gone when a step is over and is not: unsharded units, flat buffers."""
+        """What a step should have freed but did not: unsharded units, flat buffers."""
         if not self.events:
             return ()
         last = self.events[-1]
@@ -126,20 +138,12 @@ class Timeline:
         return (*last.unsharded, *(f"{name} buffers" for name in buffers))
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The events as JSON can hold them."""
-        return [
-            {
-                "action": event.action,
-                "unit": event.unit,
-                "unsharded": list(event.unsharded),
-                "live": {kind: asdict(live) for kind, live in event.live.items()},
-            }
-            for event in self.events
-        ]
+        """The events as JSON data."""
+        return [asdict(event) for event in self.events]
 
     @classmethod
     def from_json(cls, events: Iterable[Mapping[str, Any]]) -> "Timeline":
-        """What ``to_json`` gave."""
+        """The inverse of ``to_json``."""
         timeline = cls()
         timeline.events = [
             Event(
@@ -152,12 +156,11 @@ class Timeline:
         ]
         return timeline
 
-    def _changes(self, new: Callable[[set[str], set[str]], set[str]]) -> dict[str, int]:
-        counts: dict[str, int] = {}
+    def _count(self, change: Callable[[set[str], set[str]], set[str]]) -> dict[str, int]:
+        counts: Counter[str] = Counter()
         before: set[str] = set()
         for event in self.events:
             after = set(event.unsharded)
-            for name in new(before, after):
-                counts[name] = counts.get(name, 0) + 1
+            counts.update(change(before, after))
             before = after
         return dict(sorted(counts.items()))

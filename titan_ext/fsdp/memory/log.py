@@ -1,58 +1,59 @@
-"""Tracking FSDP's memory in a run of the trainer: who measures, who predicts, who is told.
+# SPDX-License-Identifier: BSD-3-Clause
+"""FSDP's memory in a run: measured, predicted, written to the run's folder and drawn.
 
 With ``parallelism.fsdp_track_memory`` every rank measures each step (``tracker``) and writes a line
-to the run's folder; the log says once, at the first steady step, what the peak was and what was
-predicted (``predict``); Titan's metrics get the peaks of every logged step.
+to ``fsdp_memory/`` in the run's folder. At the first steady step the log shows the peak and the
+prediction; Titan's metrics get the peaks of every logged step.
+
+``python -m titan_ext.fsdp.memory.log FOLDER`` draws the pictures of a run again and prints one line
+a rank.
 """
 
+import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.fsdp.memory.accounting import Timeline
+from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
 from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
-from titan_ext.fsdp.memory.timeline import MemoryFile, draw, summary
 from titan_ext.fsdp.memory.tracker import MemoryTracker
 from titan_ext.fsdp.plan import FSDPPlan, plan_of
-from titan_ext.fsdp.replicated import find_kept, units_without
-from titan_ext.fsdp.units import plan_units, resolve_wrap
 
-__all__ = ["MemoryLog", "step_order"]
-
+FOLDER = "fsdp_memory"
+_MIB = 2**20
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
+_LABELS = {
+    "gathered": "gathered parameters",
+    "all_gather": "all-gather buffers",
+    "reduce_scatter": "reduce-scatter buffers",
+}
 _METRICS = ("gathered", "all_gather", "reduce_scatter", "logical", "unsharded")
 
 
 class MemoryLog:
-    """Measures, writes and reports for one rank of a run.
+    """Measures, writes and reports for one rank of a run, its model sharded."""
 
-    Args:
-        trainer: With its model sharded.
-        wrap: The ``fsdp_wrap`` that it was sharded with.
-        keep_replicated: The ``fsdp_keep_replicated``.
-    """
-
-    def __init__(self, trainer: Trainer, *, wrap: str, keep_replicated: Sequence[str]) -> None:
-        wrap = resolve_wrap(wrap, trainer.config.parallelism.expert_parallel_degree)
+    def __init__(self, trainer: Trainer) -> None:
+        plans = [plan_of(part) for part in trainer.model_parts]
         self._trainer = trainer
-        roots = []
-        for part in trainer.model_parts:
-            kept = find_kept(cast(Decoder, part), keep_replicated, is_chunk=True)
-            roots.append(
-                (part, units_without(plan_units(cast(Decoder, part), wrap), kept.values()))
-            )
-        self._tracker = MemoryTracker(roots)
-        self._file = MemoryFile(Path(trainer.config.dump_folder), dist.get_rank())
+        self._tracker = MemoryTracker(
+            [
+                (part, plan.decoder_units)
+                for part, plan in zip(trainer.model_parts, plans, strict=True)
+            ]
+        )
+        self._path = Path(trainer.config.dump_folder) / FOLDER / f"rank{dist.get_rank()}.jsonl"
         self._steps = 0
         self.timeline = Timeline()
-        self.predicted = _predict([plan_of(part) for part in trainer.model_parts], trainer)
+        self.predicted = _predict(plans, trainer)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -62,17 +63,30 @@ class MemoryLog:
         self._end_step()
 
     def _end_step(self) -> None:
-        """Write what the step has held. The first steady step is drawn, and said in the log."""
+        """Write the step's events. The first steady step goes to the log and is drawn."""
         trainer, self.timeline = self._trainer, self._tracker.end_step()
         self._steps += 1
         is_first_steady = self._steps == 2  # the first step gathers as no later one does
         peaks = self.timeline.peaks()
         predicted = self.predicted.peaks() if self.predicted is not None else None
-        self._file.append(trainer.step, self.timeline, predicted, with_events=is_first_steady)
-        if left_over := self.timeline.left_over():
+        left_over = self.timeline.left_over()
+        line: dict[str, Any] = {
+            "step": trainer.step,
+            "peak_nbytes": peaks,
+            "predicted_peak_nbytes": predicted,
+            "unshards": self.timeline.unshards(),
+            "reshards": self.timeline.reshards(),
+            "left_over": list(left_over),
+        }
+        if is_first_steady:
+            line["events"] = self.timeline.to_json()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if left_over:
             logger.warning(f"FSDP: not freed at the end of the step: {', '.join(left_over)}")
         if is_first_steady:
-            picture = self._file.path.with_suffix(".png")
+            picture = self._path.with_suffix(".png")
             draw(self.timeline, picture, f"FSDP on {picture.stem}, step {trainer.step}")
             logger.info(f"{summary(peaks, predicted)}; {picture}")
         metrics = trainer.metrics_processor
@@ -81,9 +95,6 @@ class MemoryLog:
                 {f"fsdp_memory/{name}(GiB)": peaks[name] / 2**30 for name in _METRICS},
                 trainer.step,
             )
-
-    def close(self) -> None:
-        self._tracker.close()
 
 
 def step_order(trainer: Trainer) -> StepOrder:
@@ -97,7 +108,7 @@ def step_order(trainer: Trainer) -> StepOrder:
     pipeline = None
     if trainer.parallel_dims.pp_enabled:
         if len(trainer.model_parts) > 1:
-            raise ValueError("what FSDP holds is not predicted with several stages a rank.")
+            raise ValueError("no prediction for several pipeline stages a rank.")
         mesh = trainer.parallel_dims.get_mesh("pp")
         pipeline = Pipeline(
             stage=mesh.get_local_rank(),
@@ -116,9 +127,78 @@ def step_order(trainer: Trainer) -> StepOrder:
 
 def _predict(plans: Sequence[FSDPPlan], trainer: Trainer) -> Timeline | None:
     try:
-        if any(plan.replicated or plan.late for plan in plans):
-            raise ValueError("parameters are kept replicated, or were added late.")
+        if any(plan.replicated or plan.unmanaged for plan in plans):
+            raise ValueError("some parameters are replicated, or were added after FSDP.")
         return predict([unit for plan in plans for unit in plan.units], step_order(trainer))
     except ValueError as error:
         logger.warning(f"FSDP memory is measured, not predicted: {error}")
         return None
+
+
+def summary(peaks: Mapping[str, int], predicted: Mapping[str, int] | None) -> str:
+    """One line: peaks in MiB by class, with predictions where they differ."""
+
+    def say(name: str) -> str:
+        text = f"{peaks[name] / _MIB:.2f}"
+        if predicted is not None and predicted[name] != peaks[name]:
+            text += f" (predicted {predicted[name] / _MIB:.2f})"
+        return text
+
+    agrees = predicted is not None and all(predicted[name] == peaks[name] for name in CLASSES)
+    ending = "; as predicted" if agrees else "; not predicted" if predicted is None else ""
+    return (
+        f"FSDP peak: {say('unsharded')} MiB of parameters unsharded = {say('gathered')} gathered, "
+        f"{say('all_gather')} in all-gather buffers (each at its own peak); logical "
+        f"{say('logical')}, of blocks {say('blocks_logical')}; {say('reduce_scatter')} in "
+        f"reduce-scatter buffers{ending}"
+    )
+
+
+def draw(timeline: Timeline, picture: Path, title: str) -> None:
+    """Write a PNG of the live bytes by class, and of unsharded ones by kind, over the events."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    by_class, by_kind = figure.subplots(2, 1, sharex=True)
+    totals = [event.bytes_of() for event in timeline.events]
+    at = range(len(totals))
+    bands = {label: [getattr(t, name) / _MIB for t in totals] for name, label in _LABELS.items()}
+    by_class.stackplot(at, *bands.values(), labels=list(bands), step="post", colors=_COLOURS)
+    logical = [t.logical / _MIB for t in totals]
+    by_class.step(at, logical, where="post", color="black", lw=1, label="logical")
+    kinds = list(timeline.events[0].live) if timeline.events else []
+    of_kind = {k: [e.live[k].unsharded / _MIB for e in timeline.events] for k in kinds}
+    if kinds:
+        by_kind.stackplot(at, *of_kind.values(), labels=kinds, step="post", colors=_COLOURS)
+    by_class.set(ylabel="MiB", title=title)
+    by_kind.set(ylabel="MiB, with all-gather buffers", xlabel="event (unshard, run, reshard, ...)")
+    starts = [i for i, event in enumerate(timeline.events) if event.action == "backward"]
+    for axes in (by_class, by_kind):
+        axes.grid(alpha=0.3)
+        axes.margins(x=0)
+        if starts:
+            axes.axvline(starts[0], color="grey", ls=":", label="backward begins")
+        axes.legend(loc="upper right", fontsize="small")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="of a run with parallelism.fsdp_track_memory")
+    folder = parser.parse_args().folder
+    files = sorted((folder / FOLDER).glob("rank*.jsonl"))
+    if not files:
+        parser.error(f"{folder}: nothing in {FOLDER}/; was parallelism.fsdp_track_memory on?")
+    for path in files:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        last = lines[-1]
+        print(path.stem, summary(last["peak_nbytes"], last["predicted_peak_nbytes"]))
+        drawn = next((line for line in reversed(lines) if "events" in line), None)
+        if drawn is not None:
+            title = f"{folder.name}, {path.stem}, step {drawn['step']}"
+            draw(Timeline.from_json(drawn["events"]), path.with_suffix(".png"), title)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,25 +1,20 @@
-"""What FSDP will hold unsharded on a rank, said before anything runs.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What FSDP will hold unsharded on a rank, before anything runs.
 
-From shapes and settings alone: a plan (``fsdp.plan``) and the order of a training step. Neither
-FSDP nor a process group is needed, so that a laptop answers for a job of 512 ranks; and a
-measurement (``fsdp.memory.tracker``) can be held against it, event by event.
+Computed from a plan (``fsdp.plan``) and the order of a training step, without FSDP or a process
+group: a laptop answers for a job of 512 ranks. Tests compare it with what ``fsdp.memory.tracker``
+measures, event by event.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 
 from titan_ext.fsdp.memory.accounting import Timeline
-from titan_ext.fsdp.memory.simulate import FSDPSimulation
-from titan_ext.fsdp.memory.simulated import SimulatedUnit
-
-if TYPE_CHECKING:
-    from titan_ext.fsdp.plan import UnitPlan
-
-__all__ = ["Pipeline", "StepOrder", "predict"]
+from titan_ext.fsdp.memory.simulate import FSDPSimulation, SimulatedUnit
+from titan_ext.fsdp.plan import UnitPlan
 
 _NORM, _HEAD = "norm", "lm_head"
 
@@ -56,7 +51,7 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOrder:
-    """What decides the order of a training step, beside the plan.
+    """What determines the order of a training step, besides the plan.
 
     Attributes:
         recomputes: Whether blocks are checkpointed, with any policy.
@@ -74,12 +69,12 @@ class StepOrder:
     grad_dtype: torch.dtype = torch.float32
 
 
-def predict(units: Sequence["UnitPlan"], order: StepOrder) -> Timeline:
-    """The timeline of a steady step: any but the first, in which some policies do not hold yet.
+def predict(units: Sequence[UnitPlan], order: StepOrder) -> Timeline:
+    """The timeline of a steady step, that is, of any step but the first.
 
     Args:
-        units: What FSDP does with each unit, in forward order.
-        order: What else decides the order of a step.
+        units: FSDP's plan for each unit, in forward order.
+        order: What else determines the order of a step.
 
     Returns:
         The same events that ``MemoryTracker`` records on that rank.
@@ -94,7 +89,7 @@ def predict(units: Sequence["UnitPlan"], order: StepOrder) -> Timeline:
 
 
 class _Step:
-    def __init__(self, units: Sequence["UnitPlan"], order: StepOrder) -> None:
+    def __init__(self, units: Sequence[UnitPlan], order: StepOrder) -> None:
         if order.pipeline is not None and order.pipeline.schedule not in ("1F1B", "GPipe"):
             raise ValueError(
                 f"pipeline schedule {order.pipeline.schedule!r}: what FSDP holds is predicted for "
@@ -142,13 +137,13 @@ class _Step:
             fsdp.pre_forward(self.embedding)
             fsdp.post_forward(self.embedding)
         if self.head is not None and self.is_tied:
-            fsdp.pre_forward(self.head, "tok_embeddings")
+            fsdp.pre_forward(self.head)
             fsdp.post_forward(self.head, "tok_embeddings")
         for block in self.blocks:
             self._run_block(block)
         if self.head is not None:
             for role in (_NORM, _HEAD) if not self.order.loss_chunks else (_NORM,):
-                fsdp.pre_forward(self.head, role)
+                fsdp.pre_forward(self.head)
                 fsdp.post_forward(self.head, role)
         fsdp.end_forward()
         if self.head is not None and self.order.loss_chunks:
@@ -174,7 +169,7 @@ class _Step:
         for chunk in range(self.order.loss_chunks):
             if chunk == self.order.loss_chunks - 1:
                 fsdp.configure([head], reduces=True)
-            fsdp.pre_forward(head, _HEAD)
+            fsdp.pre_forward(head)
             fsdp.post_forward(head, _HEAD)
             fsdp.add_gradients(head, _trainable(head) & _params_of_head(head))
             fsdp.post_backward(head)
@@ -221,8 +216,8 @@ class _Step:
             fsdp.post_backward(outer)
 
 
-def _roles(units: Sequence["UnitPlan"], order: StepOrder) -> dict[str, tuple[str, ...]]:
-    """The parts of units whose forwards are apart: norm and head, and tied embeddings."""
+def _roles(units: Sequence[UnitPlan], order: StepOrder) -> dict[str, tuple[str, ...]]:
+    """The parts of units that run forward separately: norm and head, and tied embeddings."""
     roles = {}
     for unit in units:
         if unit.kind == "tied_embedding_and_head":
@@ -244,7 +239,7 @@ def _is_norm(param: str) -> bool:
 
 
 def _params_of_head(unit: SimulatedUnit) -> set[str]:
-    """Those of ``lm_head`` in a head's unit. A tied one may be there under the embedding's name."""
+    """Parameters of ``lm_head`` in a head's unit; tied, they may have the embedding's name."""
     names = {p.name for group in unit.groups for p in group.plan.params}
     own = {name for name in names if name.startswith(f"{_HEAD}.")}
     return own or {name for name in names if not _is_norm(name)}

@@ -1,27 +1,86 @@
-"""FSDP2's bookkeeping, acted out on sizes.
+# SPDX-License-Identifier: BSD-3-Clause
+"""FSDP2's bookkeeping, simulated on sizes.
 
-The rules of FSDP2 (torch 2.14, 2.15) for when parameters are gathered, copied out of the buffer
-they arrive in, and freed: which buffers outlive the call that made them, what a unit of several
-modules does when only some of them run, what a recompute may change. ``predict`` says in which
-order the units run; nothing here or there sees a tensor, a process group or FSDP's own state.
+FSDP2's rules (torch 2.14, 2.15) for when it gathers parameters, copies them out of the buffer, and
+frees them: which buffers outlive the call that made them, what a unit of several modules does when
+only some of them run, what a recompute may change. ``predict`` decides the order of the units.
+Neither uses tensors, a process group or FSDP's own state.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 
-from titan_ext.fsdp.memory.accounting import Bytes, Event, Timeline
-from titan_ext.fsdp.memory.simulated import Buffer, Group, Phase, SimulatedUnit
-
-if TYPE_CHECKING:
-    from titan_ext.fsdp.plan import UnitPlan
-
-__all__ = ["FSDPSimulation"]
+from titan_ext.fsdp.memory.accounting import Bytes, GroupBytes, Timeline
+from titan_ext.fsdp.plan import GroupPlan, UnitPlan
 
 _INPUT_BUFFERS = 1  # reduce-scatter inputs that FSDP2 lets live, unless told otherwise
+
+
+class Phase(Enum):
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A flat buffer. An all-gather over one rank needs none; its buffer has no bytes."""
+
+    group: "Group"
+    name: str
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Group:
+    plan: GroupPlan
+    unit: "SimulatedUnit"
+    name: str
+    phase: Phase = Phase.IDLE
+    is_unsharded: bool = False
+    kept_nbytes: int = 0  # after a reshard to a smaller world
+    pending: Buffer | None = None  # unshard has been called, nothing copied out yet
+    reshards_after_forward: bool | int = True
+    reshards_after_backward: bool = True
+    reduces: bool = True
+    post_backward_pending: bool = False
+    gradients: set[int] = field(default_factory=set)  # unsharded ones, by index of the parameter
+    sharded_gradients: set[int] = field(default_factory=set)
+
+    def live_bytes(self, buffers: Sequence[Buffer], is_issuing: bool) -> GroupBytes:
+        full = self.plan.gathered_nbytes
+        is_logical = self.is_logical or is_issuing
+        of = dict.fromkeys(("all_gather", "reduce_scatter", "gradients"), 0)
+        for buffer in buffers:
+            if buffer.group is self:
+                of[buffer.name] += buffer.nbytes
+        live = Bytes(
+            gathered=(full if self.is_unsharded else 0) + self.kept_nbytes,
+            logical=full if is_logical else 0,
+            **of,
+        )
+        return GroupBytes(self.name, self.unit.plan.kind.value, live, is_logical)
+
+    @property
+    def is_logical(self) -> bool:
+        return self.is_unsharded or self.pending is not None
+
+
+@dataclass(eq=False)
+class SimulatedUnit:
+    """A unit and its progress in forward. ``roles`` are its parts that run separately."""
+
+    plan: UnitPlan
+    roles: tuple[str, ...]
+    groups: list[Group] = field(default_factory=list)
+    phase: Phase = Phase.IDLE
+    roles_to_run: set[str] = field(default_factory=set)
 
 
 class FSDPSimulation:
@@ -29,13 +88,13 @@ class FSDPSimulation:
 
     Args:
         plans: The units in forward order.
-        roles: Names of the parts of a unit whose forwards are apart, by unit; else it has one.
+        roles: Names of the parts that run forward separately, by unit; other units have one.
         grad_dtype: Of sharded gradients, which is that of the sharded parameters.
     """
 
     def __init__(
         self,
-        plans: Sequence["UnitPlan"],
+        plans: Sequence[UnitPlan],
         roles: dict[str, tuple[str, ...]],
         grad_dtype: torch.dtype,
     ) -> None:
@@ -59,14 +118,9 @@ class FSDPSimulation:
         self._groups = [group for unit in self.units.values() for group in unit.groups]
 
     def sample(self, action: str, unit: str, issuing: Group | None = None) -> None:
-        """Put what is live into the timeline."""
-        live: dict[str, Bytes] = {}
-        for group in self._groups:
-            kind = str(group.unit.plan.kind)
-            found = group.live_bytes(self._buffers, group is issuing)
-            live[kind] = live.get(kind, Bytes()) + found
-        unsharded = tuple(g.name for g in self._groups if g.is_logical or g is issuing)
-        self.timeline.record(Event(action=action, unit=unit, live=live, unsharded=unsharded))
+        """Add the live bytes to the timeline."""
+        groups = (group.live_bytes(self._buffers, group is issuing) for group in self._groups)
+        self.timeline.record(action, unit, groups)
 
     def zero_grad(self) -> None:
         """Free the sharded gradients."""
@@ -84,16 +138,14 @@ class FSDPSimulation:
         self._end_forward_root()
         self.sample("after forward", "")
 
-    def pre_forward(self, unit: SimulatedUnit, role: str = "", in_backward: bool = False) -> None:
-        """Before a unit, or the part ``role`` of it, runs. ``in_backward``: as a recompute."""
+    def pre_forward(self, unit: SimulatedUnit, *, in_backward: bool = False) -> None:
+        """Before a unit, or a part of it, runs. ``in_backward``: as a recompute."""
         if in_backward:
             self.unshard(unit)  # fsdp.prefetch, before FSDP's own hook
         if not unit.roles_to_run:
             unit.roles_to_run = set(unit.roles)
         if unit.phase is Phase.PRE_BACKWARD:
-            for group in unit.groups:
-                self._unshard(group)
-                self._wait(group)
+            self.unshard(unit)
             self.sample("forward", unit.plan.name)
             return
         is_first_part = unit.phase is not Phase.FORWARD
@@ -163,7 +215,7 @@ class FSDPSimulation:
             self._release_retained()
 
     def finalize(self) -> None:
-        """Reduce what the backwards of a pipeline's microbatches have left to do."""
+        """Do the reductions that the backwards of a pipeline's microbatches postponed."""
         for group in self._groups:
             group.reduces = group.reshards_after_backward = True
         for group in reversed(self._groups):

@@ -1,11 +1,12 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What FSDP holds unsharded on this rank, measured while it trains.
 
-Nothing of torch is replaced: FSDP2 lets a parameter group bring the object that allocates its
-buffers, modules take hooks before and after FSDP's own, and autograd nodes take hooks after they
-have run. Gathered parameters appear at a copy-out and disappear at a reshard, and nowhere else, so
-that reading the storages at each of those is exact.
+This patches nothing in torch. FSDP2 lets a parameter group bring the object that allocates its
+buffers, modules take hooks before and after FSDP's own, and autograd nodes take hooks, too.
+Gathered parameters appear only at a copy-out and disappear only at a reshard, so reading the
+storages there is exact.
 
-Not counted: what lives inside one of FSDP's calls only (the cast of the local shard before an
+It does not count what lives only inside one of FSDP's calls (the cast of the local shard before an
 all-gather; a second copy of parameters sharded along another dim than 0).
 """
 
@@ -15,16 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
-from titan_ext.fsdp.memory.accounting import Bytes, Event, Timeline
+from titan_ext.fsdp.memory.accounting import Bytes, GroupBytes, Timeline
 from titan_ext.fsdp.units import Unit
-
-__all__ = ["MemoryTracker"]
 
 _POST_BACKWARD_NODE = "RegisterPostBackwardFunctionBackward"
 
@@ -42,22 +40,24 @@ class MemoryTracker:
         self._handles: list[Any] = []
         self._groups = [
             _Group(group, unit, index)
-            for _, units in models
+            for root, units in models
             for unit in units
-            for index, group in enumerate(_fsdp_module(unit)._get_fsdp_state()._fsdp_param_groups)
+            for index, group in enumerate(
+                unit.fsdp_module(root)._get_fsdp_state()._fsdp_param_groups
+            )
         ]
         for group in self._groups:
             group.watch(self)
         for root, units in models:
             for unit in units:
-                for module in unit.modules:
+                for module in unit.modules(root):
                     self._watch_module(module, unit.name)
             before = self._hook(lambda *_: self.sample("forward", ""))
             self._handles.append(root.register_forward_pre_hook(before, prepend=True))
             self._watch_module(root, "")
 
     def begin_step(self) -> None:
-        """Start a timeline. What ran since the last step (a validation) is not in it."""
+        """Start a timeline, without what ran since the last step (a validation)."""
         self._timeline = Timeline()
         self.sample("step", "")
 
@@ -67,7 +67,7 @@ class MemoryTracker:
         return self._timeline
 
     def close(self) -> None:
-        """Take everything off the model again."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -76,17 +76,8 @@ class MemoryTracker:
 
     def sample(self, action: str, unit: str, issuing: "_Group | None" = None) -> None:
         """Read what is live now. ``issuing`` is the group whose all-gather is being issued."""
-        live: dict[str, Bytes] = {}
-        unsharded = []
-        for group in self._groups:
-            is_unsharded = group is issuing or group.is_unsharded()
-            if is_unsharded:
-                unsharded.append(group.name)
-            found = group.live_bytes(is_unsharded)
-            live[group.kind] = live.get(group.kind, Bytes()) + found
-        self._timeline.record(
-            Event(action=action, unit=unit, live=live, unsharded=tuple(unsharded))
-        )
+        groups = (group.live_bytes(group is issuing) for group in self._groups)
+        self._timeline.record(action, unit, groups)
 
     def _watch_module(self, module: nn.Module, unit: str) -> None:
         def ready(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -109,7 +100,7 @@ class MemoryTracker:
 
 
 class _Group:
-    """One parameter group of FSDP2's, with the buffers that it has alive."""
+    """One of FSDP2's parameter groups, with its live buffers."""
 
     def __init__(self, group: FSDPParamGroup, unit: Unit, index: int) -> None:
         self.unit = unit.name
@@ -122,22 +113,25 @@ class _Group:
     def watch(self, tracker: MemoryTracker) -> None:
         # What FSDPModule.set_custom_all_gather does; that refuses a unit with two groups, for which
         # one object would be ambiguous. Here each group gets its own.
-        self._group._all_gather_comm = _WatchedAllGather(self, tracker)
-        self._group._reduce_scatter_comm = _WatchedReduceScatter(self, tracker)
+        group = self._group
+        group._all_gather_comm = _WatchedAllGather(group._all_gather_comm, self, tracker)
+        group._reduce_scatter_comm = _WatchedReduceScatter(
+            group._reduce_scatter_comm, self, tracker
+        )
 
     def unwatch(self) -> None:
         for comm in ("_all_gather_comm", "_reduce_scatter_comm"):
             watched = getattr(self._group, comm)
-            if isinstance(watched, _WatchedAllGather | _WatchedReduceScatter):
+            if isinstance(watched, _Watched):
                 setattr(self._group, comm, watched.inner)
 
     def add_buffer(
         self, name: str, buffer: torch.Tensor, on_free: Callable[[], None] | None = None
     ) -> None:
-        """Count ``buffer`` until FSDP has let go of it; of gradients, until the storage is freed.
+        """Count ``buffer`` until FSDP frees it; for gradients, until the storage is freed.
 
         A process group's thread may hold a buffer for an instant after its collective is over, so
-        collectives are given other tensors of the same storage (``_lend``).
+        collectives get other tensors of the same storage (``_lend``).
         """
         storage = buffer.untyped_storage()
         nbytes = storage.nbytes()
@@ -152,21 +146,22 @@ class _Group:
         finalizer = weakref.finalize(lifetime, freed)
         finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
-    def is_unsharded(self) -> bool:
-        """Whether it is between unshard and reshard."""
-        return self._group.is_unsharded or self._group._all_gather_result is not None
-
-    def live_bytes(self, is_unsharded: bool) -> Bytes:
+    def live_bytes(self, is_issuing: bool) -> GroupBytes:
+        # Between unshard and reshard, whether or not the parameters have arrived.
+        is_unsharded = (
+            is_issuing or self._group.is_unsharded or self._group._all_gather_result is not None
+        )
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
             for param in self._group.fsdp_params
             for tensor in _gathered_tensors(param)
         }
-        return Bytes(
+        live = Bytes(
             gathered=sum(storages.values()),
             logical=self._nbytes_when_gathered() if is_unsharded else 0,
             **self._buffers,
         )
+        return GroupBytes(self.name, self.kind, live, is_unsharded)
 
     def _nbytes_when_gathered(self) -> int:
         if not self._logical_nbytes:
@@ -182,14 +177,19 @@ class _Group:
         return self._logical_nbytes
 
 
-class _WatchedAllGather(AllGather):
-    """A group's all-gather as it was, with its buffers counted."""
+class _Watched:
+    """A group's collective, with its buffers counted."""
 
-    def __init__(self, group: _Group, tracker: MemoryTracker) -> None:
-        self.inner: AllGather = group._group._all_gather_comm
-        self._owner = group
+    def __init__(self, inner: Any, owner: _Group, tracker: MemoryTracker) -> None:
+        self.inner = inner
+        self._owner = owner
         self._tracker = tracker
 
+    def __call__(self, *args: Any, **kwargs: Any):
+        return self.inner(*map(_lend, args), **{k: _lend(v) for k, v in kwargs.items()})
+
+
+class _WatchedAllGather(_Watched, AllGather):
     def allocate(self, size, *, dtype, device) -> torch.Tensor:
         buffer = self.inner.allocate(size, dtype=dtype, device=device)
         tracker, owner = self._tracker, self._owner
@@ -197,18 +197,9 @@ class _WatchedAllGather(AllGather):
         tracker.sample("unshard", owner.unit, issuing=owner)
         return buffer
 
-    def __call__(self, *args: Any, **kwargs: Any):
-        return self.inner(*map(_lend, args), **{k: _lend(v) for k, v in kwargs.items()})
 
-
-class _WatchedReduceScatter(ReduceScatter):
-    """A group's reduce-scatter as it was, with its buffers counted: input, then output."""
-
-    def __init__(self, group: _Group, tracker: MemoryTracker) -> None:
-        self.inner: ReduceScatter = group._group._reduce_scatter_comm
-        self._owner = group
-        self._tracker = tracker
-        self._next_is_output = False
+class _WatchedReduceScatter(_Watched, ReduceScatter):
+    _next_is_output = False  # FSDP2 allocates the input first
 
     def allocate(self, size, *, dtype, device) -> torch.Tensor:
         buffer = self.inner.allocate(size, dtype=dtype, device=device)
@@ -220,12 +211,9 @@ class _WatchedReduceScatter(ReduceScatter):
         self._tracker.sample(action, self._owner.unit)
         return buffer
 
-    def __call__(self, *args: Any, **kwargs: Any):
-        return self.inner(*map(_lend, args), **{k: _lend(v) for k, v in kwargs.items()})
-
 
 def _lend(value: Any) -> Any:
-    """Another tensor of the same storage, that keeps neither the first nor its base alive."""
+    """Another tensor of the same storage; it keeps neither the first nor its base alive."""
     return value.data if isinstance(value, torch.Tensor) else value
 
 
@@ -245,9 +233,3 @@ def _post_backward_nodes(inputs: Any) -> list[Any]:
             nodes.append(node)
             node = next((n for n, _ in node.next_functions if n is not None), None)
     return nodes
-
-
-def _fsdp_module(unit: Unit) -> FSDPModule:
-    module = unit.modules[0]
-    assert isinstance(module, FSDPModule), f"unit {unit.name} has not been sharded"
-    return module

@@ -1,0 +1,110 @@
+"""What a CPU lacks, in plain torch: for stock Titan and for ours alike.
+
+FlexAttention's backward, gloo's all-to-all of uneven lists, and a bfloat16 matmul that is not slow.
+"""
+
+import contextlib
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+from torch.nn.attention.flex_attention import AuxOutput, create_block_mask, create_mask
+from torchtitan.models.common import attention
+from torchtitan.models.common.attention import FlexAttention
+
+from titan_ext import no_accelerator
+
+_overrides: list[torch.library.Library] = []
+
+
+def fast_bfloat16_matmul() -> None:
+    """Multiply bfloat16 matrices on the CPU in float32, and round once, from now on.
+
+    Without AVX-512 torch's own kernel takes up to a hundred times as long. Dispatch modes, autograd
+    and profilers see the same operations as before.
+    """
+    if _overrides:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("mm", "bmm", "addmm", "baddbmm"):
+        functional = torch.library.get_kernel(f"aten::{name}", "CPU")
+        into = torch.library.get_kernel(f"aten::{name}.out", "CPU")
+
+        def multiply(keys, *tensors, functional=functional, **factors):
+            if tensors[-1].dtype is torch.bfloat16:
+                wide = [tensor.float() for tensor in tensors]
+                return functional.call_boxed(keys, *wide, **factors).bfloat16()
+            return functional.call_boxed(keys, *tensors, **factors)
+
+        def multiply_into(keys, *tensors, out, multiply=multiply, into=into, **factors):
+            if tensors[-1].dtype is torch.bfloat16:
+                return out.copy_(multiply(keys, *tensors, **factors))
+            return into.call_boxed(keys, *tensors, out=out, **factors)
+
+        library.impl(name, multiply, "CPU", with_keyset=True, allow_override=True)
+        library.impl(f"{name}.out", multiply_into, "CPU", with_keyset=True, allow_override=True)
+    _overrides.append(library)
+
+
+def list_all_to_all(outputs, inputs, group=None, async_op=False):
+    """``dist.all_to_all`` for gloo, which has none for uneven lists: one flat exchange."""
+    assert not async_op
+    flat = torch.cat([chunk.reshape(-1) for chunk in inputs])
+    received = flat.new_empty(sum(chunk.numel() for chunk in outputs))
+    dist.all_to_all_single(
+        received,
+        flat,
+        [chunk.numel() for chunk in outputs],
+        [chunk.numel() for chunk in inputs],
+        group=group,
+    )
+    for chunk, piece in zip(outputs, received.split([o.numel() for o in outputs]), strict=True):
+        chunk.copy_(piece.view_as(chunk))
+
+
+# Shape suffixes: B = batch, N = heads, L = sequence of the queries, S = of the keys, H = head.
+
+
+def _flex_attention(
+    q_BNLH: torch.Tensor,
+    k_BNSH: torch.Tensor,
+    v_BNSH: torch.Tensor,
+    *,
+    block_mask: Any,
+    scale: float | None,
+    score_mod: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, AuxOutput]:
+    assert score_mod is None
+    queries_per_key = q_BNLH.size(1) // k_BNSH.size(1)
+    k_BNSH = k_BNSH.repeat_interleave(queries_per_key, dim=1)
+    v_BNSH = v_BNSH.repeat_interleave(queries_per_key, dim=1)
+    scale = q_BNLH.size(-1) ** -0.5 if scale is None else scale
+    scores_BNLS = (q_BNLH.float() @ k_BNSH.float().transpose(-2, -1)) * scale
+    batch, _, queries, keys = scores_BNLS.shape
+    device = scores_BNLS.device
+    visible_BNLS = create_mask(block_mask.mask_mod, batch, 1, queries, keys, device=device)
+    scores_BNLS = scores_BNLS.masked_fill(~visible_BNLS, float("-inf"))
+    lse_BNL = torch.logsumexp(scores_BNLS, dim=-1)
+    weights_BNLS = torch.exp(scores_BNLS - lse_BNL.unsqueeze(-1)).to(v_BNSH.dtype)
+    return weights_BNLS @ v_BNSH, AuxOutput(lse=lse_BNL)
+
+
+@contextlib.contextmanager
+def flex_on_cpu() -> Iterator[None]:
+    """Keep FlexAttention in the model, run it as plain operations and make its masks eagerly.
+
+    Titan's context parallelism needs FlexAttention under ``spmd_types``, and torch refuses its
+    backward on a CPU. Masks, sharding, exchanges and gradients remain Titan's own.
+    """
+    patch = unittest.mock.patch.object
+    with (
+        patch(no_accelerator, "adapt_spec"),
+        patch(FlexAttention, "compiled_flex_attn", staticmethod(_flex_attention)),
+        patch(attention, "_compiled_create_block_mask", create_block_mask),
+        patch(context_parallel, "_compiled_create_block_mask", create_block_mask),
+    ):
+        yield

@@ -1,0 +1,25 @@
+"""What every rank would do first, done once in the fork server that ranks are forked from."""
+
+import atexit
+import gc
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torchtitan.trainer
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+from tests.on_cpu import fast_bfloat16_matmul
+from tests.training import titan_config
+
+titan_config("deepseek_v3")  # imports the models
+get_torch_obj_rule_map()
+fast_bfloat16_matmul()
+
+# Titan's trainer sleeps two seconds at the end of rank 0.
+trainer_module: Any = torchtitan.trainer
+trainer_module.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+
+gc.freeze()
+atexit.register(os._exit, 0)  # or Triton's bindings report what they leak

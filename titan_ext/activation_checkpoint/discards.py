@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Discarded outputs: neither kept nor recomputed, because nothing reads their values.
+
+In the recompute a discarded output is NaN. That is sound, for example, for the last projection of a
+feed-forward, which is only added to something. Each forward keeps the output until it ends and then
+decides anew. It discards the output only if all of this holds:
+
+1. No dispatched operation on its values, or on anything computed from them, has a derivative that
+    reads an operand (additions, copies, views and exchanges do not). Values are followed by
+    storage, through ``detach`` too.
+2. No custom ``torch.autograd.Function`` ran after it in the block: it may save anything, and its
+    kernels may bypass dispatch. Every autograd node has a sequence number, so each later number
+    must belong to one of torch's own nodes, found from the block's outputs.
+3. No user's forward hook runs on a module that encloses it or starts after it.
+4. Nothing but the block's outputs holds these values after the forward: no attribute, buffer or
+   list, as storages' reference counts show.
+
+Else that forward keeps the output and reports the reason. The proof may refuse a sound discard. It
+cannot see code of the block that reads a discarded output by its address, outside autograd and
+outside any custom Function (``Tensor.numpy``, a raw kernel under ``no_grad``).
+"""
+
+import functools
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as nn_module
+from torch.utils._pytree import tree_leaves
+
+from titan_ext.activation_checkpoint.op_policies import op_name
+from titan_ext.fp8.local import plain_tensors, storage_ids
+from titan_ext.fp8.saved_tensors import storages_of
+
+_READ_NO_VALUES = frozenset(
+    """
+    aten._to_copy aten._unsafe_view aten.add aten.add_ aten.alias aten.as_strided aten.cat
+    aten.clone aten.constant_pad_nd aten.copy_ aten.detach aten.empty_like aten.expand
+    aten.flatten aten.index aten.index_put aten.index_put_ aten.narrow aten.neg aten.new_empty
+    aten.new_zeros aten.permute aten.reshape aten.select aten.slice aten.split
+    aten.split_with_sizes aten.squeeze aten.stack aten.sub aten.sub_ aten.sum aten.t
+    aten.transpose aten.unsqueeze aten.view aten.zeros_like
+    _c10d_functional.all_gather_into_tensor _c10d_functional.all_reduce
+    _c10d_functional.all_to_all_single _c10d_functional.reduce_scatter_tensor
+    _c10d_functional.wait_tensor torchtitan.deterministic_scatter_add
+    """.split()  # noqa: SIM905  one name a line would be a page
+)
+
+# Where custom Functions are defined that only relabel or exchange tensors, or whose operations are
+# dispatched and so judged by name (torch.library's).
+_HARMLESS_FUNCTIONS = (
+    "spmd_types.",
+    "torch._library.autograd",
+    "torch.distributed.fsdp._fully_shard.",
+    "torch.distributed.tensor._api",
+    "torch.distributed.tensor._redistribute",
+    "torch.nn.modules._functions.BackwardHookFunction",
+)
+# And those that compute a GEMM inside and save its operands, not its result.
+_GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
+# Hooks defined in these packages do nothing that the other proofs do not see.
+_KNOWN_HOOKS = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
+
+
+class Discarded:
+    """A ``StoredEntry`` that keeps nothing once ``finish`` finds its output unread.
+
+    Attributes:
+        reader: Who reads it; "" if nobody does.
+        in_graph: Whether it was computed outside of custom Functions and ``no_grad``.
+        node: The number of its own autograd node, or of the last one before it.
+        modules_left: How many modules of the block had returned.
+    """
+
+    owns_bytes = True
+
+    def __init__(self, x: torch.Tensor, name: str, modules_left: int) -> None:
+        self.name = name
+        self.treatment = "exact: not known to be unread"
+        self.original = storages_of(x)
+        self.reader = ""
+        self.in_graph = torch.is_grad_enabled()
+        self.node = _last_node()
+        self.modules_left = modules_left
+        self._stand_in = _stand_in(x)
+        self._value: torch.Tensor | None = x  # detached by torch, with the version of the output
+        self._version = x._version
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors that it holds."""
+        if self._value is not None:
+            yield from plain_tensors(self._value)
+
+    def finish(self) -> None:
+        """End of the forward: free the value, unless something reads it.
+
+        Raises:
+            RuntimeError: if something reads it and it has been modified in place.
+        """
+        if not self.reader:
+            self.treatment = "discarded"
+            self._value = None
+            return
+        self.treatment = f"exact: read by {self.reader}"
+        if self._value is not None and self._value._version != self._version:
+            raise RuntimeError(
+                f"{self.name} cannot be discarded: it is read by {self.reader}, and it has "
+                "been modified in place since. Give it another policy, for example "
+                '"recompute".'
+            )
+
+    def restore(self) -> torch.Tensor:
+        """The value if something reads it, else NaN of the same shape and strides."""
+        return self._stand_in() if self._value is None else self._value
+
+
+class DiscardTracker:
+    """Follows the values of discarded outputs through one forward of a block."""
+
+    def __init__(self) -> None:
+        self.discarded: list[Discarded] = []
+        # By storage. The weak reference keeps no bytes, but no other storage gets the address.
+        self._holders: dict[int, tuple[StorageWeakRef, set[Discarded]]] = {}
+        self._nodes_of_ops: set[int] = set()
+
+    def add(self, entry: Discarded, x: torch.Tensor) -> None:
+        """``x`` has been discarded."""
+        self.discarded.append(entry)
+        self._follow({entry}, x)
+
+    def see(self, func: Any, module: str, args: Any, out: Any, *, recomputed: bool) -> None:
+        """An operation has run; ``recomputed``: it runs again, on the stand-ins."""
+        if not self._holders:
+            return
+        if torch.is_grad_enabled() and _is_differentiable(func, args, out):
+            self._nodes_of_ops.add(_last_node())
+        entries: set[Discarded] = set()
+        for storage in storage_ids(args):
+            if (holder := self._holders.get(storage)) is not None:
+                entries |= holder[1]
+        if not entries:
+            return
+        if op_name(func) not in _READ_NO_VALUES:
+            _blame(entries, f"{op_name(func)} in {module or 'the block'}")
+        elif recomputed:
+            self._follow(entries, out)
+
+    def finish(self, modules_left: list[nn.Module], outputs: Any) -> None:
+        """End of the forward: free what nothing reads.
+
+        Args:
+            modules_left: The modules of the block that have returned, in order.
+            outputs: Of the block.
+        """
+        if not self.discarded:
+            return
+        for entry in self.discarded:
+            hooked = (_user_hook(module) for module in modules_left[entry.modules_left :])
+            entry.reader = entry.reader or next(filter(None, hooked), "")
+        if not _nodes_of(outputs):
+            return  # no backward, or outputs that we cannot inspect: all values stay
+        nodes = _Nodes(min(entry.node for entry in self.discarded), outputs, self._nodes_of_ops)
+        for entry in self.discarded:
+            entry.reader = entry.reader or nodes.reader(entry)
+        self._blame_keepers(outputs)
+        for entry in self.discarded:
+            entry.finish()
+
+    def _follow(self, entries: set[Discarded], values: Any) -> None:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, torch.Tensor):
+                for part in plain_tensors(leaf):
+                    storage = part.untyped_storage()
+                    weak, known = self._holders.get(storage._cdata) or (
+                        StorageWeakRef(storage),
+                        set(),
+                    )
+                    self._holders[storage._cdata] = weak, known | entries
+
+    def _blame_keepers(self, outputs: Any) -> None:
+        if not self._kept_elsewhere(outputs):
+            return
+        gc.collect()  # garbage may still hold it; this runs before an error, or once
+        for entries in self._kept_elsewhere(outputs):
+            _blame(entries, "code that keeps it after the forward (attribute, buffer, list)")
+
+    def _kept_elsewhere(self, outputs: Any) -> list[set[Discarded]]:
+        expected: Counter[int] = Counter()
+        tensors = [t for entry in self.discarded for t in entry.tensors()]
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, torch.Tensor):
+                parts = list(plain_tensors(leaf))
+                tensors += parts + [p._base for p in parts if p._base is not None]
+        for tensor in tensors:
+            expected[tensor.untyped_storage()._cdata] += 1
+        return [
+            entries
+            for storage, (_, entries) in self._holders.items()
+            if _references(storage) > expected[storage]
+        ]
+
+
+def _blame(entries: Iterable[Discarded], reader: str) -> None:
+    for entry in entries:
+        entry.reader = entry.reader or reader
+
+
+def _stand_in(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that makes NaNs with the type and layout of ``x``; it holds no tensor."""
+    if hasattr(x, "__tensor_flatten__"):
+        names, context = x.__tensor_flatten__()
+        parts = {name: getattr(x, name) for name in names}  # a DTensor names its mesh, too
+        make = {n: _stand_in(part) for n, part in parts.items() if isinstance(part, torch.Tensor)}
+        rest = {name: part for name, part in parts.items() if name not in make}
+        kind: Any = type(x)
+        outer_size, outer_stride = x.size(), x.stride()
+        return lambda: kind.__tensor_unflatten__(
+            {**rest, **{name: made() for name, made in make.items()}},
+            context,
+            outer_size,
+            outer_stride,
+        )
+    size, stride, dtype, device = x.size(), x.stride(), x.dtype, x.device
+    numel = (
+        1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if x.numel() else 0
+    )
+    return lambda: torch.full((numel,), torch.nan, dtype=dtype, device=device).as_strided(
+        size, stride
+    )
+
+
+class _Nodes:
+    """The autograd nodes since number ``first``.
+
+    Attributes:
+        found: By number: the nodes that lead to the block's outputs, and those directly before
+            them.
+        of_ops: Numbers of other nodes that belong to dispatched operations.
+    """
+
+    def __init__(self, first: int, outputs: Any, of_ops: set[int]) -> None:
+        self.found: dict[int, Any] = {}
+        self.of_ops = of_ops
+        self._last = _last_node()
+        waiting = _nodes_of(outputs)
+        while waiting:
+            node = waiting.pop()
+            number = node._sequence_nr()
+            # A node comes after those that it leads to; parameters' nodes have the largest number.
+            if number in self.found or number > self._last:
+                continue
+            self.found[number] = node
+            if number > first:
+                waiting += [next_node for next_node, _ in node.next_functions if next_node]
+
+    def reader(self, entry: Discarded) -> str:
+        """A node that may have saved the values of ``entry``."""
+        if entry.in_graph:
+            if entry.node not in self.found:
+                return "code outside the block's autograd graph"
+        else:
+            before = max((number for number in self.found if number <= entry.node), default=-1)
+            node = self.found.get(before)
+            if not isinstance(node, BackwardCFunction):
+                return "code that runs without autograd"
+            if why := _custom_function(node, _GEMM_FUNCTIONS):
+                return why
+        for number in range(entry.node + 1, self._last + 1):
+            node = self.found.get(number)
+            if node is None:
+                if number not in self.of_ops:
+                    return "a custom autograd Function that does not lead to the block's outputs"
+            elif why := _custom_function(node, _HARMLESS_FUNCTIONS):
+                return why
+        return ""
+
+
+def _last_node() -> int:
+    """The number of autograd's newest node; inside a dispatched operation, that operation's."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def _is_differentiable(func: Any, args: Any, out: Any) -> bool:
+    """Whether autograd has made a node for a dispatched operation, if it is enabled."""
+    name = op_name(func).partition(".")[2]
+    return (
+        not name.endswith("_like")
+        and not name.startswith("new_")
+        and any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in tree_leaves(out))
+        and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(args))
+    )
+
+
+def _nodes_of(outputs: Any) -> list[Any]:
+    leaves = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    return [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+
+
+def _custom_function(node: Any, known: tuple[str, ...]) -> str:
+    """What to call ``node`` if it is of a custom Function that is not defined in ``known``."""
+    if "CppNode" in node.name():
+        return f"{node.name()}, a custom autograd Function in C++"
+    function = getattr(node, "_forward_cls", None)  # of Python's Functions
+    if function is None or f"{function.__module__}.{function.__qualname__}".startswith(known):
+        return ""
+    return f"{function.__name__}, a custom autograd Function"
+
+
+def _user_hook(module: nn.Module) -> str:
+    """A forward hook of the user's on ``module``, or on every module."""
+    for hooks in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        nn_module._global_forward_hooks,
+        nn_module._global_forward_pre_hooks,
+    ):
+        for hook in hooks.values():
+            function: Any = hook
+            while isinstance(function, functools.partial):
+                function = function.func
+            package = getattr(function, "__module__", None) or type(function).__module__ or ""
+            if package.split(".")[0] not in _KNOWN_HOOKS:
+                name = getattr(function, "__qualname__", type(function).__qualname__)
+                return f"the forward hook {name} on a {type(module).__name__}"
+    return ""
+
+
+def _references(storage: int) -> int:
+    """How many tensors hold a storage, for one that Python has seen; 0 if it is gone."""
+    return torch._C._storage_Use_Count(storage) - _own_references()
+
+
+@functools.cache
+def _own_references() -> int:
+    x = torch.empty(1, device="cpu")
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What activation checkpointing keeps for backward, counted while it runs.
+
+Eager code is counted by block, in each block's first forward. A compiled graph serves every block
+of its kind, so compiled code is counted by graph. It does not know how many tokens a rank's experts
+get; the bytes of such tensors are given per token.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+from torchtitan.tools.logging import logger
+
+from titan_ext.activation_checkpoint.compiled.partition import Saved
+from titan_ext.activation_checkpoint.op_policies import OpPolicy
+from titan_ext.fp8 import Codec, MemoryRow, memory_rows
+from titan_ext.fp8.local import local_tensor
+
+_KEY = "activation_checkpoint"
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """Operations of one forward, by policy.
+
+    Attributes:
+        name: Module, operation and parameter ("moe.routed_experts:aten._grouped_mm:w2_EDF"); the
+            operations without a FLOP formula are one row, "other".
+        policy: The policy of their outputs.
+        calls: How often they ran.
+        flops: Of all calls.
+    """
+
+    name: str
+    policy: OpPolicy
+    calls: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class BlockMemoryReport:
+    """One forward of one block.
+
+    Attributes:
+        block: Its name in the model.
+        stored: What is held until backward, by tensor class and treatment, in bytes of storages.
+        ops: What ran, and what runs again in the recompute.
+        packs: How many times a tensor was given to the store.
+    """
+
+    block: str
+    stored: tuple[MemoryRow, ...]
+    ops: tuple[OpRow, ...]
+    packs: int
+
+    @classmethod
+    def of(
+        cls, block: str, entries: Iterable[Any], calls: Iterable[tuple[str, OpPolicy, int]] = ()
+    ) -> "BlockMemoryReport":
+        """Make a report from stored tensors, and the name, policy and FLOPs of operations."""
+        packed = list(entries)
+        stored = tuple(memory_rows(packed))
+        sums: dict[tuple[str, OpPolicy], list[int]] = defaultdict(lambda: [0, 0])
+        for name, policy, flops in calls:
+            total = sums[name if flops else "other", policy]
+            total[0] += 1
+            total[1] += flops
+        ops = tuple(OpRow(*key, *total) for key, total in sums.items())
+        return cls(block, stored, ops, len(packed))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held until backward."""
+        return sum(row.nbytes for row in self.stored)
+
+    @property
+    def float8_nbytes(self) -> int:
+        """Those of them in float8, with scales."""
+        return sum(row.nbytes for row in self.stored if row.treatment.startswith("float8"))
+
+    @property
+    def float8_tensors(self) -> int:
+        return sum(row.entries for row in self.stored if row.treatment.startswith("float8"))
+
+    @property
+    def flops(self) -> int:
+        """Of the forward."""
+        return sum(row.flops for row in self.ops)
+
+    @property
+    def recomputed_flops(self) -> int:
+        return sum(row.flops for row in self.ops if row.policy is OpPolicy.RECOMPUTE)
+
+    @property
+    def recomputed_ops(self) -> int:
+        return sum(row.calls for row in self.ops if row.policy is OpPolicy.RECOMPUTE)
+
+
+class MemoryReport:
+    """The reports of the first forward of each block of a model, or of a pipeline stage's."""
+
+    def __init__(self, blocks: Iterable[BlockMemoryReport]) -> None:
+        self.blocks = tuple(blocks)
+
+    def rows(self) -> list[MemoryRow]:
+        """Tensor classes over all blocks."""
+        sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+        for row in (row for block in self.blocks for row in block.stored):
+            total = sums[row.name, row.treatment]
+            for i, value in enumerate((row.entries, row.nbytes, row.original_nbytes)):
+                total[i] += value
+        return [MemoryRow(*key, *total) for key, total in sorted(sums.items())]
+
+    def metrics(self) -> dict[str, float]:
+        """Totals by metric name."""
+        mib = 2**20
+        by_kind: dict[str, int] = defaultdict(int)
+        for row in self.rows():
+            by_kind[row.treatment.split(":")[0].split(" ")[0]] += row.nbytes
+        flops = sum(block.flops for block in self.blocks)
+        again = sum(block.recomputed_flops for block in self.blocks)
+        totals = {
+            "stored(MiB)": sum(b.nbytes for b in self.blocks) / mib,
+            "float8(MiB)": by_kind["float8"] / mib,
+            "exact(MiB)": by_kind["exact"] / mib,
+            "recomputed_ops": sum(b.recomputed_ops for b in self.blocks),
+            "recomputed(GFLOP)": again / 1e9,
+            "recomputed(%)": 100 * again / flops if flops else 0.0,
+        }
+        return {f"{_KEY}/{name}": value for name, value in totals.items()}
+
+    def __str__(self) -> str:
+        lines = [f"{'tensors':>8} {'MiB':>10} {'bf16 MiB':>10}  treatment, class"]
+        for row in self.rows():
+            size, original = row.nbytes / 2**20, row.original_nbytes / 2**20
+            lines.append(
+                f"{row.entries:8} {size:10.3f} {original:10.3f}  {row.treatment}, {row.name}"
+            )
+        lines += [
+            f"{name.partition('/')[2]}: {value:.4g}" for name, value in self.metrics().items()
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """Tensors of one class that a compiled graph saves for its backward.
+
+    Attributes:
+        source: The operation that made them ("aten.mm"), or "input".
+        treatment: "float8 e4m3", or "exact" and why.
+        tensors: How many.
+        nbytes: Of those whose size is fixed.
+        nbytes_a_token: Of the others, for each token.
+    """
+
+    source: str
+    treatment: str
+    tensors: int
+    nbytes: int
+    nbytes_a_token: int
+
+
+def graph_rows(saved: Sequence[Saved], codec: Codec) -> list[GraphRow]:
+    """The rows of one graph, sorted. Parameters, which are exact inputs, are left out."""
+    # By class: tensors, bytes, bytes for each token.
+    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for tensor in saved:
+        if tensor.source == "input" and tensor.treatment.startswith("exact"):
+            continue
+        shape = torch.Size(size if isinstance(size, int) else 1 for size in tensor.shape)
+        is_float8 = tensor.treatment.startswith("float8")
+        nbytes = codec.nbytes(shape) if is_float8 else math.prod(shape) * tensor.dtype.itemsize
+        is_fixed = all(isinstance(size, int) for size in tensor.shape)
+        total = sums[tensor.source, tensor.treatment]
+        total[0] += 1
+        total[1 if is_fixed else 2] += nbytes
+    return [GraphRow(*key, *total) for key, total in sorted(sums.items())]
+
+
+_REPORTERS: WeakKeyDictionary[nn.Module, "MemoryReporter"] = WeakKeyDictionary()
+
+
+class MemoryReporter:
+    """Collects what one policy keeps: logged and written to the run's folder when it is complete.
+
+    Args:
+        codec: How float8 tensors are stored.
+        dump_folder: Of the run; "" for none.
+        wants_float8: Whether the policy asks for float8 at all.
+    """
+
+    def __init__(self, codec: Codec, dump_folder: str, wants_float8: Callable[[], bool]) -> None:
+        self._codec = codec
+        self._folder = Path(dump_folder) / _KEY if dump_folder else None
+        self._wants_float8 = wants_float8
+        self.is_compiled = False
+        self.blocks: dict[str, BlockMemoryReport | None] = {}
+        self.graphs: list[list[GraphRow]] = []
+
+    def report_for(self, model: nn.Module) -> None:
+        """Register the report of ``model`` for ``memory_report_of``."""
+        _REPORTERS[model] = self
+
+    @property
+    def report(self) -> MemoryReport:
+        """Of the blocks that have run."""
+        return MemoryReport(report for report in self.blocks.values() if report is not None)
+
+    def add(self, report: BlockMemoryReport) -> bool:
+        """Add the report of a block. If it is the last, log all of them and return True."""
+        self.blocks[report.block] = report
+        if any(waiting is None for waiting in self.blocks.values()):
+            return False
+        run = self.report
+        logger.info(f"Kept for backward ({len(run.blocks)} blocks, one forward):\n{run}")
+        first = run.blocks[0].block.replace(".", "_")
+        blocks = [{**asdict(block), "nbytes": block.nbytes} for block in run.blocks]
+        self._write(f"rank{_rank()}_{first}.json", {"totals": run.metrics(), "blocks": blocks})
+        return True
+
+    def add_graph(self, saved: Sequence[Saved]) -> None:
+        """Add what a compiled graph saves."""
+        rows = graph_rows(saved, self._codec)
+        self.graphs.append(rows)
+        lines = [
+            f"{row.tensors:4} {row.nbytes:12,} B {row.nbytes_a_token:8,} B a token  "
+            f"{row.source}: {row.treatment}"
+            for row in rows
+        ]
+        logger.info("\n".join([f"Compiled graph {len(self.graphs)} saves for backward:", *lines]))
+        graphs = [[asdict(row) for row in rows] for rows in self.graphs]
+        self._write(f"graphs_rank{_rank()}.json", graphs)
+
+    def check_blocks(self) -> None:
+        """When all blocks have run.
+
+        Raises:
+            RuntimeError: if the policy stores in float8 and nothing was stored in it.
+        """
+        self._refuse_no_float8(row.treatment for row in self.report.rows())
+
+    def check_graphs(self) -> None:
+        """After a step, for compiled blocks, if there are any.
+
+        Raises:
+            RuntimeError: if the policy stores in float8 and nothing was stored in it.
+        """
+        if self.is_compiled:
+            self._refuse_no_float8(row.treatment for rows in self.graphs for row in rows)
+
+    def _write(self, name: str, content: Any) -> None:
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).write_text(json.dumps(content, indent=1) + "\n")
+
+    def _refuse_no_float8(self, treatments: Iterable[str]) -> None:
+        kept = sorted(set(treatments))
+        if self._wants_float8() and not any(kind.startswith("float8") for kind in kept):
+            raise RuntimeError(
+                f"{_KEY}: the policy stores in float8, but nothing was stored in it. Kept: "
+                f"{', '.join(kept) or 'nothing'}. fp32 activations need {_KEY}.fp32 = "
+                "'save_float8'; else choose policy 'selective', 'full' or 'none'."
+            )
+
+
+def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:
+    """What the first forward of each wrapped block in ``model_parts`` stored, as far as it ran."""
+    reporters = [_REPORTERS[part] for part in model_parts if part in _REPORTERS]
+    return MemoryReport(block for reporter in reporters for block in reporter.report.blocks)
+
+
+def log_memory_report(trainer: Any) -> None:
+    """Add the report to the metrics of Titan's ``trainer``, if its policy is ours.
+
+    Raises:
+        RuntimeError: if compiled blocks were to store float8 and did not.
+    """
+    parts = [part for part in trainer.model_parts if part in _REPORTERS]
+    for part in parts:
+        _REPORTERS[part].check_graphs()
+    if parts:
+        trainer.metrics_processor.logger.log(memory_report_of(parts).metrics(), trainer.step)
+
+
+def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of one call on this rank, by torch's formulas; 0 for what has none."""
+    packet = getattr(func, "overloadpacket", func)
+    if packet is torch.ops.aten._grouped_mm:
+        a, b = local_tensor(args[0]), local_tensor(args[1])
+        return 2 * a.shape[0] * a.shape[1] * b.shape[-1]  # torch has no formula for it
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    local = tree_map_only(torch.Tensor, local_tensor, (args, kwargs or {}, out))
+    return int(formula(*local[0], **local[1], out_val=local[2]))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Mode "no_recompute": what autograd saves in a block goes through the store.
+
+Some fp32 tensors are copies of bf16 values, and we keep them as bf16, without loss: Titan
+multiplies the routed experts' outputs by their scores in fp32, and autograd saves the fp32 copy. A
+dispatch mode notes such copies during the forward. It compares no values, so it never waits for a
+device.
+
+A copy may have changed unnoticed: a kernel that writes to its address leaves no trace. So we trust
+a copy only if one function of Titan's or ours makes it and has it saved, with no other module in
+between; then no user code has run on it. All other copies stay in fp32.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_ext.activation_checkpoint.blocks import (
+    STATISTIC,
+    BlockStore,
+    OpLocator,
+    attention_statistics,
+    restore,
+)
+from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
+from titan_ext.activation_checkpoint.op_policies import OpPolicy, Rule, is_exempt, op_name
+from titan_ext.fp8.local import plain_tensors, storage_ids
+from titan_ext.fp8.saved_tensors import storages_of
+
+_KNOWN = ("titan_ext", "torchtitan")
+
+
+class NoRecomputeBlock(ActivationWrapper):
+    """A block that recomputes nothing: what autograd saves in it goes through the store.
+
+    It lacks ``checkpoint_impl``, by which Titan recognises blocks that count their tokens twice.
+
+    Args:
+        is_exact: Why what a module saves stays exact, if it does; modules named within the block.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        name: str,
+        store: BlockStore,
+        locator: OpLocator,
+        is_exact: Callable[[str], str | None],
+        on_report: Callable[[BlockMemoryReport], None],
+    ) -> None:
+        super().__init__(block)
+        self._name = name
+        self._store = store
+        self._locator = locator
+        self._is_exact = is_exact
+        self.report: BlockMemoryReport | None = None
+        self._on_report = on_report
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        entries: list[Any] = []
+        exact_storages: set[int] = set()
+        self._locator.begin(with_operands=False)
+        values = _SavedValues(self._locator)
+
+        def pack(x: torch.Tensor) -> Any:
+            module = self._locator.module
+            reason = self._is_exact(module)
+            if reason is None and exact_storages.intersection(storage_ids(x)):
+                reason = "kept by another"
+            if reason is None and values.is_statistic(x):
+                reason = STATISTIC
+            name = module or "(block)"
+            narrow = values.source_dtype(x) if self._store.fp32 == "save" else None
+            entry: Any
+            if narrow is not None:
+                entry = _Narrowed(x, narrow, name)
+            else:
+                entry = self._store.pack(x, name, reason=reason)
+            if entry.treatment.startswith("exact") and not isinstance(entry, _Narrowed):
+                exact_storages.update(storage_ids(x))
+            if self.report is None:
+                entries.append(entry)
+            return entry
+
+        with values, torch.autograd.graph.saved_tensors_hooks(pack, restore):
+            out = self._checkpoint_wrapped_module(*args, **kwargs)
+        if self.report is None and torch.is_grad_enabled():
+            self.report = BlockMemoryReport.of(self._name, entries)
+            entries.clear()
+            self._on_report(self.report)
+        return out
+
+
+def why_exact(
+    module: str, *, block: str, rules: Sequence[Rule], attention: str, exempt: Sequence[str]
+) -> str | None:
+    """Why what ``module``, named within ``block``, saves stays exact, or None."""
+    if is_exempt(exempt, block, module):
+        return "exempt"
+    for rule in rules:
+        if rule.matches_module(module, block):
+            return "as asked" if rule.policy is OpPolicy.SAVE else None
+    parts = module.split(".")
+    if "inner_attention" in parts and attention != "save_float8":
+        return "attention"
+    return "routing" if "router" in parts else None
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """An fp32 copy as it was made; the weak reference stops torch from reusing its address."""
+
+    storage: StorageWeakRef
+    view: tuple[Any, ...]
+    source_dtype: torch.dtype
+    made_by: tuple[Any, ...]
+
+
+class _SavedValues(TorchDispatchMode):
+    """Active during a forward; knows copies of narrower tensors, and statistics of attention."""
+
+    def __init__(self, locator: OpLocator) -> None:
+        super().__init__()
+        self._locator = locator
+        self._copies: dict[int, _Copy] = {}
+        self._statistics: dict[int, StorageWeakRef] = {}
+
+    def is_statistic(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` is a statistic of attention, such as its log-sum-exp."""
+        if not self._statistics:
+            return False
+        return any(storage in self._statistics for storage in storage_ids(x))
+
+    def source_dtype(self, x: torch.Tensor) -> torch.dtype | None:
+        """The narrower dtype of ``x`` if it surely is an unchanged copy.
+
+        Only the hook that packs ``x`` may call this, directly.
+        """
+        if type(x) is not torch.Tensor or x.dtype is not torch.float32 or x._version:
+            return None
+        copy = self._copies.get(x.untyped_storage()._cdata)
+        if copy is None or copy.view != _view(x) or copy.made_by != self._who(sys._getframe(2)):
+            return None
+        return copy.source_dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in attention_statistics(self._locator.module, op_name(func), out):
+            for part in plain_tensors(x):
+                storage = part.untyped_storage()
+                self._statistics[storage._cdata] = StorageWeakRef(storage)
+        if (
+            func is torch.ops.aten._to_copy.default
+            and type(out) is torch.Tensor
+            and out.dtype is torch.float32
+            and args[0].dtype in (torch.bfloat16, torch.float16)
+            and (made_by := self._who(sys._getframe(1))) is not None
+        ):
+            storage = out.untyped_storage()
+            weak = StorageWeakRef(storage)
+            self._copies[storage._cdata] = _Copy(weak, _view(out), args[0].dtype, made_by)
+        return out
+
+    def _who(self, frame: FrameType | None) -> tuple[Any, ...] | None:
+        """The running function and its position between modules; None if the code is not known."""
+        code = _code(frame)
+        return code and (code, self._locator.module, len(self._locator.left))
+
+
+class _Narrowed:
+    """A ``StoredEntry`` of an fp32 tensor, kept in the dtype that it was copied from."""
+
+    owns_bytes = True
+
+    def __init__(self, x: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+        self.name = name
+        self.treatment = f"exact: as {str(dtype).removeprefix('torch.')}"
+        self.original = storages_of(x)
+        self._dtype = x.dtype
+        self._value = x.detach().to(dtype)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield self._value
+
+    def restore(self) -> torch.Tensor:
+        """The original, bit for bit."""
+        return self._value.to(self._dtype)
+
+
+def _view(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset()
+
+
+def _code(frame: FrameType | None) -> CodeType | None:
+    """The innermost function outside torch from ``frame`` on, if it is Titan's or ours."""
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != "torch" and frame.f_code.co_name != "__torch_dispatch__":
+            return frame.f_code if package in _KNOWN else None
+        frame = frame.f_back
+    return None

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Records every collective of this rank before it is issued, and stops the run when ranks differ.
+
+torch calls a process group's pre-hooks (``ProcessGroup.register_pre_hook``) on the calling thread,
+before the backend sees the collective: in forward, backward and recompute, from eager and from
+compiled code, and for every backend, since the hook belongs to the group and not to the backend.
+The hook gets the tensors, but not the split lists of an all-to-all; a dispatch mode that
+``torch.compile`` ignores reads those from the op's arguments. The Python stack tells who issues a
+collective, so FSDP2 is not patched.
+
+It does not see what bypasses process groups (DeepEP, HybridEP and symmetric-memory kernels, the
+store), a replayed CUDA graph, and collectives inside torch's own ``monitored_barrier``.
+"""
+
+import contextlib
+import inspect
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.tools.logging import logger
+
+from titan_ext.debug import hang_report
+from titan_ext.debug.compare import Comparison, describe
+from titan_ext.debug.trace_buffer import RankInfo, Record, TraceWriter
+
+_KEPT_RUNS = 3
+_HOOK_ID = 0x7E47
+"""Our hook's name in a process group."""
+
+_NOT_AN_ISSUER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
+_CARRIES_GRADIENTS = ("reduce_scatter", "all_reduce", "all_to_all", "send")
+_OPS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+}
+_SPLIT_OPS = ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single")
+
+
+class CollectiveWatchdog:
+    """Records this rank's collectives under ``dump_folder``; rank 0 compares after every step."""
+
+    def __init__(self, dump_folder: str, *, timeout_s: float, is_pipelined: bool) -> None:
+        """Create on every rank, once the default process group exists.
+
+        Args:
+            dump_folder: The run's folder; records go to ``collectives/<time of start>`` in it.
+            timeout_s: The process groups' timeout while training.
+            is_pipelined: Whether the model is split into stages.
+        """
+        if not hasattr(dist.ProcessGroup, "register_pre_hook"):
+            raise ValueError(
+                "debug.record_collectives needs ProcessGroup.register_pre_hook, which torch "
+                f"{torch.__version__} does not have; expected torch 2.15 or newer."
+            )
+        self._step = 0
+        # The first time, torch's pipelining runs each stage on uninitialised memory, to learn its
+        # shapes: those gradients are whatever was there.
+        self._checks_gradients = not is_pipelined
+        self._index = 0
+        self._positions: Counter[str] = Counter()
+        self._hooked: list[dist.ProcessGroup] = []
+        self._names: dict[nn.Module, str] = {}
+        self._splits: tuple[list[int], list[int]] | None = None
+        self._lock = threading.Lock()  # an asynchronous checkpoint has a thread and a group
+
+        rank = dist.get_rank()
+        self._folder = _agree_on_folder(Path(dump_folder) / "collectives")
+        self._trace = TraceWriter(self._folder, rank)
+        self._info = RankInfo(
+            rank=rank,
+            world_size=dist.get_world_size(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            timeout_s=timeout_s,
+        )
+        self._info.write(self._folder)
+        dist.barrier()  # every rank's files are there before anyone reads them
+        self._comparison = Comparison(self._folder) if rank == 0 else None
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            hang_report.start(self._folder, of_all_machines=rank == 0)
+        self._hook_new_groups()
+        logger.info(f"Collectives are recorded in {self._folder}")
+
+    def name_modules(self, model_parts: list[nn.Module]) -> None:
+        """Let records name the modules of the model; call once it is built."""
+        for part in model_parts:
+            self._names.update({m: canonical_fqn(name) for name, m in part.named_modules()})
+        self._hook_new_groups()
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around one training step.
+
+        Raises:
+            RuntimeError: on rank 0, at the end of the step, if the ranks' collectives differ.
+        """
+        self._step = number
+        self._hook_new_groups()
+        with _SplitLists(self):
+            yield
+        self._checks_gradients = True
+        if self._comparison is not None:
+            self._comparison.advance()
+            if self._comparison.difference:
+                raise RuntimeError(self._comparison.difference)
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Around the whole training: records how it ended."""
+        ending = "finished"
+        try:
+            yield
+        except BaseException as error:
+            ending = f"failed: {type(error).__name__}: {error}"[:500]
+            raise
+        finally:
+            for group in self._hooked:
+                group.unregister_pre_hook(_HOOK_ID)
+            self._info.ending = ending
+            self._info.write(self._folder)
+
+    def _hook_new_groups(self) -> None:
+        new = [group for group in _world.pg_map if group not in self._hooked]
+        for group in new:
+            ranks = dist.get_process_group_ranks(group)
+            name = f"{group.group_desc}/{group.group_name}"
+            self._hooked.append(group)
+            self._info.groups[name] = ranks
+            group.register_pre_hook(_HOOK_ID, self._hook_of(name, ranks))
+        if new:
+            self._info.write(self._folder)
+
+    def _hook_of(self, name: str, ranks: list[int]):
+        def hook(args) -> None:
+            op = args.name.name.lower()
+            op = _OPS.get(op, op)
+            group = name
+            if op in ("send", "recv"):
+                ends = [self._info.rank, ranks[args.root]]
+                sender, receiver = ends if op == "send" else reversed(ends)
+                group = f"{name} {sender}->{receiver}"
+                if group not in self._info.groups:
+                    self._info.groups[group] = [sender, receiver]
+                    self._info.write(self._folder)
+            with self._lock:
+                record = self._record(op, group, args)
+                self._trace.write(record)
+                self._index += 1
+                self._positions[group] += 1
+            if not (self._checks_gradients and record.backward and op in _CARRIES_GRADIENTS):
+                return
+            # Now, since on the other ranks nobody can tell whose gradient it was.
+            if not all(bool(torch.isfinite(gradient).all()) for gradient in args.input_tensors):
+                raise RuntimeError(
+                    f"rank {self._info.rank} is about to send gradients that are not finite: "
+                    f"{describe(record)}"
+                )
+
+        return hook
+
+    def _record(self, op: str, group: str, args) -> Record:
+        unit, site = self._issuer(sys._getframe(2))
+        tensors = [*args.input_tensors, *args.output_tensors]
+        splits, self._splits = self._splits, None
+        return Record(
+            index=self._index,
+            step=self._step,
+            group=group,
+            position=self._positions[group],
+            op=op,
+            inputs=[list(t.shape) for t in args.input_tensors[: Record.MAX_SHAPES]],
+            outputs=[list(t.shape) for t in args.output_tensors[: Record.MAX_SHAPES]],
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            num_bytes=sum(t.numel() * t.element_size() for t in tensors),
+            root=args.root if op not in ("send", "recv") else -1,
+            unit=unit,
+            site=site,
+            backward=torch._C._current_graph_task_id() != -1,
+            splits=splits if op == "all_to_all" else None,
+        )
+
+    def _issuer(self, frame: FrameType | None) -> tuple[str, str]:
+        """The FSDP unit or innermost module on the stack, and the innermost frame not of torch."""
+        site = ""
+        while frame is not None:
+            code = frame.f_code
+            if code in _UNIT_METHODS:
+                return canonical_fqn(frame.f_locals["self"]._module_fqn or "root"), ""
+            if code is _MODULE_CALL:
+                name = self._names.get(frame.f_locals["self"])
+                if name is not None:
+                    return name, site
+            elif not site and not code.co_filename.startswith(_NOT_AN_ISSUER):
+                site = code.co_qualname
+            frame = frame.f_back
+        return "", site
+
+
+def _agree_on_folder(parent: Path) -> Path:
+    name = [time.strftime("%Y%m%d-%H%M%S")]
+    dist.broadcast_object_list(name, src=0)
+    folder = parent / name[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() == 0:
+        for old in sorted(path for path in parent.iterdir() if path.is_dir())[:-_KEPT_RUNS]:
+            shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def _code_of(function) -> CodeType:
+    return inspect.unwrap(function).__code__
+
+
+_UNIT_METHODS = (_code_of(FSDPParamGroup.unshard), _code_of(FSDPParamGroup.post_backward))
+_MODULE_CALL = _code_of(nn.Module._call_impl)
+
+
+class _SplitLists(TorchDispatchMode):
+    """Notes the split lists of an all-to-all for the record that its pre-hook makes."""
+
+    def __init__(self, watchdog: CollectiveWatchdog) -> None:
+        super().__init__()
+        self._watchdog = watchdog
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func._schema.name in _SPLIT_OPS:
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            sends, expects = given["input_split_sizes"], given["output_split_sizes"]
+            if sends and expects:
+                self._watchdog._splits = ([int(n) for n in sends], [int(n) for n in expects])
+        return func(*args, **kwargs)

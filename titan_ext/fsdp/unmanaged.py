@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parameters that FSDP2 does not manage: refuse them, or hand them to FSDP2.
+
+FSDP2 gathers, and reduces the gradients of, the parameters that a module has when ``fully_shard``
+is called. One that is added later (an adapter injected after wrapping, a new head) trains on each
+rank's own data, and the ranks' copies drift apart without an error. The model's first forward
+refuses such parameters, in any training loop.
+
+Until the model has run, FSDP2 takes new units, so ``synchronize_unmanaged_parameters`` makes some.
+FSDP2 then shards the new parameters and sums, scales, accumulates and clips their gradients as
+usual. The new modules of one unit form one group, which costs one all-gather and one
+reduce-scatter.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    DataParallelMeshDims,
+    FSDPModule,
+    FullyShardedDataParallel,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.config import TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+from torchtitan.models.common.decoder_sharding import dense_param_placement
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.protocols.module import Module
+
+from titan_ext.fsdp.mesh import FSDPMeshes
+from titan_ext.fsdp.plan import GroupKind, find_plan, remember_plan
+from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
+from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.lora import keep_frozen
+from titan_ext.names import and_more
+from titan_ext.no_accelerator import reduce_without_premul_sum
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Check that no module of ``model`` is wrapped by FSDP1.
+
+    Raises:
+        ValueError: naming the first such module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError(
+                f"{name or 'The model'} is wrapped by FSDP1 "
+                "(torch.distributed.fsdp.FullyShardedDataParallel), which titan_ext does not "
+                "support; expected a module that is not wrapped: titan_ext applies FSDP2."
+            )
+
+
+def refuse_unmanaged_parameters_at_first_forward(model: nn.Module) -> None:
+    """Run ``refuse_unmanaged_parameters`` when ``model`` first runs forward, before FSDP does."""
+
+    @torch._dynamo.disable  # as FSDP's own hooks are
+    def check_once(module: nn.Module, args: object) -> None:
+        refuse_unmanaged_parameters([module])
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(check_once, prepend=True)
+
+
+def refuse_unmanaged_parameters(models: Iterable[nn.Module]) -> None:
+    """Check that FSDP2 manages every parameter; call it before the first step.
+
+    Args:
+        models: The model, or the chunks of it that the pipeline stages of this rank hold. One
+            without FSDP2 (nothing was sharded) passes.
+
+    Raises:
+        ValueError: naming the parameters that were added after ``fully_shard``.
+    """
+    found = [name for model in models for name in unmanaged_parameters(model)]
+    if found:
+        raise ValueError(
+            f"{and_more(found)}: added to the model, or replaced, after fully_shard. FSDP does not "
+            "manage them, so their gradients would not be summed over the ranks. Add parameters "
+            "before the model is parallelized: through its config "
+            "(torchtitan.components.lora.LoRAConverter for LoRA) or before "
+            "titan_ext.api.parallelize; or give new ones to "
+            "titan_ext.api.synchronize_unmanaged_parameters before the optimizer is built."
+        )
+
+
+def unmanaged_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters of ``model`` that FSDP2 should manage and does not.
+
+    Parameters that it was told to ignore do not count, nor new ones that are frozen: they have no
+    gradients to sum. Without FSDP2 there are none.
+    """
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return []
+    managed = set(_managed_places(model))
+    plan = find_plan(model)
+    ignored = plan.ignored if plan is not None else ()
+    found = []
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            full_name = canonical_fqn(f"{path}.{name}" if path else name)
+            if (module, name) in managed:
+                is_unmanaged = not isinstance(param, DTensor)  # replaced: FSDP has another one
+            else:
+                is_unmanaged = param.requires_grad and full_name not in ignored
+            if is_unmanaged:
+                found.append(full_name)
+    return found
+
+
+def synchronize_unmanaged_parameters(
+    model: nn.Module, *, parallel_dims: ParallelDims, training: TrainingConfig
+) -> list[str]:
+    """Have FSDP2 shard and synchronise the parameters that were added to ``model`` after it.
+
+    Call it on every rank, after the modules were added and before the optimizer is built and the
+    model runs. Parameters that hold values become rank 0's on all data axes; those on the meta
+    device are initialised with the rest. Frozen parameters beside trainable ones are sharded too.
+
+    Args:
+        model: The model, or the chunk of a pipeline stage, that ``parallelize`` returned.
+        parallel_dims: As ``parallelize`` had it.
+        training: As ``parallelize`` had it: the dtypes of computation and reduction, CPU offload.
+
+    Returns:
+        The names of what FSDP2 manages from now on; empty if it managed everything before.
+
+    Raises:
+        ValueError: naming a parameter that cannot be given to FSDP: one that replaces a parameter
+            of FSDP's, belongs to a module that is a unit itself, is split over an axis that its
+            module does not declare, or is inside of what is compiled; or if the model has run.
+    """
+    names = set(unmanaged_parameters(model))
+    if not names:
+        return []
+    assert isinstance(model, FSDPModule)
+    if model._get_fsdp_state()._is_root is not None:
+        raise ValueError(
+            "synchronize_unmanaged_parameters: the model has run already; expected a call before "
+            "its first forward, when FSDP still takes new parameters."
+        )
+    by_path = {canonical_fqn(path): module for path, module in model.named_modules()}
+    managed = set(_managed_places(model))
+    managed_params = {getattr(module, name) for module, name in managed}
+    modules = [
+        path
+        for path, module in by_path.items()
+        if any(name in names for name, _ in module.named_parameters(path, recurse=False))
+    ]
+    for path in modules:
+        _check_place(path, by_path, managed)
+    _place_on_model_axes({path: by_path[path] for path in modules}, parallel_dims)
+
+    meshes = FSDPMeshes.resolve(parallel_dims)
+    arguments = FSDPSettings.from_config(training=training).fully_shard_arguments(
+        meshes.dense.device_type
+    )
+    for kind, group in _by_unit(modules, by_path, parallel_dims.ep_enabled):
+        mesh, axes = meshes.mesh_and_axes(kind)
+        ignored = {p for m in group for p in m.parameters() if p in managed_params}
+        _make_equal([p for m in group for p in m.parameters() if p not in ignored], mesh, axes)
+        fully_shard(
+            group,
+            mesh=mesh,
+            dp_mesh_dims=axes,
+            ignored_params=ignored or None,
+            reshard_after_forward=False,
+            **arguments,
+        )
+        prefetch_nothing_in_backward(group)
+    disable_fsdp_gradient_division(model)
+    if meshes.dense.device_type == "cpu":
+        reduce_without_premul_sum(model)
+    assert not unmanaged_parameters(model)
+    if plan := find_plan(model):
+        remember_plan(model, dataclasses.replace(plan, unmanaged=tuple(sorted(names))))
+    return sorted(names)
+
+
+def _managed_places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Module and attribute of every parameter that FSDP2 swaps; tied ones once per module."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for param in group.fsdp_params:
+                info = param._module_info
+                yield info.module, info.param_name
+                yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
+def _check_place(
+    path: str, by_path: dict[str, nn.Module], managed: set[tuple[nn.Module, str]]
+) -> None:
+    """Refuse what FSDP2 cannot take at ``path``."""
+    module = by_path[path]
+    for name, param in module.named_parameters(recurse=False):
+        if (module, name) in managed and not isinstance(param, DTensor):
+            raise ValueError(
+                f"{path}.{name} replaces a parameter of FSDP's, which would put its own back; "
+                "expected new parameters beside it."
+            )
+    if isinstance(module, FSDPModule):
+        raise ValueError(
+            f"{path or 'The model'} is an FSDP unit, and a parameter was added directly to it; "
+            "expected new parameters in a module of their own inside it."
+        )
+    for parent in _path_and_parents(path):
+        if by_path[parent]._compiled_call_impl is not None:
+            raise ValueError(
+                f"{path} was added to {parent or 'the model'}, which is compiled already: "
+                "torch.compile refuses FSDP's hooks inside. Add it before the model is "
+                "parallelized, or train without compile."
+            )
+
+
+def _by_unit(
+    modules: Iterable[str], by_path: dict[str, nn.Module], ep_enabled: bool
+) -> list[tuple[GroupKind, list[nn.Module]]]:
+    """The modules of one unit on one mesh; they form a group."""
+    groups: dict[tuple[Any, GroupKind], list[nn.Module]] = {}
+    for path in modules:
+        around = [by_path[parent] for parent in _path_and_parents(path)]
+        unit = next(above for above in around if isinstance(above, FSDPModule))
+        is_routed = ep_enabled and any(isinstance(above, GroupedExperts) for above in around)
+        kind = "experts" if is_routed else "dense"
+        groups.setdefault((unit._get_fsdp_state(), kind), []).append(by_path[path])
+    return [(kind, group) for (_, kind), group in groups.items()]
+
+
+def _path_and_parents(path: str) -> list[str]:
+    """``path`` and the names of all modules that it is in, the innermost first."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _place_on_model_axes(modules: dict[str, nn.Module], parallel_dims: ParallelDims) -> None:
+    """Parallelize Titan's modules by their sharding config; others only if nothing is split."""
+    typed = parallel_dims.spmd_backend == "spmd_types"
+    if not (typed or parallel_dims.tp_enabled or parallel_dims.ep_enabled):
+        return
+    for path, module in modules.items():
+        if isinstance(module, Module) and module._sharding_config is not None:
+            if not module._parallelized:
+                with keep_frozen(module):
+                    module.parallelize(parallel_dims)
+            continue
+        if parallel_dims.tp_enabled or (".inner_experts." in f".{path}." and parallel_dims.ep > 1):
+            raise ValueError(
+                f"{path} does not say how tensor or expert parallelism split it; expected a module "
+                "of torchtitan's with a sharding_config (as its LoRA adapters have)."
+            )
+        if typed:
+            _annotate_replicated(module, parallel_dims)
+
+
+def _annotate_replicated(module: nn.Module, parallel_dims: ParallelDims) -> None:
+    layout = dense_param_placement(tp=spmd.R)
+    axes = [axis.value for axis in layout.axes()]
+    mesh = parallel_dims.get_optional_mesh(axes, include_singleton_axes=True)
+    assert mesh is not None
+    with set_current_spmd_mesh(mesh):
+        for param in module.parameters(recurse=False):
+            spmd.assert_type(param, layout.axis_types, layout.partition_spec)
+
+
+def _make_equal(
+    params: Sequence[nn.Parameter], mesh: DeviceMesh, axes: DataParallelMeshDims | None
+) -> None:
+    """Copy the first data-parallel rank's values to all others."""
+    names = mesh.mesh_dim_names or ()
+    for index in range(mesh.ndim):
+        is_data = axes is None or names[index] in {*axes.replicate_names, *axes.shard_names}
+        if not is_data or mesh.size(index) == 1:
+            continue
+        for param in params:
+            local = param.to_local() if isinstance(param, DTensor) else param
+            if not local.is_meta:
+                with torch.no_grad():
+                    dist.broadcast(local, group=mesh.get_group(index), group_src=0)

@@ -1,1 +1,0 @@
-"""Adapters and a frozen base: ``targets`` says what can have one, ``frozen`` keeps the rest so."""

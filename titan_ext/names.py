@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names and messages: the nearest valid name, lists cut short, globs, tables as flags."""
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+
+def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown ``name``: the nearest of ``known``, or a full stop.
+
+    Case is ignored. ``cutoff`` is that of ``difflib.get_close_matches``.
+    """
+    by_lower = {word.lower(): word for word in known}
+    close = get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else "."
+
+
+def and_more(names: Collection[object], limit: int = 5) -> str:
+    """``names`` in a row; of a long list, the first ``limit`` and how many follow."""
+    shown = ", ".join(str(name) for name in list(names)[:limit])
+    rest = len(names) - limit
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the glob ``pattern`` matches ``name``, or a module that ``name`` lies in.
+
+    ``layers.0.moe.router.gate.weight`` is matched by ``*.router`` and by ``layers.0``.
+    """
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+
+
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 8``: neighbours as ranges."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {and_more(words, limit=8)}"
+
+
+def table_flag(value_from: Callable[[str], Any] = str) -> PrimitiveConstructorSpec[dict[str, Any]]:
+    """For a key of type ``Annotated[dict[str, ...], table_flag()]``: the flag is the whole table.
+
+    ``--parallelism.fsdp_reshard_groups attention never moe always``. For a dict that is not empty,
+    tyro by itself makes one flag for each of its names and takes no other name. ``value_from``
+    reads a value; the config checks it.
+    """
+
+    def read(words: list[str]) -> dict[str, Any]:
+        if len(words) % 2:
+            raise ValueError("expected names and values in turn")
+        return dict(zip(words[::2], map(value_from, words[1::2]), strict=True))
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME VALUE ...",
+        instance_from_str=read,
+        is_instance=lambda instance: isinstance(instance, dict),
+        str_from_instance=lambda table: [str(word) for word in chain(*table.items())],
+    )
+
+
+_warned: set[str] = set()
+
+
+def warn_once() -> None:
+    """Show each warning of Titan's config classes once, until the next call.
+
+    They warn when they are built, and are built several times on their way to the trainer: by tyro,
+    by Titan's ``build()``, and for a file's changes.
+    """
+    _warned.clear()
+    logging.getLogger().addFilter(_is_new)  # Titan logs with the root logger
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    message = record.getMessage() if record.funcName == "__post_init__" else None
+    is_new = message not in _warned
+    _warned.update([message] if message else [])
+    return is_new
