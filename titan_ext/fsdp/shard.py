@@ -6,8 +6,9 @@ Source of the order of calls and of the rules for experts: torchtitan/distribute
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import (
     apply_fsdp_to_vision_encoder,
@@ -65,6 +66,13 @@ def shard_decoder(
     if meshes.dense.device_type == "cpu":
         reduce_without_premul_sum(model)
     set_prefetch(model, plan.decoder_units, plan.prefetch)
+    for unit in plan.decoder_units:
+        if not unit.gathers_in_backward:
+            unit.fsdp_module(model).set_unshard_in_backward(False)
+    if plan.reduce_scatter_buffers > 1:
+        root = cast(FSDPModule, model)
+        root.set_separate_reduce_scatter_group(True)
+        root.set_reduce_scatter_max_input_buffers(plan.reduce_scatter_buffers)
     kinds = Counter(unit.kind.value for unit in plan.decoder_units)
     groups = sum(len(unit.groups) for unit in plan.decoder_units)
     reason = f" (auto, EP {parallel_dims.ep})" if settings.wrap == "auto" else ""

@@ -15,6 +15,7 @@ import torch
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.simulate import FSDPSimulation, SimulatedUnit
 from titan_ext.fsdp.plan import UnitPlan
+from titan_ext.fsdp.units import UnitKind
 
 _NORM, _HEAD = "norm", "lm_head"
 
@@ -60,6 +61,7 @@ class StepOrder:
         accumulation: Forwards and backwards of a step (calls of the schedule in a pipeline).
         pipeline: The stage, in a pipeline.
         grad_dtype: Of sharded parameters and their gradients (``training.dtype``).
+        reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
     """
 
     recomputes: bool = True
@@ -67,6 +69,7 @@ class StepOrder:
     accumulation: int = 1
     pipeline: Pipeline | None = None
     grad_dtype: torch.dtype = torch.float32
+    reduce_scatter_buffers: int = 1
 
 
 def predict(units: Sequence[UnitPlan], order: StepOrder) -> Timeline:
@@ -98,7 +101,9 @@ class _Step:
         if any(unit.name.startswith("mtp_layers.") for unit in units):
             raise ValueError("multi-token prediction runs norm and head between blocks.")
         self.order = order
-        self.fsdp = FSDPSimulation(units, _roles(units, order), order.grad_dtype)
+        self.fsdp = FSDPSimulation(
+            units, _roles(units, order), order.grad_dtype, order.reduce_scatter_buffers
+        )
         found = list(self.fsdp.units.values())
         self.embedding = next((u for u in found if u.plan.kind == "embedding"), None)
         self.head = next((u for u in found if _is_head(u)), None)
@@ -205,10 +210,16 @@ class _Step:
         outer, inner = _outer_and_inner(block)
         if outer is not None:
             fsdp.pre_backward(outer)
+        recomputes = self.order.recomputes
         for unit in reversed(inner):
-            fsdp.pre_backward(unit)
-            if unit is inner[-1] and self.order.recomputes:
+            # What follows the experts in the block needs saved tensors, so recomputes first.
+            if unit.plan.kind is UnitKind.EXPERTS and recomputes:
                 self._run_block(block, in_backward=True)
+                recomputes = False
+            fsdp.pre_backward(unit)
+            if recomputes:
+                self._run_block(block, in_backward=True)
+                recomputes = False
             fsdp.add_gradients(unit, _trainable(unit))
             fsdp.post_backward(unit)
         if outer is not None:
