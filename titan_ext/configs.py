@@ -19,7 +19,7 @@ from torchtitan.protocols.model import BaseModel
 from titan_ext.fsdp.replicated import find_replicated, units_without
 from titan_ext.fsdp.reshard import Reshard, check_divides, check_reshard_groups, read_reshard
 from titan_ext.fsdp.settings import QUANTIZE_FROZEN, REPLICATE, FSDPSettings
-from titan_ext.fsdp.units import FSDPWrap, plan_units, resolve_wrap, vision_units
+from titan_ext.fsdp.units import FSDPWrap, Wrap, plan_units, resolve_wrap, vision_units
 from titan_ext.names import table_flag
 
 __all__ = ["DebugConfig", "ParallelismConfig"]
@@ -40,7 +40,8 @@ class ParallelismConfig(TitanParallelismConfig):
       their own, so that half a block is unsharded at a time. More, smaller collectives.
     - "experts": the routed experts, and all else in the block. As many collectives as "block" when
       expert_parallel_degree > 1; the experts are gathered only while they run. Not with compile.
-    - "auto": "submodule" when expert_parallel_degree > 1, "block" otherwise.
+    - "auto": "block" without expert parallelism; with it "submodule" if the experts' shards lie on
+      one node or whole on a rank; else the cheapest by a model of the step's time and bytes.
 
     The losses and gradient norms do not depend on it. See docs/fsdp_units.md.
     """
@@ -83,7 +84,8 @@ class ParallelismConfig(TitanParallelismConfig):
     How many inputs of reduce-scatters may live at the same time. 1 is FSDP2's default: backward
     waits for one reduce-scatter before it starts the next. More let backward go on, for the bytes
     of a unit's gradients each, and give reduce-scatters a process group of their own, so that they
-    do not wait for all-gathers: on a GPU a second communicator (0.5 to 0.7 GiB with NCCL).
+    do not wait for all-gathers: on a GPU a second communicator (0.5 to 0.7 GiB with NCCL). "auto":
+    chosen with fsdp_wrap; 1 where gathers stay on a node.
     """
 
     fsdp_replicate: list[str] = field(default_factory=list)
@@ -193,10 +195,12 @@ def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfi
     with torch.device("meta"):
         built = cast(Decoder, model.build())
     replicated = find_replicated(built, settings.replicate, is_chunk=False)
-    wrap = resolve_wrap(settings.wrap, parallelism.expert_parallel_degree)
+    wraps: list[Wrap] = ["submodule", "experts", "block"]  # "auto" takes one that has the names
+    if settings.wrap != "auto" or parallelism.expert_parallel_degree == 1:
+        wraps = [resolve_wrap(settings.wrap, parallelism.expert_parallel_degree)]
     # In a pipeline a vision tower is no unit (fsdp.plan).
     towers = vision_units(built) if parallelism.pipeline_parallel_degree == 1 else []
-    units = units_without(built, plan_units(built, wrap), replicated)
+    units = [u for w in wraps for u in units_without(built, plan_units(built, w), replicated)]
     check_reshard_groups(settings.reshard_groups, [*towers, *units])
 
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -16,7 +16,7 @@ from titan_ext.fsdp.prefetch import (
     parse_prefetch_limit,
 )
 from titan_ext.fsdp.reshard import Reshard, check_reshard
-from titan_ext.fsdp.units import resolve_wrap
+from titan_ext.fsdp.units import Wrap, resolve_wrap
 
 REPLICATE = "parallelism.fsdp_replicate"
 QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
@@ -127,6 +127,12 @@ class FSDPSettings:
             if backward == "auto"
             else parse_prefetch_limit(f"{key}_backward", backward),
         )
+
+    @property
+    def resolved_wrap(self) -> Wrap:
+        """``wrap`` once "auto" has been replaced (``fsdp.auto``)."""
+        assert self.wrap != "auto"
+        return cast(Wrap, self.wrap)
 
     @property
     def reduce_scatter_inputs(self) -> int:

@@ -18,13 +18,14 @@ from torchtitan.distributed.fsdp import (
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
+from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, make_plan, remember_plan
 from titan_ext.fsdp.prefetch import set_prefetch
 from titan_ext.fsdp.quantized import quantize_at_first_forward
 from titan_ext.fsdp.replicated import replicate_modules
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import Unit, UnitKind, innermost_first, plan_units, resolve_wrap
+from titan_ext.fsdp.units import Unit, UnitKind, innermost_first, plan_units
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters_at_first_forward
 from titan_ext.no_accelerator import reduce_without_premul_sum
 
@@ -52,10 +53,9 @@ def shard_decoder(
     Raises:
         ValueError: for a setting that does not fit the model, or a name that is not in it.
     """
-    settings = settings or FSDPSettings()
-    wrap = resolve_wrap(settings.wrap, parallel_dims.ep)
+    settings = choose(model, settings or FSDPSettings(), parallel_dims)
     if units is None:
-        units = plan_units(model, wrap)
+        units = plan_units(model, settings.resolved_wrap)
     meshes = FSDPMeshes.resolve(parallel_dims)
     plan = make_plan(model, units, settings, meshes.sizes, is_chunk=parallel_dims.pp_enabled)
     _shard(model, plan, settings, meshes)
@@ -75,9 +75,8 @@ def shard_decoder(
         root.set_reduce_scatter_max_input_buffers(plan.reduce_scatter_buffers)
     kinds = Counter(unit.kind.value for unit in plan.decoder_units)
     groups = sum(len(unit.groups) for unit in plan.decoder_units)
-    reason = f" (auto, EP {parallel_dims.ep})" if settings.wrap == "auto" else ""
     logger.info(
-        f"FSDP units: {wrap}{reason}, {kinds.total()} units in {groups} groups: "
+        f"FSDP units: {settings.wrap}, {kinds.total()} units in {groups} groups: "
         + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     )
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")

@@ -129,6 +129,9 @@ class FSDPSimulation:
         for group in self._groups:
             group.sharded_gradients.clear()
 
+    def run(self, unit: SimulatedUnit, phase: str, part: str = "all") -> None:
+        """A unit computes, which changes no bytes; ``fsdp.cost`` counts its time."""
+
     # Forward
 
     def begin_forward(self) -> None:
@@ -296,7 +299,7 @@ class FSDPSimulation:
             return
         if group is group.unit.groups[-1]:  # the first of its unit in backward
             while len(self._reduce_inputs) >= self._reduce_scatter_buffers:
-                self._buffers.remove(self._reduce_inputs.pop(0))
+                self._reclaim_reduce_input()
         if group.gradients:
             self._reduce(group)
 
@@ -316,6 +319,9 @@ class FSDPSimulation:
             self._buffers.remove(shard)  # copied, or added to what is there
         group.sharded_gradients |= group.gradients
         group.gradients.clear()
+
+    def _reclaim_reduce_input(self) -> None:
+        self._buffers.remove(self._reduce_inputs.pop(0))
 
     def _complete_forward(self, unit: SimulatedUnit, in_backward: bool) -> None:
         for group in unit.groups:
