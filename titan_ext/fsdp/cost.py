@@ -117,7 +117,7 @@ class Estimate:
     @property
     def collectives(self) -> list[tuple[str, str]]:
         """Kind and group of FSDP's collectives in the order in which it issues them."""
-        return [(s.stream, s.what) for s in self.spans if s.stream.endswith(("gather", "scatter"))]
+        return [(s.stream.split(": ")[1], s.what) for s in self.spans if ": " in s.stream]
 
 
 def estimate(units: Sequence[UnitPlan], order: StepOrder, job: Job, machine: Machine) -> Estimate:
