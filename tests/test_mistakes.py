@@ -46,7 +46,7 @@ def test_a_file_is_checked_after_the_flags(monkeypatch: pytest.MonkeyPatch):
         _run(monkeypatch, GROUP)
     config = _run(monkeypatch, GROUP, "--parallelism.expert_parallel_degree", "2")
     assert config.parallelism.fsdp_reshard_groups == {"attention": "never"}
-    with pytest.raises(ValueError, match=r"2 mistakes:\n  training.steps is -1; .*\n  .*seq_len"):
+    with pytest.raises(ValueError, match=r"2 mistakes:\n  .*seq_len is 0; .*\n  .*steps is -1; "):
         _run(monkeypatch, DEBUG, "--training.steps", "-1", "--training.seq_len", "0")
 
 
