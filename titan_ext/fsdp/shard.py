@@ -24,7 +24,10 @@ from titan_ext.fsdp.quantized import quantize_at_first_forward
 from titan_ext.fsdp.replicated import replicate_modules
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Unit, UnitKind, innermost_first, plan_units, resolve_wrap
-from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters_at_first_forward
+from titan_ext.fsdp.unmanaged import (
+    refuse_unmanaged_parameters_at_first_forward,
+    replicate_undeclared,
+)
 from titan_ext.no_accelerator import reduce_without_premul_sum
 
 
@@ -57,6 +60,8 @@ def shard_decoder(
         units = plan_units(model, wrap)
     meshes = FSDPMeshes.resolve(parallel_dims)
     plan = make_plan(model, units, settings, meshes.sizes, is_chunk=parallel_dims.pp_enabled)
+    if meshes.dense_axes is not None:
+        replicate_undeclared(model, parallel_dims, plan.ignored)
     _shard(model, plan, settings, meshes)
     quantize_at_first_forward(model, plan.quantized)
     if settings.symm_mem:
