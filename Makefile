@@ -17,6 +17,8 @@ KILLS := 50
 # Three at a time on 2 cores: ranks wait for each other. A test has up to four.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal
 export OMP_NUM_THREADS ?= 1
+# torchao 0.18 registers two enums in a way that torch warns of in each process.
+export TORCH_LOGS ?= -torch.utils._pytree
 
 .PHONY: train test test-all matrix faults lint setup data clean
 

@@ -15,7 +15,7 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ext.names import did_you_mean, warn_once
+from titan_ext.names import did_you_mean, log_on_one_node, warn_once
 
 if TYPE_CHECKING:
     from titan_ext.trainer import Trainer
@@ -51,6 +51,7 @@ def _model(module: str) -> str:
 def _extended_titan_config(name: str) -> "Trainer.Config":
     from titan_ext.trainer import extend_config
 
+    log_on_one_node()
     warn_once()
     return extend_config(getattr(import_module(titan_configs()[name]), name)())
 
@@ -58,6 +59,7 @@ def _extended_titan_config(name: str) -> "Trainer.Config":
 def _load_toml(path: str) -> "Trainer.Config":
     from titan_ext.toml_config import load
 
+    log_on_one_node()
     return load(path)
 
 

@@ -15,6 +15,7 @@ from titan_ext.guards.agreement import RanksAgree
 from titan_ext.guards.checkpoints import Checkpoints
 from titan_ext.guards.finite import FiniteGradients
 from titan_ext.guards.paths import Paths
+from titan_ext.guards.progress import Progress
 from titan_ext.guards.stop import StopOnSignal
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.lora import check_lora_targets
@@ -98,4 +99,5 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     FiniteGradients,
     FSDPMemory,
     ActivationMemory,
+    Progress,
 )
