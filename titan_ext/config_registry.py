@@ -9,6 +9,7 @@ ImportError in this module for a missing module; inside a config function it sho
 """
 
 import functools
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_ext.mistakes import Mistakes, checks_later, end_with_messages
-from titan_ext.names import did_you_mean, warn_once
+from titan_ext.names import did_you_mean, log_on_one_node, warn_once
 
 if TYPE_CHECKING:
     from titan_ext.trainer import Trainer
@@ -57,6 +58,7 @@ def _config(name: str) -> "Trainer.Config":
     from titan_ext.toml_config import resolve
     from titan_ext.trainer import extend_config
 
+    _prepare_log()
     given = flags.of_this_command(name)
     if name.endswith(".toml"):
         config = resolve(name, given).config
@@ -67,6 +69,12 @@ def _config(name: str) -> "Trainer.Config":
         config = replace(flags.with_flags(config, given) if given else config)
     Mistakes(wrong_degrees(config, world_size(config))).raise_all()
     return config
+
+
+def _prepare_log() -> None:
+    log_on_one_node()
+    handler = "titan_ext.guards.folder.register_handler"
+    os.environ.setdefault("TITAN_STRUCT_LOGGER_HANDLERS", handler)
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
