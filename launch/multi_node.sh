@@ -11,6 +11,11 @@ set -euo pipefail
 # Workers of torch 2.15 hang in init_process_group after a restart without it (docs/hangs_and_faults.md).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+# torchao 0.18 registers two enums in a way that torch warns of in each process.
+export TORCH_LOGS=${TORCH_LOGS--torch.utils._pytree}
+# The node whose workers log; from others come warnings and errors only.
+export LOG_NODE=${LOG_NODE:-0}
+
 exec "${TORCHRUN:-torchrun}" \
     --nnodes="$NNODES" \
     --nproc_per_node="${NGPU:-gpu}" \

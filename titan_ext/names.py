@@ -2,6 +2,7 @@
 """Names and messages: the nearest valid name, lists cut short, globs, tables as flags."""
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -71,11 +72,29 @@ def table_flag(value_from: Callable[[str], Any] = str) -> PrimitiveConstructorSp
     )
 
 
+def duration(seconds: float) -> str:
+    """``35 s``, ``12 min``, ``2 h 5 min`` or ``3 d 4 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
 _warned: set[str] = set()
+_NOISE = (
+    # Warns of a default. Whoever loads weights sets the path.
+    ("__post_init__", "initial_load_model_only=True has no effect"),
+    # guards.paths refuses a tokenizer that is missing; that of the corpus is made first.
+    ("_validate_config", "HF assets path "),
+)
+"""Warnings of Titan's config classes that are never shown, by function and first words."""
 
 
 def warn_once() -> None:
-    """Show each warning of Titan's config classes once, until the next call.
+    """Show each warning of Titan's config classes once, until the next call, and no ``_NOISE``.
 
     They warn when they are built, and are built several times on their way to the trainer: by tyro,
     by Titan's ``build()``, and for a file's changes.
@@ -84,8 +103,23 @@ def warn_once() -> None:
     logging.getLogger().addFilter(_is_new)  # Titan logs with the root logger
 
 
+def log_on_one_node() -> None:
+    """Log warnings and errors only, unless this node is ``LOG_NODE`` of the environment.
+
+    launch/multi_node.sh sets it: the rendezvous numbers the nodes, so no launch script can know
+    which will be the first. "all" and no value let every node log.
+    """
+    wanted = os.environ.get("LOG_NODE", "all")
+    if wanted != "all" and os.environ.get("GROUP_RANK", wanted) != wanted:
+        logging.getLogger().setLevel(logging.WARNING)
+
+
 def _is_new(record: logging.LogRecord) -> bool:
-    message = record.getMessage() if record.funcName == "__post_init__" else None
+    message = record.getMessage()
+    if any(record.funcName == where and message.startswith(words) for where, words in _NOISE):
+        return False
+    if record.funcName != "__post_init__":
+        return True
     is_new = message not in _warned
-    _warned.update([message] if message else [])
+    _warned.add(message)
     return is_new

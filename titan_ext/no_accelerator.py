@@ -37,6 +37,7 @@ import os
 import platform
 import re
 import resource
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,12 @@ _HOLDERS_OF_A_COPY = (
     "torchtitan.tools.profiler",
 )
 
+_EXPECTED_WARNINGS = (
+    "DTensor (random operators|manual_seed\\(\\)) may not have complete support on cpu",
+    "In CPU autocast, but the target dtype is not supported",  # the gate stays in its dtype
+    "'set_vital' is deprecated",  # torchdata, in every run
+)
+
 
 def needed() -> bool:
     """Whether this machine has no accelerator, by the test that Titan itself uses."""
@@ -84,6 +91,8 @@ def enable() -> bool:
         return False
     if titan_utils.device_type == "cpu":
         return True
+    for expected in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=expected)
     device_module = CPUDeviceModule()
     titan_utils.get_peak_flops = lambda device_name: float("nan")
     dist_utils.init_distributed = _with_one_backend(dist_utils.init_distributed)
