@@ -1,8 +1,6 @@
 """Our keys are Titan keys: on the command line, in the config, and refused with one message."""
 
 import dataclasses
-import logging
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import cast
@@ -87,15 +85,6 @@ def test_an_extended_config_is_checked_once(checked: list, name: str):
     assert checked == [config]
     dataclasses.replace(config)
     assert len(checked) == 1
-
-
-@pytest.mark.parametrize("get", [lambda: _parse(), lambda: load(MOE_DEBUG)])
-def test_titan_warns_once(caplog: pytest.LogCaptureFixture, get: Callable[[], Trainer.Config]):
-    for _ in range(2):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            dataclasses.replace(get())
-        assert ["initial_load_path" in r.message for r in caplog.records].count(True) == 1
 
 
 def test_unknown_wrap_on_the_command_line_is_refused(capsys: pytest.CaptureFixture):

@@ -277,8 +277,9 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.dump_folder = str(folder)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
     config.training = TrainingConfig(
-        local_batch_size=run.global_batch
-        // (run.world // (run.pp * run.tp * run.cp) * run.accumulate),
+        local_batch_size=max(
+            1, run.global_batch // (run.world // (run.pp * run.tp * run.cp) * run.accumulate)
+        ),
         global_batch_size=run.global_batch,
         seq_len=run.seq_len,
         steps=run.steps,

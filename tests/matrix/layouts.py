@@ -297,7 +297,7 @@ _EXPERTS: list[dict[str, Any]] = [
     {"world": 2, "ep": 2, "ac": "fp8"},
     {"world": 2, "ep": 2, "ac": "fp8_no_recompute"},
 ]
-_EXPERT_UNITS = [Run(**{"parallelize": "experts"} | layout) for layout in _EXPERTS]
+_EXPERT_UNITS = [replace(Run(parallelize="experts"), **layout) for layout in _EXPERTS]
 _EXPERT_UNITS += [
     Run(
         world=4,
@@ -305,7 +305,7 @@ _EXPERT_UNITS += [
         prefetch="auto",
         reduce_scatter_buffers=3,
         backend=backend,
-        **{"parallelize": "submodule"},
+        parallelize="submodule",
     )
     for backend in BACKENDS
 ]
