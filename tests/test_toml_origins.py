@@ -9,7 +9,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from tests.toml_files import DATA, DEBUG, Loader
 from titan_ext import no_accelerator
 from titan_ext.toml_config import leaves, resolve
-from titan_ext.toml_config.__main__ import apply_flags, main
+from titan_ext.toml_config.__main__ import main
 from titan_ext.toml_config.files import to_toml
 from titan_ext.trainer import Trainer
 
@@ -75,7 +75,7 @@ def test_another_component_takes_the_origins_of_its_keys_along(folder: Path):
 def test_the_command_line_wins_and_is_named(folder: Path):
     (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\nseq_len = 512\n")
     flags = ["--training.steps", "5", "--training.seq-len=512", "activation_checkpoint:full"]
-    resolved = apply_flags(resolve("run.toml"), flags)
+    resolved = resolve("run.toml", flags)
     assert type(resolved.config) is Trainer.Config
     assert resolved.config.training.steps == 5
     assert isinstance(resolved.config.activation_checkpoint, FullAC.Config)

@@ -63,7 +63,7 @@ def shard_decoder(
         ValueError: for a setting that does not fit the model, or a name that is not in it.
     """
     settings = settings or FSDPSettings()
-    wrap = resolve_wrap(settings.wrap, parallel_dims.ep)
+    wrap = resolve_wrap(settings.wrap, parallel_dims.ep, model.config)
     if units is None:
         units = plan_units(model, wrap)
     meshes = FSDPMeshes.resolve(parallel_dims)
