@@ -50,11 +50,14 @@ def _model(module: str) -> str:
 
 
 def _extended_titan_config(name: str) -> "Trainer.Config":
+    from titan_ext.toml_config.dump import remember_base
     from titan_ext.trainer import extend_config
 
     _prepare_log()
     warn_once()
-    return extend_config(getattr(import_module(titan_configs()[name]), name)())
+    config = extend_config(getattr(import_module(titan_configs()[name]), name)())
+    remember_base(config, f"{_model(titan_configs()[name])}.{name}", {})
+    return config
 
 
 def _load_toml(path: str) -> "Trainer.Config":

@@ -18,11 +18,12 @@ from typing import Any
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.names import warn_once
 from titan_ext.toml_config.convert import POLICY, Given, build, changed, named_choices, plain
+from titan_ext.toml_config.dump import dump, remember_base
 from titan_ext.toml_config.files import KeyLocation, TomlConfigError, read_chain
 from titan_ext.toml_config.model import MODEL, choose_model, load_base
 from titan_ext.trainer import Trainer
 
-__all__ = ["Resolved", "TomlConfigError", "leaves", "load", "resolve"]
+__all__ = ["Resolved", "TomlConfigError", "dump", "leaves", "load", "resolve"]
 
 MACHINE = "titan_ext, for this machine"
 """The origin of a value that titan_ext changed because there is no accelerator."""
@@ -80,6 +81,7 @@ def resolve(path: str | Path) -> Resolved:
     model = choose_model(base, models, values, at)
     wanted = leaves({key: value for key, value in values.items() if key != "model_spec"})
     config = build(base.cls, values, at)
+    remember_base(config, base.name, model)
     resolved = Resolved(config, tuple(file.name for file in files), base.name, model, {})
     for key, value in resolved.values.items():
         origin = KeyLocation("", key, at.origins).origin() or base.name
