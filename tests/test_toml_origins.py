@@ -1,18 +1,15 @@
-"""Where values come from: files, the command line, aliases; and the examples in the docs."""
+"""Where values come from: files, the command line, aliases."""
 
 import logging
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tomli
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.toml_files import DATA, DEBUG, Loader
 from titan_ext import no_accelerator
 from titan_ext.toml_config import leaves, resolve
-from titan_ext.toml_config.__main__ import apply_flags, main
+from titan_ext.toml_config.__main__ import main
 from titan_ext.toml_config.files import to_toml
 from titan_ext.trainer import Trainer
 
@@ -78,7 +75,7 @@ def test_another_component_takes_the_origins_of_its_keys_along(folder: Path):
 def test_the_command_line_wins_and_is_named(folder: Path):
     (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\nseq_len = 512\n")
     flags = ["--training.steps", "5", "--training.seq-len=512", "activation_checkpoint:full"]
-    resolved = apply_flags(resolve("run.toml"), flags)
+    resolved = resolve("run.toml", flags)
     assert type(resolved.config) is Trainer.Config
     assert resolved.config.training.steps == 5
     assert isinstance(resolved.config.activation_checkpoint, FullAC.Config)
@@ -112,25 +109,3 @@ def test_what_the_command_prints_is_a_toml_file_for_the_same_config(config: Load
     wanted = leaves(config(extends))
     written = "".join(f"{key} = {to_toml(value)}\n" for key, value in wanted.items())
     assert leaves(config(extends + written)) == wanted
-
-
-PAGE = Path(__file__).parent.parent / "docs" / "toml.md"
-EXAMPLES = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def _keys(value: Any, prefix: str = "") -> list[str]:
-    """The dotted keys of what a file holds."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        value = {str(index): item for index, item in enumerate(value)}
-    if not isinstance(value, dict):
-        return [prefix]
-    return [key for name in value for key in _keys(value[name], f"{prefix}.{name}".lstrip("."))]
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_every_key_of_the_examples_in_the_docs_arrives(folder: Path, example: str):
-    table = tomli.loads(example)
-    (folder / "run.toml").write_text(example if "extends" in table else DEBUG + example)
-    origins = resolve("run.toml").origins
-    table.pop("extends", None)
-    assert [key for key in _keys(table) if origins[key] != "run.toml"] == []

@@ -12,10 +12,12 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_ext.mistakes import Mistakes, checks_later, end_with_messages
 from titan_ext.names import did_you_mean, log_on_one_node, warn_once
 
 if TYPE_CHECKING:
@@ -49,22 +51,26 @@ def _model(module: str) -> str:
     return module.split(".")[2]
 
 
-def _extended_titan_config(name: str) -> "Trainer.Config":
+def _config(name: str) -> "Trainer.Config":
+    """The config ``name``, checked with the flags that stand beside it on the command line."""
+    from titan_ext import flags
+    from titan_ext.limits import world_size, wrong_degrees
+    from titan_ext.toml_config import resolve
     from titan_ext.toml_config.dump import remember_base
     from titan_ext.trainer import extend_config
 
     _prepare_log()
-    warn_once()
-    config = extend_config(getattr(import_module(titan_configs()[name]), name)())
-    remember_base(config, f"{_model(titan_configs()[name])}.{name}", {})
+    given = flags.of_this_command(name)
+    if name.endswith(".toml"):
+        config = resolve(name, given).config
+    else:
+        warn_once()
+        with checks_later():
+            config = extend_config(getattr(import_module(titan_configs()[name]), name)())
+        config = replace(flags.with_flags(config, given) if given else config)
+        remember_base(config, f"{_model(titan_configs()[name])}.{name}", {})
+    Mistakes(wrong_degrees(config, world_size(config))).raise_all()
     return config
-
-
-def _load_toml(path: str) -> "Trainer.Config":
-    from titan_ext.toml_config import load
-
-    _prepare_log()
-    return load(path)
 
 
 def _prepare_log() -> None:
@@ -74,12 +80,11 @@ def _prepare_log() -> None:
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    if name.endswith(".toml"):
-        return functools.partial(_load_toml, name)
-    if name in titan_configs():
-        return functools.partial(_extended_titan_config, name)
     if name.startswith("_"):
         raise AttributeError(name)
+    end_with_messages(name)
+    if name.endswith(".toml") or name in titan_configs():
+        return functools.partial(_config, name)
     if name in _all_titan_configs():
         from titan_ext.specs import REFUSED_MODELS
 
