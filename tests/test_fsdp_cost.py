@@ -8,14 +8,12 @@ import pytest
 import torch
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3
-from torchtitan.models.qwen3 import model_registry as qwen3
 
+from benchmarks.fsdp_cost import BEFORE, JOBS, arguments
 from tests.training import Run, Runs, observed, titan_config
 from titan_ext.fsdp import auto
-from titan_ext.fsdp.auto import STOCK, Choice, cheapest, choose, cost, job_of, local_plan
+from titan_ext.fsdp.auto import STOCK, cheapest, choose, cost, local_plan
 from titan_ext.fsdp.cost import MACHINES, Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder
 from titan_ext.fsdp.plan import ShardSizes
@@ -74,28 +72,16 @@ def test_the_order_of_collectives_is_the_traced_one(run: Run, runs: Runs):
     assert [(kind, group.split("/")[0]) for kind, group in modelled] == traced
 
 
-JOBS = {
-    "16B, 64 ranks": (deepseek_v3, "16B", 64, 8, 16384, SelectiveAC.Config()),
-    "16B, 64 ranks, few tokens": (deepseek_v3, "16B", 64, 8, 4096, SelectiveAC.Config()),
-    "16B, 4096 ranks": (deepseek_v3, "16B", 4096, 8, 16384, SelectiveAC.Config()),
-    "671B, 512 ranks": (deepseek_v3, "671B", 512, 32, 4096, FullAC.Config()),
-    "235B, 256 ranks": (qwen3, "235B-A22B", 256, 8, 8192, SelectiveAC.Config()),
-    "671B, 2048 ranks": (deepseek_v3, "671B", 2048, 8, 8192, SelectiveAC.Config()),
-}
-_SLOW = ("235B, 256 ranks", "671B, 2048 ranks")
+_SLOW = [name for name in JOBS if "235B" in name or "2048" in name]
 
 
 @pytest.mark.parametrize(
     "job", [pytest.param(j, marks=[pytest.mark.slow] * (j in _SLOW)) for j in JOBS]
 )
 def test_auto_costs_no_time_and_no_bytes_across_nodes(job: str):
-    registry, size, ranks, ep, tokens, ac = JOBS[job]
-    model = _build(registry(size, attn_backend="flex"))
-    sizes = ShardSizes(dense=ranks, experts=ranks // ep, expert_ranks=ranks)
-    work = job_of(model, tokens=tokens, seq_len=4096, ac_config=ac, ep=ep)
-    arguments = (model, FSDPSettings(), sizes, work, MACHINES["h100"])
-    choice, _ = cheapest(list(auto.CANDIDATES), *arguments)
-    stock, before, mine = (cost(c, *arguments) for c in (STOCK, Choice("submodule", 1, 1), choice))
+    given = arguments(job)
+    choice, _ = cheapest(list(auto.CANDIDATES), *given)
+    stock, before, mine = (cost(c, *given) for c in (STOCK, BEFORE, choice))
     assert mine[0] <= 1.001 * min(stock[0], before[0])
     assert mine[1] <= stock[1]
     assert before[0] > 1.01 * stock[0], "small units alone would have cost time"
