@@ -14,6 +14,8 @@ STEPS := 30
 NGPU := 4
 ARGS :=
 KILLS := 50
+# Seconds that workers get for a step and a save when torchrun is told to end.
+SHUTDOWN_TIMEOUT := 600
 # Three at a time on 2 cores: ranks wait for each other. A test has up to four.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal
 export OMP_NUM_THREADS ?= 1
@@ -23,7 +25,8 @@ export TORCH_LOGS ?= -torch.utils._pytree
 .PHONY: train test test-all matrix faults lint setup data clean
 
 train: data
-	$(BIN)/torchrun --nproc_per_node=$(NGPU) --rdzv_backend c10d --rdzv_endpoint=localhost:0 \
+	$(BIN)/python -m titan_ext.launch --nproc_per_node=$(NGPU) \
+		--rdzv_backend c10d --rdzv_endpoint=localhost:0 --shutdown-timeout=$(SHUTDOWN_TIMEOUT) \
 		--local-ranks-filter 0 --role rank --tee 3 \
 		-m torchtitan.train --module titan_ext --config train_configs/moe_debug.toml \
 		--dump_folder $(RUN_FOLDER) \

@@ -61,12 +61,14 @@ from torchtitan.components.checkpointer.base import (
     LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
+    BaseCheckpointManager,
     ModelWrapper,
 )
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
+from torchtitan.config import ConfigManager
 from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed import full_dtensor
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -81,6 +83,7 @@ from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 from torchtitan.models.utils import MoEStateDictAdapter
+from torchtitan.observability.structured_logger import jsonl_handler, structured_logging
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
@@ -88,6 +91,8 @@ from titan_ext import pipeline_schedules
 from titan_ext.activation_checkpoint.op_policies import make_plan
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
+from titan_ext.guards import folder
+from titan_ext.names import _NOISE
 from titan_ext.optim import param_groups
 
 
@@ -733,3 +738,20 @@ def test_pydantic_errors_that_toml_messages_are_made_of():
     assert refused.value.errors()[0]["type"] == "list_type"
     with pytest.raises(PydanticUserError):
         TypeAdapter(torch.dtype)
+
+
+def test_titans_structured_log_takes_a_handler_of_ours():
+    source = inspect.getsource(structured_logging.init_structured_logger)
+    assert 'os.environ.get("TITAN_STRUCT_LOGGER_HANDLERS"' in source
+    theirs = inspect.signature(jsonl_handler.register_jsonl_handler).parameters
+    ours = inspect.signature(folder.register_handler).parameters
+    assert list(ours)[:-1] == list(theirs)[:-1]
+
+
+def test_titans_warnings_that_are_never_shown():
+    sources = {
+        "__post_init__": inspect.getsource(BaseCheckpointManager.Config.__post_init__),
+        "_validate_config": inspect.getsource(ConfigManager._validate_config),
+    }
+    for function, words in _NOISE:
+        assert f'"{words}' in sources[function]

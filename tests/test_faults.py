@@ -14,7 +14,7 @@ import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,18 +28,18 @@ from tests.faults.torchrun import is_alive
 from tests.training import Run, make_config, titan_config
 from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.guards.checkpoints import corrupt_items, verify_checksums
-from titan_ext.guards.paths import Paths
+from titan_ext.guards.folder import Folder
 from titan_ext.guards.stop import StopOnSignal, warn_of_restarts_that_hang
 from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
-FAULTY_STEP = 4
+FAULTY_STEP = {"sigterm": 3}  # not saved anyway; others: 4
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _train(run: Run, folder: Path, fault: str) -> int:
-    """One rank of a run that saves every second step; rank 1 has the fault in step 4."""
+    """One rank of a run that saves every second step; rank 1 has the fault."""
     init_logger()
     config: Any = make_config(run, folder)
     config.checkpoint = CheckpointManager.Config(
@@ -49,7 +49,7 @@ def _train(run: Run, folder: Path, fault: str) -> int:
     step = trainer.train_step
 
     def train_step(data_iterator) -> None:
-        faulty = trainer.step == FAULTY_STEP and os.environ["RANK"] == "1"
+        faulty = trainer.step == FAULTY_STEP.get(fault, 4) and os.environ["RANK"] == "1"
         with _FAULTS[fault]() if faulty else contextlib.nullcontext():
             step(data_iterator)
 
@@ -106,9 +106,14 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path: Path):
     assert "Training starts at step 3" in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
-def test_sigterm_on_one_rank_saves_a_step_and_nothing_is_lost(tmp_path: Path):
-    assert _run(tmp_path / "stopped", "sigterm") == [5, 5]
-    assert latest_checkpoint_step(tmp_path / "stopped") == 5
+def test_sigterm_on_one_rank_saves_the_step_and_nothing_is_lost(tmp_path: Path):
+    assert _run(tmp_path / "stopped", "sigterm") == [3, 3]
+    assert latest_checkpoint_step(tmp_path / "stopped") == 3
+    log = (tmp_path / "stopped" / "logs" / "rank_1.log").read_text()
+    answered = log.index("SIGTERM: stopping after this step, which is saved.")
+    assert answered < log.index("step:  3")
+    assert f"SIGTERM: stopped after step 3, saved in {tmp_path}/stopped/checkpoint/step-3." in log
+    assert log.count("Saving the checkpoint") == 2
     assert _run(tmp_path / "stopped", "none") == [6, 6]
     assert _run(tmp_path / "whole", "none") == [6, 6]
     stopped, whole = (read_scalar(tmp_path / name, LOSS) for name in ("stopped", "whole"))
@@ -161,7 +166,7 @@ def test_a_bit_flip_is_nothing_to_torch(tmp_path: Path, one_rank: None):
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"dump_folder is '.*/file/run', where this rank cannot"):
-        Paths().before_start(SimpleNamespace(dump_folder=str(tmp_path / "file" / "run")))
+        Folder().before_start(SimpleNamespace(dump_folder=str(tmp_path / "file" / "run")))
 
 
 def test_data_that_is_not_there_is_named_before_any_process_group(tmp_path: Path):
@@ -222,53 +227,110 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         signal.signal(signum, handler)
 
 
+def _trainer(step: int, *, saves: bool = True) -> Any:
+    """A trainer after ``step``, whose checkpointer saves every fifth."""
+    checkpoint = SimpleNamespace(
+        enable=saves, interval=5, load_only=False, enable_first_step_checkpoint=False
+    )
+    checkpointer = unittest.mock.Mock(enable=saves, interval=5, folder="run/checkpoint")
+    training = SimpleNamespace(steps=100)
+    config = SimpleNamespace(checkpoint=checkpoint, training=training)
+    return SimpleNamespace(step=step, config=config, checkpointer=checkpointer)
+
+
+@pytest.fixture
+def stop(ended: list[int], one_rank: None) -> Iterator[StopOnSignal]:
+    stop = StopOnSignal(clock=_Clock())
+    yield stop
+    signal.set_wakeup_fd(-1)
+
+
 @pytest.mark.parametrize("first", STOP_SIGNALS)
 @pytest.mark.parametrize("second", STOP_SIGNALS)
 def test_a_second_signal_ends_at_once_if_it_is_another_request(
     first: signal.Signals,
     second: signal.Signals,
+    stop: StopOnSignal,
     ended: list[int],
-    one_rank: None,
     caplog: pytest.LogCaptureFixture,
 ):
     caplog.set_level("INFO")
-    clock = _Clock()
-    checkpointer: Any = SimpleNamespace(enable=True, interval=500)
-    checkpointer.maybe_wait_for_saving = unittest.mock.Mock()
-    trainer = SimpleNamespace(checkpointer=checkpointer)
-    stop = StopOnSignal(clock=clock)
+    trainer, clock = _trainer(step=6), cast(_Clock, stop._clock)
+    stop.after_build(trainer)
+    with stop.around_run(trainer):
+        assert not stop.ends_run(trainer)
+        trainer.step = 7
+        signal.raise_signal(first)
+        clock.now_s += 0.9
+        signal.raise_signal(second)
+        assert ended == []
+        assert stop.ends_run(trainer)
+        trainer.checkpointer.save.assert_called_once_with(7)
+        assert trainer.checkpointer.interval == 1
+        trainer.checkpointer.maybe_wait_for_saving.assert_called_once()
+        assert caplog.messages[-1] == (
+            f"{first.name}: stopped after step 7, saved in run/checkpoint/step-7."
+        )
+        clock.now_s += 0.2
+        signal.raise_signal(second)
+        assert ended == [second]
+    signal.raise_signal(first)
+    assert ended == [second, first], "as before the run"
+
+
+@pytest.mark.parametrize(
+    ("step", "saves", "said"),
+    [
+        (10, True, "stopped after step 10, saved in run/checkpoint/step-10."),  # the interval's
+        (6, True, "stopped after step 6, saved in run/checkpoint/step-6."),  # what was loaded
+        (0, True, "stopped after step 0, nothing was saved."),
+        (7, False, "stopped after step 7, nothing was saved."),
+    ],
+)
+def test_what_is_saved_is_not_saved_again(
+    step: int, saves: bool, said: str, stop: StopOnSignal, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    trainer = _trainer(min(step, 6), saves=saves)
     stop.after_build(trainer)
     assert not stop.ends_run(trainer)
-    signal.raise_signal(first)
-    clock.now_s += 0.9
-    signal.raise_signal(second)
-    assert ended == []
-    assert not stop.ends_run(trainer), "one more step"
-    assert f"{first.name}: one more step" in caplog.text
-    assert checkpointer.interval == 1
-    checkpointer.maybe_wait_for_saving.assert_not_called()
+    trainer.step = step
+    signal.raise_signal(signal.SIGTERM)
     assert stop.ends_run(trainer)
-    checkpointer.maybe_wait_for_saving.assert_called_once()
-    clock.now_s += 0.2
-    signal.raise_signal(second)
-    assert ended == [second]
+    trainer.checkpointer.save.assert_not_called()
+    assert caplog.messages[-1] == f"SIGTERM: {said}"
 
 
-def test_an_ignored_signal_stays_ignored(ended: list[int], one_rank: None):
+def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
+    """The main thread is in one long call into C, so no Python handler can run."""
+    program = """if True:
+        import ctypes, logging, os, signal, sys, threading
+        from types import SimpleNamespace
+        import torch.distributed as dist
+        from titan_ext.guards.stop import StopOnSignal
+        logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s", force=True)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        checkpointer = SimpleNamespace(enable=False)
+        StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        libc = ctypes.CDLL(None)  # releases the GIL, and sleeps on after a signal
+        left = libc.sleep(3)
+        libc.sleep(left)
+        print("step done", flush=True)
+        os._exit(0)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "SIGINT: stopping after this step; nothing is saved. Once more: at once.",
+        "step done",
+    ], done.stderr
+
+
+def test_an_ignored_signal_stays_ignored(stop: StopOnSignal):
     """nohup, and a shell's background jobs, ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    checkpointer = SimpleNamespace(enable=True, interval=500)
-    StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
+    stop.after_build(_trainer(step=0))
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_sigterm_is_left_alone_where_nothing_is_saved(one_rank: None):
-    before = signal.getsignal(signal.SIGTERM)
-    trainer = SimpleNamespace(checkpointer=SimpleNamespace(enable=False))
-    stop = StopOnSignal()
-    stop.after_build(trainer)
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert not stop.ends_run(trainer)
 
 
 @pytest.mark.parametrize(

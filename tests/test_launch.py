@@ -4,7 +4,9 @@ TorchTitan's run_train.sh is in its repository, not in the wheel. It ends in the
 line below with MODULE and CONFIG put in (release/0.3), so that command line is what runs here.
 """
 
+import contextlib
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -82,3 +84,57 @@ def _tokenizer() -> Path:
 
     make_corpus()
     return default_tokenizer_path()
+
+
+_WORKER = """
+import os, signal, sys, time
+def stop(signum, frame):
+    print(f"rank {os.environ['RANK']}: {signal.Signals(signum).name}", flush=True)
+    time.sleep(0.5)  # the rest of its step
+    sys.exit(0)
+if len(sys.argv) == 1:
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+def _press_ctrl_c(folder: Path, *arguments: str) -> tuple[int, str]:
+    """``make``, on a terminal, runs titan_ext.launch; Ctrl-C when both workers are ready."""
+    (folder / "worker.py").write_text(_WORKER)
+    launch = f"{sys.executable} -m titan_ext.launch --nproc_per_node=2 --rdzv_backend c10d "
+    launch += f"--rdzv_endpoint=localhost:0 worker.py {' '.join(arguments)}"
+    (folder / "Makefile").write_text(f"train:\n\t@{launch}\n\t@echo reported\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.execvp("make", ["make", "train"])
+    output, pressed = b"", False
+    with contextlib.suppress(OSError):  # EIO: all have ended
+        while chunk := os.read(terminal, 4096):
+            output += chunk
+            if not pressed and output.count(b"ready") == 2:
+                pressed = True
+                os.write(terminal, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(status), output.decode()
+
+
+def test_ctrl_c_ends_make_train_in_good_order(tmp_path: Path):
+    code, output = _press_ctrl_c(tmp_path)
+    assert code == 0, output
+    assert {"rank 0: SIGINT", "rank 1: SIGINT"} <= set(output.replace("\r", "").splitlines())
+    assert output.rstrip().endswith("reported")
+    assert "Traceback" not in output
+
+
+def test_ctrl_c_before_training_ends_at_once(tmp_path: Path):
+    code, output = _press_ctrl_c(tmp_path, "starting")
+    assert code == 2, output  # make's, for a command that failed
+    assert "stopped at once; what was not saved is lost" in output
+    assert "Error 130" in output
+    assert "Traceback" not in output

@@ -10,6 +10,7 @@ ImportError in this module for a missing module; inside a config function it sho
 """
 
 import functools
+import os
 import re
 from collections.abc import Callable
 from importlib import import_module, util
@@ -92,7 +93,7 @@ def find_config(name: str) -> Path | str:
 def _extended_titan_config(name: str) -> "Trainer.Config":
     from titan_ext.trainer import extend_config
 
-    log_on_one_node()
+    _prepare_log()
     warn_once()
     return extend_config(getattr(import_module(titan_configs()[name]), name)())
 
@@ -100,8 +101,14 @@ def _extended_titan_config(name: str) -> "Trainer.Config":
 def _load_toml(path: Path) -> "Trainer.Config":
     from titan_ext.toml_config import load
 
-    log_on_one_node()
+    _prepare_log()
     return load(path)
+
+
+def _prepare_log() -> None:
+    log_on_one_node()
+    handler = "titan_ext.guards.folder.register_handler"
+    os.environ.setdefault("TITAN_STRUCT_LOGGER_HANDLERS", handler)
 
 
 def __getattr__(name: str) -> Callable[[], Any]:

@@ -101,7 +101,7 @@ def terminated(folder: Path) -> str:
     code = launcher.wait(timeout=120)
     saved = latest_checkpoint_step(folder)
     assert saved > INTERVAL, _output(folder)[-3000:]
-    assert "SIGTERM: one more step" in _output(folder)
+    assert "SIGTERM: stopped after step" in _output(folder)
     assert launch(folder).wait(timeout=300) == 0
     assert f"Training starts at step {saved + 1}" in _output(folder)
     _compare_losses(folder)

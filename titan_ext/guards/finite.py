@@ -48,10 +48,14 @@ class FiniteGradients(RunCheck):
 
 
 def _is_logged_or_saved(trainer: Any) -> bool:
+    return is_saved_anyway(trainer) or trainer.metrics_processor.should_log(trainer.step)
+
+
+def is_saved_anyway(trainer: Any) -> bool:
+    """Whether Titan's checkpointer saves the trainer's step without being asked."""
     checkpoint, step = trainer.config.checkpoint, trainer.step
-    is_saved = checkpoint.enable and (
+    return checkpoint.enable and (
         step % checkpoint.interval == 0
         or step == trainer.config.training.steps
         or (step == 1 and checkpoint.enable_first_step_checkpoint)
     )
-    return is_saved or trainer.metrics_processor.should_log(step)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks, before anything starts, that paths in the config exist and can be written."""
+"""Checks, before anything starts, that paths in the config exist."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,13 @@ _LOCAL = ("/", "./", "../", "~")
 
 
 class Paths(RunCheck):
-    """Checks ``dataloader.dataset_path`` and ``hf_assets_path``, and writes to ``dump_folder``."""
+    """Checks ``dataloader.dataset_path`` and ``hf_assets_path``."""
 
     def before_start(self, config: Any) -> None:
-        """Raise ValueError for a path that does not exist, or where this rank cannot write.
+        """Raise ValueError for a path that does not exist.
 
         A name like "allenai/c4" may be on the Hugging Face hub; the loader checks it.
         """
-        folder = config.dump_folder
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise ValueError(
-                f"dump_folder is {folder!r}, where this rank cannot write: {error}."
-            ) from error
         loader = config.dataloader
         path = str(getattr(loader, "dataset_path", None) or "")
         is_made_here = getattr(loader, "dataset", "") == STDLIB_CORPUS

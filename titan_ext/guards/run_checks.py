@@ -14,6 +14,7 @@ from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
 from titan_ext.guards.agreement import RanksAgree
 from titan_ext.guards.checkpoints import Checkpoints
 from titan_ext.guards.finite import FiniteGradients
+from titan_ext.guards.folder import Folder
 from titan_ext.guards.paths import Paths
 from titan_ext.guards.progress import Progress
 from titan_ext.guards.stop import StopOnSignal
@@ -73,6 +74,12 @@ class FSDPMemory(RunCheck):
     def around_step(self, trainer: Any) -> AbstractContextManager[None]:
         return self.log.step() if self.log else nullcontext()
 
+    @contextmanager
+    def around_run(self, trainer: Any) -> Iterator[None]:
+        yield
+        if self.log:
+            self.log.finish()
+
 
 class ActivationMemory(RunCheck):
     """Logs, after the first step, what float8 activation checkpointing stored."""
@@ -93,6 +100,7 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     Collectives,
     StopOnSignal,
     LoRATargets,
+    Folder,
     Paths,
     Checkpoints,
     HuggingFaceExport,

@@ -2,8 +2,8 @@
 """Stops a run from outside: save on a signal, and end workers with their launcher.
 
 A scheduler that takes a machine back sends SIGTERM, Ctrl-C sends SIGINT. A worker that gets one
-finishes the step, does one more with all the others, saves a normal checkpoint, and ends. All ranks
-must do so after the same step, so they ask each other once a step, on their own gloo group: a
+says so at once, finishes the step with all the others, saves a normal checkpoint, and ends. All
+ranks must do so after the same step, so they ask each other once a step, on their own gloo group: a
 message between hosts, for which no device waits.
 
 One request can arrive as several signals: Slurm signals every process of a job, and torchrun passes
@@ -14,12 +14,15 @@ and writing into the folder that the next launch reads. Linux ends a process wit
 request.
 """
 
+import contextlib
 import ctypes
 import os
 import platform
 import signal
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_ext.guards import RunCheck
+from titan_ext.guards.finite import is_saved_anyway
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -64,45 +68,84 @@ def warn_of_restarts_that_hang() -> None:
 
 
 class StopOnSignal(RunCheck):
-    """When any rank gets a signal, ends the run on every rank after a saved step.
+    """When any rank gets a signal, ends the run on every rank after the step, saved once.
 
     SIGTERM and SIGINT mean the same. Another one, a second or longer after the first, does what it
     did before ``after_build``: SIGTERM ends the process, SIGINT raises KeyboardInterrupt. A signal
-    that the process was started to ignore stays ignored. Without checkpoints a signal ends the
-    process at once.
+    that the process was started to ignore stays ignored.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock  # seconds
         self._asked_by = 0
         self._asked_at_s = 0.0
-        self._last_step = False
+        self._loaded_step: int | None = None
         self._group: dist.ProcessGroup | None = None
         self._before: dict[int, Any] = {}
+        self._sender: socket.socket | None = None  # the interpreter's end; open until both are gone
 
     def before_start(self, config: Any) -> None:
         end_with_launcher()
         warn_of_restarts_that_hang()
 
     def after_build(self, trainer: Any) -> None:
-        checkpointer = trainer.checkpointer
-        communicates = dist.get_backend() != "fake" and dist.is_gloo_available()
-        if checkpointer.enable and hasattr(checkpointer, "interval") and communicates:
+        if dist.get_backend() != "fake" and dist.is_gloo_available():
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", group_desc="stop"))
-            for signum in _STOP_SIGNALS:
-                if signal.getsignal(signum) is not signal.SIG_IGN:
-                    self._before[signum] = signal.signal(signum, self._note)
+        for signum in _STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._note)
+        self._answer_at_once(", which is saved" if _can_save(trainer) else "; nothing is saved")
+
+    @contextlib.contextmanager
+    def around_run(self, trainer: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:  # there is no step left to wait for
+            signal.set_wakeup_fd(-1)
+            for signum, handler in self._before.items():
+                signal.signal(signum, handler)
 
     def ends_run(self, trainer: Any) -> bool:
-        if self._last_step:
-            trainer.checkpointer.maybe_wait_for_saving()
-            return True
-        if self._group is not None and (asked_by := self._asked_on_any_rank(self._group)):
-            name = signal.Signals(asked_by).name
-            logger.info(f"{name}: one more step, which is saved, and then the run ends.")
-            trainer.checkpointer.interval = 1  # the step that follows is saved, whichever it is
-            self._last_step = True
-        return False
+        if self._loaded_step is None:
+            self._loaded_step = trainer.step
+        asked_by = self._asked_on_any_rank()
+        if not asked_by:
+            return False
+        saved = "nothing was saved"
+        if _can_save(trainer) and trainer.step:
+            self._save(trainer)
+            saved = f"saved in {trainer.checkpointer.folder}/step-{trainer.step}"
+        name = signal.Signals(asked_by).name
+        logger.info(f"{name}: stopped after step {trainer.step}, {saved}.")
+        return True
+
+    def _save(self, trainer: Any) -> None:
+        checkpointer = trainer.checkpointer
+        if trainer.step != self._loaded_step and not is_saved_anyway(trainer):
+            checkpointer.interval = 1  # whichever step it is
+            checkpointer.save(trainer.step)
+        checkpointer.maybe_wait_for_saving()
+
+    def _answer_at_once(self, ending: str) -> None:
+        """Log a line within moments of the first signal.
+
+        Python runs its handlers between two operations of the main thread, which may wait for a
+        device or another rank. The interpreter writes the signal to a file descriptor at once.
+        """
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        self._sender = sender
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+
+        def answer() -> None:
+            said = False
+            while signum := receiver.recv(1):
+                if signum[0] in self._before and not said:
+                    said = True
+                    name = signal.Signals(signum[0]).name
+                    logger.info(f"{name}: stopping after this step{ending}. Once more: at once.")
+
+        threading.Thread(target=answer, name="stop", daemon=True).start()
 
     def _note(self, signum: int, frame: Any) -> None:
         if not self._asked_by:
@@ -111,8 +154,15 @@ class StopOnSignal(RunCheck):
             signal.signal(signum, self._before[signum])
             signal.raise_signal(signum)
 
-    def _asked_on_any_rank(self, group: dist.ProcessGroup) -> int:
+    def _asked_on_any_rank(self) -> int:
         """The signal; 0 for none."""
         asked_by = torch.tensor(self._asked_by, dtype=torch.int32)
-        dist.all_reduce(asked_by, op=dist.ReduceOp.MAX, group=group)
+        if self._group is not None:
+            dist.all_reduce(asked_by, op=dist.ReduceOp.MAX, group=self._group)
         return int(asked_by)
+
+
+def _can_save(trainer: Any) -> bool:
+    checkpointer = trainer.checkpointer
+    can = checkpointer.enable and hasattr(checkpointer, "interval")
+    return can and not trainer.config.checkpoint.load_only

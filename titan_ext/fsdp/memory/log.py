@@ -52,6 +52,7 @@ class MemoryLog:
         )
         self._path = Path(trainer.config.dump_folder) / FOLDER / f"rank{dist.get_rank()}.jsonl"
         self._steps = 0
+        self._drawn = False
         self.timeline = Timeline()
         self.predicted = _predict(plans, trainer)
 
@@ -61,6 +62,17 @@ class MemoryLog:
         self._tracker.begin_step()
         yield
         self._end_step()
+
+    def finish(self) -> None:
+        """Draw the last step of a run that ended before the first steady one."""
+        if self._steps and not self._drawn:
+            logger.info(f"FSDP memory of the only step: {self._draw()}")
+
+    def _draw(self) -> Path:
+        picture = self._path.with_suffix(".png")
+        draw(self.timeline, picture, f"FSDP on {picture.stem}, step {self._trainer.step}")
+        self._drawn = True
+        return picture
 
     def _end_step(self) -> None:
         """Write the step's events. The first steady step goes to the log and is drawn."""
@@ -86,9 +98,7 @@ class MemoryLog:
         if left_over:
             logger.warning(f"FSDP: not freed at the end of the step: {', '.join(left_over)}")
         if is_first_steady:
-            picture = self._path.with_suffix(".png")
-            draw(self.timeline, picture, f"FSDP on {picture.stem}, step {trainer.step}")
-            logger.info(f"{summary(peaks, predicted)}; {picture}")
+            logger.info(f"{summary(peaks, predicted)}; {self._draw()}")
         metrics = trainer.metrics_processor
         if metrics.should_log(trainer.step):
             metrics.logger.log(
