@@ -137,7 +137,7 @@ class DryRun:
         from titan_ext import no_accelerator
         from titan_ext.dry_run import as_rank, dry_run
 
-        with as_rank(self.ranks, self.rank), _quiet(self.verbose):
+        with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
                 config = _resolve(self.config, flags).config
             if self.all_stages:
@@ -206,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return_unknown_args=True,
     )
     try:
-        command.run(flags)
+        with _quiet(getattr(command, "verbose", False)):
+            command.run(flags)
     except (ValueError, AssertionError, ImportError, NotImplementedError) as error:
         if not str(error):
             raise
@@ -231,7 +232,9 @@ def _resolve(name: str, flags: Sequence[str]) -> "Resolved":
 
     found = find_config(name)
     if isinstance(found, Path):
-        return apply_flags(resolve(found), list(flags))
+        here = found.is_absolute() and found.is_relative_to(Path.cwd())
+        path = found.relative_to(Path.cwd()) if here else found
+        return apply_flags(resolve(path), list(flags))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{found}.toml"
         file.write_text(f'extends = "{model_of(titan_configs()[found])}.{found}"\n')
@@ -294,6 +297,8 @@ def _quiet(verbose: bool) -> Iterator[None]:
         yield
         return
     warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torch sets its parent's
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     (handler,) = logging.getLogger().handlers[-1:]
     handler.addFilter(lambda record: "titan_ext" in record.pathname)

@@ -117,11 +117,9 @@ class DryRun(Trainer):
                 parent[int(key)] = balanced
             else:
                 setattr(parent, str(key), balanced)
-        functions: dict[str, Any] = {
-            name: self._then_fake(function)
-            for name in ("parallelize_fn", "pipelining_fn")
-            if (function := getattr(spec, name)) is not None
-        }
+        is_pipelined = config.parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn
+        name = "pipelining_fn" if is_pipelined else "parallelize_fn"  # one calls the other
+        functions: dict[str, Any] = {name: self._then_fake(getattr(spec, name))}
         return dataclasses.replace(
             config,
             model_spec=dataclasses.replace(spec, **functions),
@@ -140,9 +138,10 @@ class DryRun(Trainer):
 
         Before it nothing has a size: the model is on the meta device. Meshes need real tensors.
         """
+
         def sharded(model: nn.Module, **arguments: Any) -> Any:
             self.model_parameters = sum(p.numel() for p in model.parameters())
-            result = parallelize(model, **arguments)
+            result = parallelize(model, **{**arguments, "dump_folder": ""})  # policies write there
             for part in result[1] if isinstance(result, tuple) else [result]:
                 part.init_weights = _leave_as_they_are  # torch's initialisers look at values
             self._building.enter_context(self.fake)
