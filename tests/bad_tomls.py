@@ -224,6 +224,51 @@ BAD_TOMLS = (
         files={"my_numbers.py": ("def number():\n    return 3\n")},
     ),
     BadToml(
+        "What it extends",
+        "a name with a colon",
+        'extends = "deepseek_v3:deepseek_v3_16b"\n',
+        (
+            'bad.toml: extends: expected "MODULE.FUNCTION", got "deepseek_v3:deepseek_v3_16b"; did '
+            "you mean deepseek_v3.deepseek_v3_16b?"
+        ),
+    ),
+    BadToml(
+        "What it extends",
+        "a file without .toml",
+        'extends = "base"\n',
+        'bad.toml: extends: no such file "base"; did you mean "base.toml"?',
+        files={"base.toml": DEBUG},
+    ),
+    BadToml(
+        "What it extends",
+        "a folder",
+        'extends = "configs"\n',
+        (
+            'bad.toml: extends: "configs" is a folder; expected one of its files: base.toml, '
+            "large.toml."
+        ),
+        files={"configs/base.toml": DEBUG, "configs/large.toml": DEBUG},
+    ),
+    BadToml(
+        "What it extends",
+        "a folder that is not there",
+        'extends = "configs/base"\n',
+        (
+            'bad.toml: extends: "configs/base": no such file; expected "MODULE.FUNCTION" or '
+            '"FILE.toml".'
+        ),
+    ),
+    BadToml(
+        "What it extends",
+        "a file of another kind below",
+        'extends = "base.yaml"\n',
+        (
+            'bad.toml: extends: "base.yaml": is no TOML file; expected "MODULE.FUNCTION" or '
+            '"FILE.toml".'
+        ),
+        files={"base.yaml": "a: 1\n"},
+    ),
+    BadToml(
         "Keys",
         "an unknown key",
         DEBUG + ("[training]\nseq_length = 4096\n"),
@@ -499,9 +544,170 @@ BAD_TOMLS = (
         "an SPMD backend that we refuse",
         DEBUG + ('[parallelism]\nspmd_backend = "full_dtensor"\n'),
         (
-            "bad.toml: parallelism: parallelism.spmd_backend is 'full_dtensor', which titan_ext "
+            "bad.toml: parallelism.spmd_backend is 'full_dtensor', which titan_ext "
             "does not support (TorchTitan removed it after 0.3); expected one of spmd_types, "
             "partial_dtensor."
+        ),
+    ),
+    BadToml(
+        "Several mistakes",
+        "keys and values",
+        DEBUG
+        + (
+            'dump_foler = "out"\n[training]\nseq_length = 4096\nsteps = "many"\n'
+            '[optimizer.param_groups.1]\npattern = ".*"\n[model]\nflavour = "16B"\n'
+            '[activation_checkpoint]\npolicy = "fp9"\n'
+        ),
+        (
+            "bad.toml: 6 mistakes:\n"
+            "  dump_foler: no such key of Trainer; did you mean 'dump_folder'?\n"
+            "  training.seq_length: no such key of TrainingConfig; did you mean 'seq_len'?\n"
+            '  training.steps: expected a valid integer, got "many".\n'
+            "  optimizer.param_groups.1: no such item: optimizer.param_groups has 1, counted from "
+            "0.\n"
+            "  activation_checkpoint.policy: no policy is called \"fp9\"; did you mean 'fp8'?\n"
+            "  model.flavour: torchtitan.models.deepseek_v3.model_registry does not take it; did "
+            "you mean 'flavor'?"
+        ),
+    ),
+    BadToml(
+        "Several mistakes",
+        "in two files",
+        'extends = "base.toml"\n[training]\nsteps = 1.5\n',
+        (
+            "base.toml: 2 mistakes:\n"
+            "  base.toml: training.seq_len: expected a valid integer, got true.\n"
+            "  bad.toml: training.steps: expected a valid integer, got 1.5."
+        ),
+        files={"base.toml": DEBUG + "[training]\nseq_len = true\n"},
+    ),
+    BadToml(
+        "Several mistakes",
+        "more than ten",
+        DEBUG + "[debug]\n" + "".join(f"seed_{i} = 1\n" for i in range(12)),
+        "bad.toml: 12 mistakes:\n"
+        + "".join(
+            f"  debug.seed_{i}: no such key of DebugConfig; did you mean 'seed'?\n"
+            for i in range(10)
+        )
+        + "  ... and 2 more",
+    ),
+    BadToml(
+        "Several mistakes",
+        "combinations",
+        DEBUG
+        + (
+            '[parallelism]\nspmd_backend = "full_dtensor"\n'
+            '[checkpoint]\nexclude_from_loading = ["dataloder"]\n'
+            '[activation_checkpoint]\npolicy = "memory_budget"\n'
+        ),
+        (
+            "bad.toml: 3 mistakes:\n"
+            "  checkpoint.exclude_from_loading has 'dataloder'; expected names of dataloader, "
+            "lr_scheduler, optimizer, train_state; did you mean 'dataloader'?\n"
+            "  parallelism.spmd_backend is 'full_dtensor', which titan_ext does not support "
+            "(TorchTitan removed it after 0.3); expected one of spmd_types, partial_dtensor.\n"
+            "  Memory budget activation checkpointing requires the model to be compiled: set "
+            "--compile.enable and include 'model' in --compile.components."
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "values out of their range",
+        DEBUG
+        + (
+            'dump_folder = ""\n[training]\nlocal_batch_size = 0\nglobal_batch_size = 0\n'
+            "seq_len = 0\nsteps = -10\nmax_norm = -1\n[metrics]\nlog_freq = 0\n"
+            "[lr_scheduler]\ndecay_ratio = 3.0\n"
+        ),
+        (
+            "bad.toml: 8 mistakes:\n"
+            "  dump_folder is ''; expected at least 1 character.\n"
+            "  training.local_batch_size is 0; expected 1 or more.\n"
+            "  training.global_batch_size is 0; expected 1 or more, or -1.\n"
+            "  training.seq_len is 0; expected 1 or more.\n"
+            "  training.steps is -10; expected 1 or more.\n"
+            "  training.max_norm is -1; expected greater than 0.\n"
+            "  lr_scheduler.decay_ratio is 3.0; expected at most 1.\n"
+            "  metrics.log_freq is 0; expected 1 or more."
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "values of the optimizer",
+        DEBUG + "[optimizer.param_groups.0.optimizer_kwargs]\nlr = nan\nbetas = [0.9]\n",
+        (
+            "bad.toml: 2 mistakes:\n"
+            "  optimizer.param_groups.0.optimizer_kwargs.lr is nan; expected a finite number.\n"
+            "  optimizer.param_groups.0.optimizer_kwargs.betas is (0.9,); expected at least 2 "
+            "items."
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "a negative learning rate",
+        DEBUG + "[optimizer.param_groups.0.optimizer_kwargs]\nlr = -1e-4\n",
+        "bad.toml: optimizer.param_groups.0.optimizer_kwargs.lr is -0.0001; expected 0 or more.",
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "a degree of 0",
+        DEBUG + "[parallelism]\nexpert_parallel_degree = 0\n",
+        "bad.toml: parallelism.expert_parallel_degree is 0; expected 1 or more.",
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "more EP than experts",
+        DEBUG + "[parallelism]\nexpert_parallel_degree = 16\n",
+        (
+            "bad.toml: parallelism.expert_parallel_degree is 16; it has to divide 8, the number "
+            "of experts; expected one of 1, 2, 4, 8."
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "more EP than shards",
+        DEBUG
+        + (
+            "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 4\n"
+            "expert_parallel_degree = 8\n"
+        ),
+        (
+            "bad.toml: parallelism.expert_parallel_degree is 8; it has to divide 4, the ranks of "
+            "one pipeline stage in one replica (FSDP shards x CP x TP); expected one of 1, 2, 4."
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "a batch that the ranks cannot share",
+        DEBUG
+        + ("[training]\nglobal_batch_size = 12\n[parallelism]\ndata_parallel_shard_degree = 4\n"),
+        (
+            "bad.toml: training.global_batch_size is 12; expected a multiple of 32: "
+            "training.local_batch_size 8 x 4 data-parallel ranks."
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "nothing frozen to quantize",
+        DEBUG
+        + (
+            '[parallelism]\nfsdp_quantize_frozen = "nf4"\n'
+            'fsdp_quantize_frozen_modules = ["linears"]\n'
+        ),
+        (
+            "bad.toml: parallelism.fsdp_quantize_frozen quantizes frozen linears, and this model "
+            "has none; expected LoRA adapters (docs/lora.md), which freeze the others, or no such "
+            "key."
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "float8 asked for and exempted everywhere",
+        DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nexempt = ["layers.*"]\n',
+        (
+            "bad.toml: activation_checkpoint.exempt is ['layers.*'], which takes all 6 blocks: "
+            'nothing would be stored in float8. Expected fewer, or policy "selective".'
         ),
     ),
     BadToml(
@@ -749,8 +955,11 @@ BAD_TOMLS = (
         "[optimizer] lr",
         DEBUG + ('[optimizer]\nname = "AdamW"\nlr = 8e-4\n'),
         (
-            "bad.toml: optimizer.name: a key of TorchTitan 0.1 or 0.2; today: "
-            "optimizer.param_groups.0.optimizer_name."
+            "bad.toml: 2 mistakes:\n"
+            "  optimizer.name: a key of TorchTitan 0.1 or 0.2; today: "
+            "optimizer.param_groups.0.optimizer_name.\n"
+            "  optimizer.lr: a key of TorchTitan 0.1 or 0.2; today: "
+            "optimizer.param_groups.0.optimizer_kwargs.lr."
         ),
     ),
     BadToml(

@@ -92,6 +92,15 @@ def test_what_show_prints_is_a_file_for_the_same_config(
     assert "LoRA" in str(type(got.model_spec.model.layers[0].attention.wo))  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("base", ["deepseek_v3_16b", "qwen3_30b_a3b"])
+def test_show_of_a_function_is_a_file_for_it(
+    folder: Path, capsys: pytest.CaptureFixture, base: str
+):
+    assert main(["show", base]) == 0
+    (folder / "shown.toml").write_text(capsys.readouterr().out)
+    assert leaves(load("shown.toml")) == leaves(getattr(config_registry, base)())
+
+
 def test_show_changed_leaves_the_rest_out(folder: Path, capsys: pytest.CaptureFixture):
     (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\n")
     assert main(["show", "run.toml", "--changed", "--debug.seed", "7"]) == 0

@@ -1,30 +1,114 @@
-"""The examples of the docs run as they stand."""
+"""The examples of the README and the docs: Python and TOML run, commands name what exists."""
 
+import contextlib
+import functools
+import importlib.util
 import os
+import pkgutil
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+import tomli
+
 from tests import muon
-from tests.cluster import run_ranks
-from tests.toml_files import Loader
+from tests.cluster import PATIENCE_S, run_ranks
+from tests.toml_files import DEBUG, Loader
+from titan_ext.data.stdlib_corpus import default_folder, make_corpus
+from titan_ext.fsdp.unmanaged import replicate_undeclared
 from titan_ext.optim.param_groups import resolve_groups
+from titan_ext.toml_config import leaves, resolve
+from titan_ext.toml_config.legacy import LEGACY, OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+}
+GENERATED = "docs/toml_errors.md"  # tests.generate_toml_errors writes its files and messages
+
+RUN = {
+    ("README.md", 0),
+    ("docs/fp8_ac.md", 0),
+    ("docs/fp8_codec.md", 0),
+    ("docs/lora.md", 0),  # PEFT: tests/test_peft.py runs the page from its TOML to here
+    ("docs/lora.md", 1),
+    ("docs/own_loop.md", 0),
+    ("docs/your_model.md", 0),
+    ("docs/your_model.md", 1),
+}
+"""The Python examples, by page and position; each has a test."""
 
 
-def _example(name: str) -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), flags=re.DOTALL)
-    return code
+def examples(language: str) -> dict[tuple[str, int], str]:
+    """The fenced blocks of a language, by page and position."""
+    fence = re.compile(rf"^```{language}\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+    return {
+        (page, index): code
+        for page, text in PAGES.items()
+        if page != GENERATED
+        for index, code in enumerate(fence.findall(text))
+    }
+
+
+def _python(page: str, index: int = 0, **given: Any) -> dict[str, Any]:
+    """Run a Python example and return its names."""
+    assert (page, index) in RUN
+    # dataclass() looks its class' module up by name
+    names: dict[str, Any] = {"__name__": __name__, **given}
+    exec(examples("python")[page, index], names)
+    return names
+
+
+def test_every_python_example_has_a_test():
+    assert set(examples("python")) == RUN
+
+
+# Python
+
+
+def test_readme_config_function(folder: Path):
+    from torchtitan.config import ConfigManager
+
+    (module,) = re.findall(r"`--module (\w+) --config my_16b`", PAGES["README.md"])
+    (folder / f"{module}.py").write_text(examples("python")["README.md", 0])
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.modules.pop, module, None)
+        config: Any = ConfigManager().parse_args(["--module", module, "--config", "my_16b"])
+    assert config.parallelism.expert_parallel_degree == 8
+    assert config.parallelism.fsdp_wrap == "submodule"
+
+
+def test_float8_store(capsys: pytest.CaptureFixture):
+    _python("docs/fp8_codec.md")
+    assert "float8" in capsys.readouterr().out
+
+
+def _build_with_fp8() -> int:
+    import torch.distributed as dist
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    dist.init_process_group("gloo")
+    model = _python("docs/fp8_ac.md")["model"]
+    return sum(isinstance(block, CheckpointWrapper) for block in model.layers.values())
+
+
+def test_fp8_in_an_own_loop(tmp_path: Path):
+    assert run_ranks(_build_with_fp8, 1, log_folder=tmp_path) == [6]
 
 
 def _run_own_loop() -> list[float]:
     from torchtitan.tools.logging import init_logger
 
     init_logger()
-    names: dict[str, Any] = {}
-    exec(_example("own_loop.md"), names)
-    return names["losses"]
+    return _python("docs/own_loop.md")["losses"]
 
 
 def test_own_loop(tmp_path: Path):
@@ -34,58 +118,196 @@ def test_own_loop(tmp_path: Path):
     assert "submodule, 14 units in 19 groups" in (tmp_path / "rank_0.log").read_text()
 
 
-def _run_your_model(wrap: str) -> dict[str, Any]:
+def _train_with_adapters(folder: Path) -> dict[str, Any]:
+    """As ``--module my_adapters --config with_adapters``, on data and a size for a test."""
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+    from torchtitan.config import ConfigManager
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    flags = ["--module", "my_adapters", "--config", "with_adapters", "--dump_folder", "run"]
+    flags += ["--dataloader.dataset", "python_stdlib", "--training.seq_len", "64"]
+    flags += ["--training.local_batch_size", "1", "--training.steps", "2", "--debug.seed", "1"]
+    flags += ["--hf_assets_path", str(default_folder() / "tokenizer"), "--checkpoint.no-enable"]
+    trainer = cast(Any, ConfigManager().parse_args(flags)).build()
+    before = {
+        canonical_fqn(name): param.full_tensor().clone()
+        for name, param in trainer.model_parts[0].named_parameters()
+        if ".wo." in name
+    }
+    trainer.train()
+    return {
+        name: (tensor != param.full_tensor()).any().item()
+        for name, param in trainer.model_parts[0].named_parameters()
+        if (tensor := before.get(canonical_fqn(name))) is not None
+    }
+
+
+def test_adapters_that_are_added_after_fsdp(tmp_path: Path):
+    assert "`--module my_adapters --config with_adapters`" in PAGES["docs/lora.md"]
+    (tmp_path / "my_adapters.py").write_text(examples("python")["docs/lora.md", 1])
+    make_corpus()
+    changed, other = run_ranks(_train_with_adapters, 2, tmp_path, log_folder=tmp_path / "logs")
+    assert len(changed) == 6 * 3
+    assert all(changed.values()), "base, down and up of every block train"
+    assert changed == other
+
+
+# A model of your own
+
+YOURS = "docs/your_model.md"
+
+
+def test_your_model_trains_as_the_page_says(tmp_path: Path):
+    """Its three pieces as they stand: default backend, Titan's trainer, our door."""
+    (tmp_path / "my_model.py").write_text(examples("python")[YOURS, 0])
+    (tmp_path / "my_run.toml").write_text(examples("toml")[YOURS, 0])
+    (command,) = (line for line in _commands(YOURS) if line.startswith("torchrun"))
+    make_corpus()
+    done = subprocess.run(
+        [Path(sys.executable).parent / "torchrun", *shlex.split(command)[1:]],
+        cwd=tmp_path,
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "TITAN_EXT_DATA": str(default_folder().parent),
+        },
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    output = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+    assert done.returncode == 0, output[-3000:]
+    assert "FSDP units: submodule, 20 units" in output
+    assert "6 block, 6 attention, 6 feed_forward" in output, "the gain is a group of the block"
+    losses = [float(loss) for loss in re.findall(r"step: +5 +loss: +(\d+\.\d+)", output)]
+    assert len(losses) == 2
+    assert losses[0] == losses[1] < 8.5
+
+
+def _your_model(layout: dict[str, Any], declared: bool, exact: bool) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
-    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.config import TrainingConfig
+    from torchtitan.distributed.utils import get_spmd_context
 
     from titan_ext import api
 
-    # dataclass() looks its class' module up by name
-    names: dict[str, Any] = {"__name__": "tests.test_docs_examples"}
-    exec(_example("your_model.md"), names)
+    code = examples("python")
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(code[YOURS, 0], names)
+    if declared:
+        exec(code[YOURS, 1] + "GainModel = SplitGainModel\n", names)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model, _ = api.build_decoder(
-        names["my_spec"](),
-        parallelism=api.ParallelismConfig(
-            fsdp_wrap=cast(Any, wrap), spmd_backend="partial_dtensor"
-        ),
-    )
-    tokens = torch.arange(64).view(2, 32) + int(os.environ["RANK"])
-    loss = model(tokens).float().pow(2).sum()
-    loss.backward()
+    try:
+        model, parallel_dims = api.build_decoder(
+            names["my_spec"](),
+            parallelism=api.ParallelismConfig(**layout),
+            training=TrainingConfig(mixed_precision_param="float32" if exact else "bfloat16"),
+        )
+    except ValueError as error:
+        return {"refused": str(error)}
+    # The same data on both ranks, and sums that only rounding changes; or other data, in bf16.
+    tokens = torch.arange(64).view(2, 32) + (0 if exact else int(os.environ["RANK"]))
+    with get_spmd_context(parallel_dims=parallel_dims)():
+        loss = model(tokens).float().pow(2).sum() / 1e4
+        loss.backward()
     gains = {
         name: cast(Any, param.grad).full_tensor().tolist()
         for name, param in model.named_parameters()
         if "gain" in name
     }
-    units = [n for n, m in model.named_modules() if isinstance(m, FSDPModule)]
     dist.destroy_process_group()
-    return {"loss": loss.item(), "gains": gains, "units": units}
+    return {"loss": loss.item(), "gains": gains}
 
 
-def test_your_model_goes_through_the_same_function(tmp_path: Path):
-    block, submodule = (
-        run_ranks(_run_your_model, 2, wrap, log_folder=tmp_path / wrap)
-        for wrap in ("block", "submodule")
+def _yours(
+    folder: Path, *, declared: bool = False, exact: bool = False, **layout: Any
+) -> dict[str, Any]:
+    first, second = run_ranks(_your_model, 2, layout, declared, exact, log_folder=folder)
+    assert first.get("gains") == second.get("gains")
+    return first
+
+
+def test_a_model_that_declares_nothing_is_replicated(tmp_path: Path):
+    """The same bits whatever the backend, the units, and whether it says how it is split."""
+    layouts: list[dict[str, Any]] = [
+        {"fsdp_wrap": "submodule"},
+        {"fsdp_wrap": "block"},
+        {"fsdp_wrap": "submodule", "spmd_backend": "partial_dtensor"},
+        {"fsdp_wrap": "submodule", "declared": True},
+        {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+    ]
+    results = [_yours(tmp_path / str(i), **layout) for i, layout in enumerate(layouts)]
+    assert all(result == results[0] for result in results[1:])
+    assert len(results[0]["gains"]) == 6
+    assert any(any(gain) for gain in results[0]["gains"].values())
+
+
+def test_a_model_that_declares_nothing_is_not_split(tmp_path: Path):
+    refused = _yours(tmp_path, tensor_parallel_degree=2)["refused"]
+    assert refused.startswith("tok_embeddings.weight: no sharding_config says how")
+
+
+@pytest.mark.parametrize("axis", ["tp_enabled", "cp_enabled", "ep_enabled"])
+def test_which_axes_need_a_declaration(axis: str):
+    from torch import nn
+
+    axes: Any = SimpleNamespace(tp_enabled=False, cp_enabled=False, ep_enabled=False)
+    setattr(axes, axis, True)
+    model = nn.ModuleDict({"inner_experts": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match=r"inner_experts.weight, .*: no sharding_config says how"):
+        replicate_undeclared(model, axes)
+    replicate_undeclared(model, axes, ignored=["inner_experts.weight", "inner_experts.bias"])
+
+
+def test_your_model_with_tensor_parallelism(tmp_path: Path):
+    """What the second example declares is right: split and whole, the gradients are the same."""
+    split, whole = (
+        _yours(tmp_path / str(degree), declared=True, exact=True, tensor_parallel_degree=degree)
+        for degree in (2, 1)
     )
-    assert "layers.0.attention" in submodule[0]["units"]
-    assert "layers.0" in submodule[0]["units"], "the gain is a group of the block"
-    assert "layers.0.attention" not in block[0]["units"]
-    assert len(block[0]["gains"]) == 6
-    for a, b in zip(block, submodule, strict=True):
-        assert (a["loss"], a["gains"]) == (b["loss"], b["gains"])
-    assert any(any(gain) for gain in block[0]["gains"].values())
+    for name, gain in whole["gains"].items():
+        assert any(gain)
+        halves = [value / 2 for value in gain]  # from two ranks with the same data
+        assert split["gains"][name] == pytest.approx(halves, rel=1e-3)
+
+
+# TOML
+
+
+def _keys(value: Any, prefix: str = "") -> list[str]:
+    """The dotted keys of what a file holds."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = {str(index): item for index, item in enumerate(value)}
+    if not isinstance(value, dict):
+        return [prefix]
+    return [key for name in value for key in _keys(value[name], f"{prefix}.{name}".lstrip("."))]
+
+
+_TOML = examples("toml")
+
+
+@pytest.mark.parametrize("place", _TOML, ids=str)
+def test_every_key_of_a_toml_example_arrives(folder: Path, place: tuple[str, int]):
+    for name, code in (("my_model", (YOURS, 0)), ("my_adapters", ("docs/lora.md", 1))):
+        (folder / f"{name}.py").write_text(examples("python")[code])
+    table = tomli.loads(_TOML[place])
+    (folder / "run.toml").write_text(("" if "extends" in table else DEBUG) + _TOML[place])
+    origins = resolve("run.toml").origins
+    table.pop("extends", None)
+    assert [key for key in _keys(table) if origins[key] != "run.toml"] == []
 
 
 def test_muon_from_a_file(config: Loader):
     """The matrix trains with this pattern (tests.muon)."""
     import torch
 
-    text = (DOCS / "optimizers.md").read_text()
-    (toml,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
-    ours = config(toml)
+    ours = config(_TOML["docs/optimizers.md", 0])
     assert ours.optimizer.param_groups[0].pattern == muon.PATTERN
     assert ours.model_spec is not None
     with torch.device("meta"):
@@ -95,3 +317,162 @@ def test_muon_from_a_file(config: Loader):
     assert all(len(shapes[name]) == 1 for name in rest if name.startswith("layers."))
     # attention, the dense layer; attention, router, shared and routed experts
     assert len(matrices) == (4 + 3) + 26 * (4 + 1 + 3 + 3)
+
+
+# Commands and names
+
+_PROGRAM = re.compile(
+    r"(\$ )?([A-Z_]+=\S+ +)*(\S*/)?"
+    r"(make|torchrun|python|pytest|sbatch|run_train\.sh|multi_node\.sh)(?= |$)"
+)
+_MAKEFILE = (ROOT / "Makefile").read_text()
+_LAUNCH = {path.name: path.read_text() for path in (ROOT / "launch").iterdir()}
+_OTHERS = ("MODULE", "CONFIG", "NGPU", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+"""Variables that TorchTitan's run_train.sh or torch reads."""
+
+
+def _commands(page: str) -> Iterator[str]:
+    """The command lines of a page: in indented blocks and between backticks."""
+    text = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^ {4,7}(\S.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
+    for line in [*indented, *_quoted(page)]:
+        if _PROGRAM.match(line):
+            yield line.removeprefix("$ ").strip()
+
+
+def _quoted(page: str) -> list[str]:
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", PAGES[page])
+
+
+def _unknown(command: str) -> Iterator[str]:
+    """What a command names that does not exist."""
+    words = shlex.split(command, comments=True)
+    while "=" in words[0]:
+        yield from _unknown_variable(words.pop(0))
+    program = Path(words.pop(0)).name
+    if program == "make":
+        targets = [word for word in words if "=" not in word]
+        yield from (word for word in targets if f"\n{word}:" not in _MAKEFILE)
+        yield from (name for word in words if "=" in word for name in _unknown_variable(word))
+        return
+    yield from (word for word in words if _is_path(word) and not (ROOT / word).exists())
+    source = None
+    if program == "torchrun":
+        ours = words.index("-m") if "-m" in words else len(words)
+        yield from _unknown_torchrun_flags(words[:ours])
+        words = words[ours:]
+    elif program == "python" and _is_path(words[0]):
+        source = (ROOT / words[0]).read_text()
+    if words[:1] == ["-m"]:
+        module = importlib.util.find_spec(words[1])
+        if module and module.submodule_search_locations:
+            module = importlib.util.find_spec(f"{words[1]}.__main__")
+        if module is None:
+            yield words[1]
+        elif words[1].split(".")[0] in ("titan_ext", "tests", "benchmarks"):
+            source = Path(str(module.origin)).read_text()
+    for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+        if "." in flag:
+            yield from _unknown_keys(flag[2:].replace("-", "_"))
+        elif source and flag not in source:
+            yield flag
+
+
+def _is_path(word: str) -> bool:
+    return bool(
+        re.fullmatch(r"(tests|benchmarks|launch|train_configs|titan_ext|docs)/[\w./]+", word)
+    )
+
+
+def _unknown_variable(assignment: str) -> Iterator[str]:
+    name, value = assignment.split("=", 1)
+    read = _MAKEFILE + "".join(_LAUNCH.values())
+    if name not in _OTHERS and not re.search(rf"\b{name}\b", read):
+        yield name
+    if _is_path(value) and not (ROOT / value).exists():
+        yield value
+
+
+def _unknown_torchrun_flags(words: list[str]) -> Iterator[str]:
+    from torch.distributed.run import get_args_parser
+
+    known = {name.replace("_", "-") for name in get_args_parser()._option_string_actions}
+    for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+        if "." not in flag and flag.replace("_", "-") not in known | {"--module", "--config"}:
+            yield flag
+
+
+@functools.cache
+def _keys_of_a_run() -> frozenset[str]:
+    """The dotted keys of every section, policy and choice of the model; and the sections."""
+    from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+
+    from titan_ext import config_registry
+    from titan_ext.activation_checkpoint import FP8AC
+
+    config = config_registry.__getattr__("deepseek_v3_debugmodel")()
+    keys = {*leaves(config), *LEGACY, *RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN}
+    for policy in (FP8AC, FullAC, MemoryBudgetAC, SelectiveAC):
+        keys |= {*leaves(policy.Config(), "activation_checkpoint"), "activation_checkpoint.policy"}
+    keys |= {f"model.{name}" for name in ("flavor", "attn_backend", "converters")}
+    return frozenset(
+        ".".join(parts[:count])
+        for parts in (key.split(".") for key in keys)
+        for count in range(1, len(parts) + 1)
+    )
+
+
+def _unknown_keys(key: str) -> Iterator[str]:
+    section, _, name = key.rpartition(".")
+    if not {key, f"{section}.{name.removeprefix('no_')}"} & _keys_of_a_run():
+        yield key
+
+
+def _unknown_names(quoted: str) -> Iterator[str]:
+    """A file, a key of a run or a name in titan_ext that does not exist."""
+    word = quoted.split("(")[0].split(" ")[0].rstrip("/")
+    if _is_path(word):
+        if not (ROOT / word).exists():
+            yield word
+    elif re.fullmatch(r"titan_ext(\.\w+)+", word):
+        if not _resolves(word):
+            yield word
+    elif (
+        re.fullmatch(r"[a-z_]+(\.[a-z_]+)+(?<!\.py)", word)
+        and word.split(".")[0] in _keys_of_a_run()
+    ):
+        yield from _unknown_keys(word)
+
+
+def _resolves(name: str) -> bool:
+    try:
+        return pkgutil.resolve_name(name) is not None
+    except (ImportError, AttributeError):
+        return False
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page: str):
+    unknown = {command: names for command in _commands(page) if (names := list(_unknown(command)))}
+    unknown |= {word: names for word in _quoted(page) if (names := list(_unknown_names(word)))}
+    assert unknown == {}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", PAGES[page])):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings]
+            assert anchor in slugs, target
+
+
+def test_the_index_has_every_page():
+    index = PAGES["docs/README.md"]
+    missing = [path.name for path in DOCS.glob("*.md") if f"({path.name})" not in index]
+    assert missing == ["README.md"]

@@ -1,19 +1,14 @@
-"""Where values come from: files, the command line, aliases; and the examples in the docs."""
+"""Where values come from: files, the command line, aliases."""
 
 import logging
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tomli
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.toml_files import DATA, DEBUG, Loader
 from titan_ext import no_accelerator
 from titan_ext.toml_config import leaves, resolve
-from titan_ext.toml_config.__main__ import apply_flags, main
-from titan_ext.toml_config.files import to_toml
 from titan_ext.trainer import Trainer
 
 
@@ -78,7 +73,7 @@ def test_another_component_takes_the_origins_of_its_keys_along(folder: Path):
 def test_the_command_line_wins_and_is_named(folder: Path):
     (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\nseq_len = 512\n")
     flags = ["--training.steps", "5", "--training.seq-len=512", "activation_checkpoint:full"]
-    resolved = apply_flags(resolve("run.toml"), flags)
+    resolved = resolve("run.toml", flags)
     assert type(resolved.config) is Trainer.Config
     assert resolved.config.training.steps == 5
     assert isinstance(resolved.config.activation_checkpoint, FullAC.Config)
@@ -86,51 +81,3 @@ def test_the_command_line_wins_and_is_named(folder: Path):
     assert resolved.origins["training.seq_len"] == "command line"  # given, if to the same value
     assert resolved.origins["activation_checkpoint.policy"] == "command line"
     assert resolved.origins["training.gc_freq"] == "deepseek_v3.deepseek_v3_debugmodel"
-
-
-def test_the_command_prints_one_value_a_line(folder: Path, capsys: pytest.CaptureFixture):
-    (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\n")
-    assert main(["run.toml", "--debug.seed", "7"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "# deepseek_v3.deepseek_v3_debugmodel <- run.toml"
-    assert "training.steps = 3  # from run.toml" in lines
-    assert "debug.seed = 7  # from command line" in lines
-    assert 'model.flavor = "debugmodel"  # from deepseek_v3.deepseek_v3_debugmodel' in lines
-    assert f'dataloader.component = "{DATA}.HuggingFaceTextDataLoader"  # from ' in "\n".join(lines)
-
-
-def test_the_command_says_what_is_wrong_with_a_file(folder: Path, capsys: pytest.CaptureFixture):
-    (folder / "run.toml").write_text(DEBUG + "steps = 3\n")
-    assert main(["run.toml"]) == 1
-    assert capsys.readouterr().err.startswith("run.toml: steps: no such key")
-    assert main([]) == 2
-
-
-@pytest.mark.parametrize("base", ["deepseek_v3.deepseek_v3_16b", "qwen3.qwen3_30b_a3b"])
-def test_what_the_command_prints_is_a_toml_file_for_the_same_config(config: Loader, base: str):
-    extends = f'extends = "{base}"\n'
-    wanted = leaves(config(extends))
-    written = "".join(f"{key} = {to_toml(value)}\n" for key, value in wanted.items())
-    assert leaves(config(extends + written)) == wanted
-
-
-PAGE = Path(__file__).parent.parent / "docs" / "toml.md"
-EXAMPLES = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def _keys(value: Any, prefix: str = "") -> list[str]:
-    """The dotted keys of what a file holds."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        value = {str(index): item for index, item in enumerate(value)}
-    if not isinstance(value, dict):
-        return [prefix]
-    return [key for name in value for key in _keys(value[name], f"{prefix}.{name}".lstrip("."))]
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_every_key_of_the_examples_in_the_docs_arrives(folder: Path, example: str):
-    table = tomli.loads(example)
-    (folder / "run.toml").write_text(example if "extends" in table else DEBUG + example)
-    origins = resolve("run.toml").origins
-    table.pop("extends", None)
-    assert [key for key in _keys(table) if origins[key] != "run.toml"] == []

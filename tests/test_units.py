@@ -150,6 +150,11 @@ def test_resolve_wrap(fsdp_wrap: str, ep: int, wrap: str):
     assert resolve_wrap(fsdp_wrap, ep) == wrap
 
 
+@pytest.mark.parametrize(("name", "wrap"), [("deepseek_v3", "submodule"), ("llama3", "block")])
+def test_auto_splits_blocks_only_where_expert_parallelism_splits_experts(name: str, wrap: str):
+    assert resolve_wrap("auto", 2, _build(name).config) == wrap
+
+
 def test_reshard_policy():
     units = plan_units(_build("deepseek_v3"), "submodule")
     attention = next(unit for unit in units if unit.kind is UnitKind.ATTENTION)

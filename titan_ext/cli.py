@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from titan_ext.config_registry import find_config, model_of, shipped_configs, titan_configs
+from titan_ext.mistakes import Mistakes
 
 if TYPE_CHECKING:
     from titan_ext.toml_config import Resolved
@@ -136,10 +137,12 @@ class DryRun:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         from titan_ext import no_accelerator
         from titan_ext.dry_run import as_rank, dry_run
+        from titan_ext.limits import wrong_degrees
 
         with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
                 config = _resolve(self.config, flags).config
+            Mistakes(wrong_degrees(config, self.ranks)).raise_all()
             if self.all_stages:
                 self._run_all_stages(config.parallelism.pipeline_parallel_degree, flags)
             else:
@@ -228,17 +231,16 @@ def _resolve(name: str, flags: Sequence[str]) -> "Resolved":
     import dataclasses
 
     from titan_ext.toml_config import resolve
-    from titan_ext.toml_config.__main__ import apply_flags
 
     found = find_config(name)
     if isinstance(found, Path):
         here = found.is_absolute() and found.is_relative_to(Path.cwd())
         path = found.relative_to(Path.cwd()) if here else found
-        return apply_flags(resolve(path), list(flags))
+        return resolve(path, flags)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{found}.toml"
         file.write_text(f'extends = "{model_of(titan_configs()[found])}.{found}"\n')
-        return dataclasses.replace(apply_flags(resolve(file), list(flags)), files=())
+        return dataclasses.replace(resolve(file, flags), files=())
 
 
 def _as_toml(resolved: "Resolved", keys: Collection[str]) -> Iterator[tuple[str, str, str]]:

@@ -13,10 +13,12 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_ext.mistakes import Mistakes, checks_later, end_with_messages
 from titan_ext.names import did_you_mean, log_on_one_node, warn_once
 
 if TYPE_CHECKING:
@@ -90,19 +92,24 @@ def find_config(name: str) -> Path | str:
     )
 
 
-def _extended_titan_config(name: str) -> "Trainer.Config":
+def _config(name: str, found: Path | str) -> "Trainer.Config":
+    """The config ``name``, which ``find_config`` found, checked with the flags that stand beside it on the command line."""
+    from titan_ext import flags
+    from titan_ext.limits import world_size, wrong_degrees
+    from titan_ext.toml_config import resolve
     from titan_ext.trainer import extend_config
 
     _prepare_log()
-    warn_once()
-    return extend_config(getattr(import_module(titan_configs()[name]), name)())
-
-
-def _load_toml(path: Path) -> "Trainer.Config":
-    from titan_ext.toml_config import load
-
-    _prepare_log()
-    return load(path)
+    given = flags.of_this_command(name)
+    if isinstance(found, Path):
+        config = resolve(found, given).config
+    else:
+        warn_once()
+        with checks_later():
+            config = extend_config(getattr(import_module(titan_configs()[found]), found)())
+        config = replace(flags.with_flags(config, given) if given else config)
+    Mistakes(wrong_degrees(config, world_size(config))).raise_all()
+    return config
 
 
 def _prepare_log() -> None:
@@ -114,10 +121,8 @@ def _prepare_log() -> None:
 def __getattr__(name: str) -> Callable[[], Any]:
     if name.startswith("_"):
         raise AttributeError(name)
-    found = find_config(name)
-    if isinstance(found, Path):
-        return functools.partial(_load_toml, found)
-    return functools.partial(_extended_titan_config, found)
+    end_with_messages(name)
+    return functools.partial(_config, name, find_config(name))
 
 
 def __dir__() -> list[str]:

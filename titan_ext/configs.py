@@ -16,10 +16,12 @@ from torchtitan.config import TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
+from titan_ext.fsdp.quantized import find_frozen_linears
 from titan_ext.fsdp.replicated import find_replicated, units_without
 from titan_ext.fsdp.reshard import Reshard, check_divides, check_reshard_groups, read_reshard
 from titan_ext.fsdp.settings import QUANTIZE_FROZEN, REPLICATE, FSDPSettings
 from titan_ext.fsdp.units import FSDPWrap, plan_units, resolve_wrap, vision_units
+from titan_ext.mistakes import are_checked_later
 from titan_ext.names import table_flag
 
 __all__ = ["DebugConfig", "ParallelismConfig"]
@@ -38,7 +40,7 @@ class ParallelismConfig(TitanParallelismConfig):
     - "block": the whole block, as in stock Titan.
     - "submodule": attention (with its norm) and MoE or feed-forward (with its norm) are units of
       their own, so that half a block is unsharded at a time. More, smaller collectives.
-    - "auto": "submodule" when expert_parallel_degree > 1, "block" otherwise.
+    - "auto": "submodule" when expert_parallel_degree > 1 splits experts, "block" otherwise.
 
     The losses and gradient norms do not depend on it. See docs/fsdp_units.md.
     """
@@ -106,7 +108,8 @@ class ParallelismConfig(TitanParallelismConfig):
 
     def __post_init__(self) -> None:
         TitanParallelismConfig.__post_init__(self)
-        check_parallelism(self)
+        if not are_checked_later():
+            check_parallelism(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,12 +175,17 @@ def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfi
         ValueError: for such a name, also if it is a unit of another ``fsdp_wrap``.
     """
     settings = FSDPSettings.from_config(parallelism)
-    if not settings.reshard_groups and not settings.replicate:
+    quantizes = settings.quantize_frozen is not None
+    if not (settings.reshard_groups or settings.replicate or quantizes):
         return
     with torch.device("meta"):
         built = cast(Decoder, model.build())
     replicated = find_replicated(built, settings.replicate, is_chunk=False)
-    wrap = resolve_wrap(settings.wrap, parallelism.expert_parallel_degree)
+    if quantizes:
+        shards = _shard_axis(parallelism)
+        names = settings.quantize_frozen_modules
+        find_frozen_linears(built, names, shard_world=shards, is_chunk=False, replicated=replicated)
+    wrap = resolve_wrap(settings.wrap, parallelism.expert_parallel_degree, model)
     # In a pipeline a vision tower is no unit (fsdp.plan).
     towers = vision_units(built) if parallelism.pipeline_parallel_degree == 1 else []
     units = units_without(built, plan_units(built, wrap), replicated)

@@ -63,7 +63,7 @@ def parallelize(
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
     settings = FSDPSettings.from_config(parallelism, training, ignored)
-    units = plan_units(model, resolve_wrap(settings.wrap, parallel_dims.ep))
+    units = plan_units(model, resolve_wrap(settings.wrap, parallel_dims.ep, model.config))
 
     # 1. Shard over the model-parallel axes: TP, EP, CP.
     with keep_frozen(model):

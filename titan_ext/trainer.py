@@ -8,7 +8,7 @@ the checks around training.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -33,6 +33,8 @@ from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_st
 from titan_ext.guards import RunCheck
 from titan_ext.guards.checkpoints import CheckpointManager, check_excluded
 from titan_ext.guards.run_checks import RUN_CHECKS
+from titan_ext.limits import world_size, wrong_degrees, wrong_values
+from titan_ext.mistakes import Mistakes, are_checked_later
 from titan_ext.optim import OptimizersContainer, check_param_groups
 from titan_ext.pipeline_schedules import check_schedule
 from titan_ext.specs import check_model_limits, extend_model_spec
@@ -65,33 +67,50 @@ class Trainer(TitanTrainer):
 
         def __post_init__(self) -> None:
             # A config is rebuilt on its way to the trainer: by tyro, and by Titan's build().
-            if hash(repr(self)) in _checked:
+            if are_checked_later() or hash(repr(self)) in _checked:
                 return
             self._check()
             _checked.add(hash(repr(self)))
 
         def _check(self) -> None:
-            if self.model_spec is not None:
-                check_model_limits(self.model_spec.name, self.parallelism)
-                check_unit_names(self.model_spec.model, self.parallelism)
-                if isinstance(self.optimizer, OptimizersContainer.Config):
-                    check_param_groups(self.optimizer, self.model_spec.model, self.parallelism)
-            check_excluded(self)
+            """Raise ValueError with every mistake; what needs the number of ranks comes later."""
+            mistakes = Mistakes(wrong_values(self))
+            mistakes.raise_all()  # the other checks compute with the values
+            mistakes.extend(wrong_degrees(self, ranks=None))
             no_accelerator.adapt_config(self)
             compiled = compiles_model(self.compile)
-            check_parallelism(self.parallelism, self.training, compiled=compiled)
-            if compiled and isinstance(self.activation_checkpoint, FP8AC.Config):
-                self.activation_checkpoint.check_compiled()
-            early = getattr(self.activation_checkpoint, "score_before_last_gemm", False)
-            if early and self.model_spec is not None:
-                use_early_scores(self.model_spec, self.parallelism)
-            check_schedule(
-                self.parallelism,
-                loss=self.loss,
-                activation_checkpoint=self.activation_checkpoint,
-                compiled=compiled,
-            )
-            super(Trainer.Config, self).__post_init__()  # Titan's, and those of a subclass of it
+            policy = self.activation_checkpoint
+            checks: list[Callable[[], object]] = [
+                lambda: check_excluded(self),
+                lambda: check_parallelism(self.parallelism, self.training, compiled=compiled),
+                lambda: check_schedule(
+                    self.parallelism,
+                    loss=self.loss,
+                    activation_checkpoint=policy,
+                    compiled=compiled,
+                ),
+                super(Trainer.Config, self).__post_init__,  # Titan's, and those of a subclass of it
+                self._check_cuda_graphs,
+            ]
+            if isinstance(policy, FP8AC.Config) and compiled:
+                checks.append(policy.check_compiled)
+            if (spec := self.model_spec) is not None:
+                checks.append(lambda: check_model_limits(spec.name, self.parallelism))
+                checks.append(lambda: check_unit_names(spec.model, self.parallelism))
+                if isinstance(self.optimizer, OptimizersContainer.Config):
+                    groups = self.optimizer
+                    checks.append(lambda: check_param_groups(groups, spec.model, self.parallelism))
+                if isinstance(policy, FP8AC.Config):
+                    blocks = len(getattr(spec.model, "layers", ()))
+                    checks.append(lambda: policy.check_exempt(blocks))
+                if getattr(policy, "score_before_last_gemm", False):
+                    checks.append(lambda: use_early_scores(spec, self.parallelism))
+            for check in checks:
+                with mistakes.noting():
+                    check()
+            mistakes.raise_all()
+
+        def _check_cuda_graphs(self) -> None:
             if self.parallelism.fsdp_track_memory and not self.training.disable_cuda_graphs:
                 raise ValueError(
                     "parallelism.fsdp_track_memory needs training.disable_cuda_graphs = true: "
@@ -99,6 +118,7 @@ class Trainer(TitanTrainer):
                 )
 
     def __init__(self, config: Config) -> None:
+        Mistakes(wrong_degrees(config, world_size(config))).raise_all()
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:

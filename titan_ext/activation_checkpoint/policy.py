@@ -191,6 +191,19 @@ class FP8AC(ActivationCheckpointing):
                     "'row', or compile.enable = false."
                 )
 
+        def check_exempt(self, blocks: int) -> None:
+            """Refuse a policy that asks for float8 and exempts every one of a model's blocks.
+
+            Raises:
+                ValueError: naming the key.
+            """
+            names = [f"layers.{index}" for index in range(blocks)]
+            if self.wants_float8() and all(is_exempt(self.exempt, name, "") for name in names):
+                raise ValueError(
+                    f"{KEY}.exempt is {self.exempt}, which takes all {blocks} blocks: nothing "
+                    'would be stored in float8. Expected fewer, or policy "selective".'
+                )
+
         def wants_float8(self) -> bool:
             """Whether the policy stores anything in float8, apart from exemptions."""
             if self.mode == "selective" and self.preset == "stock":

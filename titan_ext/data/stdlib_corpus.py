@@ -3,9 +3,9 @@
 
 It is real text, so a small model can learn from it; it needs no download; and it is the same for
 everyone with the same Python version. About 10 MB become a Hugging Face data set and a byte-level
-BPE tokenizer of 2,048 tokens, the vocabulary of Titan's debug models, both under ``.data/`` in the
-current folder. A row is some 50 lines of a file, and rows are shuffled: batches of whole files
-would differ in kind, and so in loss.
+BPE tokenizer of 2,048 tokens, the vocabulary of Titan's debug models. Both lie under ``.data/`` of the
+checkout, or in the user's cache folder where titan_ext is installed. A row is some 50 lines of a
+file, and rows are shuffled: batches of whole files would differ in kind, and so in loss.
 
 ``python -m titan_ext.data.stdlib_corpus`` makes them; training makes what is missing.
 """
@@ -43,7 +43,12 @@ _SKIPPED_FOLDERS = frozenset(
 def default_folder() -> Path:
     """The corpus' folder for this Python version; ``TITAN_EXT_DATA`` moves its parent."""
     version = f"{platform.python_implementation()}-{platform.python_version()}".lower()
-    return Path(os.environ.get("TITAN_EXT_DATA", ".data")).absolute() / f"stdlib-{version}"
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").exists():
+        parent = checkout / ".data"
+    else:
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_ext"
+    return Path(os.environ.get("TITAN_EXT_DATA", parent)).absolute() / f"stdlib-{version}"
 
 
 def default_tokenizer_path() -> Path:

@@ -28,7 +28,7 @@ def find_frozen_linears(
     model: nn.Module,
     patterns: Sequence[str],
     *,
-    shard_world: int,
+    shard_world: int | None,
     is_chunk: bool,
     replicated: Collection[str] = (),
 ) -> list[str]:
@@ -37,12 +37,14 @@ def find_frozen_linears(
     Args:
         model: A decoder, before FSDP, its parameters frozen or not.
         patterns: For names of modules; empty for every frozen linear in the blocks that can be cut,
-            except routers and replicated linears. shard_world: Ranks that dense parameters are
-        sharded over. is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a
-        name. replicated: Names of the modules that ``parallelism.fsdp_replicate`` keeps whole.
+            except routers and replicated linears.
+        shard_world: Ranks that dense parameters are sharded over; None if unknown.
+        is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
+        replicated: Names of the modules that ``parallelism.fsdp_replicate`` keeps whole.
 
     Raises:
-        ValueError: for a pattern that matches no frozen linear, or a weight that cannot be cut.
+        ValueError: for a model or a pattern without a frozen linear, or a weight that cannot be
+            cut.
     """
     if shard_world == 1:
         raise ValueError(
@@ -55,6 +57,11 @@ def find_frozen_linears(
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and not module.weight.requires_grad
     }
+    if not frozen and not is_chunk:
+        raise ValueError(
+            f"{QUANTIZE_FROZEN} quantizes frozen linears, and this model has none; expected LoRA "
+            "adapters (docs/lora.md), which freeze the others, or no such key."
+        )
     if not patterns:
         return [
             path
@@ -80,8 +87,8 @@ def find_frozen_linears(
         if not _can_be_cut(frozen[path], shard_world):
             raise ValueError(
                 f"{QUANTIZE_FROZEN_MODULES}: {path}.weight has {frozen[path].numel()} elements; "
-                f"{shard_world} ranks need a multiple of {_BLOCK * shard_world} (NF4's blocks) and "
-                "equal rows."
+                f"{shard_world} ranks need equal rows and a multiple of "
+                f"{_BLOCK * (shard_world or 1)} (NF4's blocks)."
             )
     return chosen
 
@@ -107,8 +114,10 @@ def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:
     handle = model.register_forward_pre_hook(quantize_once, prepend=True)
 
 
-def _can_be_cut(weight: torch.Tensor, shard_world: int) -> bool:
+def _can_be_cut(weight: torch.Tensor, shard_world: int | None) -> bool:
     rows, columns = weight.shape
+    if shard_world is None:
+        return True
     return rows % shard_world == 0 and rows * columns % (_BLOCK * shard_world) == 0
 
 

@@ -32,7 +32,10 @@ from titan_ext.fsdp.units import (
     plan_units,
     resolve_wrap,
 )
-from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters_at_first_forward
+from titan_ext.fsdp.unmanaged import (
+    refuse_unmanaged_parameters_at_first_forward,
+    replicate_undeclared,
+)
 from titan_ext.no_accelerator import reduce_without_premul_sum
 
 
@@ -60,11 +63,13 @@ def shard_decoder(
         ValueError: for a setting that does not fit the model, or a name that is not in it.
     """
     settings = settings or FSDPSettings()
-    wrap = resolve_wrap(settings.wrap, parallel_dims.ep)
+    wrap = resolve_wrap(settings.wrap, parallel_dims.ep, model.config)
     if units is None:
         units = plan_units(model, wrap)
     meshes = FSDPMeshes.resolve(parallel_dims)
     plan = make_plan(model, units, settings, meshes.sizes, is_chunk=parallel_dims.pp_enabled)
+    if meshes.dense_axes is not None:
+        replicate_undeclared(model, parallel_dims, plan.ignored)
     _shard(model, plan, settings, meshes)
     quantize_at_first_forward(model, plan.quantized)
     if settings.symm_mem:

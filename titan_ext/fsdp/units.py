@@ -22,7 +22,8 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.protocols.model import BaseModel
 
 Wrap = Literal["submodule", "block"]
 FSDPWrap = Literal["auto", "submodule", "block"]
@@ -92,15 +93,19 @@ class Unit:
         return module
 
 
-def resolve_wrap(fsdp_wrap: str, ep_degree: int) -> Wrap:
-    """Resolve ``parallelism.fsdp_wrap``: "auto" is "submodule" when EP > 1, else "block".
+def resolve_wrap(fsdp_wrap: str, ep_degree: int, model: BaseModel.Config | None = None) -> Wrap:
+    """Resolve ``parallelism.fsdp_wrap``: "auto" is "submodule" if EP splits experts, else "block".
+
+    Args:
+        model: The whole model's config; if None, it is taken to have experts.
 
     Raises:
         ValueError: for any other name.
     """
     match fsdp_wrap:
         case "auto":
-            return "submodule" if ep_degree > 1 else "block"
+            has_experts = model is None or any(True for _ in model.traverse(MoE.Config))
+            return "submodule" if ep_degree > 1 and has_experts else "block"
         case "submodule" | "block":
             return fsdp_wrap
         case _:

@@ -13,13 +13,14 @@ reduce-scatter.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from spmd_types.runtime import has_local_type
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     DataParallelMeshDims,
@@ -278,6 +279,38 @@ def _place_on_model_axes(modules: dict[str, nn.Module], parallel_dims: ParallelD
             _annotate_replicated(module, parallel_dims)
 
 
+def replicate_undeclared(
+    model: nn.Module, parallel_dims: ParallelDims, ignored: Collection[str] = ()
+) -> None:
+    """Declare parameters that no ``sharding_config`` mentions to be equal on every rank.
+
+    FSDP2 wants a declaration of every parameter under ``spmd_types``; where no axis splits
+    modules, there is one choice. Call it before ``fully_shard``.
+
+    Args:
+        ignored: Names of parameters that FSDP leaves alone.
+
+    Raises:
+        ValueError: naming a parameter whose module an axis may split.
+    """
+    for path, module in model.named_modules():
+        path = canonical_fqn(path)
+        params = dict(module.named_parameters(path, recurse=False))
+        undeclared = [
+            name for name in params if name not in ignored and not has_local_type(params[name])
+        ]
+        if not undeclared:
+            continue
+        is_routed = parallel_dims.ep_enabled and ".inner_experts." in f".{path}."
+        if parallel_dims.tp_enabled or parallel_dims.cp_enabled or is_routed:
+            raise ValueError(
+                f"{and_more(undeclared)}: no sharding_config says how tensor, context or expert "
+                "parallelism treats it; give its module one (docs/your_model.md), or use FSDP "
+                "and pipelines alone."
+            )
+        _annotate_replicated(module, parallel_dims)
+
+
 def _annotate_replicated(module: nn.Module, parallel_dims: ParallelDims) -> None:
     layout = dense_param_placement(tp=spmd.R)
     axes = [axis.value for axis in layout.axes()]
@@ -285,7 +318,8 @@ def _annotate_replicated(module: nn.Module, parallel_dims: ParallelDims) -> None
     assert mesh is not None
     with set_current_spmd_mesh(mesh):
         for param in module.parameters(recurse=False):
-            spmd.assert_type(param, layout.axis_types, layout.partition_spec)
+            if not has_local_type(param):
+                spmd.assert_type(param, layout.axis_types, layout.partition_spec)
 
 
 def _make_equal(

@@ -6,16 +6,18 @@ config functions (or from another file) and holds only what is different, under 
 names. titan_ext checks every key and value. docs/toml.md shows how to write one.
 
 ``load(path)`` returns the config; ``resolve(path)`` also says where each value came from;
-``python -m titan_ext.toml_config PATH [Titan flags]`` prints that.
+``titan_ext show PATH [Titan flags]`` prints that.
 """
 
 import typing
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
+from titan_ext.flags import keys_of_flags, with_flags
+from titan_ext.mistakes import checks_later
 from titan_ext.names import warn_once
 from titan_ext.toml_config.convert import POLICY, Given, build, changed, named_choices, plain
 from titan_ext.toml_config.files import KeyLocation, TomlConfigError, read_chain
@@ -24,6 +26,7 @@ from titan_ext.trainer import Trainer
 
 __all__ = ["Resolved", "TomlConfigError", "leaves", "load", "resolve"]
 
+COMMAND_LINE = "command line"
 MACHINE = "titan_ext, for this machine"
 """The origin of a value that titan_ext changed because there is no accelerator."""
 
@@ -57,11 +60,15 @@ def load(path: str | Path) -> Trainer.Config:
     return resolve(path).config
 
 
-def resolve(path: str | Path) -> Resolved:
-    """The trainer config that a TOML file describes, with the origin of every value.
+def resolve(path: str | Path, flags: Sequence[str] = ()) -> Resolved:
+    """The trainer config that a TOML file and flags describe, with the origin of every value.
+
+    Args:
+        path: The file.
+        flags: Titan's command-line flags, which win over the file.
 
     Raises:
-        TomlConfigError: (a ValueError) with one message that names the file and the key.
+        TomlConfigError: (a ValueError) with one message that names the file and each wrong key.
     """
     warn_once()
     files = read_chain(path)
@@ -69,21 +76,36 @@ def resolve(path: str | Path) -> Resolved:
     base = load_base(files[0].extends, at.below("extends"))
     tables, models = [], []
     for file in files:
-        at = KeyLocation(file.name, origins=at.origins)
+        at = KeyLocation(file.name, origins=at.origins, errors=at.errors)
         if MODEL in file.table:
             models.append(Given(at.below(MODEL), file.table.pop(MODEL)))
         tables.append(Given(at, file.table))
-    values = changed(base.cls, base.values, tables)
+    with checks_later():
+        values = changed(base.cls, base.values, tables)
     if values["hf_assets_path"] == STDLIB_CORPUS:
         # The folder depends on the Python version, so a file that is shared cannot name it.
         values["hf_assets_path"] = str(default_tokenizer_path())
-    model = choose_model(base, models, values, at)
-    wanted = leaves({key: value for key, value in values.items() if key != "model_spec"})
-    config = build(base.cls, values, at)
+    model: dict[str, Any] = {}
+    with at.noting():
+        model = choose_model(base, models, values, at)
+    with checks_later():
+        config = build(base.cls, values, at)
+    before = leaves({MODEL: model}) | leaves(config)
+    try:
+        config = with_flags(config, flags) if flags else config
+        wanted = leaves(config)
+        config = replace(config)
+    except ValueError as error:
+        raise at.error(str(error)) from error
     resolved = Resolved(config, tuple(file.name for file in files), base.name, model, {})
+    named = set(keys_of_flags(flags))
     for key, value in resolved.values.items():
         origin = KeyLocation("", key, at.origins).origin() or base.name
-        resolved.origins[key] = MACHINE if wanted.get(key, value) != value else origin
+        if wanted.get(key, value) != value:
+            origin = MACHINE
+        elif key in named or before.get(key, value) != value or key not in before:
+            origin = COMMAND_LINE
+        resolved.origins[key] = origin
     return resolved
 
 

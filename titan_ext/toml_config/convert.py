@@ -24,7 +24,14 @@ from torchtitan.tools.logging import logger
 from tyro.conf import subcommand
 
 from titan_ext.names import did_you_mean
-from titan_ext.toml_config.files import NONE, KeyLocation, import_dotted, nearest, to_toml
+from titan_ext.toml_config.files import (
+    NONE,
+    KeyLocation,
+    TomlConfigError,
+    import_dotted,
+    nearest,
+    to_toml,
+)
 from titan_ext.toml_config.legacy import OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN, legacy_advice
 
 COMPONENT = "component"
@@ -46,7 +53,13 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def build(cls: type, values: dict[str, Any], at: KeyLocation) -> Any:
-    """A config of ``values``; if the class refuses them, the error names ``at``."""
+    """A config of ``values``; if the class refuses them, the error names ``at``.
+
+    Raises:
+        TomlConfigError: for the whole config, with all mistakes found so far.
+    """
+    if at.errors and not at.key:
+        raise TomlConfigError.of_all(at.errors)
     required = [f.name for f in fields(cls) if f.init and f.default is f.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         raise at.error(f"{cls.__qualname__} needs {', '.join(missing)}.")
@@ -59,8 +72,7 @@ def build(cls: type, values: dict[str, Any], at: KeyLocation) -> Any:
 def changed(cls: type, values: dict[str, Any], tables: list[Given]) -> dict[str, Any]:
     """``values`` of a config class, changed by the tables of files in turn.
 
-    Raises:
-        TomlConfigError: for an unknown key or a wrong value.
+    Notes an error for each unknown key and each wrong value.
     """
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -71,17 +83,19 @@ def changed(cls: type, values: dict[str, Any], tables: list[Given]) -> dict[str,
     given: dict[str, list[Given]] = {}
     for at, table in tables:
         for name, value in table.items():
-            key = _known_key(name, at, table, cls, list(found))
-            below = at.below(key)
-            if key != name:
-                below = replace(below, alias=at.below(name).key)
-            given.setdefault(key, []).append(Given(below, value))
+            with at.noting():
+                key = _known_key(name, at, table, cls, list(found))
+                below = at.below(key)
+                if key != name:
+                    below = replace(below, alias=at.below(name).key)
+                given.setdefault(key, []).append(Given(below, value))
     values = dict(values)
     for key, changes in given.items():
         default, factory = found[key].default, found[key].default_factory
         if key not in values:
             values[key] = default if factory is MISSING else factory()
-        values[key] = convert(hints[key], changes, values[key])
+        with changes[-1].at.noting():
+            values[key] = convert(hints[key], changes, values[key])
     return values
 
 
@@ -147,8 +161,12 @@ def convert(hint: Any, given: list[Given], current: Any) -> Any:
             return _items(kind, item, tables, current)
         if kind is list and is_dataclass(item):
             at.record()
-            items = enumerate(_checked(list[dict], value, at))
-            return [convert(item, [Given(at.below(str(i)), table)], MISSING) for i, table in items]
+            converted = []
+            for index, table in enumerate(_checked(list[dict], value, at)):
+                with at.noting():
+                    given = [Given(at.below(str(index)), table)]
+                    converted.append(convert(item, given, MISSING))
+            return converted
     at.record()
     return _checked(hint, value, at, current)
 
@@ -170,8 +188,12 @@ def _section(
             for key in table:
                 raise at.below(key).error(f'has no meaning: {at.key}.{choice} is "none".')
         return None
-    values = {} if current is MISSING else values_of(current)
-    return build(cls, changed(cls, values, kept), tables[-1].at)
+    at, values = tables[-1].at, {} if current is MISSING else values_of(current)
+    before = len(at.errors)
+    values = changed(cls, values, kept)
+    if len(at.errors) > before:  # it would be refused for what is missing now
+        raise at.errors[-1]
+    return build(cls, values, at)
 
 
 def _policy_class(choices: dict[str, type], given: Given, current: type) -> type:
@@ -208,11 +230,12 @@ def _items(kind: Any, item: Any, tables: list[Given], current: Any) -> Any:
         at.record()
     given = [(name, Given(of.at.below(name), of.value[name])) for of in tables for name in of.value]
     for name in dict.fromkeys(name for name, _ in given):
-        if name not in items and kind is not dict:
-            problem = f"no such item: {at.key} has {len(items)}, counted from 0."
-            raise at.below(name).error(problem)
-        changes = [change for key, change in given if key == name]
-        items[name] = convert(item, changes, items.get(name, MISSING))
+        with at.noting():
+            if name not in items and kind is not dict:
+                problem = f"no such item: {at.key} has {len(items)}, counted from 0."
+                raise at.below(name).error(problem)
+            changes = [change for key, change in given if key == name]
+            items[name] = convert(item, changes, items.get(name, MISSING))
     return items if kind is dict else kind(items.values())
 
 

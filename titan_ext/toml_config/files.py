@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """TOML files, what they extend, and their one error class, which names file and key."""
 
+import contextlib
 import datetime
 import importlib
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 
 import tomli
 
+from titan_ext.mistakes import in_one
 from titan_ext.names import and_more, did_you_mean
 
 NONE = "None"
@@ -41,6 +43,16 @@ class TomlConfigError(ValueError):
         self.key = key
         super().__init__(f"{file}: {key}: {problem}" if key else f"{file}: {problem}")
 
+    @classmethod
+    def of_all(cls, errors: "list[TomlConfigError]") -> "TomlConfigError":
+        """One error for all mistakes of a file and of those that it extends."""
+        if len(errors) == 1:
+            return errors[0]
+        file = errors[0].file
+        shared = all(error.file == file for error in errors)
+        lines = [str(error).removeprefix(f"{file}: " if shared else "") for error in errors]
+        return cls(file, "", in_one(lines))
+
 
 @dataclass(frozen=True)
 class KeyLocation:
@@ -49,12 +61,24 @@ class KeyLocation:
     file: str
     key: str = ""
     origins: dict[str, str] = field(default_factory=dict)
+    errors: list[TomlConfigError] = field(default_factory=list)
+    """The mistakes found so far, in all files."""
     alias: str = ""
     """The name in the file, if it differs."""
 
     def below(self, name: str) -> "KeyLocation":
         """The location of a key below this one."""
-        return KeyLocation(self.file, f"{self.key}.{name}" if self.key else name, self.origins)
+        key = f"{self.key}.{name}" if self.key else name
+        return KeyLocation(self.file, key, self.origins, self.errors)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error and go on, so that all are shown at once."""
+        try:
+            yield
+        except TomlConfigError as error:
+            if error not in self.errors:
+                self.errors.append(error)
 
     def error(self, problem: str) -> TomlConfigError:
         return TomlConfigError(self.file, self.alias or self.key, problem)
@@ -155,7 +179,30 @@ def _read(path: Path, asker: str | None) -> TomlFile:
     extends = table.pop("extends")
     if not isinstance(extends, str) or not extends:
         raise at.below("extends").error(f"expected one name or one path, as in {EXAMPLE}.")
+    if problem := _no_name(extends, path.parent):
+        raise at.below("extends").error(problem)
     return TomlFile(at.file, table, extends)
+
+
+def _no_name(extends: str, folder: Path) -> str:
+    """What is wrong with a path that lacks ``.toml``, or a name with a colon; "" if neither."""
+    path = folder / Path(extends).expanduser()
+    if path.suffix == ".toml":
+        return ""
+    if path.with_name(f"{path.name}.toml").is_file():
+        return f'no such file "{extends}"; did you mean "{extends}.toml"?'
+    if path.is_dir() and (inside := sorted(file.name for file in path.glob("*.toml"))):
+        return f'"{extends}" is a folder; expected one of its files: {and_more(inside)}.'
+    if path.is_file() or "/" in extends:
+        what = "is no TOML file" if path.is_file() else "no such file"
+        return f'"{extends}": {what}; expected "MODULE.FUNCTION" or "FILE.toml".'
+    if ":" in extends:
+        return f'expected "MODULE.FUNCTION", got "{extends}"; did you mean {_dotted(extends)}?'
+    return ""
+
+
+def _dotted(name: str) -> str:
+    return re.sub(":+", ".", name)
 
 
 def _missing_extends(table: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keys of TorchTitan 0.1, 0.2 and its main branch that 0.3 does not have.
 
-0.1 and 0.2 were configured in TOML. For such a file the error gives today's name of an old key, one
-at a time. ``LEGACY`` and ``LEGACY_SECTIONS`` cover every key of v0.1.0, v0.2.0, v0.2.1 and
+0.1 and 0.2 were configured in TOML. For such a file the error gives today's name of each old key.
+``LEGACY`` and ``LEGACY_SECTIONS`` cover every key of v0.1.0, v0.2.0, v0.2.1 and
 v0.2.2 that 0.3 does not have under the same name; ``tests/old_titan_keys.py`` lists them all.
 """
 

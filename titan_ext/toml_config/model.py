@@ -220,13 +220,14 @@ def _arguments(base: Base, given: list[Given]) -> dict[str, Any]:
             below = at.below(name)
             # In 0.1 and 0.2 converters were a list of names.
             by_name = name == "converters" and isinstance(value, list) and str in map(type, value)
-            if by_name or not (name in parameters or takes_any):
-                if old := legacy_advice(below.key, None if by_name else value):
-                    raise below.error(f"a key of TorchTitan 0.1 or 0.2; today: {old[1]}.")
-                hint = nearest(name, parameters)
-                raise below.error(f"{_name(registry)} does not take it{hint}")
-            current = arguments.get(name, MISSING)
-            arguments[name] = convert(hints.get(name, Any), [Given(below, value)], current)
+            with at.noting():
+                if by_name or not (name in parameters or takes_any):
+                    if old := legacy_advice(below.key, None if by_name else value):
+                        raise below.error(f"a key of TorchTitan 0.1 or 0.2; today: {old[1]}.")
+                    hint = nearest(name, parameters)
+                    raise below.error(f"{_name(registry)} does not take it{hint}")
+                current = arguments.get(name, MISSING)
+                arguments[name] = convert(hints.get(name, Any), [Given(below, value)], current)
     return arguments
 
 

@@ -1,0 +1,102 @@
+"""Values and degrees that no run can have are refused in words, before any process group."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.training import titan_config
+from titan_ext.limits import world_size, wrong_degrees, wrong_values
+from titan_ext.trainer import Trainer, extend_config
+
+EXPERTS = r"expert_parallel_degree is {}; it has to divide {}, the number of experts; .* one of {}"
+REGION = r"expert_parallel_degree is {}; it has to divide {}, the ranks of one pipeline stage .* {}"
+
+
+def _config(**degrees: Any) -> Trainer.Config:
+    config = extend_config(titan_config("deepseek_v3"))  # 8 experts
+    for key, degree in degrees.items():
+        setattr(config.parallelism, f"{key}_degree", degree)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "message"),
+    [
+        (4, {"expert_parallel": 3}, EXPERTS.format(3, 8, "1, 2, 4")),
+        (4, {"expert_parallel": 8}, REGION.format(8, 4, "one of 1, 2, 4")),
+        (32, {"expert_parallel": 16}, EXPERTS.format(16, 8, "1, 2, 4, 8")),
+        (
+            16,
+            {"data_parallel_replicate": 4, "data_parallel_shard": 4, "expert_parallel": 8},
+            REGION.format(8, 4, "one of 1, 2, 4"),
+        ),
+        (16, {"pipeline_parallel": 16, "expert_parallel": 2}, REGION.format(2, 1, "expected 1")),
+        (4, {"tensor_parallel": 7}, "tensor_parallel_degree 7 makes 7 ranks, but this run has 4"),
+        (4, {"data_parallel_shard": 2}, "product is 4, or data_parallel_shard_degree = -1"),
+        (None, {"data_parallel_shard": 2, "expert_parallel": 4}, REGION.format(4, 2, "1, 2")),
+    ],
+)
+def test_degrees_that_do_not_fit(ranks: int | None, degrees: dict[str, int], message: str):
+    (wrong,) = wrong_degrees(_config(**degrees), ranks)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(wrong)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [
+        (1, {}),
+        (4, {"expert_parallel": 4}),
+        (8, {"tensor_parallel": 2, "expert_parallel": 8}),
+        (16, {"data_parallel_replicate": 2, "pipeline_parallel": 2, "expert_parallel": 4}),
+        (8, {"data_parallel_shard": 4, "context_parallel": 2, "expert_parallel": 8}),
+        (None, {"expert_parallel": 8}),
+    ],
+)
+def test_degrees_that_fit(ranks: int | None, degrees: dict[str, int]):
+    assert list(wrong_degrees(_config(**degrees), ranks)) == []
+
+
+def test_a_batch_that_the_ranks_cannot_share():
+    config = _config(tensor_parallel=2)
+    config.training.local_batch_size = 3
+    config.training.global_batch_size = 12
+    assert list(wrong_degrees(config, 4)) == []
+    config.training.global_batch_size = 14
+    assert "expected a multiple of 6: training.local_batch_size 3 x 2 " in str(
+        list(wrong_degrees(config, 4))
+    )
+
+
+def test_the_number_of_ranks_is_titans(monkeypatch: pytest.MonkeyPatch):
+    config = _config()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("NGPU", raising=False)
+    assert world_size(config) is None
+    monkeypatch.setenv("NGPU", "512")
+    assert world_size(config) == 512
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert world_size(config) == 4
+    config.comm.mode = "fake_backend"
+    assert world_size(config) == 512
+
+
+def test_a_config_made_in_python_is_refused_before_a_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=REGION.format(8, 4, "1, 2, 4")):
+        _config(expert_parallel=8).build()
+    with pytest.raises(ValueError, match=r"expert_parallel_degree is 0; expected 1 or more\.$"):
+        _config(expert_parallel=0).build()
+    assert not dist.is_initialized()
+
+
+def test_every_config_of_titan_passes():
+    config = _config()
+    assert wrong_values(config) == []
+    config.training.max_norm = float("inf")  # no clipping
+    config.lr_scheduler.decay_ratio = None
+    config.training.global_batch_size = -1
+    assert wrong_values(config) == []

@@ -1,0 +1,173 @@
+"""A user's mistake ends a run with one message, whichever rank has it, and with no traceback."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torchtitan.config import ConfigManager
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+
+from tests.toml_files import DEBUG
+from titan_ext import config_registry, mistakes
+from titan_ext.limits import world_size
+from titan_ext.mistakes import Mistakes, end_with_messages, in_one
+
+BUDGET = DEBUG + '[activation_checkpoint]\npolicy = "memory_budget"\n'
+GROUP = DEBUG + '[parallelism.fsdp_reshard_groups]\nattention = "never"\n'
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, text: str, *flags: str) -> Any:
+    """The config that ``torchtitan.train`` would train with."""
+    Path("run.toml").write_text(text)
+    argv = ["train.py", "--module", "titan_ext", "--config", "run.toml", *flags]
+    monkeypatch.setattr(sys, "argv", argv)
+    return ConfigManager().parse_args()
+
+
+def test_a_file_is_checked_after_the_flags(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"^run\.toml: Memory budget .* compiled"):
+        _run(monkeypatch, BUDGET)
+    config = _run(monkeypatch, BUDGET, "--compile.enable")
+    assert isinstance(config.activation_checkpoint, MemoryBudgetAC.Config)
+    with pytest.raises(
+        ValueError, match=r"^run\.toml: .*no unit of this model is called 'attention'"
+    ):
+        _run(monkeypatch, GROUP)
+    config = _run(monkeypatch, GROUP, "--parallelism.expert_parallel_degree", "2")
+    assert config.parallelism.fsdp_reshard_groups == {"attention": "never"}
+    with pytest.raises(ValueError, match=r"2 mistakes:\n  .*seq_len is 0; .*\n  .*steps is -1; "):
+        _run(monkeypatch, DEBUG, "--training.steps", "-1", "--training.seq_len", "0")
+
+
+def test_a_wrong_flag_is_a_mistake_with_words(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"(?s)--training.stepss.*--training.steps"):
+        _run(monkeypatch, DEBUG, "--training.stepss", "3")
+
+
+def test_a_config_function_and_flags(monkeypatch: pytest.MonkeyPatch):
+    argv = ["train.py", "--module=titan_ext", "--config=deepseek_v3_debugmodel"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--parallelism.expert_parallel_degree=3"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="expert_parallel_degree is 3; it has to divide 8"):
+        ConfigManager().parse_args()
+    monkeypatch.setattr(sys, "argv", [*argv, "--parallelism.expert_parallel_degree=4"])
+    config: Any = ConfigManager().parse_args()
+    assert config.parallelism.expert_parallel_degree == 4
+
+
+def test_an_unknown_config_installs_the_hook(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(ValueError, match="did you mean 'deepseek_v3_16b'"):
+        _ = config_registry.deepseek_v3_15b
+    assert sys.excepthook is mistakes._end
+
+
+def _shown(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, rank: int
+) -> tuple[str, Any]:
+    """What an uncaught error of ``run`` prints on a rank, and what is in torchrun's file."""
+    others: list[str] = []
+    monkeypatch.setenv("WORLD_SIZE", "four")
+    monkeypatch.setattr(sys, "excepthook", lambda *error: others.append(f"hook of {error[0]}"))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"error_{rank}.json")
+    end_with_messages("run.toml")
+    try:
+        run()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    file = Path(f"error_{rank}.json")
+    return "".join(others) or capsys.readouterr().err, (
+        json.loads(file.read_text()) if file.exists() else None
+    )
+
+
+def test_who_prints_and_who_writes(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    def mistake() -> None:
+        Mistakes(["training.steps is -1."]).raise_all()
+
+    message = "run.toml: training.steps is -1."
+    for rank, printed in ((0, f"{message}\n"), (2, "")):
+        shown, file = _shown(mistake, monkeypatch, capsys, rank)
+        assert shown == printed
+        assert file["message"]["message"] == file["message"]["extraInfo"]["py_callstack"] == message
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: (_ for _ in ()).throw(ValueError("not ours")),
+        lambda: mistakes.in_one(cast(Any, 5)),
+        lambda: world_size(SimpleNamespace(comm=SimpleNamespace(mode="default"))),
+    ],
+)
+def test_what_is_no_mistake_keeps_its_traceback(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    shown, file = _shown(run, monkeypatch, capsys, 0)
+    assert shown.startswith("hook of")
+    assert file is None
+
+
+def test_ten_mistakes_are_shown():
+    assert in_one(["a", "a"]) == "a"
+    assert in_one("abcdefghijkl").splitlines()[-1] == "  ... and 2 more"
+
+
+WORKER = """
+import os, sys, time
+from titan_ext.mistakes import Mistakes, end_with_messages
+end_with_messages("run.toml")
+if os.environ["RANK"] == "2":
+    Mistakes(["training.steps is -1; expected 1 or more."]).raise_all()
+time.sleep(600)
+"""
+
+
+def test_torchrun_ends_with_the_message_of_a_rank_that_it_does_not_show():
+    Path("worker.py").write_text(WORKER)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"]
+    filtered = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
+    ended = subprocess.run(
+        [*torchrun, *rendezvous, *filtered, "worker.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    *_, message, border = ended.stderr.rstrip().splitlines()
+    assert message.endswith(": run.toml: training.steps is -1; expected 1 or more.")
+    assert set(border) == {"="}
+    assert "Traceback" not in ended.stderr.partition("ChildFailedError")[2]
+
+
+@pytest.mark.slow
+def test_titans_own_command_ends_with_the_message():
+    Path("run.toml").write_text(DEBUG + "[training]\nstep = 3\nseq_length = 4\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "torchtitan.train", "--module", "titan_ext", "--config", "run.toml"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-3:] == [
+        "run.toml: 2 mistakes:",
+        "  training.step: no such key of TrainingConfig; did you mean 'steps'?",
+        "  training.seq_length: no such key of TrainingConfig; did you mean 'seq_len'?",
+    ]
+    assert "Traceback" not in ended.stderr

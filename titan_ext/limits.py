@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Values and degrees that no run can have, refused in words before anything starts.
+
+Titan meets most of them on the ranks: as a bare assertion, a division by zero, or not at all.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from torchtitan.models.common.moe import MoE
+
+from titan_ext.names import and_more
+
+
+def _one_or_more_or_minus_one(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("Input should be 1 or more, or -1")
+    return value
+
+
+_FromOne = Annotated[int, Field(ge=1)]
+_FromZero = Annotated[int, Field(ge=0)]
+_OrAuto = Annotated[int, AfterValidator(_one_or_more_or_minus_one)]
+_Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2)]
+
+
+def _section(**keys: Any) -> type[BaseModel]:
+    """A section of a config; a key that it does not have passes."""
+    fields: dict[str, Any] = {key: (kind | None, None) for key, kind in keys.items()}
+    return create_model("Section", __config__=ConfigDict(from_attributes=True), **fields)
+
+
+_DEGREES = (
+    "data_parallel_replicate_degree",
+    "pipeline_parallel_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+)
+_EXPERT = "expert_parallel_degree"
+_SHARD = "data_parallel_shard_degree"
+_kwargs = _section(lr=_Finite, betas=_Betas, eps=_Finite, weight_decay=_Finite)
+_group: Any = _section(optimizer_kwargs=_kwargs)
+_LIMITS = _section(
+    dump_folder=Annotated[str, Field(min_length=1)],
+    training=_section(
+        local_batch_size=_FromOne,
+        global_batch_size=_OrAuto,
+        seq_len=_FromOne,
+        steps=_FromOne,
+        max_norm=Annotated[float, Field(gt=0)],
+        gc_freq=_FromOne,
+    ),
+    parallelism=_section(**dict.fromkeys((*_DEGREES, _EXPERT), _FromOne), **{_SHARD: _OrAuto}),
+    optimizer=_section(param_groups=list[_group]),  # type: ignore[valid-type]
+    lr_scheduler=_section(
+        warmup_steps=_FromZero, total_steps=_FromOne, decay_ratio=_Share, min_lr_factor=_Share
+    ),
+    checkpoint=_section(interval=_FromOne, keep_latest_k=_FromZero),
+    metrics=_section(log_freq=_FromOne),
+    validator=_section(freq=_FromOne),
+    comm=_section(init_timeout_seconds=_FromOne, train_timeout_seconds=_FromOne),
+)
+
+
+def wrong_values(config: Any) -> list[str]:
+    """A message for every value that is out of its range."""
+    try:
+        _LIMITS.model_validate(config)
+    except ValidationError as error:
+        return [
+            f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}; expected "
+            f"{_in_words(wrong['msg'])}."
+            for wrong in error.errors(include_url=False)
+        ]
+    return []
+
+
+def _in_words(problem: str) -> str:
+    problem = re.sub("^.* should (be|have) | after validation.*", "", problem)
+    problem = problem.replace("less than or equal to", "at most")
+    return re.sub(r"greater than or equal to (\S+)", r"\1 or more", problem)
+
+
+def world_size(config: Any) -> int | None:
+    """How many ranks the run has, as Titan's ``init_distributed`` counts them; None if unknown."""
+    names = ("WORLD_SIZE", "NGPU") if config.comm.mode in ("default", "torchcomms") else ("NGPU",)
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
+
+
+def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
+    """A message for every degree that does not fit the number of ranks or the experts.
+
+    Args:
+        config: A trainer's, without wrong values.
+        ranks: Of the whole run; None if unknown.
+    """
+    parallelism, training = config.parallelism, config.training
+    degrees = {key: getattr(parallelism, key) for key in _DEGREES}
+    shard, experts = getattr(parallelism, _SHARD), getattr(parallelism, _EXPERT)
+    without_shard = math.prod(degrees.values())
+    product = without_shard * max(shard, 1)
+    if ranks is not None and (ranks % product or (shard > 0 and ranks != product)):
+        parts = [f"{key} {degree}" for key, degree in (degrees | {_SHARD: shard}).items()]
+        given = " x ".join(part for part in parts if not part.endswith((" 1", " -1")))
+        yield (
+            f"parallelism: {given or 'one copy'} makes {product} ranks, but this run has {ranks}; "
+            f"expected degrees whose product {'is' if shard > 0 else 'divides'} {ranks}"
+            f"{f', or {_SHARD} = -1 for the ranks that are left' if shard > 0 else ''}."
+        )
+        return
+    shard = ranks // without_shard if ranks is not None else shard
+    to_divide = {}
+    if moes := _moes(config):
+        to_divide["the number of experts"] = moes[0].num_experts
+    if shard > 0:
+        what = "the ranks of one pipeline stage in one replica (FSDP shards x CP x TP)"
+        model_parallel = degrees["context_parallel_degree"] * degrees["tensor_parallel_degree"]
+        to_divide[what] = shard * model_parallel
+    for what, whole in to_divide.items():
+        if whole % experts:
+            common = math.gcd(*to_divide.values())
+            fitting = [n for n in range(1, common + 1) if common % n == 0]
+            yield (
+                f"parallelism.{_EXPERT} is {experts}; it has to divide {whole}, {what}; expected "
+                f"{'one of ' if common > 1 else ''}{and_more(fitting, limit=12)}."
+            )
+            break
+    if shard < 0:
+        return
+    step = training.local_batch_size * shard * parallelism.data_parallel_replicate_degree
+    if training.global_batch_size > 0 and training.global_batch_size % step:
+        yield (
+            f"training.global_batch_size is {training.global_batch_size}; expected a multiple of "
+            f"{step}: training.local_batch_size {training.local_batch_size} x "
+            f"{step // training.local_batch_size} data-parallel ranks."
+        )
+
+
+def _moes(config: Any) -> list[MoE.Config]:
+    spec = config.model_spec
+    return [moe for _, moe, _, _ in spec.model.traverse(MoE.Config)] if spec else []
