@@ -50,6 +50,10 @@ def _dry_run(folder: Path, *arguments: str) -> Done:
     )
 
 
+def _line(text: str, name: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(name)]
+
+
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
@@ -64,15 +68,11 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
     assert "14 in 19 groups: 1 embedding, 6 attention, 1 feed_forward, 5 moe, 1 head" in done.out
     assert "256 sequences (65,536 tokens) a step" in done.out
     parameters, gradients, states = map(
-        float, re.findall(r"([\d.]+) MiB", next(filter_line(done.out, "this rank")))
+        float, re.findall(r"([\d.]+) MiB", _line(done.out, "this rank")[0])
     )
     assert parameters == gradients
     assert states == pytest.approx(2 * parameters, rel=0.05)
     assert "forward, loss, backward, gradient clipping, optimizer" in done.out
-
-
-def filter_line(text: str, name: str):
-    return (line for line in text.splitlines() if line.startswith(name))
 
 
 def test_every_stage_of_a_pipeline(folder: Path):
@@ -88,7 +88,7 @@ def test_every_stage_of_a_pipeline(folder: Path):
     assert (done.code, done.error) == (0, "")
     assert re.findall(r"^-- rank (\d)", done.out, re.M) == ["0", "2"]
     assert re.findall(r"^stage +(\d) of 2", done.out, re.M) == ["0", "1"]
-    assert [*filter_line(done.out, "FSDP units")][1].endswith("1 head")
+    assert _line(done.out, "FSDP units")[1].endswith("1 head")
 
 
 def test_what_the_cluster_would_refuse_is_refused_here(folder: Path):

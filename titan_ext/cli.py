@@ -246,29 +246,35 @@ def _resolve(name: str, flags: Sequence[str]) -> "Resolved":
 def _as_toml(resolved: "Resolved", keys: Collection[str]) -> Iterator[tuple[str, str, str]]:
     """Lines of a TOML file: key, value and origin of each of ``keys``.
 
-    A list of tables and a dict are one value: a file cannot name an item that its base lacks.
+    A dict is one value, for its names may need quotes, and so is a list of tables of which the base
+    has nothing: a file cannot change items that its base lacks.
     """
     from titan_ext.toml_config.files import to_toml
 
-    whole: dict[str, Any] = {}
-    for key, value in resolved.values.items():
-        name, container = _container(resolved, key)
-        if isinstance(container, list):
-            *path, last = key.removeprefix(f"{name}.").split(".")
-            table = whole.setdefault(name, {})
-            for part in path:
-                table = table.setdefault(part, {})
-            table[last] = value
-        else:
-            whole[name] = value if container is None else container
-    for name, value in whole.items():
-        at = [key for key in resolved.values if key == name or key.startswith(f"{name}.")]
-        if not any(key in keys for key in at):
-            continue
-        if isinstance(_container(resolved, at[0])[1], list):
-            value = list(value.values())
+    members: dict[str, list[str]] = {}
+    for key in resolved.values:
+        members.setdefault(_container(resolved, key)[0], []).append(key)
+    for name, at in members.items():
         origins = dict.fromkeys(resolved.origins[key] for key in at)
-        yield name, to_toml(value), ", ".join(origins)
+        container = _container(resolved, at[0])[1]
+        if container is None or (isinstance(container, list) and resolved.base in origins):
+            for key in (key for key in at if key in keys):
+                yield key, to_toml(resolved.values[key]), resolved.origins[key]
+        elif any(key in keys for key in at):
+            value = container if isinstance(container, dict) else _tables(resolved, name, at)
+            yield name, to_toml(value), ", ".join(origins)
+
+
+def _tables(resolved: "Resolved", name: str, keys: Collection[str]) -> list[Any]:
+    """The list of tables ``name`` that ``keys`` make."""
+    items: dict[str, Any] = {}
+    for key in keys:
+        *path, last = key.removeprefix(f"{name}.").split(".")
+        table = items
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = resolved.values[key]
+    return list(items.values())
 
 
 def _container(resolved: "Resolved", key: str) -> tuple[str, Any]:

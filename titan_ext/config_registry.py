@@ -93,7 +93,7 @@ def find_config(name: str) -> Path | str:
 
 
 def _config(name: str, found: Path | str) -> "Trainer.Config":
-    """The config ``name``, which ``find_config`` found, checked with the flags that stand beside it on the command line."""
+    """The config ``name``, checked with the flags that stand beside it on the command line."""
     from titan_ext import flags
     from titan_ext.limits import world_size, wrong_degrees
     from titan_ext.toml_config import resolve
