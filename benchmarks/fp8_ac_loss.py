@@ -190,7 +190,7 @@ def plot(runs: dict[str, dict[int, list[float]]], file: Path, window: int = 20) 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(8, 7), layout="constrained")
+    figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(9.5, 7), layout="constrained")
     for color, (arm, by_seed) in zip(pyplot.get_cmap("tab10").colors, runs.items(), strict=False):
         for seed, losses in by_seed.items():
             label = arm if seed == min(by_seed) else None
@@ -200,11 +200,12 @@ def plot(runs: dict[str, dict[int, list[float]]], file: Path, window: int = 20) 
             gaps = [a - b for a, b in zip(losses, runs[REFERENCE][seed], strict=True)]
             smooth = [statistics.fmean(gaps[max(0, i - window) : i + 1]) for i in range(len(gaps))]
             bottom.plot(smooth, color=color, linewidth=0.8)
-    top.set_ylabel("loss (nat a token)")
-    top.legend()
-    bottom.axhspan(-BOUND, BOUND, color="0.9")
+    top.set_ylabel("loss (nats a token)")
+    bottom.axhspan(-BOUND, BOUND, color="0.9", label=f"limit of the mean, {BOUND:g}")
+    for axes in (top, bottom):
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     bottom.set_ylim(-0.1, 0.1)
-    bottom.set_ylabel(f"less {REFERENCE}, mean of {window} steps")
+    bottom.set_ylabel(f"loss minus {REFERENCE}, mean of {window} steps")
     bottom.set_xlabel("step")
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import cast
@@ -89,13 +88,18 @@ def test_an_extended_config_is_checked_once(checked: list, name: str):
     assert len(checked) == 1
 
 
-@pytest.mark.parametrize("get", [lambda: _parse(), lambda: load(MOE_DEBUG)])
-def test_titan_warns_once(caplog: pytest.LogCaptureFixture, get: Callable[[], Trainer.Config]):
+@pytest.mark.parametrize("by", ["flags", "file"])
+def test_titan_warns_once(caplog: pytest.LogCaptureFixture, tmp_path: Path, by: str):
+    file = tmp_path / "run.toml"
+    checkpoint = "load_only = true\nenable_first_step_checkpoint = true\n"
+    file.write_text(f'extends = "{MOE_DEBUG}"\n[checkpoint]\n{checkpoint}')
+    flags = ("--checkpoint.load_only", "--checkpoint.enable_first_step_checkpoint")
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            dataclasses.replace(get())
-        assert ["initial_load_path" in r.message for r in caplog.records].count(True) == 1
+            dataclasses.replace(_parse(*flags) if by == "flags" else load(file))
+        assert ["will be ignored" in r.message for r in caplog.records].count(True) == 1
+        assert "initial_load_path" not in caplog.text  # it would warn of a default
 
 
 def test_unknown_wrap_on_the_command_line_is_refused(capsys: pytest.CaptureFixture):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from tests.cluster import run_ranks
 from tests.training import Run, Runs, make_config, observed
 from titan_ext.fsdp.memory.accounting import CLASSES
-from titan_ext.fsdp.memory.log import FOLDER, main
+from titan_ext.fsdp.memory.log import _CLASS_COLOURS, _KIND_COLOURS, FOLDER, main
 from titan_ext.fsdp.memory.tracker import MemoryTracker
 from titan_ext.fsdp.units import Unit, UnitKind
 
@@ -212,3 +212,9 @@ def test_planted_faults_show_up(fault, gathered, all_gather, left_over, tmp_path
 
 def test_close_takes_everything_off(tmp_path: Path):
     assert run_ranks(_close, 1, tmp_path, log_folder=tmp_path) == [True]
+
+
+def test_a_colour_in_the_picture_means_one_thing():
+    assert set(_KIND_COLOURS) == {str(kind) for kind in UnitKind}
+    colours = [*_CLASS_COLOURS, *_KIND_COLOURS.values()]
+    assert len(set(colours)) == len(colours)

@@ -127,7 +127,8 @@ def _press_ctrl_c(folder: Path, *arguments: str) -> tuple[int, str]:
 def test_ctrl_c_ends_make_train_in_good_order(tmp_path: Path):
     code, output = _press_ctrl_c(tmp_path)
     assert code == 0, output
-    assert {"rank 0: SIGINT", "rank 1: SIGINT"} <= set(output.replace("\r", "").splitlines())
+    assert "rank 0: SIGINT" in output
+    assert "rank 1: SIGINT" in output
     assert output.rstrip().endswith("reported")
     assert "Traceback" not in output
 

@@ -57,9 +57,9 @@ def test_a_wrong_flag_is_a_mistake_with_words(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_config_function_and_flags(monkeypatch: pytest.MonkeyPatch):
     argv = ["train.py", "--module=titan_ext", "--config=deepseek_v3_debugmodel"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--parallelism.expert_parallel_degree=3"])
+    monkeypatch.setattr(sys, "argv", [*argv, "--parallelism.expert_parallel_degree=8"])
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="expert_parallel_degree is 3; it has to divide 8"):
+    with pytest.raises(ValueError, match="expert_parallel_degree is 8; it has to divide 4"):
         ConfigManager().parse_args()
     monkeypatch.setattr(sys, "argv", [*argv, "--parallelism.expert_parallel_degree=4"])
     config: Any = ConfigManager().parse_args()

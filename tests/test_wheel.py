@@ -13,7 +13,8 @@ import pytest
 from tests.cluster import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = {"train_configs": "*.toml", "launch": "*.sh"}
+SHIPPED = {"train_configs": "train_configs", "launch": "launch_scripts"}
+"""Folders of the checkout that lie in the package, and their names there."""
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +67,10 @@ def test_the_wheel_has_everything(installed: Path):
     modules = {path.relative_to(ROOT) for path in (ROOT / "titan_ext").rglob("*.py")}
     assert {path for path in modules if not (installed / path).exists()} == set()
     assert (package / "py.typed").exists()
-    for folder, pattern in SHIPPED.items():
-        ours = {path.name: path.read_text() for path in (ROOT / folder).glob(pattern)}
-        assert {name: (package / folder / name).read_text() for name in ours} == ours
-    assert all(os.access(path, os.X_OK) for path in (package / "launch").iterdir())
+    for folder, name in SHIPPED.items():
+        ours = {path.name: path.read_text() for path in (ROOT / folder).iterdir()}
+        assert {path.name: path.read_text() for path in (package / name).iterdir()} == ours
+    assert all(os.access(path, os.X_OK) for path in (package / "launch_scripts").iterdir())
 
 
 def test_what_the_wheel_says_of_itself(installed: Path):

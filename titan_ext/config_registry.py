@@ -97,6 +97,7 @@ def _config(name: str, found: Path | str) -> "Trainer.Config":
     from titan_ext import flags
     from titan_ext.limits import world_size, wrong_degrees
     from titan_ext.toml_config import resolve
+    from titan_ext.toml_config.dump import remember_base
     from titan_ext.trainer import extend_config
 
     _prepare_log()
@@ -108,6 +109,7 @@ def _config(name: str, found: Path | str) -> "Trainer.Config":
         with checks_later():
             config = extend_config(getattr(import_module(titan_configs()[found]), found)())
         config = replace(flags.with_flags(config, given) if given else config)
+        remember_base(config, f"{_model(titan_configs()[name])}.{name}", {})
     Mistakes(wrong_degrees(config, world_size(config))).raise_all()
     return config
 

@@ -3,9 +3,9 @@
 
 It is real text, so a small model can learn from it; it needs no download; and it is the same for
 everyone with the same Python version. About 10 MB become a Hugging Face data set and a byte-level
-BPE tokenizer of 2,048 tokens, the vocabulary of Titan's debug models. Both lie under ``.data/`` of the
-checkout, or in the user's cache folder where titan_ext is installed. A row is some 50 lines of a
-file, and rows are shuffled: batches of whole files would differ in kind, and so in loss.
+BPE tokenizer of 2,048 tokens, the vocabulary of Titan's debug models. Both lie under ``.data/`` of
+the checkout, or in the user's cache folder where titan_ext is installed. A row is some 50 lines of
+a file, and rows are shuffled: batches of whole files would differ in kind, and so in loss.
 
 ``python -m titan_ext.data.stdlib_corpus`` makes them; training makes what is missing.
 """

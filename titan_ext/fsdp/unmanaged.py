@@ -13,7 +13,7 @@ reduce-scatter.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import spmd_types as spmd
@@ -168,7 +168,13 @@ def synchronize_unmanaged_parameters(
     arguments = FSDPSettings.from_config(training=training).fully_shard_arguments(
         meshes.dense.device_type
     )
-    for kind, group in _by_unit(modules, by_path, parallel_dims.ep_enabled):
+    # A checkpoint around a block has the block's name, and is the unit.
+    units = {
+        canonical_fqn(path): module
+        for path, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    }
+    for kind, group in _by_unit(modules, by_path, units, parallel_dims.ep_enabled):
         mesh, axes = meshes.mesh_and_axes(kind)
         ignored = {p for m in group for p in m.parameters() if p in managed_params}
         _make_equal([p for m in group for p in m.parameters() if p not in ignored], mesh, axes)
@@ -240,14 +246,17 @@ def _check_place(
 
 
 def _by_unit(
-    modules: Iterable[str], by_path: dict[str, nn.Module], ep_enabled: bool
+    modules: Iterable[str],
+    by_path: dict[str, nn.Module],
+    units: Mapping[str, FSDPModule],
+    ep_enabled: bool,
 ) -> list[tuple[GroupKind, list[nn.Module]]]:
     """The modules of one unit on one mesh; they form a group."""
     groups: dict[tuple[Any, GroupKind], list[nn.Module]] = {}
     for path in modules:
-        around = [by_path[parent] for parent in _path_and_parents(path)]
-        unit = next(above for above in around if isinstance(above, FSDPModule))
-        is_routed = ep_enabled and any(isinstance(above, GroupedExperts) for above in around)
+        around = _path_and_parents(path)
+        unit = next(units[parent] for parent in around if parent in units)
+        is_routed = ep_enabled and any(isinstance(by_path[p], GroupedExperts) for p in around)
         kind = "experts" if is_routed else "dense"
         groups.setdefault((unit._get_fsdp_state(), kind), []).append(by_path[path])
     return [(kind, group) for (_, kind), group in groups.items()]

@@ -20,6 +20,7 @@ from titan_ext.guards.progress import Progress
 from titan_ext.guards.stop import StopOnSignal
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.lora import check_lora_targets
+from titan_ext.run_record import RunRecord
 
 
 class LoRATargets(RunCheck):
@@ -96,6 +97,7 @@ class ActivationMemory(RunCheck):
 
 # Contexts are entered in this order: the collectives of all others are recorded.
 RUN_CHECKS: tuple[type[RunCheck], ...] = (
+    RunRecord,
     RanksAgree,
     Collectives,
     StopOnSignal,

@@ -20,11 +20,12 @@ from titan_ext.flags import keys_of_flags, with_flags
 from titan_ext.mistakes import checks_later
 from titan_ext.names import warn_once
 from titan_ext.toml_config.convert import POLICY, Given, build, changed, named_choices, plain
+from titan_ext.toml_config.dump import dump, remember_base
 from titan_ext.toml_config.files import KeyLocation, TomlConfigError, read_chain
 from titan_ext.toml_config.model import MODEL, choose_model, load_base
 from titan_ext.trainer import Trainer
 
-__all__ = ["Resolved", "TomlConfigError", "leaves", "load", "resolve"]
+__all__ = ["Resolved", "TomlConfigError", "dump", "leaves", "load", "resolve"]
 
 COMMAND_LINE = "command line"
 MACHINE = "titan_ext, for this machine"
@@ -97,6 +98,7 @@ def resolve(path: str | Path, flags: Sequence[str] = ()) -> Resolved:
         config = replace(config)
     except ValueError as error:
         raise at.error(str(error)) from error
+    remember_base(config, base.name, model)
     resolved = Resolved(config, tuple(file.name for file in files), base.name, model, {})
     named = set(keys_of_flags(flags))
     for key, value in resolved.values.items():

@@ -29,7 +29,18 @@ from titan_ext.fsdp.plan import FSDPPlan, plan_of
 
 FOLDER = "fsdp_memory"
 _MIB = 2**20
-_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
+# One colour, one meaning, in both halves of the picture and whatever units a model has.
+_CLASS_COLOURS = ("tab:blue", "tab:orange", "tab:green")
+_KIND_COLOURS = {
+    "embedding": "gold",
+    "attention": "tab:purple",
+    "moe": "tab:red",
+    "feed_forward": "tab:pink",
+    "block": "tab:brown",
+    "head": "tab:olive",
+    "vision": "tab:cyan",
+    "tied_embedding_and_head": "khaki",
+}
 _LABELS = {
     "gathered": "gathered parameters",
     "all_gather": "all-gather buffers",
@@ -168,27 +179,36 @@ def draw(timeline: Timeline, picture: Path, title: str) -> None:
     """Write a PNG of the live bytes by class, and of unsharded ones by kind, over the events."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(12, 7), layout="constrained")
     by_class, by_kind = figure.subplots(2, 1, sharex=True)
     totals = [event.bytes_of() for event in timeline.events]
     at = range(len(totals))
     bands = {label: [getattr(t, name) / _MIB for t in totals] for name, label in _LABELS.items()}
-    by_class.stackplot(at, *bands.values(), labels=list(bands), step="post", colors=_COLOURS)
+    by_class.stackplot(at, *bands.values(), labels=list(bands), step="post", colors=_CLASS_COLOURS)
     logical = [t.logical / _MIB for t in totals]
-    by_class.step(at, logical, where="post", color="black", lw=1, label="logical")
+    label = "parameters of gathered units,\nwithout copies in buffers"
+    by_class.step(at, logical, where="post", color="black", lw=1, label=label)
     kinds = list(timeline.events[0].live) if timeline.events else []
     of_kind = {k: [e.live[k].unsharded / _MIB for e in timeline.events] for k in kinds}
     if kinds:
-        by_kind.stackplot(at, *of_kind.values(), labels=kinds, step="post", colors=_COLOURS)
-    by_class.set(ylabel="MiB", title=title)
-    by_kind.set(ylabel="MiB, with all-gather buffers", xlabel="event (unshard, run, reshard, ...)")
+        colours = [_KIND_COLOURS[str(kind)] for kind in kinds]
+        by_kind.stackplot(at, *of_kind.values(), labels=kinds, step="post", colors=colours)
+    by_class.set(ylabel="MiB on this rank", title=title)
+    by_kind.set(
+        ylabel="MiB of parameters,\nwith all-gather buffers",
+        xlabel="position in the step (one for each gather, run and free of a unit)",
+    )
+    peak = max((t.unsharded / _MIB for t in totals), default=0.0)
     starts = [i for i, event in enumerate(timeline.events) if event.action == "backward"]
     for axes in (by_class, by_kind):
         axes.grid(alpha=0.3)
         axes.margins(x=0)
+        axes.axhline(
+            peak, color="black", ls="--", lw=1, label=f"peak of parameters: {peak:.2f} MiB"
+        )
         if starts:
             axes.axvline(starts[0], color="grey", ls=":", label="backward begins")
-        axes.legend(loc="upper right", fontsize="small")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small", frameon=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120)
 

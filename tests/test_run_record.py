@@ -1,0 +1,150 @@
+"""What a run leaves about itself in its folder, and says at its end."""
+
+import contextlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torchtitan.models.common.decoder import Decoder
+
+from tests.training import Run, Runs, observed, titan_config
+from titan_ext import run_record
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.fp8 import MemoryRow
+from titan_ext.fsdp.memory.predict import StepOrder
+from titan_ext.fsdp.plan import ShardSizes, make_plan
+from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.units import plan_units
+from titan_ext.run_record import (
+    RunRecord,
+    _activations,
+    _peak_and_collectives,
+    origin,
+    with_whole_blocks,
+)
+from titan_ext.toml_config import dump, load, resolve
+
+FILES = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
+RUN = observed(Run(world=2, ep=2, parallelize="submodule"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_dumped_config_loads_as_the_same(path: Path, tmp_path: Path):
+    resolved = resolve(path)
+    resolved.config.training.steps = 7  # as a flag does it
+    (tmp_path / "config.toml").write_text(dump(resolved.config))
+    loaded = resolve(tmp_path / "config.toml").values
+    assert _as_json(loaded) == _as_json(resolved.values)
+    assert loaded["training.steps"] == 7
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(values, default=str))  # a tuple is a list in TOML
+
+
+def test_a_config_made_in_python_says_what_is_missing(tmp_path: Path):
+    assert dump(titan_config("llama3")).startswith("# made in Python: to load this, say in extends")
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_whole_blocks_are_those_of_a_plan_of_blocks(ep: int, ahead: int):
+    spec = titan_config("deepseek_v3").model_spec
+    assert spec is not None
+    with torch.device("meta"):
+        model = cast(Decoder, spec.model.build())
+    settings = FSDPSettings(prefetch=ahead)
+    sizes = ShardSizes(dense=4, experts=4 // ep if ep > 1 else None, expert_ranks=4)
+    split, whole = (
+        make_plan(model, plan_units(model, wrap), settings, sizes).units
+        for wrap in ("submodule", "block")
+    )
+    merged = with_whole_blocks(split, *settings.prefetch_limits)
+    assert [unit.name for unit in merged] == [unit.name for unit in whole]
+    assert [unit.gathered_nbytes for unit in merged] == [unit.gathered_nbytes for unit in whole]
+    order = StepOrder()
+    expected = _peak_and_collectives(whole, order)
+    assert _peak_and_collectives(merged, order) == expected
+    assert _peak_and_collectives(split, order) != expected
+    blocks, moe = 6, 5
+    groups = blocks + (moe if ep > 1 else 0)
+    # The head's norm and linear run apart (docs/fsdp_units.md).
+    assert expected[1] == f"{2 * (1 + groups) + 3} all-gathers, {1 + groups + 2} reduce-scatters"
+
+
+def test_the_folder_explains_the_run(runs: Runs):
+    runs.get(RUN)
+    folder = runs.folder(RUN)
+    (start,) = json.loads((folder / "run.json").read_text())["starts"]
+    assert start["versions"].keys() >= {"python", "torch", "torchtitan", "titan_ext"}
+    assert start["command"]
+    assert start["ranks"] == 2
+    assert start["ending"] == "finished"
+    assert start["step"] == RUN.steps
+    assert "training.steps = 3\n" in (folder / "config.toml").read_text()
+    unsharded, collectives, exchanges = start["gained"]
+    # As counted in test_collective_counts.py.
+    assert collectives == (
+        "FSDP collectives a step: 17 all-gathers, 9 reduce-scatters; "
+        "with whole blocks 11 all-gathers, 6 reduce-scatters (predicted)"
+    )
+    assert exchanges == "all-to-alls a MoE layer and step: 5; stock selective 8 (predicted)"
+    assert unsharded.startswith("parameters unsharded at once: at most ")
+    log = (folder / "logs" / "rank_0.log").read_text()
+    assert all(line in log for line in start["gained"])
+    assert not (folder / "logs" / "rank_1.log").read_text().count("What titan_ext changed")
+
+
+def test_the_origin_names_commit_and_command():
+    found = origin()
+    assert len(found["commit"]["titan_ext"].removesuffix("-dirty")) == 40
+    assert "pytest" in found["command"]
+
+
+def test_each_start_has_its_entry_and_no_failure_is_one_of_the_run(
+    tmp_path: Path,
+    one_rank: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    config = load(FILES[0])
+    config.dump_folder = str(tmp_path)
+    trainer: Any = SimpleNamespace(config=config, step=3)
+
+    def broken(_: Any) -> list[str]:
+        raise KeyError("a unit")
+
+    monkeypatch.setattr(run_record, "gains", broken)
+    for ending in ("stopped", "RuntimeError: disk"):
+        record = RunRecord()
+        record.after_build(trainer)
+        with contextlib.suppress(RuntimeError), record.around_run(trainer):
+            if ending != "stopped":
+                raise RuntimeError("disk")
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [start["ending"] for start in starts] == ["stopped", "RuntimeError: disk"]
+    assert "the record of the run is not complete: KeyError: 'a unit'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("preset", "ep", "stock"),
+    [("memory", 1, ", as stock selective would"), ("speed", 1, ""), ("memory", 2, "")],
+)
+def test_activations_beside_stocks(
+    preset: Any, ep: int, stock: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Under spmd_types with EP stock exchanges tokens again, and keeps less."""
+    rows = [MemoryRow("wq", "float8 e4m3", 1, 2**20, 2**21), MemoryRow("x", "exact", 1, 100, 100)]
+    report = SimpleNamespace(rows=lambda: rows)
+    monkeypatch.setattr(run_record, "memory_report_of", lambda _: report)
+    parallelism = SimpleNamespace(spmd_backend="spmd_types")
+    policy = FP8AC.Config(preset=preset)
+    config = SimpleNamespace(activation_checkpoint=policy, parallelism=parallelism)
+    dims = SimpleNamespace(ep=ep)
+    trainer = SimpleNamespace(model_parts=[], config=config, parallel_dims=dims)
+    assert _activations(trainer) == [
+        f"activations kept for backward: 1.0 MiB a forward; not compressed{stock}: 2.0 MiB (0.50)"
+    ]
