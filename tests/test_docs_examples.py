@@ -365,7 +365,7 @@ def _unknown(command: str) -> Iterator[str]:
         text = (ROOT / "titan_ext" / "cli.py").read_text()
         fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])
-        yield from (word for word in words[:1] if word.islower() and f'("{word}")' not in text)
+        yield from (word for word in words[:1] if word[0].islower() and f'("{word}")' not in text)
     elif program == "python" and _is_path(words[0]):
         source = (ROOT / words[0]).read_text()
     if words[:1] == ["-m"]:

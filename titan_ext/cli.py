@@ -278,16 +278,12 @@ def _tables(resolved: "Resolved", name: str, keys: Collection[str]) -> list[Any]
 
 
 def _container(resolved: "Resolved", key: str) -> tuple[str, Any]:
-    """The list or dict that a key lies in, after its key; ``key`` and None if there is none."""
-    parts = key.split(".")
-    found: Any = resolved.config
-    if parts[0] == "model" and len(parts) > 1:
-        found = SimpleNamespace(model=SimpleNamespace(**resolved.model))
-    for count, part in enumerate(parts[:-1], 1):
-        found = getattr(found, part, None)
-        if isinstance(found, dict | list):
-            return ".".join(parts[:count]), found
-    return key, None
+    from titan_ext.toml_config.dump import container_of
+
+    config: Any = resolved.config
+    if key.startswith("model."):
+        config = SimpleNamespace(model=SimpleNamespace(**resolved.model))
+    return container_of(config, key)
 
 
 def _first_sentence(path: Path) -> str:

@@ -109,7 +109,7 @@ def _config(name: str, found: Path | str) -> "Trainer.Config":
         with checks_later():
             config = extend_config(getattr(import_module(titan_configs()[found]), found)())
         config = replace(flags.with_flags(config, given) if given else config)
-        remember_base(config, f"{_model(titan_configs()[name])}.{name}", {})
+        remember_base(config, f"{model_of(titan_configs()[found])}.{found}", {})
     Mistakes(wrong_degrees(config, world_size(config))).raise_all()
     return config
 
