@@ -369,7 +369,7 @@ BAD_TOMLS = (
         "a choice of ours that does not exist",
         DEBUG + ('[parallelism]\nfsdp_wrap = "layer"\n'),
         (
-            "bad.toml: parallelism.fsdp_wrap: expected 'auto', 'submodule' or 'block', "
+            "bad.toml: parallelism.fsdp_wrap: expected 'auto', 'submodule', 'experts' or 'block', "
             'got "layer".'
         ),
     ),

@@ -11,6 +11,7 @@ from torchtitan.tools.logging import init_logger
 
 from tests.training import Run, make_config
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.fsdp.settings import FSDPSettings
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, steps=3, ac="none")
 PLANTED_STEP = 2
@@ -38,7 +39,7 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
 
 def _whole_blocks():
     """What no key says, so that no comparison of configs can find it."""
-    return unittest.mock.patch("titan_ext.parallelize.resolve_wrap", return_value="block")
+    return unittest.mock.patch.object(FSDPSettings, "resolved_wrap", "block")
 
 
 @contextlib.contextmanager

@@ -150,6 +150,17 @@ def test_resolve_wrap(fsdp_wrap: str, ep: int, wrap: str):
     assert resolve_wrap(fsdp_wrap, ep) == wrap
 
 
+def test_experts_apart_are_a_unit_inside_their_block():
+    units = plan_units(_build("deepseek_v3"), "experts")
+    assert _names(units)[:6] == [
+        *("tok_embeddings", "layers.0", "layers.1", "layers.1.experts"),
+        *("layers.2", "layers.2.experts"),
+    ]
+    inner = next(unit for unit in units if unit.kind is UnitKind.EXPERTS)
+    assert inner.module_names == (inner.experts,) == ("layers.1.moe.routed_experts.inner_experts",)
+    assert next(unit for unit in units if unit.name == "layers.1").experts is None
+
+
 @pytest.mark.parametrize(("name", "wrap"), [("deepseek_v3", "submodule"), ("llama3", "block")])
 def test_auto_splits_blocks_only_where_expert_parallelism_splits_experts(name: str, wrap: str):
     assert resolve_wrap("auto", 2, _build(name).config) == wrap

@@ -129,6 +129,8 @@ class Run:
     prefetch: int | str = 1
     """``parallelism.fsdp_prefetch``; of ours only."""
     prefetch_backward: int | str | None = None
+    reduce_scatter_buffers: int = 1
+    """``parallelism.fsdp_reduce_scatter_buffers``; of ours only."""
     schedule: str = "1F1B"
     """Of the pipeline."""
     chunked_loss: bool = True
@@ -172,6 +174,7 @@ class Run:
         extras += [f"replicate_{name}" for name in self.replicate]
         extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
         extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
+        extras += [f"rs{self.reduce_scatter_buffers}"] if self.reduce_scatter_buffers > 1 else []
         extras += ["typechecked"] if self.typechecked else []
         extras += [self.optimizer] if self.optimizer != "default" else []
         extras += [self.routing] if self.routing != "learned" else []
@@ -274,8 +277,9 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     config.dump_folder = str(folder)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
     config.training = TrainingConfig(
-        local_batch_size=run.global_batch
-        // (run.world // (run.pp * run.tp * run.cp) * run.accumulate),
+        local_batch_size=max(
+            1, run.global_batch // (run.world // (run.pp * run.tp * run.cp) * run.accumulate)
+        ),
         global_batch_size=run.global_batch,
         seq_len=run.seq_len,
         steps=run.steps,
@@ -327,6 +331,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_replicate = list(run.replicate)
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
+    ours.parallelism.fsdp_reduce_scatter_buffers = run.reduce_scatter_buffers
     # As when a file or the command line gives these values.
     ours.parallelism.__post_init__()
     ours.__post_init__()

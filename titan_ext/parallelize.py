@@ -14,9 +14,10 @@ from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
 from titan_ext.activation_checkpoint.units import apply_activation_checkpointing
 from titan_ext.compile import compile_units, compiles_model
 from titan_ext.configs import check_parallelism
+from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
-from titan_ext.fsdp.units import decoder_blocks, plan_units, resolve_wrap, vision_modules
+from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
 from titan_ext.lora import keep_frozen
 from titan_ext.pipeline_schedules import check_schedule
@@ -62,8 +63,16 @@ def parallelize(
             "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
-    settings = FSDPSettings.from_config(parallelism, training, ignored)
-    units = plan_units(model, resolve_wrap(settings.wrap, parallel_dims.ep, model.config))
+    settings = choose(
+        model,
+        FSDPSettings.from_config(parallelism, training, ignored),
+        parallel_dims,
+        training=training,
+        parallelism=parallelism,
+        ac_config=ac_config,
+        compiled=compiled,
+    )
+    units = plan_units(model, settings.resolved_wrap)
 
     # 1. Shard over the model-parallel axes: TP, EP, CP.
     with keep_frozen(model):

@@ -45,6 +45,10 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "reshard_groups": (_UNITS, lambda run: _groups(run.reshard_groups)),
     "prefetch": (_UNITS, lambda run: f"prefetch {run.prefetch}"),
     "prefetch_backward": (_UNITS, lambda run: f"{run.prefetch_backward} in backward"),
+    "reduce_scatter_buffers": (
+        _UNITS,
+        lambda run: f"{run.reduce_scatter_buffers} reduce-scatter buffers",
+    ),
     "replicate": (_UNITS, lambda run: f"{', '.join(run.replicate)} replicated"),
     "optimizer": (_OPTIMIZER, lambda run: run.optimizer),
     "ac": (_AC, lambda run: f"AC {_ac_name(run.ac)}"),

@@ -272,8 +272,46 @@ _FLOAT8: list[dict[str, Any]] = [
 _FLOAT8_ACTIVATIONS = [
     replace(Run(ac="fp8", parallelize="submodule"), **layout) for layout in _FLOAT8
 ]
+# The third kind of unit, and what "auto" sets with small units across nodes.
+_TUNED: dict[str, Any] = {"prefetch": "auto", "prefetch_backward": 2, "reduce_scatter_buffers": 2}
+_EXPERTS: list[dict[str, Any]] = [
+    {"world": 2},
+    {"world": 2, "ep": 2},
+    {"world": 4, "ep": 2, **_TUNED},
+    {"world": 4, "ep": 2, "backend": "partial_dtensor", **_TUNED},
+    {"world": 4, "ep": 4, "backend": "partial_dtensor"},
+    {"model": "qwen3_moe", "world": 4, "ep": 2},
+    {"model": "gpt_oss", "world": 2, "ep": 2},
+    {"model": "deepseek_v3_mtp", "world": 2, "ep": 2},
+    {"world": 2, "ep": 2, "ac": "full"},
+    {"world": 4, "ep": 2, "ac": "none", **_TUNED},
+    {"world": 2, "ep": 2, "tp": 2},
+    {"world": 2, "ep": 2, "tp": 2, "backend": "partial_dtensor"},
+    {"world": 4, "ep": 2, "pp": 2, **_TUNED},
+    {"world": 4, "ep": 2, "dp_replicate": 2, **_TUNED},
+    {"world": 2, "ep": 2, "accumulate": 2},
+    {"world": 2, "ep": 2, "reshard": "never"},
+    {"world": 2, "ep": 2, "cpu_offload": True},
+    {"world": 2, "ep": 2, "lora": True, "backend": "partial_dtensor"},
+    {"world": 2, "ep": 2, "optimizer": "muon"},
+    {"world": 2, "ep": 2, "ac": "fp8"},
+    {"world": 2, "ep": 2, "ac": "fp8_no_recompute"},
+]
+_EXPERT_UNITS = [replace(Run(parallelize="experts"), **layout) for layout in _EXPERTS]
+_EXPERT_UNITS += [
+    Run(
+        world=4,
+        ep=2,
+        prefetch="auto",
+        reduce_scatter_buffers=3,
+        backend=backend,
+        parallelize="submodule",
+    )
+    for backend in BACKENDS
+]
 
 GROUPS: tuple[list[Run], ...] = (
+    _EXPERT_UNITS,
     _MOE,
     _DENSE,
     _MTP,

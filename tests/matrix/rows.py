@@ -42,6 +42,14 @@ DRY: list[Run] = [
 ]
 """What only a GPU, or more of them, can train: parallelized on the meta device (``dry``)."""
 
+_EXPERTS_TUNED = Run(
+    world=4,
+    ep=2,
+    parallelize="experts",
+    prefetch="auto",
+    prefetch_backward=2,
+    reduce_scatter_buffers=2,
+)
 FAST: list[Run] = [
     _row(run)
     for run in [
@@ -50,6 +58,7 @@ FAST: list[Run] = [
         Run(world=2, ep=2, parallelize="submodule"),
         Run(world=2, ep=2, backend="partial_dtensor", parallelize="submodule"),
         Run(world=4, ep=2, parallelize="submodule"),
+        _EXPERTS_TUNED,
         Run(world=2, pp=2, parallelize="submodule"),
         Run(model="qwen3", world=2, parallelize="submodule"),
         Run(world=2, ep=2, tp=2, sequence_parallel=False, **SUBMODULE[1]),

@@ -143,6 +143,11 @@ class UnitPlan(Unit):
         """Bytes of its parameters while they are unsharded, on one rank."""
         return sum(group.gathered_nbytes for group in self.groups)
 
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether its backward reads its parameters: the gradient of an embedding does not."""
+        return self.kind is not UnitKind.EMBEDDING
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlan:
@@ -154,6 +159,7 @@ class FSDPPlan:
         quantized: Names of the linears whose shards are quantized (``fsdp.quantized``).
         ignored: Names of the parameters that FSDP leaves alone.
         unmanaged: Names of the parameters that FSDP got later (``fsdp.unmanaged``); in no unit.
+        reduce_scatter_buffers: Inputs of reduce-scatters that may live at the same time.
     """
 
     units: tuple[UnitPlan, ...]
@@ -161,6 +167,7 @@ class FSDPPlan:
     quantized: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     unmanaged: tuple[str, ...] = ()
+    reduce_scatter_buffers: int = 1
 
     @property
     def decoder_units(self) -> list[UnitPlan]:
@@ -286,6 +293,7 @@ def make_plan(
         replicated=tuple(replicated_plans),
         quantized=tuple(quantized),
         ignored=tuple(ignored),
+        reduce_scatter_buffers=settings.reduce_scatter_inputs,
     )
 
 

@@ -4,7 +4,8 @@
 FSDP2 prefetches by itself in backward, and in forward as far as the host runs ahead of the device.
 The device-to-host copy of the expert-parallel split lists stops the host in every MoE layer. So
 titan_ext gives FSDP2 explicit lists: a number of units ahead, or as many as fit into a number of
-bytes.
+bytes. "auto" is one unit, and two in backward from an attention unit: its own backward is too short
+to hide the gather of the unit before it and, behind that on the wire, a reduce-scatter.
 
 A recompute needs only the units of its own block. FSDP2 mistakes it for another forward and would
 gather the units ahead again. Also, if a pipeline kept a unit gathered since the previous
@@ -32,13 +33,25 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "G
 
 @dataclass(frozen=True)
 class PrefetchLimit:
-    """How far ahead to gather: a number of units, or of bytes of gathered parameters."""
+    """How far ahead to gather: a number of units, or of bytes of gathered parameters.
+
+    ``from_attention`` is the number of units from an attention unit, where it differs.
+    """
 
     units: int | None = None
     nbytes: int | None = None
+    from_attention: int | None = None
+
+    def of(self, unit: Unit) -> "PrefetchLimit":
+        """The limit while ``unit`` runs."""
+        if self.from_attention is None or unit.kind is not UnitKind.ATTENTION:
+            return self
+        return PrefetchLimit(units=self.from_attention)
 
 
 NOTHING_AHEAD = PrefetchLimit(units=0)
+AUTO_FORWARD = PrefetchLimit(units=1)
+AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,8 @@ class Prefetch:
 def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
     """Read ``parallelism.fsdp_prefetch``: 0, 1, 2, ... units, or a size such as "512MiB".
 
+    "auto" is read before: what it means depends on the direction.
+
     Raises:
         ValueError: for anything else, naming ``key``.
     """
@@ -64,7 +79,7 @@ def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
         if match:
             return PrefetchLimit(nbytes=int(float(match[1]) * _UNITS[match[2]]))
     raise ValueError(
-        f"{key} is {value!r}; expected a number of units (0, 1, 2, ...) or of bytes "
+        f'{key} is {value!r}; expected "auto", a number of units (0, 1, 2, ...) or of bytes '
         f'("512MiB"; units {", ".join(_UNITS)}).'
     )
 
@@ -83,15 +98,19 @@ def plan_prefetch(
         forward: How far ahead in forward.
         backward: How far ahead in backward, where the order is the reverse.
     """
-    order = [unit.name for unit in units]
+    order, back = list(units), _backward_order(units)
     if units and units[0].kind is UnitKind.TIED:
-        order.append(order[0])  # embeddings run first, norm and head last
+        order.append(units[0])  # embeddings run first, norm and head last
+        back.insert(0, units[0])
     plans = {unit.name: Prefetch() for unit in units}
-    for index, name in enumerate(order):
-        ahead = _within(order[index + 1 :], nbytes, forward)
-        behind = _within(order[:index][::-1], nbytes, backward)
-        # The tied unit has two places: what follows its first, what precedes its last.
-        plans[name] = Prefetch(plans[name].forward or ahead, behind or plans[name].backward)
+    for index, unit in enumerate(order):
+        ahead = _within(order[index + 1 :], nbytes, forward.of(unit))
+        # The tied unit has two places: what follows its first counts.
+        plans[unit.name] = Prefetch(plans[unit.name].forward or ahead)
+    for index, unit in enumerate(back):
+        behind = _within(back[index + 1 :], nbytes, backward.of(unit))
+        plan = plans[unit.name]
+        plans[unit.name] = Prefetch(plan.forward, plan.backward or behind)
     for unit in units:
         if unit.kind is UnitKind.HEAD and unit.module_names == ("lm_head",):
             # Alone (its norm is replicated), it ends a backward with every chunk of the loss: what
@@ -145,9 +164,21 @@ def _out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+def _backward_order(units: Sequence[Unit]) -> list[Unit]:
+    """The order in which FSDP2 needs ``units`` in backward: of nested units the outer one first."""
+    order: list[Unit] = []
+    for unit in reversed(units):
+        if unit.kind is UnitKind.EMBEDDING:
+            continue  # FSDP2 does not gather it (fsdp.shard)
+        inside = [u for u in order if u.name.startswith(f"{unit.name}.")]
+        order.insert(order.index(inside[0]) if inside else len(order), unit)
+    return order
+
+
 def _within(
-    names: Sequence[str], nbytes: Mapping[str, int], limit: PrefetchLimit
+    units: Sequence[Unit], nbytes: Mapping[str, int], limit: PrefetchLimit
 ) -> tuple[str, ...]:
+    names = [unit.name for unit in units]
     if limit.units is not None:
         return tuple(names[: limit.units])
     assert limit.nbytes is not None

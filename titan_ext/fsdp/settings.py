@@ -3,15 +3,20 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 
-from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
+from titan_ext.fsdp.prefetch import (
+    AUTO_BACKWARD,
+    AUTO_FORWARD,
+    PrefetchLimit,
+    parse_prefetch_limit,
+)
 from titan_ext.fsdp.reshard import Reshard, check_reshard
-from titan_ext.fsdp.units import resolve_wrap
+from titan_ext.fsdp.units import Wrap, resolve_wrap
 
 REPLICATE = "parallelism.fsdp_replicate"
 QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
@@ -37,8 +42,9 @@ class FSDPSettings:
     wrap: str = "auto"
     reshard_after_forward: Reshard = "default"
     reshard_groups: Mapping[str, Reshard] = field(default_factory=dict)
-    prefetch: int | str = 1
+    prefetch: int | str = "auto"
     prefetch_backward: int | str | None = None
+    reduce_scatter_buffers: int | Literal["auto"] = "auto"
     replicate: Sequence[str] = ()
     quantize_frozen: str | None = None
     quantize_frozen_modules: Sequence[str] = ()
@@ -72,6 +78,7 @@ class FSDPSettings:
     def __post_init__(self) -> None:
         resolve_wrap(self.wrap, ep_degree=1)
         _ = self.prefetch_limits
+        self._check_reduce_scatter_buffers()
         _check_names(REPLICATE, self.replicate)
         _check_names(QUANTIZE_FROZEN_MODULES, self.quantize_frozen_modules)
         for key, value in self.reshard_by_key.items():
@@ -80,6 +87,17 @@ class FSDPSettings:
             self._check_quantize_frozen(self.quantize_frozen)
         elif self.quantize_frozen_modules:
             raise ValueError(f'{QUANTIZE_FROZEN_MODULES} needs {QUANTIZE_FROZEN} = "nf4".')
+
+    def _check_reduce_scatter_buffers(self) -> None:
+        buffers = self.reduce_scatter_buffers
+        key = "parallelism.fsdp_reduce_scatter_buffers"
+        if buffers != "auto" and (not isinstance(buffers, int) or buffers < 1 or buffers is True):
+            raise ValueError(f'{key} is {buffers!r}; expected "auto" or a number from 1 on.')
+        if self.reduce_scatter_inputs > 1 and self.symm_mem:
+            raise ValueError(
+                f"{key} needs parallelism.enable_fsdp_symm_mem = false: symmetric memory has one "
+                "input buffer."
+            )
 
     def _check_quantize_frozen(self, format: str) -> None:
         if format != "nf4":
@@ -99,11 +117,28 @@ class FSDPSettings:
     @property
     def prefetch_limits(self) -> tuple[PrefetchLimit, PrefetchLimit]:
         """How far ahead to gather in forward, and in backward."""
-        forward = parse_prefetch_limit("parallelism.fsdp_prefetch", self.prefetch)
-        if self.prefetch_backward is None:
-            return forward, forward
-        key = "parallelism.fsdp_prefetch_backward"
-        return forward, parse_prefetch_limit(key, self.prefetch_backward)
+        key = "parallelism.fsdp_prefetch"
+        forward, backward = self.prefetch, self.prefetch_backward
+        if backward is None:
+            backward = forward
+        return (
+            AUTO_FORWARD if forward == "auto" else parse_prefetch_limit(key, forward),
+            AUTO_BACKWARD
+            if backward == "auto"
+            else parse_prefetch_limit(f"{key}_backward", backward),
+        )
+
+    @property
+    def resolved_wrap(self) -> Wrap:
+        """``wrap`` once "auto" has been replaced (``fsdp.auto``)."""
+        assert self.wrap != "auto"
+        return cast(Wrap, self.wrap)
+
+    @property
+    def reduce_scatter_inputs(self) -> int:
+        """Inputs of reduce-scatters that FSDP2 lets live; more than 1 with a group of their own."""
+        buffers = self.reduce_scatter_buffers
+        return 1 if buffers == "auto" else buffers
 
     @property
     def reshard_by_key(self) -> dict[str, Reshard]:

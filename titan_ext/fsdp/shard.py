@@ -7,8 +7,9 @@ Source of the order of calls and of the rules for experts: torchtitan/distribute
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import (
     apply_fsdp_to_vision_encoder,
@@ -18,6 +19,7 @@ from torchtitan.distributed.fsdp import (
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
+from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, make_plan, remember_plan
 from titan_ext.fsdp.prefetch import set_prefetch
@@ -30,7 +32,6 @@ from titan_ext.fsdp.units import (
     decoder_blocks,
     innermost_first,
     plan_units,
-    resolve_wrap,
 )
 from titan_ext.fsdp.unmanaged import (
     refuse_unmanaged_parameters_at_first_forward,
@@ -62,10 +63,9 @@ def shard_decoder(
     Raises:
         ValueError: for a setting that does not fit the model, or a name that is not in it.
     """
-    settings = settings or FSDPSettings()
-    wrap = resolve_wrap(settings.wrap, parallel_dims.ep, model.config)
+    settings = choose(model, settings or FSDPSettings(), parallel_dims)
     if units is None:
-        units = plan_units(model, wrap)
+        units = plan_units(model, settings.resolved_wrap)
     meshes = FSDPMeshes.resolve(parallel_dims)
     plan = make_plan(model, units, settings, meshes.sizes, is_chunk=parallel_dims.pp_enabled)
     if meshes.dense_axes is not None:
@@ -78,11 +78,17 @@ def shard_decoder(
     if meshes.dense.device_type == "cpu":
         reduce_without_premul_sum(model)
     set_prefetch(model, plan.decoder_units, plan.prefetch)
+    for unit in plan.decoder_units:
+        if not unit.gathers_in_backward:
+            unit.fsdp_module(model).set_unshard_in_backward(False)
+    if plan.reduce_scatter_buffers > 1:
+        root = cast(FSDPModule, model)
+        root.set_separate_reduce_scatter_group(True)
+        root.set_reduce_scatter_max_input_buffers(plan.reduce_scatter_buffers)
     kinds = Counter(unit.kind.value for unit in plan.decoder_units)
     groups = sum(len(unit.groups) for unit in plan.decoder_units)
-    reason = f" (auto, EP {parallel_dims.ep})" if settings.wrap == "auto" else ""
     logger.info(
-        f"FSDP units: {wrap}{reason}, {kinds.total()} units in {groups} groups: "
+        f"FSDP units: {settings.wrap}, {kinds.total()} units in {groups} groups: "
         + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     )
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")

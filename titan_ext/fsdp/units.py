@@ -3,7 +3,10 @@
 
 Stock Titan makes a unit of every transformer block. With expert parallelism the experts hold most
 of a block's parameters, and they stay gathered while attention runs, as attention does while the
-experts run. ``wrap="submodule"`` makes two units of a block instead.
+experts run. ``wrap="submodule"`` makes two units of a block instead: attention, and MoE or feed
+forward. ``wrap="experts"`` makes a unit of the routed experts and one of all else in the block: the
+collectives are those of stock, which gathers the two in groups of their own, and the experts are
+gathered only while they run.
 
 Norms are never units of their own: a group of a few KiB costs the same collectives as a large one.
 So a unit may have several modules. FSDP2 gathers them before the first one runs and frees them
@@ -14,7 +17,7 @@ names its modules instead of holding them, because those passes may wrap them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, cast, get_args
 
@@ -25,8 +28,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model import BaseModel
 
-Wrap = Literal["submodule", "block"]
-FSDPWrap = Literal["auto", "submodule", "block"]
+Wrap = Literal["submodule", "experts", "block"]
+FSDPWrap = Literal["auto", "submodule", "experts", "block"]
 
 # Children of a block in the order in which they run, by the names that Titan's decoders use: enorm,
 # hnorm, eh_proj and mtp_norm belong to multi-token prediction (deepseek_v3/mtp.py), attn to
@@ -51,13 +54,14 @@ class UnitKind(StrEnum):
     ATTENTION = "attention"
     MOE = "moe"
     FEED_FORWARD = "feed_forward"
+    EXPERTS = "experts"
     BLOCK = "block"
     HEAD = "head"
     VISION = "vision"
     TIED = "tied_embedding_and_head"
 
 
-SUBMODULE_KINDS = (UnitKind.ATTENTION, UnitKind.MOE, UnitKind.FEED_FORWARD)
+SUBMODULE_KINDS = (UnitKind.ATTENTION, UnitKind.MOE, UnitKind.FEED_FORWARD, UnitKind.EXPERTS)
 BLOCK_KINDS = (*SUBMODULE_KINDS, UnitKind.BLOCK)
 """Kinds of the units that a transformer block is split into; with the one of a whole block."""
 
@@ -106,7 +110,7 @@ def resolve_wrap(fsdp_wrap: str, ep_degree: int, model: BaseModel.Config | None 
         case "auto":
             has_experts = model is None or any(True for _ in model.traverse(MoE.Config))
             return "submodule" if ep_degree > 1 and has_experts else "block"
-        case "submodule" | "block":
+        case "submodule" | "experts" | "block":
             return fsdp_wrap
         case _:
             expected = ", ".join(get_args(FSDPWrap))
@@ -191,8 +195,18 @@ def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
     # Dense models (llama3) have no moe_enabled at all. A CheckpointWrapper forwards getattr.
     is_moe = getattr(block, "moe_enabled", False)
     experts = f"{name}.moe.routed_experts.inner_experts" if is_moe else None
-    if wrap == "block":
-        return [Unit(name=name, kind=UnitKind.BLOCK, module_names=(name,), experts=experts)]
+    whole = Unit(name=name, kind=UnitKind.BLOCK, module_names=(name,), experts=experts)
+    if wrap == "block" or (wrap == "experts" and experts is None):
+        return [whole]
+    if wrap == "experts":
+        assert experts is not None
+        inner = Unit(
+            name=f"{name}.experts",
+            kind=UnitKind.EXPERTS,
+            module_names=(experts,),
+            experts=experts,
+        )
+        return [replace(whole, experts=None), inner]
 
     ffn_kind = UnitKind.MOE if is_moe else UnitKind.FEED_FORWARD
     units = []
@@ -216,7 +230,7 @@ def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
         covered |= params
     if any(param not in covered for param in block.parameters()):
         # A block with parameters of its own: they form the block's group, gathered around both.
-        units.insert(0, Unit(name=name, kind=UnitKind.BLOCK, module_names=(name,)))
+        units.insert(0, replace(whole, experts=None))
     return units
 
 

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,8 @@ def _predict(plans: Sequence[FSDPPlan], trainer: Trainer) -> Timeline | None:
     try:
         if any(plan.replicated or plan.unmanaged for plan in plans):
             raise ValueError("some parameters are replicated, or were added after FSDP.")
-        return predict([unit for plan in plans for unit in plan.units], step_order(trainer))
+        order = replace(step_order(trainer), reduce_scatter_buffers=plans[0].reduce_scatter_buffers)
+        return predict([unit for plan in plans for unit in plan.units], order)
     except ValueError as error:
         logger.warning(f"FSDP memory is measured, not predicted: {error}")
         return None

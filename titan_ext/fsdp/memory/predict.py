@@ -6,7 +6,7 @@ group: a laptop answers for a job of 512 ranks. Tests compare it with what ``fsd
 measures, event by event.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,6 +15,7 @@ import torch
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.simulate import FSDPSimulation, SimulatedUnit
 from titan_ext.fsdp.plan import UnitPlan
+from titan_ext.fsdp.units import UnitKind
 
 _NORM, _HEAD = "norm", "lm_head"
 
@@ -60,6 +61,7 @@ class StepOrder:
         accumulation: Forwards and backwards of a step (calls of the schedule in a pipeline).
         pipeline: The stage, in a pipeline.
         grad_dtype: Of sharded parameters and their gradients (``training.dtype``).
+        reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
     """
 
     recomputes: bool = True
@@ -67,6 +69,7 @@ class StepOrder:
     accumulation: int = 1
     pipeline: Pipeline | None = None
     grad_dtype: torch.dtype = torch.float32
+    reduce_scatter_buffers: int = 1
 
 
 def predict(units: Sequence[UnitPlan], order: StepOrder) -> Timeline:
@@ -82,14 +85,21 @@ def predict(units: Sequence[UnitPlan], order: StepOrder) -> Timeline:
     Raises:
         ValueError: for a schedule, or a unit, whose order is not known here.
     """
-    step = _Step(units, order)
+    step = Step(units, order)
     for _ in range(2):
         step.run()
     return step.fsdp.timeline
 
 
-class _Step:
-    def __init__(self, units: Sequence[UnitPlan], order: StepOrder) -> None:
+class Step:
+    """Runs a step in a simulation, which records bytes (or time: ``fsdp.cost``)."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitPlan],
+        order: StepOrder,
+        simulation: Callable[..., FSDPSimulation] = FSDPSimulation,
+    ) -> None:
         if order.pipeline is not None and order.pipeline.schedule not in ("1F1B", "GPipe"):
             raise ValueError(
                 f"pipeline schedule {order.pipeline.schedule!r}: what FSDP holds is predicted for "
@@ -98,7 +108,9 @@ class _Step:
         if any(unit.name.startswith("mtp_layers.") for unit in units):
             raise ValueError("multi-token prediction runs norm and head between blocks.")
         self.order = order
-        self.fsdp = FSDPSimulation(units, _roles(units, order), order.grad_dtype)
+        self.fsdp = simulation(
+            units, _roles(units, order), order.grad_dtype, order.reduce_scatter_buffers
+        )
         found = list(self.fsdp.units.values())
         self.embedding = next((u for u in found if u.plan.kind == "embedding"), None)
         self.head = next((u for u in found if _is_head(u)), None)
@@ -135,6 +147,7 @@ class _Step:
         fsdp.begin_forward()
         if self.embedding is not None:
             fsdp.pre_forward(self.embedding)
+            fsdp.run(self.embedding, "forward")
             fsdp.post_forward(self.embedding)
         if self.head is not None and self.is_tied:
             fsdp.pre_forward(self.head)
@@ -144,20 +157,29 @@ class _Step:
         if self.head is not None:
             for role in (_NORM, _HEAD) if not self.order.loss_chunks else (_NORM,):
                 fsdp.pre_forward(self.head)
+                if role == _HEAD:
+                    fsdp.run(self.head, "loss")
                 fsdp.post_forward(self.head, role)
         fsdp.end_forward()
         if self.head is not None and self.order.loss_chunks:
             self._run_chunked_loss(self.head)
 
     def _run_block(self, block: list[SimulatedUnit], in_backward: bool = False) -> None:
+        fsdp, phase = self.fsdp, "recompute" if in_backward else "forward"
         outer, inner = _outer_and_inner(block)
-        if outer is not None and not in_backward:
-            self.fsdp.pre_forward(outer)
+        if outer is not None:
+            if not in_backward:
+                fsdp.pre_forward(outer)
+            fsdp.run(outer, phase, "before" if inner else "all")
         for unit in inner:
-            self.fsdp.pre_forward(unit, in_backward=in_backward)
-            self.fsdp.post_forward(unit, in_backward=in_backward)
-        if outer is not None and not in_backward:
-            self.fsdp.post_forward(outer)
+            fsdp.pre_forward(unit, in_backward=in_backward)
+            fsdp.run(unit, phase)
+            fsdp.post_forward(unit, in_backward=in_backward)
+        if outer is not None:
+            if inner:
+                fsdp.run(outer, phase, "after")
+            if not in_backward:
+                fsdp.post_forward(outer)
 
     def _run_chunked_loss(self, head: SimulatedUnit) -> None:
         """Titan's ChunkedLossWrapper: forward and backward of the head, chunk by chunk."""
@@ -170,6 +192,8 @@ class _Step:
             if chunk == self.order.loss_chunks - 1:
                 fsdp.configure([head], reduces=True)
             fsdp.pre_forward(head)
+            if chunk == 0:
+                fsdp.run(head, "loss")  # all chunks of it
             fsdp.post_forward(head, _HEAD)
             fsdp.add_gradients(head, _trainable(head) & _params_of_head(head))
             fsdp.post_backward(head)
@@ -203,15 +227,29 @@ class _Step:
     def _run_block_backward(self, block: list[SimulatedUnit]) -> None:
         fsdp = self.fsdp
         outer, inner = _outer_and_inner(block)
+        recomputes = self.order.recomputes
         if outer is not None:
             fsdp.pre_backward(outer)
-        for unit in reversed(inner):
-            fsdp.pre_backward(unit)
-            if unit is inner[-1] and self.order.recomputes:
+            if not inner and recomputes:
                 self._run_block(block, in_backward=True)
+            elif inner and not recomputes:
+                fsdp.run(outer, "backward", "after")
+        for unit in reversed(inner):
+            # What follows the experts in the block needs saved tensors, so recomputes first.
+            if unit.plan.kind is UnitKind.EXPERTS and recomputes:
+                self._run_block(block, in_backward=True)
+                recomputes = False
+                assert outer is not None
+                fsdp.run(outer, "backward", "after")
+            fsdp.pre_backward(unit)
+            if recomputes:
+                self._run_block(block, in_backward=True)
+                recomputes = False
+            fsdp.run(unit, "backward")
             fsdp.add_gradients(unit, _trainable(unit))
             fsdp.post_backward(unit)
         if outer is not None:
+            fsdp.run(outer, "backward", "before" if inner else "all")
             fsdp.add_gradients(outer, _trainable(outer))
             fsdp.post_backward(outer)
 

@@ -18,8 +18,6 @@ import torch
 from titan_ext.fsdp.memory.accounting import Bytes, GroupBytes, Timeline
 from titan_ext.fsdp.plan import GroupPlan, UnitPlan
 
-_INPUT_BUFFERS = 1  # reduce-scatter inputs that FSDP2 lets live, unless told otherwise
-
 
 class Phase(Enum):
     IDLE = auto()
@@ -90,6 +88,7 @@ class FSDPSimulation:
         plans: The units in forward order.
         roles: Names of the parts that run forward separately, by unit; other units have one.
         grad_dtype: Of sharded gradients, which is that of the sharded parameters.
+        reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
     """
 
     def __init__(
@@ -97,9 +96,11 @@ class FSDPSimulation:
         plans: Sequence[UnitPlan],
         roles: dict[str, tuple[str, ...]],
         grad_dtype: torch.dtype,
+        reduce_scatter_buffers: int = 1,
     ) -> None:
         self.timeline = Timeline()
         self._grad_dtype = grad_dtype
+        self._reduce_scatter_buffers = reduce_scatter_buffers
         self._buffers: list[Buffer] = []
         self._retained: Buffer | None = None  # the last all-gather of a forward
         self._reduce_inputs: list[Buffer] = []
@@ -127,6 +128,9 @@ class FSDPSimulation:
         self._buffers = [buffer for buffer in self._buffers if buffer.name != "gradients"]
         for group in self._groups:
             group.sharded_gradients.clear()
+
+    def run(self, unit: SimulatedUnit, phase: str, part: str = "all") -> None:
+        """A unit computes, which changes no bytes; ``fsdp.cost`` counts its time."""
 
     # Forward
 
@@ -178,8 +182,9 @@ class FSDPSimulation:
         for group in unit.groups:
             if group.phase is not Phase.PRE_BACKWARD:
                 group.phase = Phase.PRE_BACKWARD
-                self._unshard(group)
-                self._wait(group)
+                if unit.plan.gathers_in_backward:
+                    self._unshard(group)
+                    self._wait(group)
         for name in unit.plan.backward_prefetch:
             for group in reversed(self.units[name].groups):
                 self._unshard(group)
@@ -293,8 +298,8 @@ class FSDPSimulation:
         if not group.reduces:
             return
         if group is group.unit.groups[-1]:  # the first of its unit in backward
-            while len(self._reduce_inputs) >= _INPUT_BUFFERS:
-                self._buffers.remove(self._reduce_inputs.pop(0))
+            while len(self._reduce_inputs) >= self._reduce_scatter_buffers:
+                self._reclaim_reduce_input()
         if group.gradients:
             self._reduce(group)
 
@@ -314,6 +319,9 @@ class FSDPSimulation:
             self._buffers.remove(shard)  # copied, or added to what is there
         group.sharded_gradients |= group.gradients
         group.gradients.clear()
+
+    def _reclaim_reduce_input(self) -> None:
+        self._buffers.remove(self._reduce_inputs.pop(0))
 
     def _complete_forward(self, unit: SimulatedUnit, in_backward: bool) -> None:
         for group in unit.groups:

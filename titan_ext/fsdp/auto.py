@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What "auto" means: units, prefetch and reduce-scatter buffers chosen by cost.
+
+Smaller units hold less and gather more often. Whether that costs time depends on the network: where
+the experts' shards lie on one node, or whole on a rank, their gathers hide; across nodes they may
+not. There ``choose`` compares what the user left open by the model of ``fsdp.cost`` and takes the
+least memory among what is as fast as the fastest. All ranks compute the same from the same numbers.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.tools.logging import logger
+
+from titan_ext.fsdp.cost import MACHINES, Job, Machine, estimate
+from titan_ext.fsdp.memory.predict import StepOrder, predict
+from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ShardSizes, make_plan
+from titan_ext.fsdp.reshard import check_reshard_groups
+from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.units import Wrap, decoder_blocks, plan_units
+
+_AS_FAST = 1.005  # times the fastest
+_LARGE_WORLD = 1024
+_BLOCKS = 6  # the last ones: their bytes count, for a step's peak is where backward begins
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate: the values of fsdp_wrap, fsdp_prefetch_backward, fsdp_reduce_scatter_buffers."""
+
+    wrap: Wrap
+    prefetch_backward: int | str
+    buffers: int
+
+
+STOCK = Choice("block", 1, 1)
+# Two buffers beside the unit of experts are the bytes that stock has in flight too: its unit has
+# two groups, each with a buffer.
+CANDIDATES = (
+    Choice("submodule", "auto", 1),
+    Choice("submodule", "auto", 3),
+    Choice("experts", 1, 1),
+    Choice("experts", 1, 2),
+    Choice("experts", 2, 2),
+    STOCK,
+)
+
+
+def choose(
+    model: Decoder,
+    settings: FSDPSettings,
+    parallel_dims: ParallelDims,
+    *,
+    training: TrainingConfig | None = None,
+    parallelism: ParallelismConfig | None = None,
+    ac_config: Any = None,
+    compiled: bool = False,
+) -> FSDPSettings:
+    """``settings`` with values in place of "auto", said in the log with the reason.
+
+    Args:
+        model: The decoder or pipeline chunk on the meta device, before any parallelism.
+        settings: The user's.
+        parallel_dims: Sizes of the axes.
+        training: For the tokens of a microbatch; 4096 if None.
+        parallelism: For the microbatches of a pipeline.
+        ac_config: The activation checkpointing policy's config, or None.
+        compiled: Whether the model is compiled.
+    """
+    if "auto" not in (settings.wrap, settings.reduce_scatter_buffers):
+        return settings
+    experts = next((m for m in model.modules() if isinstance(m, GroupedExperts)), None)
+    ep, shards = parallel_dims.ep, parallel_dims.dp_shard * parallel_dims.cp * parallel_dims.tp
+    if experts is None or ep == 1:
+        wrap = "block" if settings.wrap == "auto" else settings.wrap
+        return _with(settings, Choice(cast(Wrap, wrap), "auto", 1))
+    candidates = [
+        choice
+        for choice in _allowed(settings, compiled=compiled)
+        if parallel_dims.pp_enabled or _has_named_units(model, settings, choice.wrap)
+    ] or [STOCK]
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
+    if shards == ep or shards <= per_node:
+        where = "whole on a rank" if shards == ep else "on one node"
+        _log(candidates[0], f"EP {ep}, experts' shards {where}")
+        return _with(settings, candidates[0])
+    seq_len = training.seq_len if training is not None else 4096
+    batch = training.local_batch_size if training is not None else 1
+    if parallel_dims.pp_enabled and parallelism is not None:
+        batch = parallelism.pipeline_parallel_microbatch_size
+    job = job_of(
+        model,
+        tokens=batch * seq_len // parallel_dims.cp,
+        seq_len=seq_len,
+        ep=ep,
+        tp=parallel_dims.tp,
+        replicas=parallel_dims.dp_replicate,
+        ranks_per_node=per_node,
+        ac_config=ac_config,
+    )
+    sizes = ShardSizes(
+        dense=parallel_dims.dp_shard * parallel_dims.cp, experts=shards // ep, expert_ranks=shards
+    )
+    name, machine = _machine()
+    try:
+        choice, why = cheapest(candidates, model, settings, sizes, job, machine)
+    except ValueError as error:  # an order that the model of a step does not know
+        choice, why = candidates[0], f"cost not modelled: {error}"
+    _log(choice, f"EP {ep}, {shards} ranks on {name}: {why}")
+    if sizes.dense > _LARGE_WORLD:
+        logger.warning(
+            f"FSDP shards over {sizes.dense} ranks, where the latency of collectives grows; with "
+            f"parallelism.data_parallel_replicate_degree = {sizes.dense // 64} (HSDP) they have 64."
+        )
+    return _with(settings, choice)
+
+
+def cheapest(
+    candidates: list[Choice],
+    model: Decoder,
+    settings: FSDPSettings,
+    sizes: ShardSizes,
+    job: Job,
+    machine: Machine,
+) -> tuple[Choice, str]:
+    """The candidate with the least peak of bytes among those as fast as the fastest, and why.
+
+    Raises:
+        ValueError: for a model whose order of units is not known.
+    """
+    costs = {c: cost(c, model, settings, sizes, job, machine) for c in {*candidates, STOCK}}
+    fastest = min(costs[c][0] for c in candidates)
+    fast = [c for c in candidates if costs[c][0] <= fastest * _AS_FAST]
+    best = min(fast, key=lambda c: costs[c][1])
+    of_stock = [mine / stock for mine, stock in zip(costs[best], costs[STOCK], strict=True)]
+    return best, f"modelled at {of_stock[0]:.3f} of whole blocks' time, {of_stock[1]:.2f} of bytes"
+
+
+def cost(
+    choice: Choice,
+    model: Decoder,
+    settings: FSDPSettings,
+    sizes: ShardSizes,
+    job: Job,
+    machine: Machine,
+) -> tuple[float, int]:
+    """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes."""
+    plan = local_plan(model, _with(settings, choice), sizes, job.ep)
+    order = StepOrder(recomputes=job.recompute > 0, reduce_scatter_buffers=choice.buffers)
+    ms = estimate(plan.decoder_units, order, job, machine).ms
+    names = {name for name, _ in decoder_blocks(model)[-_BLOCKS:]}
+    few = [u for u in plan.decoder_units if ".".join(u.name.split(".")[:2]) in names]
+    inside = {u.name for u in few}
+    few = [
+        replace(
+            u,
+            forward_prefetch=tuple(n for n in u.forward_prefetch if n in inside),
+            backward_prefetch=tuple(n for n in u.backward_prefetch if n in inside),
+        )
+        for u in few
+    ]
+    return ms, predict(few, order).peak("total")
+
+
+def local_plan(
+    model: Decoder, settings: FSDPSettings, sizes: ShardSizes, ep: int, *, is_chunk: bool = False
+) -> FSDPPlan:
+    """The plan of a model that expert parallelism has yet to split over ``ep`` ranks."""
+
+    def local(group: GroupPlan) -> GroupPlan:
+        if group.kind != "experts":
+            return group
+        params = tuple(replace(p, shape=(p.shape[0] // ep, *p.shape[1:])) for p in group.params)
+        return replace(group, params=params)
+
+    units = plan_units(model, settings.resolved_wrap)
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        ep = 1  # it has been split
+    settings = replace(settings, reshard_groups={}) if settings.wrap == "block" else settings
+    plan = make_plan(model, units, settings, sizes, is_chunk=is_chunk)
+    units = tuple(replace(u, groups=tuple(map(local, u.groups))) for u in plan.units)
+    return replace(plan, units=units)
+
+
+def job_of(
+    model: Decoder, *, tokens: int, seq_len: int, ac_config: Any = None, **sizes: int
+) -> Job:
+    """What a rank computes; ``sizes`` are the fields of ``Job`` with numbers of ranks."""
+    config = cast(Any, model.config)
+    moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
+    attention = 0.0
+    if hasattr(config, "get_nparams_and_flops"):
+        with _quiet():
+            once, twice = (
+                config.get_nparams_and_flops(model, n)[1] for n in (seq_len, 2 * seq_len)
+            )
+        # Linear in the length: forward is a third of it, and a causal mask leaves half.
+        attention = (twice - once) * tokens / 6 / len(config.layers)
+    full = isinstance(ac_config, FullAC.Config)
+    share = 1.0 if full else 0.65
+    return Job(
+        tokens=tokens,
+        dim=config.dim,
+        num_experts=moe.num_experts if moe is not None else 1,
+        top_k=moe.router.top_k if moe is not None else 1,
+        attention_flops=attention,
+        recompute=0.0 if ac_config is None else share,
+        recompute_attention=0.0 if ac_config is None else (1.0 if full else 0.3),
+        exchanges_again=full,
+        **sizes,
+    )
+
+
+def _allowed(settings: FSDPSettings, *, compiled: bool) -> list[Choice]:
+    """The candidates that the user's settings leave, the simplest first."""
+    has_buffers = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
+    if not has_buffers and settings.reduce_scatter_buffers == "auto":
+        logger.warning(
+            f"torch {torch.__version__} has one reduce-scatter buffer; from 2.15 on a group of "
+            "their own for reduce-scatters makes small units as fast as whole blocks."
+        )
+    found = [
+        choice
+        for choice in CANDIDATES
+        if settings.wrap in ("auto", choice.wrap)
+        and settings.reduce_scatter_buffers in ("auto", choice.buffers)
+        and not (choice.wrap == "experts" and compiled)
+        and not (choice.buffers > 1 and (settings.symm_mem or not has_buffers))
+    ]
+    if settings.wrap == "auto":
+        return found or [STOCK]
+    return found or [Choice(cast(Wrap, settings.wrap), "auto", 1)]
+
+
+def _has_named_units(model: Decoder, settings: FSDPSettings, wrap: Wrap) -> bool:
+    """Whether all names in fsdp_reshard_groups are of units that ``wrap`` makes."""
+    try:
+        check_reshard_groups(settings.reshard_groups, plan_units(model, wrap))
+    except ValueError:
+        return False
+    return True
+
+
+def _with(settings: FSDPSettings, choice: Choice) -> FSDPSettings:
+    """``settings`` with the values of ``choice`` where they are "auto"."""
+    given: dict[str, Any] = {}
+    if settings.wrap == "auto":
+        given["wrap"] = choice.wrap
+    if settings.reduce_scatter_buffers == "auto":
+        given["reduce_scatter_buffers"] = choice.buffers
+    if settings.prefetch == "auto" and settings.prefetch_backward in (None, "auto"):
+        given["prefetch_backward"] = choice.prefetch_backward
+    return replace(settings, **given)
+
+
+def _machine() -> tuple[str, Machine]:
+    name = ""
+    if torch.accelerator.is_available():
+        module = torch.get_device_module()
+        name = getattr(module, "get_device_name", lambda: "")().lower()
+    known = next((machine for machine in MACHINES if machine in name), "h100")
+    return known, MACHINES[known]
+
+
+def _log(choice: Choice, why: str) -> None:
+    buffers = f", {choice.buffers} reduce-scatter buffers" if choice.buffers > 1 else ""
+    logger.info(f'FSDP units: auto is "{choice.wrap}"{buffers} ({why})')
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Titan logs parameter counts whenever it counts FLOPs."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
