@@ -30,8 +30,8 @@ train: data
 		--local-ranks-filter 0 --role rank --tee 3 \
 		-m torchtitan.train --module titan_ext --config train_configs/moe_debug.toml \
 		--dump_folder $(RUN_FOLDER) \
-		--training.steps $$($(BIN)/python -m titan_ext.run_folder target $(RUN_FOLDER) --steps $(STEPS)) $(ARGS)
-	@$(BIN)/python -m titan_ext.run_folder report $(RUN_FOLDER)
+		--training.steps $$($(BIN)/python -m titan_ext target $(RUN_FOLDER) --steps $(STEPS)) $(ARGS)
+	@$(BIN)/python -m titan_ext report $(RUN_FOLDER)
 
 test: lint data
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)

@@ -323,7 +323,7 @@ def test_muon_from_a_file(config: Loader):
 
 _PROGRAM = re.compile(
     r"(\$ )?([A-Z_]+=\S+ +)*(\S*/)?"
-    r"(make|torchrun|python|pytest|sbatch|run_train\.sh|multi_node\.sh)(?= |$)"
+    r"(make|torchrun|python|pytest|sbatch|titan_ext|run_train\.sh|multi_node\.sh)(?= |$)"
 )
 _MAKEFILE = (ROOT / "Makefile").read_text()
 _LAUNCH = {path.name: path.read_text() for path in (ROOT / "launch").iterdir()}
@@ -361,6 +361,11 @@ def _unknown(command: str) -> Iterator[str]:
         ours = words.index("-m") if "-m" in words else len(words)
         yield from _unknown_torchrun_flags(words[:ours])
         words = words[ours:]
+    elif program == "titan_ext":
+        text = (ROOT / "titan_ext" / "cli.py").read_text()
+        fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
+        source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])
+        yield from (word for word in words[:1] if word[0].islower() and f'("{word}")' not in text)
     elif program == "python" and _is_path(words[0]):
         source = (ROOT / words[0]).read_text()
     if words[:1] == ["-m"]:

@@ -8,9 +8,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.toml_files import DATA, DEBUG, Loader
 from titan_ext import no_accelerator
-from titan_ext.toml_config import leaves, resolve
-from titan_ext.toml_config.__main__ import main
-from titan_ext.toml_config.files import to_toml
+from titan_ext.toml_config import resolve
 from titan_ext.trainer import Trainer
 
 
@@ -83,29 +81,3 @@ def test_the_command_line_wins_and_is_named(folder: Path):
     assert resolved.origins["training.seq_len"] == "command line"  # given, if to the same value
     assert resolved.origins["activation_checkpoint.policy"] == "command line"
     assert resolved.origins["training.gc_freq"] == "deepseek_v3.deepseek_v3_debugmodel"
-
-
-def test_the_command_prints_one_value_a_line(folder: Path, capsys: pytest.CaptureFixture):
-    (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\n")
-    assert main(["run.toml", "--debug.seed", "7"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "# deepseek_v3.deepseek_v3_debugmodel <- run.toml"
-    assert "training.steps = 3  # from run.toml" in lines
-    assert "debug.seed = 7  # from command line" in lines
-    assert 'model.flavor = "debugmodel"  # from deepseek_v3.deepseek_v3_debugmodel' in lines
-    assert f'dataloader.component = "{DATA}.HuggingFaceTextDataLoader"  # from ' in "\n".join(lines)
-
-
-def test_the_command_says_what_is_wrong_with_a_file(folder: Path, capsys: pytest.CaptureFixture):
-    (folder / "run.toml").write_text(DEBUG + "steps = 3\n")
-    assert main(["run.toml"]) == 1
-    assert capsys.readouterr().err.startswith("run.toml: steps: no such key")
-    assert main([]) == 2
-
-
-@pytest.mark.parametrize("base", ["deepseek_v3.deepseek_v3_16b", "qwen3.qwen3_30b_a3b"])
-def test_what_the_command_prints_is_a_toml_file_for_the_same_config(config: Loader, base: str):
-    extends = f'extends = "{base}"\n'
-    wanted = leaves(config(extends))
-    written = "".join(f"{key} = {to_toml(value)}\n" for key, value in wanted.items())
-    assert leaves(config(extends + written)) == wanted

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Titan's entry point: ``--module titan_ext --config NAME`` calls ``NAME()`` here.
 
-NAME is a TOML file (``train_configs/moe_debug.toml``) or any config function of Titan's own models
-(``deepseek_v3_16b``). Neither is written out below: ``__getattr__`` finds them.
+NAME is a TOML file (``my_run.toml``; a shipped one also by its name, ``moe_debug``) or any config
+function of Titan's own models (``deepseek_v3_16b``). ``find_config`` tells which; ``__getattr__``
+finds them.
 
 This module imports torch and Titan only when someone asks for a config. Titan mistakes an
 ImportError in this module for a missing module; inside a config function it shows the error.
@@ -44,14 +45,54 @@ def _all_titan_configs() -> dict[str, str]:
 def titan_configs() -> dict[str, str]:
     """Titan's config functions that we extend: name -> module."""
     found = _all_titan_configs()
-    return {name: found[name] for name in found if _model(found[name]) not in _NOT_DECODERS}
+    return {name: found[name] for name in found if model_of(found[name]) not in _NOT_DECODERS}
 
 
-def _model(module: str) -> str:
+def model_of(module: str) -> str:
+    """The name of a Titan model, of the module of its config functions."""
     return module.split(".")[2]
 
 
-def _config(name: str) -> "Trainer.Config":
+@functools.cache
+def shipped_configs() -> dict[str, Path]:
+    """The files of ``train_configs/`` by name: of the installed package, or of the checkout."""
+    here = Path(__file__).parent
+    folders = (folder / "train_configs" for folder in (here, here.parent))
+    folder = next((folder for folder in folders if folder.is_dir()), here)
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def find_config(name: str) -> Path | str:
+    """The TOML file that ``name`` means, or ``name`` itself if it is one of ``titan_configs``.
+
+    A shipped file is found by its name. Where Titan has a config function of that name, the
+    function comes first, and ``NAME.toml`` is the file.
+
+    Raises:
+        ValueError: if it is neither, with the nearest valid name.
+    """
+    if name.endswith(".toml"):
+        shipped = shipped_configs().get(name.removesuffix(".toml"))
+        return shipped if shipped and not Path(name).exists() else Path(name)
+    if name in titan_configs():
+        return name
+    if name in shipped_configs():
+        return shipped_configs()[name]
+    if name in _all_titan_configs():
+        from titan_ext.specs import REFUSED_MODELS
+
+        model = model_of(_all_titan_configs()[name])
+        raise ValueError(
+            f"--config {name}: titan_ext does not serve {model}: {REFUSED_MODELS[model]}."
+        )
+    raise ValueError(
+        f"--config {name}: expected the path of a .toml file, the name of a shipped one, or a "
+        "config function of one of TorchTitan's language models"
+        f"{did_you_mean(name, [*shipped_configs(), *titan_configs()])}"
+    )
+
+
+def _config(name: str, found: Path | str) -> "Trainer.Config":
     """The config ``name``, checked with the flags that stand beside it on the command line."""
     from titan_ext import flags
     from titan_ext.limits import world_size, wrong_degrees
@@ -61,14 +102,14 @@ def _config(name: str) -> "Trainer.Config":
 
     _prepare_log()
     given = flags.of_this_command(name)
-    if name.endswith(".toml"):
-        config = resolve(name, given).config
+    if isinstance(found, Path):
+        config = resolve(found, given).config
     else:
         warn_once()
         with checks_later():
-            config = extend_config(getattr(import_module(titan_configs()[name]), name)())
+            config = extend_config(getattr(import_module(titan_configs()[found]), found)())
         config = replace(flags.with_flags(config, given) if given else config)
-        remember_base(config, f"{_model(titan_configs()[name])}.{name}", {})
+        remember_base(config, f"{model_of(titan_configs()[found])}.{found}", {})
     Mistakes(wrong_degrees(config, world_size(config))).raise_all()
     return config
 
@@ -83,20 +124,8 @@ def __getattr__(name: str) -> Callable[[], Any]:
     if name.startswith("_"):
         raise AttributeError(name)
     end_with_messages(name)
-    if name.endswith(".toml") or name in titan_configs():
-        return functools.partial(_config, name)
-    if name in _all_titan_configs():
-        from titan_ext.specs import REFUSED_MODELS
-
-        model = _model(_all_titan_configs()[name])
-        raise ValueError(
-            f"--config {name}: titan_ext does not serve {model}: {REFUSED_MODELS[model]}."
-        )
-    raise ValueError(
-        f"--config {name}: expected the path of a .toml file, or a config function of one of "
-        f"TorchTitan's language models{did_you_mean(name, titan_configs())}"
-    )
+    return functools.partial(_config, name, find_config(name))
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *titan_configs()])
+    return sorted([*globals(), *titan_configs(), *shipped_configs()])

@@ -38,7 +38,7 @@ import platform
 import re
 import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +108,23 @@ def enable() -> bool:
     return True
 
 
+_adapts = True
+
+
+@contextlib.contextmanager
+def as_with_an_accelerator() -> Iterator[None]:
+    """Configs that are made in this context stay as on a machine that has one.
+
+    So they are checked as there. Call ``adapt_config`` before one is used here.
+    """
+    global _adapts
+    _adapts = False
+    try:
+        yield
+    finally:
+        _adapts = True
+
+
 def adapt_config(config: Trainer.Config) -> None:
     """Replace, in place, what a CPU cannot do in a config, and log each change once.
 
@@ -116,7 +133,7 @@ def adapt_config(config: Trainer.Config) -> None:
     their borders. CUDA graphs are switched off, and asynchronous saves do not pin memory. Nothing
     changes where an accelerator exists, and nothing the second time.
     """
-    if not needed():
+    if not needed() or not _adapts:
         return
     if not config.training.disable_cuda_graphs:
         config.training.disable_cuda_graphs = True
@@ -133,7 +150,7 @@ def adapt_config(config: Trainer.Config) -> None:
 
 def adapt_spec(spec: ModelSpec) -> None:
     """The model's part of ``adapt_config``: attention that a CPU can train."""
-    if not needed():
+    if not needed() or not _adapts:
         return
     for kind in (FlexAttention, VarlenAttention):
         found = list(spec.traverse(kind.Config))

@@ -3,11 +3,10 @@
 
 Reads what Titan wrote (checkpoints, TensorBoard files); writes ``loss.png``.
 
-``python -m titan_ext.run_folder target FOLDER --steps 30`` prints the step to train to next, and
-``python -m titan_ext.run_folder report FOLDER`` the line that ends ``make train``.
+``titan_ext target FOLDER --steps 30`` prints the step to train to next, and ``titan_ext report
+FOLDER`` the line that ends ``make train``.
 """
 
-import argparse
 import contextlib
 import re
 from pathlib import Path
@@ -91,23 +90,3 @@ def _draw(losses: dict[int, float], picture: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=picture.parent.name)
     axes.grid(alpha=0.3)
     figure.savefig(picture, dpi=120)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    target = commands.add_parser("target", help="print the step to train to next")
-    target.add_argument("folder", type=Path)
-    target.add_argument("--steps", type=int, required=True, help="steps a run")
-    commands.add_parser("report", help="draw the loss and print one line").add_argument(
-        "folder", type=Path
-    )
-    arguments = parser.parse_args()
-    if arguments.command == "target":
-        print(next_target(arguments.folder, arguments.steps))
-    else:
-        print(report(arguments.folder))
-
-
-if __name__ == "__main__":
-    main()

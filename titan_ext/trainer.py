@@ -8,9 +8,9 @@ the checks around training.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -30,6 +30,7 @@ from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.compile import compiles_model
 from titan_ext.configs import DebugConfig, ParallelismConfig, check_parallelism, check_unit_names
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
+from titan_ext.guards import RunCheck
 from titan_ext.guards.checkpoints import CheckpointManager, check_excluded
 from titan_ext.guards.run_checks import RUN_CHECKS
 from titan_ext.limits import world_size, wrong_degrees, wrong_values
@@ -46,6 +47,8 @@ _checked: set[int] = set()
 
 class Trainer(TitanTrainer):
     """Titan's trainer; on a machine with no accelerator it trains on the CPU."""
+
+    run_checks: ClassVar[Sequence[type[RunCheck]]] = RUN_CHECKS
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanTrainer.Config):
@@ -120,7 +123,7 @@ class Trainer(TitanTrainer):
         register_stdlib_corpus()
         if config.dataloader.dataset == STDLIB_CORPUS:
             make_corpus()  # before anyone looks for the tokenizer
-        self.checks = [check() for check in RUN_CHECKS]
+        self.checks = [check() for check in self.run_checks]
         for check in self.checks:
             check.before_start(config)
         with no_accelerator.layout_independent_init():

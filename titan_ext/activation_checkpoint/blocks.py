@@ -37,7 +37,7 @@ from titan_ext.activation_checkpoint.op_policies import (
     op_name,
 )
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
-from titan_ext.fp8.local import plain_tensors, storage_ids
+from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids
 
 _CODEC_BLOCK = 128
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -310,7 +310,7 @@ class _Call:
         return (
             not self._counting
             and self._location is not _INPUT
-            and (type(x) is torch.Tensor or type(x) is DTensor)
+            and (is_plain(x) or type(x) is DTensor)
         )
 
     def finish(self, module: nn.Module, out: Any) -> None:

@@ -32,7 +32,7 @@ from titan_ext.activation_checkpoint.blocks import (
 )
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, Rule, is_exempt, op_name
-from titan_ext.fp8.local import plain_tensors, storage_ids
+from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids
 from titan_ext.fp8.saved_tensors import storages_of
 
 _KNOWN = ("titan_ext", "torchtitan")
@@ -144,7 +144,7 @@ class _SavedValues(TorchDispatchMode):
 
         Only the hook that packs ``x`` may call this, directly.
         """
-        if type(x) is not torch.Tensor or x.dtype is not torch.float32 or x._version:
+        if not is_plain(x) or x.dtype is not torch.float32 or x._version:
             return None
         copy = self._copies.get(x.untyped_storage()._cdata)
         if copy is None or copy.view != _view(x) or copy.made_by != self._who(sys._getframe(2)):
@@ -159,7 +159,7 @@ class _SavedValues(TorchDispatchMode):
                 self._statistics[storage._cdata] = StorageWeakRef(storage)
         if (
             func is torch.ops.aten._to_copy.default
-            and type(out) is torch.Tensor
+            and is_plain(out)
             and out.dtype is torch.float32
             and args[0].dtype in (torch.bfloat16, torch.float16)
             and (made_by := self._who(sys._getframe(1))) is not None

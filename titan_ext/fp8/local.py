@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -49,6 +50,11 @@ def local_tensor(x: torch.Tensor) -> torch.Tensor:
     if isinstance(x, AsyncCollectiveTensor):
         x = x.trigger_wait()
     return x
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a tensor of no subclass; a fake tensor, which has shapes only, counts."""
+    return type(x) in (torch.Tensor, FakeTensor)
 
 
 def storage_ids(values: Any) -> Iterator[int]:

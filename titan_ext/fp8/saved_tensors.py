@@ -40,12 +40,10 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
-from titan_ext.fp8.local import Layout, local_tensor, plain_tensors
+from titan_ext.fp8.local import Layout, is_plain, local_tensor, plain_tensors
 
 Policy = Callable[[torch.Tensor], str | None]
 """Takes a plain tensor (the local shard); returns why it must stay exact, or None for float8."""
-
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = 4096) -> str | None:
@@ -240,10 +238,10 @@ class SavedTensorStore:
             return _Kept(x, "passed through: parameter", owns_bytes=False)
         if self._is_module_state(x):
             return _Kept(x, "passed through: parameter or buffer", owns_bytes=False)
-        if type(x) not in _PLAIN and not isinstance(x, DTensor):
+        if not is_plain(x) and not isinstance(x, DTensor):
             return _Kept(x, f"passed through: {type(x).__name__}")
         local = local_tensor(x)
-        if type(local) not in _PLAIN:  # a DTensor of quantised weights, for example
+        if not is_plain(local):  # a DTensor of quantised weights, for example
             return _Kept(x, f"passed through: {type(x).__name__} of {type(local).__name__}")
         # Where a collective is still writing to it. On an accelerator the stream waits.
         torch.ops._c10d_functional.wait_tensor(local)
@@ -368,7 +366,7 @@ class _Float8(_Entry):
 class _Kept(_Entry):
     def __init__(self, x: torch.Tensor, treatment: str, *, owns_bytes: bool = True) -> None:
         # Without its graph, which may hold this entry. A subclass has its own idea of detach.
-        self.tensor = x.detach() if type(x) in _PLAIN else x
+        self.tensor = x.detach() if is_plain(x) or type(x) is nn.Parameter else x
         self.treatment = treatment
         self.owns_bytes = owns_bytes
         self.version = x._version

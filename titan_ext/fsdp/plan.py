@@ -5,6 +5,7 @@
 log prints the plan, ``shard`` follows it, and ``memory.predict`` computes bytes from it.
 """
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class GroupPlan:
     shard_world: int
     params: tuple[ParamPlan, ...]
 
-    @property
+    @functools.cached_property
     def gathered_nbytes(self) -> int:
         """Bytes of the gathered parameters, padding included, while they are unsharded."""
         return sum(p.padded_numel(self.shard_world) * p.dtype.itemsize for p in self.params)

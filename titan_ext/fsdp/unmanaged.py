@@ -104,6 +104,7 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return []
     managed = set(_managed_places(model))
+    gathered = _gathered_parameters(model)
     plan = find_plan(model)
     ignored = plan.ignored if plan is not None else ()
     found = []
@@ -111,7 +112,8 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             full_name = canonical_fqn(f"{path}.{name}" if path else name)
             if (module, name) in managed:
-                is_unmanaged = not isinstance(param, DTensor)  # replaced: FSDP has another one
+                # Replaced: FSDP has another one.
+                is_unmanaged = not isinstance(param, DTensor) and id(param) not in gathered
             else:
                 is_unmanaged = param.requires_grad and full_name not in ignored
             if is_unmanaged:
@@ -204,6 +206,18 @@ def _managed_places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 info = param._module_info
                 yield info.module, info.param_name
                 yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
+def _gathered_parameters(model: nn.Module) -> set[int]:
+    """Those that stand in for shards now: a pipeline schedule gathers before the first forward."""
+    return {
+        id(param._unsharded_param)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param")
+    }
 
 
 def _check_place(

@@ -6,7 +6,7 @@ config functions (or from another file) and holds only what is different, under 
 names. titan_ext checks every key and value. docs/toml.md shows how to write one.
 
 ``load(path)`` returns the config; ``resolve(path)`` also says where each value came from;
-``python -m titan_ext.toml_config PATH [Titan flags]`` prints that.
+``titan_ext show PATH [Titan flags]`` prints that.
 """
 
 import typing

@@ -39,7 +39,7 @@ def _whole(config: Any) -> Iterator[tuple[str, Any]]:
 
     containers: dict[str, Any] = {}
     for key, value in leaves(config).items():
-        name, container = _container(config, key)
+        name, container = container_of(config, key)
         if container is None:
             yield key, value
         elif isinstance(container, dict):
@@ -52,11 +52,11 @@ def _whole(config: Any) -> Iterator[tuple[str, Any]]:
             table[last] = value
             # An item's own dict ends in a leaf for each key, and is a table again.
     for name, found in containers.items():
-        is_dict = isinstance(_container(config, f"{name}.")[1], dict)
+        is_dict = isinstance(container_of(config, f"{name}.")[1], dict)
         yield name, found if is_dict else list(found.values())
 
 
-def _container(config: Any, key: str) -> tuple[str, Any]:
+def container_of(config: Any, key: str) -> tuple[str, Any]:
     """The outermost list or dict that a key lies in, after its own key; None if there is none."""
     parts, found = key.split("."), config
     for count, part in enumerate(parts[:-1], 1):

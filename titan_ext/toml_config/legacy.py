@@ -85,7 +85,7 @@ LEGACY_SECTIONS = {
     "fault_tolerance": _NO_TORCHFT,
     "float8": f'{_QUANTIZATION}Float8LinearConverter"',
     "job": "the top-level keys (before the first section) and [debug]",
-    "memory_estimation": "nothing; COMM_MODE=fake_backend of run_train.sh makes a dry run",
+    "memory_estimation": "nothing; `titan_ext dry-run FILE --ranks N` tries one step at full size",
     "mx": f'{_QUANTIZATION}MXFP8LinearConverter"',
     "profiling": "[profiler], with the same keys",
     "quantize.grouped_mm.float8": f'{_QUANTIZATION}Float8GroupedExpertsConverter"',

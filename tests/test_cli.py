@@ -1,0 +1,166 @@
+"""The command line tool, apart from dry runs (test_dry_run.py)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.toml_files import DEBUG
+from titan_ext import config_registry
+from titan_ext.cli import main
+from titan_ext.config_registry import find_config, shipped_configs, titan_configs
+from titan_ext.toml_config import leaves, load
+
+COMMANDS = ("list", "new", "show", "dry-run", "report", "target")
+RICH = (
+    DEBUG
+    + """
+    [parallelism]
+    fsdp_wrap = "submodule"
+    fsdp_reshard_groups = { "layers.[0-3].moe" = "never", attention = "always" }
+    [activation_checkpoint]
+    policy = "full"
+    [[model.converters]]
+    component = "torchtitan.components.lora.LoRAConverter"
+    rank = 16
+    target_modules = ["wq", "wo"]
+    [[optimizer.param_groups]]
+    pattern = "lora_a"
+    optimizer_name = "AdamW"
+    optimizer_kwargs = { lr = 3e-4, betas = [0.9, 0.95] }
+    [[optimizer.param_groups]]
+    pattern = ".*"
+    optimizer_name = "AdamW"
+    optimizer_kwargs = { lr = 1e-4 }
+    """
+)
+"""Tables with names that need quotes, lists longer than the base's, another policy."""
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys, contextlib\nfrom titan_ext.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "main(['list'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        assert f"{command} " in done.stdout
+    assert "moe_debug" in done.stdout
+    assert "qwen3_30b_a3b" in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert f"usage: titan_ext {command}" in out
+    assert out.splitlines()[2].endswith((".", ":")), "what the command does, in a sentence"
+
+
+def test_a_shipped_file_is_found_by_its_name(folder: Path):
+    assert find_config("moe_debug") == shipped_configs()["moe_debug"]
+    assert find_config("deepseek_v3_16b") == "deepseek_v3_16b", "Titan's function comes first"
+    assert find_config("deepseek_v3_16b.toml") == shipped_configs()["deepseek_v3_16b"]
+    (folder / "moe_debug.toml").touch()
+    assert find_config("moe_debug.toml") == Path("moe_debug.toml"), (
+        "a file that is here comes first"
+    )
+    config = config_registry.moe_debug()
+    assert config.training.steps == 30
+    with pytest.raises(ValueError, match="did you mean 'moe_debug'"):
+        config_registry.moe_debg  # noqa: B018
+    assert set(dir(config_registry)) >= {*shipped_configs(), *titan_configs()}
+
+
+@pytest.mark.parametrize("flags", [[], ["--changed"]])
+def test_what_show_prints_is_a_file_for_the_same_config(
+    folder: Path, capsys: pytest.CaptureFixture, flags: list[str]
+):
+    (folder / "run.toml").write_text(RICH)
+    assert main(["show", "run.toml", *flags]) == 0
+    (folder / "shown.toml").write_text(capsys.readouterr().out)
+    wanted, got = load("run.toml"), load("shown.toml")
+    assert leaves(got) == leaves(wanted)
+    assert got.model_spec is not None
+    assert wanted.model_spec is not None
+    assert got.model_spec.model.to_dict().keys() == wanted.model_spec.model.to_dict().keys()
+    assert "LoRA" in str(type(got.model_spec.model.layers[0].attention.wo))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("base", ["deepseek_v3_16b", "qwen3_30b_a3b"])
+def test_show_of_a_function_is_a_file_for_it(
+    folder: Path, capsys: pytest.CaptureFixture, base: str
+):
+    assert main(["show", base]) == 0
+    (folder / "shown.toml").write_text(capsys.readouterr().out)
+    assert leaves(load("shown.toml")) == leaves(getattr(config_registry, base)())
+
+
+def test_show_changed_leaves_the_rest_out(folder: Path, capsys: pytest.CaptureFixture):
+    (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\n")
+    assert main(["show", "run.toml", "--changed", "--debug.seed", "7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "# deepseek_v3.deepseek_v3_debugmodel <- run.toml",
+        'extends = "deepseek_v3.deepseek_v3_debugmodel"',
+    ]
+    assert "training.steps = 3  # from run.toml" in lines
+    assert "debug.seed = 7  # from command line" in lines
+    assert not any("training.seq_len" in line for line in lines)
+
+
+def test_show_takes_a_config_function(capsys: pytest.CaptureFixture):
+    assert main(["show", "qwen3_moe_debug"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# qwen3.qwen3_moe_debug"
+    assert 'model.flavor = "debugmodel_moe"  # from qwen3.qwen3_moe_debug' in lines
+
+
+def test_new_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFixture):
+    new = ["new", "deepseek_v3_debugmodel", "mine.toml", "--training.steps", "7"]
+    assert main(new) == 0
+    assert "mine.toml extends deepseek_v3.deepseek_v3_debugmodel" in capsys.readouterr().out
+    assert (folder / "mine.toml").read_text().splitlines() == [
+        'extends = "deepseek_v3.deepseek_v3_debugmodel"',
+        'dump_folder = "./outputs/mine"',
+        "training.steps = 7",
+    ]
+    assert load("mine.toml").training.steps == 7
+    assert main(new) == 1
+    assert capsys.readouterr().err == "mine.toml exists; choose another name, or edit it.\n"
+    assert main(["new", "moe_debug", "mine"]) == 1
+    assert "ends in .toml" in capsys.readouterr().err
+    assert main(["new", "mine.toml", "next.toml"]) == 0
+    assert load("next.toml").training.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "deepseek_v3_16"], "did you mean 'deepseek_v3_16b'"),
+        (["show", "run.toml"], "run.toml: steps: no such key"),
+        (["list", "--all"], "unknown: --all"),
+        (["report", "."], "no TensorBoard file"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--rank", "4"], "--rank is 4"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str
+):
+    (folder / "run.toml").write_text(DEBUG + "steps = 3\n")
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_target_is_where_the_next_run_ends(folder: Path, capsys: pytest.CaptureFixture):
+    (folder / "checkpoint" / "step-10").mkdir(parents=True)
+    (folder / "checkpoint" / "step-10" / ".metadata").touch()
+    assert main(["target", ".", "--steps", "30"]) == 0
+    assert capsys.readouterr().out == "30\n"

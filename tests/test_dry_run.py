@@ -1,0 +1,142 @@
+"""`titan_ext dry-run`: large jobs, one rank, nothing of their size."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.pipelining.stage import PipelineStage
+
+from tests.test_train_configs import NAMES, world_size
+from tests.toml_files import DEBUG
+from titan_ext.config_registry import shipped_configs
+from titan_ext.fp8.local import is_plain
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    error: str
+    cpu_s: float
+    peak_gib: float
+
+
+def _dry_run(folder: Path, *arguments: str) -> Done:
+    """The command in a process of its own, with ``folder`` as working directory."""
+    command = [sys.executable, "-m", "titan_ext", "dry-run", *arguments]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    out, error = folder.parent / f"{folder.name}.out", folder.parent / f"{folder.name}.error"
+    with out.open("w") as stdout, error.open("w") as stderr:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=stdout, stderr=stderr
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return Done(
+        process.returncode,
+        out.read_text(),
+        error.read_text(),
+        used.ru_utime + used.ru_stime,
+        used.ru_maxrss / 2**20,
+    )
+
+
+def _line(text: str, name: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(name)]
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
+    done = _dry_run(folder, "moe_debug", "--ranks", "64", "activation_checkpoint:fp8")
+    assert (done.code, done.error) == (0, "")
+    assert _files(folder) == []
+    # Figures of the same model in a run, and of the arithmetic: fp32, Adam.
+    assert "deepseek_v3 debugmodel, 33.01 M parameters" in done.out
+    assert "rank 0 of 64: FSDP 64, EP 2 (spmd_types)" in done.out
+    assert "14 in 19 groups: 1 embedding, 6 attention, 1 feed_forward, 5 moe, 1 head" in done.out
+    assert "256 sequences (65,536 tokens) a step" in done.out
+    parameters, gradients, states = map(
+        float, re.findall(r"([\d.]+) MiB", _line(done.out, "this rank")[0])
+    )
+    assert parameters == gradients
+    assert states == pytest.approx(2 * parameters, rel=0.05)
+    assert "forward, loss, backward, gradient clipping, optimizer" in done.out
+
+
+def test_every_stage_of_a_pipeline(folder: Path):
+    done = _dry_run(
+        folder,
+        "moe_debug",
+        "--ranks",
+        "4",
+        "--all-stages",
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+    )
+    assert (done.code, done.error) == (0, "")
+    assert re.findall(r"^-- rank (\d)", done.out, re.M) == ["0", "2"]
+    assert re.findall(r"^stage +(\d) of 2", done.out, re.M) == ["0", "1"]
+    assert _line(done.out, "FSDP units")[1].endswith("1 head")
+
+
+def test_what_the_cluster_would_refuse_is_refused_here(folder: Path):
+    """CUDA graphs, which a CPU run switches off before anyone asks."""
+    (folder / "run.toml").write_text(
+        DEBUG
+        + "[training]\ndisable_cuda_graphs = false\n[parallelism]\nexpert_parallel_degree = 2\n"
+    )
+    done = _dry_run(folder, "run.toml", "--ranks", "8")
+    assert done.code == 1
+    assert "CUDA graphs support only expert parallel token dispatcher" in done.error
+    assert "Traceback" not in done.error
+
+
+def test_a_fake_tensor_is_stored_as_a_plain_one():
+    with torch._subclasses.FakeTensorMode():
+        assert is_plain(torch.ones(1))
+    assert is_plain(torch.ones(1))
+    assert not is_plain(nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_torch_keeps_what_a_stage_is_told_of_its_shapes():
+    x = torch.empty(2, 3, device="meta", requires_grad=True)
+    stage = PipelineStage(nn.Identity(), 0, 1, torch.device("cpu"), input_args=x, output_args=x)
+    assert stage._user_meta.is_complete_for_forward()
+    assert stage._user_meta.inputs is not None
+    assert stage._user_meta.inputs[0].shape == x.shape
+
+
+_SIZES = [(name, world_size(path), ()) for name, path in shipped_configs().items()]
+_PIPELINE = ("--parallelism.pipeline_parallel_degree", "16")
+_PIPELINE += ("--parallelism.expert_parallel_degree", "64", "--training.local_batch_size", "16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "flags"),
+    [*_SIZES, ("deepseek_v3_671b", 2048, ()), ("deepseek_v3_671b", 2048, _PIPELINE)],
+)
+def test_every_shipped_file_at_its_size(
+    name: str, ranks: int, flags: tuple[str, ...], folder: Path
+):
+    assert name in NAMES
+    done = _dry_run(folder, f"{name}.toml", "--ranks", str(ranks), *flags)
+    assert (done.code, done.error) == (0, "")
+    assert f"rank 0 of {ranks}" in done.out
+    assert "optimizer, on fake tensors" in done.out
+    assert _files(folder) == []
+    assert done.cpu_s < 60
+    assert done.peak_gib < 2

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The command line tool: ``titan_ext list | new | show | dry-run | report | target``.
+
+Commands are dataclasses that tyro parses. What it does not know are Titan's flags, which tyro
+parses again over the config. Nothing here imports torch before a command needs it.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from titan_ext.config_registry import find_config, model_of, shipped_configs, titan_configs
+from titan_ext.mistakes import Mistakes
+
+if TYPE_CHECKING:
+    from titan_ext.toml_config import Resolved
+
+_DESCRIPTION = (
+    "titan_ext: train mixture-of-experts models with TorchTitan in less memory. "
+    "CONFIG is the path of a TOML file, the name of a shipped one (moe_debug), or a config "
+    "function of TorchTitan's models (deepseek_v3_16b); titan_ext list shows them. Titan's flags "
+    "(--training.steps 50) go after it and win over the file."
+)
+_Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
+
+
+@dataclass
+class List:
+    """List the shipped TOML files, and TorchTitan's models with their config functions."""
+
+    def run(self, flags: list[str]) -> None:
+        _refuse(flags)
+        print("shipped TOML files:")
+        for name, path in shipped_configs().items():
+            print(f"  {name:20} {_first_sentence(path)}")
+        print("config functions of TorchTitan, by model:")
+        by_model: dict[str, list[str]] = {}
+        for name, module in titan_configs().items():
+            by_model.setdefault(model_of(module), []).append(name)
+        for model, names in by_model.items():
+            print(f"  {model}\n    " + "\n    ".join(names))
+
+
+@dataclass
+class New:
+    """Write a TOML file that extends a config, with Titan's flags as its first keys."""
+
+    config: tyro.conf.Positional[_Config]
+    """What the file extends."""
+    file: tyro.conf.Positional[Path]
+    """The file to write; it must not exist."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.toml_config.files import to_toml
+
+        if self.file.suffix != ".toml":
+            raise ValueError(f"{self.file}: expected a file whose name ends in .toml.")
+        if self.file.exists():
+            raise ValueError(f"{self.file} exists; choose another name, or edit it.")
+        if not self.file.parent.is_dir():
+            raise ValueError(f"{self.file}: there is no folder {self.file.parent}.")
+        base = self._extends()
+        resolved = _resolve(self.config, flags)
+        given = {key for key, origin in resolved.origins.items() if origin == "command line"}
+        lines = [f"extends = {to_toml(base)}"]
+        if "dump_folder" not in given:
+            lines += [f"dump_folder = {to_toml(f'./outputs/{self.file.stem}')}"]
+        lines += [f"{key} = {value}" for key, value, _ in _as_toml(resolved, given)]
+        self.file.write_text("\n".join(lines) + "\n")
+        print(f"{self.file} extends {base}; titan_ext show {self.file} prints all its values.")
+
+    def _extends(self) -> str:
+        found = find_config(self.config)
+        if isinstance(found, Path):
+            return os.path.relpath(found, self.file.parent)
+        return f"{model_of(titan_configs()[found])}.{found}"
+
+
+@dataclass
+class Show:
+    """Print every value that a run would have and where it comes from, as a TOML file."""
+
+    config: tyro.conf.Positional[_Config]
+    """What to show."""
+    changed: bool = False
+    """Only what differs from the config function at the end of the chain."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.toml_config.files import to_toml
+
+        resolved = _resolve(self.config, flags)
+        origins = resolved.origins.items()
+        keys = {key for key, origin in origins if not self.changed or origin != resolved.base}
+        print(f"# {' <- '.join([resolved.base, *resolved.files])}")
+        print(f"extends = {to_toml(resolved.base)}")
+        for key, value, origin in _as_toml(resolved, keys):
+            print(f"{key} = {value}  # from {origin}")
+
+
+@dataclass
+class DryRun:
+    """Try the start and one step of a large job on this machine, at its real size.
+
+    The model is parallelized as on the cluster and one step runs on tensors without data. Nothing
+    is allocated, loaded, downloaded or written, and no GPU is used.
+    """
+
+    config: tyro.conf.Positional[_Config]
+    """What to try."""
+    ranks: int
+    """How many GPUs the job has."""
+    rank: int = 0
+    """Which of them to be; a pipeline's stages follow each other in blocks of ranks."""
+    all_stages: bool = False
+    """One rank of every pipeline stage, one after another."""
+    verbose: bool = False
+    """Print the log of the start as well, with FSDP's plan."""
+
+    def run(self, flags: list[str]) -> None:
+        if self.ranks < 1 or not 0 <= self.rank < self.ranks:
+            raise ValueError(
+                f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 rank or more, and "
+                "a rank below that."
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+        from titan_ext import no_accelerator
+        from titan_ext.dry_run import as_rank, dry_run
+        from titan_ext.limits import wrong_degrees
+
+        with as_rank(self.ranks, self.rank):
+            with no_accelerator.as_with_an_accelerator():
+                config = _resolve(self.config, flags).config
+            Mistakes(wrong_degrees(config, self.ranks)).raise_all()
+            if self.all_stages:
+                self._run_all_stages(config.parallelism.pipeline_parallel_degree, flags)
+            else:
+                print(dry_run(config, self.ranks, self.rank).report())
+
+    def _run_all_stages(self, pipeline: int, flags: Sequence[str]) -> None:
+        """In processes of their own: Titan allows one layout in a process."""
+        command = [sys.executable, "-m", "titan_ext", "dry-run", self.config]
+        command += ["--ranks", str(self.ranks), *flags, *["--verbose"] * self.verbose]
+        for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
+            print(f"-- rank {rank}", flush=True)
+            if code := subprocess.run([*command, "--rank", str(rank)], check=False).returncode:
+                raise SystemExit(code)
+
+
+@dataclass
+class Report:
+    """Draw the loss of a run into its folder and print a line about it."""
+
+    folder: tyro.conf.Positional[Path]
+    """dump_folder of the run."""
+
+    def run(self, flags: list[str]) -> None:
+        _refuse(flags)
+        from titan_ext.run_folder import report
+
+        print(report(self.folder))
+
+
+@dataclass
+class Target:
+    """Print the step at which the next run in a folder ends; make train asks."""
+
+    folder: tyro.conf.Positional[Path]
+    """dump_folder of the run."""
+    steps: int
+    """Steps of a run."""
+
+    def run(self, flags: list[str]) -> None:
+        _refuse(flags)
+        from titan_ext.run_folder import next_target
+
+        print(next_target(self.folder, self.steps))
+
+
+_Command = (
+    Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[New, tyro.conf.subcommand("new")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[DryRun, tyro.conf.subcommand("dry-run")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Target, tyro.conf.subcommand("target")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0, or 1 and one message for a mistake of the user's."""
+    command: Any
+    command, flags = tyro.cli(
+        _Command,  # type: ignore[arg-type]
+        prog="titan_ext",
+        description=_DESCRIPTION,
+        args=arguments,
+        return_unknown_args=True,
+    )
+    try:
+        with _quiet(getattr(command, "verbose", False)):
+            command.run(flags)
+    except (ValueError, AssertionError, ImportError, NotImplementedError) as error:
+        if not str(error):
+            raise
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _refuse(flags: Sequence[str]) -> None:
+    if flags:
+        raise ValueError(
+            f"unknown: {' '.join(flags)}; titan_ext COMMAND --help lists what there is."
+        )
+
+
+def _resolve(name: str, flags: Sequence[str]) -> "Resolved":
+    """A config with flags on top, and where its values come from."""
+    import dataclasses
+
+    from titan_ext.toml_config import resolve
+
+    found = find_config(name)
+    if isinstance(found, Path):
+        here = found.is_absolute() and found.is_relative_to(Path.cwd())
+        path = found.relative_to(Path.cwd()) if here else found
+        return resolve(path, flags)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{found}.toml"
+        file.write_text(f'extends = "{model_of(titan_configs()[found])}.{found}"\n')
+        return dataclasses.replace(resolve(file, flags), files=())
+
+
+def _as_toml(resolved: "Resolved", keys: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Lines of a TOML file: key, value and origin of each of ``keys``.
+
+    A dict is one value, for its names may need quotes, and so is a list of tables of which the base
+    has nothing: a file cannot change items that its base lacks.
+    """
+    from titan_ext.toml_config.files import to_toml
+
+    members: dict[str, list[str]] = {}
+    for key in resolved.values:
+        members.setdefault(_container(resolved, key)[0], []).append(key)
+    for name, at in members.items():
+        origins = dict.fromkeys(resolved.origins[key] for key in at)
+        container = _container(resolved, at[0])[1]
+        if container is None or (isinstance(container, list) and resolved.base in origins):
+            for key in (key for key in at if key in keys):
+                yield key, to_toml(resolved.values[key]), resolved.origins[key]
+        elif any(key in keys for key in at):
+            value = container if isinstance(container, dict) else _tables(resolved, name, at)
+            yield name, to_toml(value), ", ".join(origins)
+
+
+def _tables(resolved: "Resolved", name: str, keys: Collection[str]) -> list[Any]:
+    """The list of tables ``name`` that ``keys`` make."""
+    items: dict[str, Any] = {}
+    for key in keys:
+        *path, last = key.removeprefix(f"{name}.").split(".")
+        table = items
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = resolved.values[key]
+    return list(items.values())
+
+
+def _container(resolved: "Resolved", key: str) -> tuple[str, Any]:
+    from titan_ext.toml_config.dump import container_of
+
+    config: Any = resolved.config
+    if key.startswith("model."):
+        config = SimpleNamespace(model=SimpleNamespace(**resolved.model))
+    return container_of(config, key)
+
+
+def _first_sentence(path: Path) -> str:
+    comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    return " ".join(line.strip("# ") for line in comment).partition(". ")[0]
+
+
+@contextlib.contextmanager
+def _quiet(verbose: bool) -> Iterator[None]:
+    """Without the log of the start, but with warnings of titan_ext; ``verbose``: all of it."""
+    if verbose:
+        from torchtitan.tools.logging import init_logger
+
+        init_logger()
+        yield
+        return
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torch sets its parent's
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    (handler,) = logging.getLogger().handlers[-1:]
+    handler.addFilter(lambda record: "titan_ext" in record.pathname)
+    yield

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One training step as one rank of a large job, on a laptop, with nothing of its size.
+
+Titan's own trainer builds the real model on the meta device and our ``parallelize`` shards it over
+a fake process group. From there on tensors are fake (shapes without data), so that forward, loss,
+backward, clipping and the optimizer run at any size. Nothing is allocated, loaded or written. What
+would stop the job at its start stops here, with the same message.
+
+``titan_ext dry-run FILE --ranks 512`` prints ``DryRun.report``. Titan allows one per process.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.pipelining.stage import PipelineStage
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.override import derive
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+
+from titan_ext import no_accelerator
+from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.fp8.local import plain_tensors
+from titan_ext.fsdp.memory.log import step_order
+from titan_ext.fsdp.memory.predict import predict
+from titan_ext.fsdp.plan import format_bytes, plan_of
+from titan_ext.guards.run_checks import LoRATargets
+from titan_ext.hf_export import HuggingFaceExport
+from titan_ext.trainer import Trainer
+
+__all__ = ["DryRun", "dry_run"]
+
+_AT_ONCE = 128
+"""Parameters that clipping and the optimizer get at a time: a list of DTensors costs its square."""
+
+
+class BalancedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
+    """Our dispatcher, told how many tokens go where: a fake tensor cannot be asked. All alike."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FunctionalAllToAllTokenDispatcher.Config):
+        pass
+
+    _tokens = 0
+
+    def dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
+        self._tokens = topk_expert_ids_TK.numel()
+        return super().dispatch(
+            x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+        )
+
+    def _sync_token_count_exchange(
+        self,
+        num_local_tokens_per_expert_E: torch.Tensor,
+        num_global_tokens_per_local_expert_EP_e: torch.Tensor,
+        ep_size: int,
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        splits = [self._tokens // ep_size] * ep_size
+        splits[0] += self._tokens - sum(splits)
+        return num_global_tokens_per_local_expert_EP_e.reshape(-1), splits, splits
+
+
+class _NoDataLoader:
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        def build(self, **_: Any) -> None:
+            return None
+
+
+class _NoTokenizer:
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        def build(self, **_: Any) -> None:
+            return None
+
+
+class DryRun(Trainer):
+    """The trainer of one rank of ``ranks``, up to and including one step on fake tensors.
+
+    ``forward_backward``, ``clip`` and ``optimize`` are the parts of ``run_step``.
+    """
+
+    run_checks = (LoRATargets,)
+
+    def __init__(self, config: Trainer.Config, ranks: int, rank: int = 0) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.model_parameters = 0
+        """Of the whole model."""
+        with contextlib.ExitStack() as self._building:
+            super().__init__(self._without_side_effects(config))
+        if self.parallel_dims.pp_enabled:
+            self._tell_stages_their_shapes()
+
+    def _without_side_effects(self, config: Trainer.Config) -> Trainer.Config:
+        """``config`` without what reads or writes files, with fake tensors once it is sharded."""
+        spec = config.model_spec
+        assert spec is not None
+        for _, dispatcher, parent, key in list(
+            spec.traverse(FunctionalAllToAllTokenDispatcher.Config)
+        ):
+            assert key is not None
+            balanced = derive(dispatcher, BalancedTokenDispatcher.Config)
+            if isinstance(parent, list):
+                parent[int(key)] = balanced
+            else:
+                setattr(parent, str(key), balanced)
+        is_pipelined = config.parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn
+        name = "pipelining_fn" if is_pipelined else "parallelize_fn"  # one calls the other
+        functions: dict[str, Any] = {name: self._then_fake(getattr(spec, name))}
+        return dataclasses.replace(
+            config,
+            model_spec=dataclasses.replace(spec, **functions),
+            dataloader=_NoDataLoader.Config(),
+            tokenizer=_NoTokenizer.Config(),
+            checkpoint=dataclasses.replace(config.checkpoint, enable=False),
+            metrics=dataclasses.replace(
+                config.metrics, enable_tensorboard=False, enable_wandb=False
+            ),
+            validator=dataclasses.replace(config.validator, enable=False),
+            debug=dataclasses.replace(config.debug, print_config=False, save_config_file=None),
+        )
+
+    def _then_fake(self, parallelize: Callable[..., Any]) -> Callable[..., Any]:
+        """``parallelize``, after which every tensor is fake and no weight is initialised.
+
+        Before it nothing has a size: the model is on the meta device. Meshes need real tensors.
+        """
+
+        def sharded(model: nn.Module, **arguments: Any) -> Any:
+            self.model_parameters = sum(p.numel() for p in model.parameters())
+            result = parallelize(model, **{**arguments, "dump_folder": ""})  # policies write there
+            for part in result[1] if isinstance(result, tuple) else [result]:
+                part.init_weights = _leave_as_they_are  # torch's initialisers look at values
+            self._building.enter_context(self.fake)
+            return result
+
+        return sharded
+
+    def init_distributed(self) -> ParallelDims:
+        self.device = torch.device("cpu")  # not "cpu:0": to a fake tensor that is another device
+        # As Titan does, for every mode.
+        torch.autograd.set_multithreading_enabled(False)
+        dist.init_process_group("fake", rank=self.rank, world_size=self.ranks)
+        return ParallelDims.from_config(self.config.parallelism, self.ranks)
+
+    def _tell_stages_their_shapes(self) -> None:
+        """What stages would tell each other first: the shapes that they send and receive."""
+        config, dims = self.config, self.parallel_dims
+        length = config.training.seq_len // dims.cp
+        if config.parallelism.enable_sequence_parallel:
+            length //= dims.tp
+        batch = config.parallelism.pipeline_parallel_microbatch_size
+        model: Any = self.model_config
+        dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+        hidden = torch.empty(
+            batch, length, model.dim, dtype=dtype, device="meta", requires_grad=True
+        )
+        tokens = torch.empty(
+            batch, config.training.seq_len // dims.cp, dtype=torch.int64, device="meta"
+        )
+        is_chunked = isinstance(self.loss_fn, ChunkedLossWrapper)
+        logits = tokens.new_empty(*tokens.shape, model.vocab_size, dtype=dtype)
+        for stage in self.stages:
+            is_head = stage.is_last and not is_chunked
+            told = PipelineStage(
+                nn.Identity(),
+                stage.stage_index,
+                stage.num_stages,
+                stage.device,
+                input_args=tokens if stage.is_first else hidden,
+                output_args=logits.requires_grad_() if is_head else hidden,
+                group=stage.group,
+            )
+            stage._user_meta = told._user_meta
+
+    @property
+    def stages(self) -> Sequence[Any]:
+        """The pipeline stages of this rank."""
+        if not self.parallel_dims.pp_enabled:
+            return ()
+        schedule: Any = self.pp_schedule
+        return getattr(schedule, "_stages", None) or [schedule._stage]
+
+    def run_step(self) -> None:
+        """One training step.
+
+        Raises:
+            ValueError: if a part of it needs values, which fake tensors do not have.
+        """
+        try:
+            for _ in range(min(self.gradient_accumulation_steps, 2)):
+                self.forward_backward()
+            self.clip()
+            self.optimize()
+        except DataDependentOutputException as error:
+            raise ValueError(
+                f"this model cannot be dry-run: a part of its step needs values ({error.func}), "
+                "and a dry run has shapes only."
+            ) from error
+
+    def forward_backward(self) -> None:
+        """Forward, loss and backward of one batch, with Titan's own function."""
+        training = self.config.training
+        rows = training.local_batch_size // self.num_pipeline_parallel_microbatches
+        with self.fake:
+            tokens = torch.zeros(rows, training.seq_len, dtype=torch.int64, device=self.device)
+            positions = torch.arange(training.seq_len, device=self.device).expand(rows, -1)
+            inputs = [
+                {"input": tokens.clone(), "positions": positions.contiguous()}
+                for _ in range(self.num_pipeline_parallel_microbatches)
+            ]
+            labels = [tokens.clone() for _ in inputs]
+            is_pipelined = self.parallel_dims.pp_enabled
+            self.forward_backward_step(
+                input_dict=inputs if is_pipelined else inputs[0],
+                labels=labels if is_pipelined else labels[0],
+                global_valid_tokens=torch.ones((), device=self.device),
+            )
+
+    def clip(self) -> None:
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        with self.fake:
+            for some in _batches(parameters):
+                dist_utils.clip_grad_norm_(
+                    some,
+                    self.config.training.max_norm,
+                    foreach=True,
+                    pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+                    ep_enabled=self.parallel_dims.ep_enabled,
+                )
+
+    def optimize(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [
+                {**group, "params": some}
+                for group in optimizer.param_groups
+                for some in _batches(group["params"])
+            ]
+        with self.fake:
+            self.optimizers.step()
+
+    def report(self) -> str:
+        """What was checked, and this rank's figures, in a few lines."""
+        return "\n".join(f"{name:12}{text}" for name, text in self._facts())
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        config, dims, spec = self.config, self.parallel_dims, self.config.model_spec
+        assert spec is not None
+        yield "model", f"{spec.name} {spec.flavor}, {_count(self.model_parameters)} parameters"
+        axes = {
+            "replicated": dims.dp_replicate,
+            "FSDP": dims.dp_shard,
+            "CP": dims.cp,
+            "TP": dims.tp,
+            "PP": dims.pp,
+            "EP": dims.ep,
+        }
+        shown = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        backend = config.parallelism.spmd_backend
+        yield "layout", f"rank {self.rank} of {self.ranks}: {shown or 'one rank'} ({backend})"
+        if self.stages:
+            indices = " and ".join(str(stage.stage_index) for stage in self.stages)
+            schedule = config.parallelism.pipeline_parallel_schedule
+            count = self.num_pipeline_parallel_microbatches
+            stages = self.stages[0].num_stages
+            yield (
+                "stage",
+                f"{indices} of {stages}, counted from 0; {schedule}, {count} microbatches",
+            )
+        local, steps = config.training.local_batch_size, self.gradient_accumulation_steps
+        total = local * steps * dims.dp_replicate * dims.dp_shard
+        yield (
+            "batch",
+            f"{local} x {config.training.seq_len} tokens a rank, {total} sequences "
+            f"({total * config.training.seq_len:,} tokens) a step"
+            + (f" in {steps} accumulation steps" if steps > 1 else ""),
+        )
+        plans = [plan_of(part) for part in self.model_parts]
+        units = [unit for plan in plans for unit in plan.decoder_units]
+        kinds = Counter(unit.kind.value for unit in units)
+        groups = sum(len(unit.groups) for unit in units)
+        by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        yield "FSDP units", f"{len(units)} in {groups} groups: {by_kind}"
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        states = [
+            value
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        mine = sum(part.numel() for p in parameters for part in plain_tensors(p))
+        yield (
+            "this rank",
+            f"{_count(mine)} parameters: {_nbytes(parameters)}, gradients "
+            f"{_nbytes([p.grad for p in parameters if p.grad is not None])}, optimizer states "
+            f"{_nbytes(states)}",
+        )
+        try:
+            order = step_order(self)
+            peak = predict([unit for plan in plans for unit in plan.units], order).peaks()
+            text = f"at most {format_bytes(peak['unsharded'])}, all-gather buffers included"
+        except ValueError as error:
+            text = f"not predicted: {error}"
+        yield "unsharded", text
+        yield "ran", "forward, loss, backward, gradient clipping, optimizer, on fake tensors"
+        eager = "torch.compile (ran eagerly), " if config.compile.enable else ""
+        yield (
+            "not tried",
+            f"{eager}kernels, memory for activations, data, tokenizer, checkpoints, the network",
+        )
+
+
+def dry_run(config: Trainer.Config, ranks: int, rank: int = 0) -> DryRun:
+    """Build the trainer of ``rank`` of ``ranks`` and run one step of it; one in a process.
+
+    Raises:
+        ValueError: for a config that would not start, or a machine whose accelerator is visible.
+    """
+    if not no_accelerator.needed():
+        raise ValueError(
+            "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
+        )
+    no_accelerator.adapt_config(config)
+    HuggingFaceExport().before_start(config)
+    if config.compile.enable:
+        torch.compiler.set_stance("force_eager")
+    run = DryRun(config, ranks, rank)
+    run.run_step()
+    return run
+
+
+@contextlib.contextmanager
+def as_rank(ranks: int, rank: int) -> Iterator[None]:
+    """The environment of torchrun; the checks of a config read it."""
+    names = {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": 0}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _leave_as_they_are(**_: Any) -> None:
+    pass
+
+
+def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    return (items[start : start + _AT_ONCE] for start in range(0, len(items), _AT_ONCE))
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> str:
+    return format_bytes(
+        sum(part.numel() * part.element_size() for x in tensors for part in plain_tensors(x))
+    )
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:,}"
