@@ -36,6 +36,7 @@ _KIND_COLOURS = {
     "embedding": "gold",
     "attention": "tab:purple",
     "moe": "tab:red",
+    "experts": "salmon",
     "feed_forward": "tab:pink",
     "block": "tab:brown",
     "head": "tab:olive",
