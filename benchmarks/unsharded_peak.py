@@ -1,13 +1,15 @@
-"""Peak of unsharded parameters: sub-module units one ahead against whole blocks one ahead.
+"""Peak of unsharded parameters: sub-module units against whole blocks.
 
     python -m benchmarks.unsharded_peak              # predicted, from shapes on the meta device
-    python -m benchmarks.unsharded_peak --measure    # the debug model too, trained here (a minute)
+    python -m benchmarks.unsharded_peak --measure    # the debug model too, trained here (2 minutes)
 
 Bytes on one rank, in MiB, at the peak of a steady step with activation checkpointing and chunked
-loss. "logical": parameters of blocks between unshard and reshard. "with flat": live storages of
-blocks, gathered and all-gather buffers. Reduce-scatter buffers, and embedding and head (logical),
-have peaks of their own. "block" with EP > 1 is stock TorchTitan; with EP = 1 stock leaves the
-prefetch in forward to the device's queue, and "block, one ahead" is what that amounts to.
+loss. Prefetch is "auto", the default (one unit ahead, in backward two from an attention unit);
+for sub-module units there is "one ahead", too. "logical": parameters of blocks between unshard
+and reshard. "with flat": live storages of blocks, gathered and all-gather buffers. Reduce-scatter
+buffers, and embedding and head (logical), have peaks of their own. Blocks with EP > 1 are gathered
+as stock TorchTitan gathers them; with EP = 1 stock leaves the prefetch in forward to the device's
+queue, which amounts to the same.
 """
 
 import argparse
@@ -30,6 +32,12 @@ _MIB = 2**20
 _OTHERS = ("embedding", "head")
 _COLUMNS = ("logical", "with flat", "reduce-scatter", "embedding+head")
 _GOALS = {"logical": 0.51, "with flat": 0.65}
+_ARMS: dict[str, tuple[Wrap, int | str]] = {
+    "block, auto": ("block", "auto"),
+    "submodule, auto": ("submodule", "auto"),
+    "submodule, one ahead": ("submodule", 1),
+}
+"""The kind of units and ``fsdp_prefetch``. The first is what the others are compared with."""
 
 
 def main() -> None:
@@ -44,27 +52,24 @@ def main() -> None:
         with torch.device("meta"):
             model = titan_config("deepseek_v3").model_spec.model.build()
         name = f"debug, {world} ranks, EP {ep}"
-        compare(f"{name}, predicted", *(predicted(run, model, wrap) for wrap in _WRAPS))
+        compare(f"{name}, predicted", [predicted(run, model, *arm) for arm in _ARMS.values()])
         if measures and ep > 1:
-            compare(f"{name}, measured", *(measured(run, wrap) for wrap in _WRAPS))
+            compare(f"{name}, measured", [measured(run, *arm) for arm in _ARMS.values()])
     for world, ep in ((8, 1), (8, 8), (64, 1), (64, 8), (512, 8)):
         with torch.device("meta"):
             model = deepseek_v3_16b().model_spec.model.build()
         run = Run(world=world, ep=ep)
         name = f"DeepSeek-V3 16B, {world} ranks, EP {ep}"
-        compare(f"{name}, predicted", *(predicted(run, model, wrap) for wrap in _WRAPS))
+        compare(f"{name}, predicted", [predicted(run, model, *arm) for arm in _ARMS.values()])
 
 
-_WRAPS: tuple[Wrap, Wrap] = ("block", "submodule")
-
-
-def predicted(run: Run, model: Decoder, wrap: Wrap) -> Timeline:
+def predicted(run: Run, model: Decoder, wrap: Wrap, prefetch: int | str = "auto") -> Timeline:
     sizes = ShardSizes(
         dense=run.world,
         experts=run.world // run.ep if run.ep > 1 else None,
         expert_ranks=run.world,
     )
-    plan = make_plan(model, plan_units(model, wrap), FSDPSettings(), sizes)
+    plan = make_plan(model, plan_units(model, wrap), FSDPSettings(prefetch=prefetch), sizes)
     return predict(_with_local_experts(plan, run.ep).units, StepOrder(loss_chunks=8))
 
 
@@ -80,25 +85,27 @@ def _with_local_experts(plan: FSDPPlan, ep: int) -> FSDPPlan:
     return FSDPPlan(units=tuple(replace(u, groups=tuple(map(local, u.groups))) for u in plan.units))
 
 
-def measured(run: Run, wrap: Wrap) -> Timeline:
+def measured(run: Run, wrap: Wrap, prefetch: int | str) -> Timeline:
     with tempfile.TemporaryDirectory() as folder:
-        result = train(replace(run, parallelize=wrap, tracked=True), Path(folder))
+        run = replace(run, parallelize=wrap, prefetch=prefetch, tracked=True)
+        result = train(run, Path(folder))
     timeline = result.ranks[0].memory
     assert timeline is not None
     return timeline
 
 
-def compare(name: str, block: Timeline, submodule: Timeline) -> None:
-    rows = {"block, one ahead": figures(block), "submodule, one ahead": figures(submodule)}
+def compare(name: str, timelines: list[Timeline]) -> None:
     print(name)
-    for title, row in rows.items():
+    base, *_ = rows = [figures(timeline) for timeline in timelines]
+    for title, row in zip(_ARMS, rows, strict=True):
         print(f"  {title:50}" + "".join(f"{row[c] / _MIB:16.2f}" for c in _COLUMNS))
-    first, second = rows.values()
-    ratios = {column: second[column] / first[column] for column in _COLUMNS}
-    print(f"  {'ratio':50}" + "".join(f"{ratios[c]:16.3f}" for c in _COLUMNS))
-    missed = [f"{c} at most {goal}" for c, goal in _GOALS.items() if ratios[c] > goal]
-    if missed:
-        print(f"  goal missed: {', '.join(missed)}")
+        if row is base:
+            continue
+        ratios = {column: row[column] / base[column] for column in _COLUMNS}
+        print(f"  {'  ratio':50}" + "".join(f"{ratios[c]:16.3f}" for c in _COLUMNS))
+        missed = [f"{c} at most {goal}" for c, goal in _GOALS.items() if ratios[c] > goal]
+        if missed:
+            print(f"    goal missed: {', '.join(missed)}")
 
 
 def figures(timeline: Timeline) -> dict[str, int]:
