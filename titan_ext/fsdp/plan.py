@@ -19,7 +19,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
 
-from titan_ext.fsdp.prefetch import NOTHING_AHEAD, Prefetch, PrefetchLimit, plan_prefetch
+from titan_ext.fsdp.prefetch import NOTHING_AHEAD, PrefetchLimit, plan_prefetch
 from titan_ext.fsdp.quantized import find_frozen_linears
 from titan_ext.fsdp.replicated import find_replicated, replicated_by_unit, units_without
 from titan_ext.fsdp.reshard import check_reshard_groups, reshard_after_forward
@@ -182,11 +182,6 @@ class FSDPPlan:
 
     def __getitem__(self, name: str) -> UnitPlan:
         return next(unit for unit in self.units if unit.name == name)
-
-    @property
-    def prefetch(self) -> dict[str, Prefetch]:
-        """The units to gather while each unit runs, by unit."""
-        return {u.name: Prefetch(u.forward_prefetch, u.backward_prefetch) for u in self.units}
 
     def table(self) -> str:
         """A table with one line for each run of like units: their number, bytes and treatment."""
@@ -449,8 +444,6 @@ def _runs_of_like_units(units: Sequence[UnitPlan]) -> list[list[UnitPlan]]:
 
 
 def _say_reshard(reshard: bool | int) -> str:
-    if reshard is True:
-        return "resharded"
-    if reshard is False:
-        return "kept"
+    if isinstance(reshard, bool):
+        return "resharded" if reshard else "kept"
     return f"resharded to {reshard} ranks"

@@ -18,7 +18,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind
+
+if TYPE_CHECKING:
+    from titan_ext.fsdp.plan import UnitPlan
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -119,15 +122,15 @@ def plan_prefetch(
     return plans
 
 
-def set_prefetch(model: nn.Module, units: Sequence[Unit], plans: Mapping[str, Prefetch]) -> None:
-    """Give FSDP2 the prefetch lists of ``plans``. ``units`` are sharded already."""
+def set_prefetch(model: nn.Module, units: Sequence["UnitPlan"]) -> None:
+    """Give FSDP2 the prefetch lists of ``units``, which are sharded already."""
     modules = {unit.name: unit.fsdp_module(model) for unit in units}
     for unit in units:
-        module, plan = modules[unit.name], plans[unit.name]
-        ahead = [modules[name] for name in plan.forward]
+        module = modules[unit.name]
+        ahead = [modules[name] for name in unit.forward_prefetch]
         module.set_modules_to_forward_prefetch(ahead)
         # An empty list would mean FSDP2's own choice. The unit itself has been gathered already.
-        behind = [modules[name] for name in plan.backward] or [module]
+        behind = [modules[name] for name in unit.backward_prefetch] or [module]
         module.set_modules_to_backward_prefetch(behind)
         if unit.kind in SUBMODULE_KINDS:
             for part in unit.modules(model):

@@ -77,7 +77,7 @@ def shard_decoder(
     disable_fsdp_gradient_division(model)
     if meshes.dense.device_type == "cpu":
         reduce_without_premul_sum(model)
-    set_prefetch(model, plan.decoder_units, plan.prefetch)
+    set_prefetch(model, plan.decoder_units)
     for unit in plan.decoder_units:
         if not unit.gathers_in_backward:
             unit.fsdp_module(model).set_unshard_in_backward(False)
