@@ -113,6 +113,8 @@ def _press_ctrl_c(folder: Path, *arguments: str) -> tuple[int, str]:
     if pid == 0:
         os.chdir(folder)
         os.environ["PYTHONPATH"] = str(ROOT)
+        for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # of the make that runs the tests
+            os.environ.pop(name, None)
         os.execvp("make", ["make", "train"])
     output, pressed = b"", False
     with contextlib.suppress(OSError):  # EIO: all have ended
