@@ -65,7 +65,8 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
     # Figures of the same model in a run, and of the arithmetic: fp32, Adam.
     assert "deepseek_v3 debugmodel, 33.01 M parameters" in done.out
     assert "rank 0 of 64: FSDP 64, EP 2 (spmd_types)" in done.out
-    assert "14 in 19 groups: 1 embedding, 6 attention, 1 feed_forward, 5 moe, 1 head" in done.out
+    # On 64 ranks the experts are sharded across nodes: what auto takes there.
+    assert "13 in 13 groups: 1 embedding, 6 block, 5 experts, 1 head" in done.out
     assert "256 sequences (65,536 tokens) a step" in done.out
     parameters, gradients, states = map(
         float, re.findall(r"([\d.]+) MiB", _line(done.out, "this rank")[0])

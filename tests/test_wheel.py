@@ -94,7 +94,7 @@ def test_the_wheel_is_used_from_another_folder(installed: Path, tmp_path: Path):
         f'extends = "{installed}/titan_ext/train_configs/deepseek_v3_16b.toml"\n'
         "[training]\nsteps = 7\n"
     )
-    printed = _python(installed, tmp_path, "-m", "titan_ext.toml_config", "mine.toml")
+    printed = _python(installed, tmp_path, "-m", "titan_ext", "show", "mine.toml")
     assert "training.steps = 7  # from mine.toml" in printed
     assert {path.name for path in tmp_path.iterdir()} == {"mine.toml"}, "nothing is left behind"
 
