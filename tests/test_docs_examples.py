@@ -210,6 +210,7 @@ def _your_model(layout: dict[str, Any], declared: bool, exact: bool) -> dict[str
             training=TrainingConfig(mixed_precision_param="float32" if exact else "bfloat16"),
         )
     except ValueError as error:
+        dist.barrier()  # the other rank may still be connecting to this one
         return {"refused": str(error)}
     # The same data on both ranks, and sums that only rounding changes; or other data, in bf16.
     tokens = torch.arange(64).view(2, 32) + (0 if exact else int(os.environ["RANK"]))
