@@ -41,7 +41,8 @@ class ParallelismConfig(TitanParallelismConfig):
     - "submodule": attention (with its norm) and MoE or feed-forward (with its norm) are units of
       their own, so that half a block is unsharded at a time. More, smaller collectives.
     - "experts": the routed experts, and all else in the block. As many collectives as "block" when
-      expert_parallel_degree > 1; the experts are gathered only while they run. Not with compile.
+      expert_parallel_degree > 1; the experts are gathered only while they run. Not with compile,
+      not in a pipeline.
     - "auto": "block" without expert parallelism; with it "submodule" if the experts' shards lie on
       one node or whole on a rank; else the cheapest by a model of the step's time and bytes.
 
@@ -166,6 +167,13 @@ def check_parallelism(
         raise ValueError(
             'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
             'gather the experts inside a compiled block; expected "submodule" or "block".'
+        )
+    if settings.wrap == "experts" and parallelism.pipeline_parallel_degree > 1:
+        raise ValueError(
+            'parallelism.fsdp_wrap = "experts" needs parallelism.pipeline_parallel_degree = 1: '
+            "where a microbatch finds the experts still gathered, selective checkpointing sees "
+            "other operations in the recompute than in the forward; expected "
+            '"submodule" or "block".'
         )
     if settings.replicate:
         _check_replicate(parallelism, compiled)

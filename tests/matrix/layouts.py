@@ -287,7 +287,6 @@ _EXPERTS: list[dict[str, Any]] = [
     {"world": 4, "ep": 2, "ac": "none", **_TUNED},
     {"world": 2, "ep": 2, "tp": 2},
     {"world": 2, "ep": 2, "tp": 2, "backend": "partial_dtensor"},
-    {"world": 4, "ep": 2, "pp": 2, **_TUNED},
     {"world": 4, "ep": 2, "dp_replicate": 2, **_TUNED},
     {"world": 2, "ep": 2, "accumulate": 2},
     {"world": 2, "ep": 2, "reshard": "never"},

@@ -88,7 +88,7 @@ def choose(
         return _with(settings, Choice(cast(Wrap, wrap), "auto", 1))
     candidates = [
         choice
-        for choice in _allowed(settings, compiled=compiled)
+        for choice in _allowed(settings, no_experts=compiled or parallel_dims.pp_enabled)
         if parallel_dims.pp_enabled or _has_named_units(model, settings, choice.wrap)
     ] or [STOCK]
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
@@ -223,7 +223,7 @@ def job_of(
     )
 
 
-def _allowed(settings: FSDPSettings, *, compiled: bool) -> list[Choice]:
+def _allowed(settings: FSDPSettings, *, no_experts: bool) -> list[Choice]:
     """The candidates that the user's settings leave, the simplest first."""
     has_buffers = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
     if not has_buffers and settings.reduce_scatter_buffers == "auto":
@@ -236,7 +236,7 @@ def _allowed(settings: FSDPSettings, *, compiled: bool) -> list[Choice]:
         for choice in CANDIDATES
         if settings.wrap in ("auto", choice.wrap)
         and settings.reduce_scatter_buffers in ("auto", choice.buffers)
-        and not (choice.wrap == "experts" and compiled)
+        and not (choice.wrap == "experts" and no_experts)
         and not (choice.buffers > 1 and (settings.symm_mem or not has_buffers))
     ]
     if settings.wrap == "auto":
