@@ -8,7 +8,6 @@ Nothing runs and nothing is measured: times are of the model, on H100s of eight 
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,16 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3
 from torchtitan.models.qwen3 import model_registry as qwen3
 
-from titan_ext.fsdp.auto import CANDIDATES, STOCK, Choice, cheapest, cost, job_of, local_plan
+from titan_ext.fsdp.auto import (
+    CANDIDATES,
+    STOCK,
+    Choice,
+    cheapest,
+    cost,
+    job_of,
+    local_plan,
+    with_choice,
+)
 from titan_ext.fsdp.cost import MACHINES, Estimate, Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder
 from titan_ext.fsdp.plan import ShardSizes
@@ -58,13 +66,7 @@ def arguments(name: str) -> tuple[Decoder, FSDPSettings, ShardSizes, Job, Any]:
 def step(choice: Choice, name: str) -> Estimate:
     """The modelled step of a job."""
     model, settings, sizes, job, machine = arguments(name)
-    settings = replace(
-        settings,
-        wrap=choice.wrap,
-        prefetch_backward=choice.prefetch_backward,
-        reduce_scatter_buffers=choice.buffers,
-    )
-    units = local_plan(model, settings, sizes, job.ep).decoder_units
+    units = local_plan(model, with_choice(settings, choice), sizes, job.ep).decoder_units
     return estimate(units, StepOrder(reduce_scatter_buffers=choice.buffers), job, machine)
 
 

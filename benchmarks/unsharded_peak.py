@@ -22,11 +22,12 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_16b
 
 from tests.training import Run, titan_config, train
+from titan_ext.fsdp.auto import local_plan
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.predict import StepOrder, predict
-from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ShardSizes, make_plan
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import Wrap, plan_units
+from titan_ext.fsdp.units import Wrap
 
 _MIB = 2**20
 _OTHERS = ("embedding", "head")
@@ -69,20 +70,8 @@ def predicted(run: Run, model: Decoder, wrap: Wrap, prefetch: int | str = "auto"
         experts=run.world // run.ep if run.ep > 1 else None,
         expert_ranks=run.world,
     )
-    plan = make_plan(model, plan_units(model, wrap), FSDPSettings(prefetch=prefetch), sizes)
-    return predict(_with_local_experts(plan, run.ep).units, StepOrder(loss_chunks=8))
-
-
-def _with_local_experts(plan: FSDPPlan, ep: int) -> FSDPPlan:
-    """The experts of one rank, of a model that expert parallelism has not split."""
-
-    def local(group: GroupPlan) -> GroupPlan:
-        if group.kind != "experts":
-            return group
-        params = tuple(replace(p, shape=(p.shape[0] // ep, *p.shape[1:])) for p in group.params)
-        return replace(group, params=params)
-
-    return FSDPPlan(units=tuple(replace(u, groups=tuple(map(local, u.groups))) for u in plan.units))
+    plan = local_plan(model, FSDPSettings(wrap=wrap, prefetch=prefetch), sizes, run.ep)
+    return predict(plan.units, StepOrder(loss_chunks=8))
 
 
 def measured(run: Run, wrap: Wrap, prefetch: int | str) -> Timeline:

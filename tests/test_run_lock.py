@@ -19,8 +19,8 @@ _HOLD = """
 import os, sys, time
 from titan_ext.guards.folder import lock_folder
 lock_folder(sys.argv[1])
-child = os.fork()
-print("ready", flush=True)
+if os.fork():
+    print("ready", flush=True)
 time.sleep(600)
 """
 

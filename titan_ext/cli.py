@@ -249,6 +249,7 @@ def _as_toml(resolved: "Resolved", keys: Collection[str]) -> Iterator[tuple[str,
     A dict is one value, for its names may need quotes, and so is a list of tables of which the base
     has nothing: a file cannot change items that its base lacks.
     """
+    from titan_ext.toml_config.dump import list_of_tables
     from titan_ext.toml_config.files import to_toml
 
     members: dict[str, list[str]] = {}
@@ -261,20 +262,9 @@ def _as_toml(resolved: "Resolved", keys: Collection[str]) -> Iterator[tuple[str,
             for key in (key for key in at if key in keys):
                 yield key, to_toml(resolved.values[key]), resolved.origins[key]
         elif any(key in keys for key in at):
-            value = container if isinstance(container, dict) else _tables(resolved, name, at)
+            items = {key.removeprefix(f"{name}."): resolved.values[key] for key in at}
+            value = container if isinstance(container, dict) else list_of_tables(items)
             yield name, to_toml(value), ", ".join(origins)
-
-
-def _tables(resolved: "Resolved", name: str, keys: Collection[str]) -> list[Any]:
-    """The list of tables ``name`` that ``keys`` make."""
-    items: dict[str, Any] = {}
-    for key in keys:
-        *path, last = key.removeprefix(f"{name}.").split(".")
-        table = items
-        for part in path:
-            table = table.setdefault(part, {})
-        table[last] = resolved.values[key]
-    return list(items.values())
 
 
 def _container(resolved: "Resolved", key: str) -> tuple[str, Any]:

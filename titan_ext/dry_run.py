@@ -33,7 +33,7 @@ from torchtitan.distributed import utils as dist_utils
 from titan_ext import no_accelerator
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.fp8.local import plain_tensors
-from titan_ext.fsdp.memory.log import step_order
+from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import predict
 from titan_ext.fsdp.plan import format_bytes, plan_of
 from titan_ext.guards.run_checks import LoRATargets
@@ -310,8 +310,7 @@ class DryRun(Trainer):
             f"{_nbytes(states)}",
         )
         try:
-            order = step_order(self)
-            peak = predict([unit for plan in plans for unit in plan.units], order).peaks()
+            peak = predict(predictable_units(plans), step_order(self)).peaks()
             text = f"at most {format_bytes(peak['unsharded'])}, all-gather buffers included"
         except ValueError as error:
             text = f"not predicted: {error}"

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torchtitan.tools.logging import logger
 
 import titan_ext
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
-from titan_ext.fsdp.memory.log import step_order
+from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import StepOrder, predict
 from titan_ext.fsdp.plan import GroupPlan, UnitPlan, format_bytes, plan_of
 from titan_ext.fsdp.prefetch import PrefetchLimit, plan_prefetch
@@ -143,17 +144,13 @@ def _parameters(trainer: Any) -> list[str]:
     Raises:
         ValueError: if that cannot be predicted.
     """
-    plans = [plan_of(part) for part in trainer.model_parts]
-    if any(plan.replicated or plan.unmanaged for plan in plans):
-        raise ValueError("some parameters are replicated, or were added after FSDP.")
-    units = [unit for plan in plans for unit in plan.units]
-    limits = FSDPSettings.from_config(trainer.config.parallelism).prefetch_limits
+    units = predictable_units(map(plan_of, trainer.model_parts))
     order = step_order(trainer)
-    whole = with_whole_blocks(units, *limits)
     peak, counts = _peak_and_collectives(units, order)
-    whole_peak, whole_counts = _peak_and_collectives(whole, order)
     if not splits_blocks(units):
         return [f"parameters unsharded at once: at most {peak} (predicted)"]
+    limits = FSDPSettings.from_config(trainer.config.parallelism).prefetch_limits
+    whole_peak, whole_counts = _peak_and_collectives(with_whole_blocks(units, *limits), order)
     return [
         f"parameters unsharded at once: at most {peak}; with whole blocks {whole_peak} (predicted)",
         f"FSDP collectives a step: {counts}; with whole blocks {whole_counts} (predicted)",
@@ -183,7 +180,7 @@ def with_whole_blocks(
 ) -> list[UnitPlan]:
     """The plan in which each block is one unit: that of stock TorchTitan."""
     merged = []
-    for name, parts_of_block in groupby(units, key=_block):
+    for name, parts_of_block in groupby(units, key=attrgetter("block")):
         parts = list(parts_of_block)
         if parts[0].kind not in BLOCK_KINDS:
             merged += parts
@@ -214,11 +211,6 @@ def with_whole_blocks(
         )
         for unit in merged
     ]
-
-
-def _block(unit: UnitPlan) -> str:
-    """ "layers.3" for "layers.3" and for "layers.3.moe"; other units are by themselves."""
-    return ".".join(unit.name.split(".")[:2])
 
 
 def _exchanges(trainer: Any) -> list[str]:

@@ -109,14 +109,13 @@ def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[Part]:
     blocks = {f"layers.{name}": block for name, block in model.layers.items()}
     kinds = SUBMODULE_KINDS if splits_blocks(units) else (UnitKind.BLOCK,)
     for unit in units:
-        block_name = ".".join(unit.name.split(".")[:2])
-        if unit.kind not in kinds or block_name not in blocks:
+        if unit.kind not in kinds or unit.block not in blocks:
             continue
-        block = blocks[block_name]
+        block = blocks[unit.block]
         names = {block: "", **{module: name for name, module in block.named_children()}}
         modules = {names[module]: module for module in unit.modules(model)}
         child = next(name for name in modules if name in ("", *_MAIN))
-        yield Part(block, block_name, modules, child)
+        yield Part(block, unit.block, modules, child)
 
 
 def passes_through(module: nn.Module) -> bool:

@@ -21,7 +21,6 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.cost import MACHINES, Job, Machine, estimate
@@ -29,7 +28,7 @@ from titan_ext.fsdp.memory.predict import StepOrder, predict
 from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ShardSizes, make_plan
 from titan_ext.fsdp.reshard import check_reshard_groups
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import Wrap, decoder_blocks, plan_units
+from titan_ext.fsdp.units import Wrap, decoder_blocks, plan_units, resolve_wrap
 
 _AS_FAST = 1.005  # times the fastest
 _LARGE_WORLD = 1024
@@ -81,11 +80,11 @@ def choose(
     """
     if "auto" not in (settings.wrap, settings.reduce_scatter_buffers):
         return settings
-    experts = next((m for m in model.modules() if isinstance(m, GroupedExperts)), None)
     ep, shards = parallel_dims.ep, parallel_dims.dp_shard * parallel_dims.cp * parallel_dims.tp
-    if experts is None or ep == 1:
-        wrap = "block" if settings.wrap == "auto" else settings.wrap
-        return _with(settings, Choice(cast(Wrap, wrap), "auto", 1))
+    if resolve_wrap("auto", ep, model.config) == "block":  # EP splits no experts
+        return with_choice(
+            settings, Choice(resolve_wrap(settings.wrap, ep, model.config), "auto", 1)
+        )
     candidates = [
         choice
         for choice in _allowed(settings, no_experts=compiled or parallel_dims.pp_enabled)
@@ -95,7 +94,7 @@ def choose(
     if shards == ep or shards <= per_node:
         where = "whole on a rank" if shards == ep else "on one node"
         _log(candidates[0], f"EP {ep}, experts' shards {where}")
-        return _with(settings, candidates[0])
+        return with_choice(settings, candidates[0])
     seq_len = training.seq_len if training is not None else 4096
     batch = training.local_batch_size if training is not None else 1
     if parallel_dims.pp_enabled and parallelism is not None:
@@ -124,7 +123,7 @@ def choose(
             f"FSDP shards over {sizes.dense} ranks, where the latency of collectives grows; with "
             f"parallelism.data_parallel_replicate_degree = {sizes.dense // 64} (HSDP) they have 64."
         )
-    return _with(settings, choice)
+    return with_choice(settings, choice)
 
 
 def cheapest(
@@ -157,11 +156,11 @@ def cost(
     machine: Machine,
 ) -> tuple[float, int]:
     """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes."""
-    plan = local_plan(model, _with(settings, choice), sizes, job.ep)
+    plan = local_plan(model, with_choice(settings, choice), sizes, job.ep)
     order = StepOrder(recomputes=job.recompute > 0, reduce_scatter_buffers=choice.buffers)
     ms = estimate(plan.decoder_units, order, job, machine).ms
     names = {name for name, _ in decoder_blocks(model)[-_BLOCKS:]}
-    few = [u for u in plan.decoder_units if ".".join(u.name.split(".")[:2]) in names]
+    few = [u for u in plan.decoder_units if u.block in names]
     inside = {u.name for u in few}
     few = [
         replace(
@@ -253,7 +252,7 @@ def _has_named_units(model: Decoder, settings: FSDPSettings, wrap: Wrap) -> bool
     return True
 
 
-def _with(settings: FSDPSettings, choice: Choice) -> FSDPSettings:
+def with_choice(settings: FSDPSettings, choice: Choice) -> FSDPSettings:
     """``settings`` with the values of ``choice`` where they are "auto"."""
     given: dict[str, Any] = {}
     if settings.wrap == "auto":

@@ -45,7 +45,7 @@ class Machine:
     network: float
 
 
-# 350 TFLOP/s on an H100 gives 12.5k tokens/s for DeepSeek-V3 16B on 8 of them; TorchTitan reports
+# 350 TFLOP/s on an H100 gives 13.0k tokens/s for DeepSeek-V3 16B on 8 of them; TorchTitan reports
 # 11.6k. The others are scaled by data sheets: reasoned, not measured.
 MACHINES = {
     "h100": Machine(flops=350e12, memory=3.0e12, in_node=360e9, network=45e9),

@@ -19,10 +19,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.fsdp.plan import GroupKind, ShardSizes
+from titan_ext.no_accelerator import reduce_without_premul_sum
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
@@ -67,6 +69,12 @@ class FSDPMeshes:
             return self.dense, self.dense_axes
         assert self.experts is not None, "only expert parallelism makes groups of experts"
         return self.experts, self.experts_axes
+
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Have FSDP2 sum gradients, not average them: Titan divides the loss by all tokens."""
+        disable_fsdp_gradient_division(model)
+        if self.dense.device_type == "cpu":
+            reduce_without_premul_sum(model)
 
     @cached_property
     def sizes(self) -> ShardSizes:

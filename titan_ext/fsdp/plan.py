@@ -143,11 +143,6 @@ class UnitPlan(Unit):
         """Bytes of its parameters while they are unsharded, on one rank."""
         return sum(group.gathered_nbytes for group in self.groups)
 
-    @property
-    def gathers_in_backward(self) -> bool:
-        """Whether its backward reads its parameters: the gradient of an embedding does not."""
-        return self.kind is not UnitKind.EMBEDDING
-
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlan:

@@ -75,7 +75,8 @@ def reshard_after_forward(
 
     "default" frees a unit after forward, except in a pipeline, which would gather it again for
     every microbatch, and except small units outside the blocks. The head runs first in backward, so
-    of the policies for all units only "always" frees it.
+    of the policies for all units only "always" frees it. An int frees the embedding: no backward
+    would gather its larger shard, and FSDP2 would hold that until the next forward.
 
     Args:
         unit: Which unit.
@@ -100,7 +101,7 @@ def reshard_after_forward(
         return value == "always"
     if isinstance(value, int):
         _check_world(key, value, unit, has_dtensors, group_worlds)
-        return value
+        return value if unit.gathers_in_backward else True
     if value == "default" and (is_head or (is_rounding_error and _is_outside_blocks(unit))):
         return False
     return get_fsdp_reshard_after_forward_policy(value, pp_enabled)

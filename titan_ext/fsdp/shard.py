@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import (
     apply_fsdp_to_vision_encoder,
-    disable_fsdp_gradient_division,
     enable_fsdp_symm_mem,
 )
 from torchtitan.models.common.decoder import Decoder
@@ -37,7 +36,6 @@ from titan_ext.fsdp.unmanaged import (
     refuse_unmanaged_parameters_at_first_forward,
     replicate_undeclared,
 )
-from titan_ext.no_accelerator import reduce_without_premul_sum
 
 
 def shard_decoder(
@@ -74,9 +72,7 @@ def shard_decoder(
     quantize_at_first_forward(model, plan.quantized)
     if settings.symm_mem:
         enable_fsdp_symm_mem(model)
-    disable_fsdp_gradient_division(model)
-    if meshes.dense.device_type == "cpu":
-        reduce_without_premul_sum(model)
+    meshes.sum_gradients(model)
     set_prefetch(model, plan.decoder_units)
     for unit in plan.decoder_units:
         if not unit.gathers_in_backward:

@@ -82,6 +82,16 @@ class Unit:
     module_names: tuple[str, ...] = ()
     experts: str | None = None
 
+    @property
+    def block(self) -> str:
+        """Its block: "layers.3" for "layers.3" and "layers.3.moe"; outside of blocks its name."""
+        return ".".join(self.name.split(".")[:2])
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether its backward reads its parameters: the gradient of an embedding does not."""
+        return self.kind is not UnitKind.EMBEDDING
+
     def modules(self, model: nn.Module) -> list[nn.Module]:
         """Its modules in ``model``, with the wrappers they have by now."""
         return [model.get_submodule(name) for name in self.module_names]

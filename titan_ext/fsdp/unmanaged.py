@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.moe import GroupedExperts
@@ -44,7 +43,6 @@ from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.lora import keep_frozen
 from titan_ext.names import and_more
-from titan_ext.no_accelerator import reduce_without_premul_sum
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
@@ -187,9 +185,7 @@ def synchronize_unmanaged_parameters(
             **arguments,
         )
         prefetch_nothing_in_backward(group)
-    disable_fsdp_gradient_division(model)
-    if meshes.dense.device_type == "cpu":
-        reduce_without_premul_sum(model)
+    meshes.sum_gradients(model)
     assert not unmanaged_parameters(model)
     if plan := find_plan(model):
         remember_plan(model, dataclasses.replace(plan, unmanaged=tuple(sorted(names))))

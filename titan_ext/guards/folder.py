@@ -9,6 +9,7 @@ of the data loader, does not keep it.
 
 import errno
 import fcntl
+import functools
 import logging
 import os
 import shutil
@@ -39,6 +40,7 @@ class Folder(RunCheck):
             lock_folder(config.dump_folder)
 
 
+@functools.cache  # by Titan's structured log, and again before the start
 def check_folder(folder: str) -> None:
     """Raise ValueError for a folder where this rank cannot write, or whose disk is full."""
     try:

@@ -5,7 +5,7 @@ A config does not tell which Python config function it came from, nor the choice
 whoever calls the function says so here (``remember_base``), and ``dump`` looks it up by the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titan_ext.toml_config.files import to_toml
@@ -37,23 +37,31 @@ def _whole(config: Any) -> Iterator[tuple[str, Any]]:
     """Keys and values; a dict or a list of sections is one: its items need not be in the base."""
     from titan_ext.toml_config import leaves
 
-    containers: dict[str, Any] = {}
+    dicts: dict[str, Any] = {}
+    lists: dict[str, dict[str, Any]] = {}
     for key, value in leaves(config).items():
         name, container = container_of(config, key)
         if container is None:
             yield key, value
         elif isinstance(container, dict):
-            containers[name] = container
+            dicts[name] = container
         else:
-            *path, last = key.removeprefix(f"{name}.").split(".")
-            table = containers.setdefault(name, {})
-            for part in path:
-                table = table.setdefault(part, {})
-            table[last] = value
-            # An item's own dict ends in a leaf for each key, and is a table again.
-    for name, found in containers.items():
-        is_dict = isinstance(container_of(config, f"{name}.")[1], dict)
-        yield name, found if is_dict else list(found.values())
+            lists.setdefault(name, {})[key.removeprefix(f"{name}.")] = value
+    yield from dicts.items()
+    for name, items in lists.items():
+        yield name, list_of_tables(items)
+
+
+def list_of_tables(leaves: Mapping[str, Any]) -> list[Any]:
+    """A list of sections, from its leaves by key ("0.lr"). Their own dicts are tables again."""
+    items: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *path, last = key.split(".")
+        table = items
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = value
+    return list(items.values())
 
 
 def container_of(config: Any, key: str) -> tuple[str, Any]:

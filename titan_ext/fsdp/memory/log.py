@@ -12,8 +12,7 @@ a rank.
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torchtitan.trainer import Trainer
 from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
 from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
 from titan_ext.fsdp.memory.tracker import MemoryTracker
-from titan_ext.fsdp.plan import FSDPPlan, plan_of
+from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, plan_of
 
 FOLDER = "fsdp_memory"
 _MIB = 2**20
@@ -145,15 +144,25 @@ def step_order(trainer: Trainer) -> StepOrder:
         accumulation=trainer.gradient_accumulation_steps,
         pipeline=pipeline,
         grad_dtype=TORCH_DTYPE_MAP[config.training.dtype],
+        reduce_scatter_buffers=plan_of(trainer.model_parts[0]).reduce_scatter_buffers,
     )
+
+
+def predictable_units(plans: Iterable[FSDPPlan]) -> list[UnitPlan]:
+    """The units of all ``plans``, for ``predict``.
+
+    Raises:
+        ValueError: if FSDP manages parameters outside of them.
+    """
+    plans = list(plans)
+    if any(plan.replicated or plan.unmanaged for plan in plans):
+        raise ValueError("some parameters are replicated, or were added after FSDP.")
+    return [unit for plan in plans for unit in plan.units]
 
 
 def _predict(plans: Sequence[FSDPPlan], trainer: Trainer) -> Timeline | None:
     try:
-        if any(plan.replicated or plan.unmanaged for plan in plans):
-            raise ValueError("some parameters are replicated, or were added after FSDP.")
-        order = replace(step_order(trainer), reduce_scatter_buffers=plans[0].reduce_scatter_buffers)
-        return predict([unit for plan in plans for unit in plan.units], order)
+        return predict(predictable_units(plans), step_order(trainer))
     except ValueError as error:
         logger.warning(f"FSDP memory is measured, not predicted: {error}")
         return None

@@ -116,7 +116,7 @@ class Step:
         self.head = next((u for u in found if _is_head(u)), None)
         self.is_tied = self.head is not None and self.head.plan.kind == "tied_embedding_and_head"
         between = [u for u in found if u is not self.embedding and u is not self.head]
-        self.blocks = [list(block) for _, block in groupby(between, key=_block_name)]
+        self.blocks = [list(block) for _, block in groupby(between, key=lambda u: u.plan.block)]
 
     def run(self) -> None:
         self.fsdp.timeline = Timeline()
@@ -227,24 +227,18 @@ class Step:
     def _run_block_backward(self, block: list[SimulatedUnit]) -> None:
         fsdp = self.fsdp
         outer, inner = _outer_and_inner(block)
-        recomputes = self.order.recomputes
+        # What follows the experts in a block needs saved tensors, and so starts the recompute.
+        before_inner = not inner or inner[-1].plan.kind is UnitKind.EXPERTS
         if outer is not None:
             fsdp.pre_backward(outer)
-            if not inner and recomputes:
-                self._run_block(block, in_backward=True)
-            elif inner and not recomputes:
-                fsdp.run(outer, "backward", "after")
+        if self.order.recomputes and before_inner:
+            self._run_block(block, in_backward=True)
+        if outer is not None and inner:
+            fsdp.run(outer, "backward", "after")
         for unit in reversed(inner):
-            # What follows the experts in the block needs saved tensors, so recomputes first.
-            if unit.plan.kind is UnitKind.EXPERTS and recomputes:
-                self._run_block(block, in_backward=True)
-                recomputes = False
-                assert outer is not None
-                fsdp.run(outer, "backward", "after")
             fsdp.pre_backward(unit)
-            if recomputes:
+            if self.order.recomputes and unit is inner[-1] and not before_inner:
                 self._run_block(block, in_backward=True)
-                recomputes = False
             fsdp.run(unit, "backward")
             fsdp.add_gradients(unit, _trainable(unit))
             fsdp.post_backward(unit)
@@ -287,14 +281,9 @@ def _trainable(unit: SimulatedUnit) -> set[str]:
     return {p.name for group in unit.groups for p in group.plan.params if p.requires_grad}
 
 
-def _block_name(unit: SimulatedUnit) -> str:
-    """ "layers.3" for "layers.3" and "layers.3.moe"; other units are by themselves."""
-    return ".".join(unit.plan.name.split(".")[:2])
-
-
 def _outer_and_inner(
     block: list[SimulatedUnit],
 ) -> tuple[SimulatedUnit | None, list[SimulatedUnit]]:
-    if block[0].plan.name == _block_name(block[0]):
+    if block[0].plan.name == block[0].plan.block:
         return block[0], block[1:]
     return None, block
