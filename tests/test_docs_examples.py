@@ -419,7 +419,7 @@ def _keys_of_a_run() -> frozenset[str]:
     config = config_registry.__getattr__("deepseek_v3_debugmodel")()
     keys = {*leaves(config), *LEGACY, *RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN}
     for policy in (FP8AC, FullAC, MemoryBudgetAC, SelectiveAC):
-        keys |= {*leaves(policy.Config(), "activation_checkpoint"), "activation_checkpoint.policy"}
+        keys |= {f"activation_checkpoint.{key}" for key in ("policy", *leaves(policy.Config()))}
     keys |= {f"model.{name}" for name in ("flavor", "attn_backend", "converters")}
     return frozenset(
         ".".join(parts[:count])
