@@ -21,8 +21,8 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
+from titan_ext.limits import check_schedule
 from titan_ext.lora import keep_frozen
-from titan_ext.pipeline_schedules import check_schedule
 
 
 def parallelize(

@@ -35,11 +35,12 @@ from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all, stock_saves_all_to_all
 from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import StepOrder, predict
-from titan_ext.fsdp.plan import GroupPlan, UnitPlan, format_bytes, plan_of
+from titan_ext.fsdp.plan import GroupPlan, UnitPlan, plan_of
 from titan_ext.fsdp.prefetch import PrefetchLimit, plan_prefetch
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import BLOCK_KINDS, UnitKind, splits_blocks
 from titan_ext.guards import RunCheck
+from titan_ext.names import format_bytes
 
 RECORD = "run.json"
 CONFIG = "config.toml"
