@@ -15,6 +15,7 @@ Saved exchanges cost memory, repeated ones time: ``saves_all_to_all`` decides.
 """
 
 import contextlib
+import os
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -27,8 +28,6 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
-
-from titan_ext.limits import ranks_per_node
 
 SaveAllToAll = Literal["auto", "always", "never"]
 
@@ -136,6 +135,11 @@ def saves_all_to_all(parallelism: Any, ep: int, *, compiled: bool) -> bool:
 def stock_saves_all_to_all(parallelism: Any, *, compiled: bool) -> bool:
     """Whether stock Titan's selective checkpointing does: where it uses functional collectives."""
     return compiled or parallelism.spmd_backend != "spmd_types"
+
+
+def ranks_per_node() -> int:
+    """Ranks on this node, as torchrun says; 8 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 8))
 
 
 def log_all_to_all(model: Decoder, saves: bool, ep: int) -> None:

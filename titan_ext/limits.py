@@ -108,11 +108,6 @@ def _in_words(problem: str) -> str:
     return re.sub(r"greater than or equal to (\S+)", r"\1 or more", problem)
 
 
-def ranks_per_node() -> int:
-    """Ranks on this node, as torchrun says; 8 without it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 8))
-
-
 def world_size(config: Any) -> int | None:
     """How many ranks the run has, as Titan's ``init_distributed`` counts them; None if unknown."""
     names = ("WORLD_SIZE", "NGPU") if config.comm.mode in ("default", "torchcomms") else ("NGPU",)
