@@ -16,6 +16,7 @@ from torchtitan.config import TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
+from titan_ext.dispatch import SaveAllToAll
 from titan_ext.fsdp.quantized import find_frozen_linears
 from titan_ext.fsdp.replicated import find_replicated, units_without
 from titan_ext.fsdp.reshard import Reshard, check_divides, check_reshard_groups, read_reshard
@@ -94,6 +95,17 @@ class ParallelismConfig(TitanParallelismConfig):
     of a unit's gradients each, and give reduce-scatters a process group of their own, so that they
     do not wait for all-gathers: on a GPU a second communicator (0.5 to 0.7 GiB with NCCL). "auto":
     chosen with fsdp_wrap; 1 where gathers stay on a node.
+    """
+
+    save_all_to_all: SaveAllToAll = "auto"
+    """
+    Whether selective activation checkpointing (stock's, and policy fp8) saves what the all-to-alls
+    of expert parallelism deliver, 2 * top_k * dim values a token and MoE layer:
+
+    - "always": the recompute sends no token again.
+    - "never": it sends all of them again.
+    - "auto": saved if expert_parallel_degree spans nodes; else as in stock Titan, which sends again
+      with spmd_backend "spmd_types" in eager mode, and saves otherwise.
     """
 
     fsdp_replicate: list[str] = field(default_factory=list)

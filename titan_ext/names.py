@@ -95,7 +95,7 @@ _warned: set[str] = set()
 _NOISE = (
     # Warns of a default. Whoever loads weights sets the path.
     ("__post_init__", "initial_load_model_only=True has no effect"),
-    # guards.paths refuses a tokenizer that is missing; that of the corpus is made first.
+    # guards.run_checks refuses a tokenizer that is missing; that of the corpus is made first.
     ("_validate_config", "HF assets path "),
 )
 """Warnings of Titan's config classes that are never shown, by function and first words."""
