@@ -88,6 +88,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
 from titan_ext import limits, optim
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_policies import make_plan
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
@@ -463,15 +464,7 @@ def test_titan_selective_checkpointing_shows_its_policy():
     x, w = torch.zeros(2, 4), torch.zeros(4, 4)
     answers = [forward.policy_fn(context, torch.ops.aten.mm.default, x, w) for _ in range(2)]
     assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
-    plan = make_plan(
-        block,
-        "layers.0",
-        mode="selective",
-        preset="stock",
-        attention="auto",
-        user_rules=(),
-        exempt=(),
-    )
+    plan = make_plan(block, "layers.0", FP8AC.Config(preset="stock"))
     assert plan.stock_policy() is not plan.stock_policy(), "counts start anew in each forward"
 
 

@@ -243,36 +243,25 @@ class MemoryReporter:
         graphs = [[asdict(row) for row in rows] for rows in self.graphs]
         self._write(f"graphs_rank{_rank()}.json", graphs)
 
-    def check_blocks(self) -> None:
-        """When all blocks have run.
-
-        Raises:
-            RuntimeError: if the policy stores in float8 and nothing was stored in it.
-        """
-        self._refuse_no_float8(row.treatment for row in self.report.rows())
-
     def check_graphs(self) -> None:
-        """After a step, for compiled blocks, if there are any.
-
-        Raises:
-            RuntimeError: if the policy stores in float8 and nothing was stored in it.
-        """
+        """``check`` after a step, for compiled blocks, if there are any."""
         if self.is_compiled:
-            self._refuse_no_float8(row.treatment for rows in self.graphs for row in rows)
+            self.check(row for rows in self.graphs for row in rows)
 
-    def _write(self, name: str, content: Any) -> None:
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / name).write_text(json.dumps(content, indent=1) + "\n")
-
-    def _refuse_no_float8(self, treatments: Iterable[str]) -> None:
-        kept = sorted(set(treatments))
+    def check(self, rows: Iterable[MemoryRow | GraphRow]) -> None:
+        """Raise RuntimeError if the policy stores in float8, and nothing in ``rows`` is in it."""
+        kept = sorted({row.treatment for row in rows})
         if self._wants_float8() and not any(kind.startswith("float8") for kind in kept):
             raise RuntimeError(
                 f"{_KEY}: the policy stores in float8, but nothing was stored in it. Kept: "
                 f"{', '.join(kept) or 'nothing'}. fp32 activations need {_KEY}.fp32 = "
                 "'save_float8'; else choose policy 'selective', 'full' or 'none'."
             )
+
+    def _write(self, name: str, content: Any) -> None:
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ext.activation_checkpoint.blocks import (
     STATISTIC,
-    BlockStore,
     OpLocator,
     attention_statistics,
     restore,
@@ -33,7 +32,10 @@ from titan_ext.activation_checkpoint.blocks import (
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, Rule, is_exempt, op_name
 from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids
-from titan_ext.fp8.saved_tensors import storages_of
+from titan_ext.fp8.saved_tensors import SavedTensorStore, storages_of
+
+if TYPE_CHECKING:
+    from titan_ext.activation_checkpoint.policy import FP8AC
 
 _KNOWN = ("titan_ext", "torchtitan")
 
@@ -45,24 +47,25 @@ class NoRecomputeBlock(ActivationWrapper):
 
     Args:
         is_exact: Why what a module saves stays exact, if it does; modules named within the block.
+        narrows_fp32: Whether fp32 copies of narrower values are kept as these.
     """
 
     def __init__(
         self,
         block: nn.Module,
+        *,
         name: str,
-        store: BlockStore,
+        store: SavedTensorStore,
         locator: OpLocator,
         is_exact: Callable[[str], str | None],
+        narrows_fp32: bool,
         on_report: Callable[[BlockMemoryReport], None],
     ) -> None:
         super().__init__(block)
-        self._name = name
-        self._store = store
-        self._locator = locator
-        self._is_exact = is_exact
-        self.report: BlockMemoryReport | None = None
+        self._name, self._store, self._locator = name, store, locator
+        self._is_exact, self._narrows_fp32 = is_exact, narrows_fp32
         self._on_report = on_report
+        self.report: BlockMemoryReport | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         entries: list[Any] = []
@@ -78,12 +81,12 @@ class NoRecomputeBlock(ActivationWrapper):
             if reason is None and values.is_statistic(x):
                 reason = STATISTIC
             name = module or "(block)"
-            narrow = values.source_dtype(x) if self._store.fp32 == "save" else None
+            narrow = values.source_dtype(x) if self._narrows_fp32 else None
             entry: Any
             if narrow is not None:
                 entry = _Narrowed(x, narrow, name)
             else:
-                entry = self._store.pack(x, name, reason=reason)
+                entry = self._store.pack(x, name=name, exact=reason)
             if entry.treatment.startswith("exact") and not isinstance(entry, _Narrowed):
                 exact_storages.update(storage_ids(x))
             if self.report is None:
@@ -99,17 +102,15 @@ class NoRecomputeBlock(ActivationWrapper):
         return out
 
 
-def why_exact(
-    module: str, *, block: str, rules: Sequence[Rule], attention: str, exempt: Sequence[str]
-) -> str | None:
+def why_exact(config: "FP8AC.Config", rules: Sequence[Rule], block: str, module: str) -> str | None:
     """Why what ``module``, named within ``block``, saves stays exact, or None."""
-    if is_exempt(exempt, block, module):
+    if is_exempt(config.exempt, block, module):
         return "exempt"
     for rule in rules:
         if rule.matches_module(module, block):
             return "as asked" if rule.policy is OpPolicy.SAVE else None
     parts = module.split(".")
-    if "inner_attention" in parts and attention != "save_float8":
+    if "inner_attention" in parts and config.attention != "save_float8":
         return "attention"
     return "routing" if "router" in parts else None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn as nn
@@ -22,6 +22,9 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
 from titan_ext.names import did_you_mean, matches
+
+if TYPE_CHECKING:
+    from titan_ext.activation_checkpoint.policy import FP8AC
 
 INPUT = "input"
 """Stands for the floating-point inputs of the block, instead of an operation's name."""
@@ -316,45 +319,37 @@ class Resolver:
         return rule.policy is not OpPolicy.DISCARD or location not in self._refused_discards
 
 
-def make_plan(
-    block: nn.Module,
-    name: str,
-    *,
-    mode: str,
-    preset: Preset,
-    attention: Attention,
-    user_rules: tuple[Rule, ...],
-    exempt: Sequence[str],
-) -> BlockPlan:
-    """The plan of one block.
+def make_plan(block: nn.Module, name: str, config: "FP8AC.Config") -> BlockPlan:
+    """The plan of one block, for mode "selective" or "full".
 
     Args:
         block: Parallelized over the expert axis already, if it will be.
         name: In the model ("layers.3").
-        mode: "selective" or "full".
+        config: Of the policy.
     """
+    mode, preset = config.mode, config.preset
     stock = SelectiveAC(SelectiveAC.Config())
     # The wrapper is not used, its policy is.
     wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
     contexts = wrapper.checkpoint_fn.keywords["context_fn"]
-    attention_policy = resolve_attention(attention, preset, block)
+    attention = _resolve_attention(config.attention, preset, block)
     float8 = mode == "full" or preset != "stock"
     base = "expensive" if preset in ("speed", "attention") else "stock"
     return BlockPlan(
         name=name,
-        user_rules=user_rules,
-        preset_rules=() if mode == "full" else _preset_rules(preset, attention_policy, block),
+        user_rules=config.rules(),
+        preset_rules=() if mode == "full" else _preset_rules(preset, attention, block),
         base="routing" if mode == "full" else base,
         saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
-        attention=attention_policy if float8 else None,
+        attention=attention if float8 else None,
         input=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
-        exempt=tuple(exempt),
+        exempt=tuple(config.exempt),
         stock_policy=lambda: contexts()[0].policy_fn,
         stock_ops=frozenset(op_name(op) for op in stock.get_save_ops()),
     )
 
 
-def resolve_attention(attention: Attention, preset: Preset, block: nn.Module) -> OpPolicy:
+def _resolve_attention(attention: Attention, preset: Preset, block: nn.Module) -> OpPolicy:
     """Resolve "auto": "save", except for preset "speed", which has no room for that.
 
     "speed" stores multi-head latent attention in float8. It recomputes grouped-query attention,

@@ -15,11 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import (
-    BlockCheckpoint,
-    BlockStore,
-    OpLocator,
-)
+from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, OpLocator, block_store
 from titan_ext.activation_checkpoint.compiled.checkpoint import (
     Decisions,
     none_decisions,
@@ -36,7 +32,6 @@ from titan_ext.activation_checkpoint.no_recompute import NoRecomputeBlock, why_e
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
     Attention,
-    BlockPlan,
     OpPolicy,
     Preset,
     Rule,
@@ -271,8 +266,9 @@ class FP8AC(ActivationCheckpointing):
         ruled = [[m for m in names if rule.matches_module(m, name)] for rule in config.rules()]
         key = f"{config} {exempted} {ruled}"
         if config.mode == "no_recompute":
-            return none_decisions(self._why_exact(name), key=key)
-        plan = self._plan(block, name)
+            is_exact = functools.partial(why_exact, config, config.rules(), name)
+            return none_decisions(is_exact, key=key)
+        plan = make_plan(block, name, config)
         return plan_decisions(plan, self.used_rules, key=f"{key} {plan.attention}")
 
     def take_graph(self, saved: list[Saved]) -> None:
@@ -288,48 +284,27 @@ class FP8AC(ActivationCheckpointing):
         name = f"{self._prefix}{base_fqn or 'block'}"
         self.reporter.blocks[name] = None
         config = self._config
-        store = BlockStore(module, config.codec(), config.fp32)
         locator = OpLocator(module)
         self._locators.append(locator)
+        common: dict[str, Any] = {
+            "name": name,
+            "store": block_store(module, config.codec(), compress_fp32=config.fp32 != "save"),
+            "locator": locator,
+            "on_report": self._take_report,
+        }
         if config.mode == "no_recompute":
-            is_exact = self._why_exact(name)
-            return NoRecomputeBlock(module, name, store, locator, is_exact, self._take_report)
+            is_exact = functools.partial(why_exact, config, config.rules(), name)
+            narrows = config.fp32 == "save"
+            return NoRecomputeBlock(module, is_exact=is_exact, narrows_fp32=narrows, **common)
         options = {
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
         }
+        plan = make_plan(module, name, config)
         checkpoint = BlockCheckpoint(
-            name,
-            self._plan(module, name),
-            store,
-            locator,
-            options,
-            self.used_rules,
-            self._take_report,
+            plan=plan, options=options, used_rules=self.used_rules, **common
         )
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
-
-    def _plan(self, block: nn.Module, name: str) -> BlockPlan:
-        config = self._config
-        return make_plan(
-            block,
-            name,
-            mode=config.mode,
-            preset=config.preset,
-            attention=config.attention,
-            user_rules=config.rules(),
-            exempt=config.exempt,
-        )
-
-    def _why_exact(self, block: str) -> Callable[[str], str | None]:
-        config = self._config
-        return functools.partial(
-            why_exact,
-            block=block,
-            rules=config.rules(),
-            attention=config.attention,
-            exempt=config.exempt,
-        )
 
     def _take_report(self, report: BlockMemoryReport) -> None:
         config = self._config
@@ -341,7 +316,7 @@ class FP8AC(ActivationCheckpointing):
                     f"{KEY}.op_policies: {pattern!r} has no effect in these blocks: no operation "
                     "matches it, or an earlier pattern decides."
                 )
-        self.reporter.check_blocks()
+        self.reporter.check(self.reporter.report.rows())
 
     def _wants_float8(self) -> bool:
         config = self._config

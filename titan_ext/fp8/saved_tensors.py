@@ -207,8 +207,11 @@ class SavedTensorStore:
         return StoreMemoryReport(self._entries)
 
     @torch.no_grad()
-    def pack(self, x: torch.Tensor, *, name: str = "") -> "_Entry":
-        """Store ``x``. Only the result keeps it stored; pass it to ``unpack``."""
+    def pack(self, x: torch.Tensor, *, name: str = "", exact: str | None = None) -> "_Entry":
+        """Store ``x``. Only the result keeps it stored; pass it to ``unpack``.
+
+        ``exact`` says why it must stay exact, where the caller knows; else the policy is asked.
+        """
         if isinstance(x, AsyncCollectiveTensor):
             x = local_tensor(x)
         if x.layout is not torch.strided:  # no storage to go by
@@ -216,7 +219,7 @@ class SavedTensorStore:
         key = _key(x)
         entry = self._by_key.get(key)
         if entry is None:
-            entry = self._store(x)
+            entry = self._store(x, exact)
             entry.name = name
             entry.original = storages_of(x)
             entry.weak_storages = [StorageWeakRef(t.untyped_storage()) for t in plain_tensors(x)]
@@ -233,7 +236,7 @@ class SavedTensorStore:
         """
         return entry.restore()
 
-    def _store(self, x: torch.Tensor) -> "_Entry":
+    def _store(self, x: torch.Tensor, exact: str | None) -> "_Entry":
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
             return _Kept(x, "passed through: parameter", owns_bytes=False)
         if self._is_module_state(x):
@@ -248,7 +251,7 @@ class SavedTensorStore:
         if local.dtype not in SUPPORTED_DTYPES:
             return _Kept(x, f"exact: {str(local.dtype).removeprefix('torch.')}")
         dense, undo = _as_in_memory(local)
-        if why := self._policy(dense):
+        if why := exact or self._policy(dense):
             return _Kept(x, f"exact: {why}")
         if self.codec.nbytes(dense.shape) >= local.untyped_storage().nbytes():
             return _Kept(x, "exact: would not shrink")
