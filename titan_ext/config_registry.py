@@ -68,10 +68,7 @@ def find_config(name: str) -> Path | str:
     """The TOML file that ``name`` means, or ``name`` itself if it is one of ``titan_configs``.
 
     A shipped file is found by its name. Where Titan has a config function of that name, the
-    function comes first, and ``NAME.toml`` is the file.
-
-    Raises:
-        ValueError: if it is neither, with the nearest valid name.
+    function comes first, and ``NAME.toml`` is the file. Raises ValueError if it is neither.
     """
     if name.endswith(".toml"):
         shipped = shipped_configs().get(name.removesuffix(".toml"))

@@ -81,12 +81,9 @@ class HuggingFaceExport(RunCheck):
     def before_start(self, config: Trainer.Config) -> None:
         """Convert the names of the model to Hugging Face's and back, on the meta device.
 
+        Raises ValueError if the model has no adapter, or one that does not know, or skips, a parameter.
         Warns of buffers that the export leaves out (a router's load-balancing bias, which some
         architectures lack there).
-
-        Raises:
-            ValueError: if the model has no adapter, or one that does not know, or skips, a
-                parameter.
         """
         key = _asked_by(config)
         if not key:
@@ -121,8 +118,7 @@ class HuggingFaceExport(RunCheck):
     def around_run(self, trainer: Trainer) -> Iterator[None]:
         """Convert the sharded weights as Titan will do after the last step, without copies.
 
-        Raises:
-            ValueError: if the adapter cannot convert this layout.
+        Raises ValueError if the adapter cannot convert this layout.
         """
         if key := _asked_by(trainer.config):
             checkpointer: Any = trainer.checkpointer

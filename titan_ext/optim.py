@@ -147,15 +147,10 @@ def _layout(name: str, param: nn.Parameter) -> ComputeLayout:
 
 
 def resolve_groups(names: Iterable[str], groups: Sequence[ParamGroupConfig]) -> list[list[str]]:
-    """Which group takes which parameter: the first whose pattern matches.
+    """The canonical names that each of ``groups`` takes: those whose first matching pattern it has.
 
-    Args:
-        names: Names of trainable parameters; wrapper segments in them are ignored.
-        groups: As in ``optimizer.param_groups``.
-
-    Returns:
-        The canonical names that each group takes, in the order of ``names``. A name that no pattern
-        matches is in none.
+    ``names`` are of trainable parameters; wrapper segments in them are ignored. A name that no pattern
+    matches is in no group.
     """
     patterns = [re.compile(group.pattern) for group in groups]
     taken: list[list[str]] = [[] for _ in groups]
@@ -171,12 +166,10 @@ def check_param_groups(
     model_config: BaseModel.Config,
     parallelism: ParallelismConfig,
 ) -> None:
-    """Check ``optimizer.param_groups`` against the model that is to be trained.
+    """Raise ValueError for a wrong key of ``optimizer.param_groups``, or what DistMuon cannot take.
 
-    Raises:
-        ValueError: naming the key, for a pattern that is no regular expression or takes no
-            parameter, a parameter that no group takes, an unknown optimizer, a key that the
-            optimizer does not have, or what DistMuon cannot take.
+    Wrong is a pattern that is no regular expression or takes no parameter of the model, a parameter
+    that no group takes, an unknown optimizer, or a key that the optimizer does not have.
     """
     for index, group in enumerate(config.param_groups):
         _check_group(f"optimizer.param_groups.{index}", group)

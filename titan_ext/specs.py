@@ -64,11 +64,7 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
-    """Refuse what Titan's own parallelize function refuses for the model called ``name``.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Raise ValueError for what Titan's own parallelize function refuses for the model ``name``."""
     if name in _NO_CONTEXT_PARALLEL and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"parallelism.context_parallel_degree is {parallelism.context_parallel_degree}; "

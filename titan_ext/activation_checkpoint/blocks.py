@@ -52,9 +52,6 @@ class OpLocator:
     A dispatch mode sees only ``aten.mm`` and two tensors. Hooks on the modules of the block tell
     the module, the storage of the operands tells the parameter.
 
-    Args:
-        block: Its modules get a hook before and one after their forward.
-
     Attributes:
         left: The modules that have returned in this forward, in order.
     """
@@ -82,7 +79,6 @@ class OpLocator:
                 ]
 
     def remove(self) -> None:
-        """Take the hooks off the modules."""
         for handle in self._handles:
             handle.remove()
 

@@ -99,8 +99,7 @@ class Discarded:
     def finish(self) -> None:
         """End of the forward: free the value, unless something reads it.
 
-        Raises:
-            RuntimeError: if something reads it and it has been modified in place.
+        Raises RuntimeError if something does and it has been modified in place.
         """
         if not self.reader:
             self.treatment = "discarded"

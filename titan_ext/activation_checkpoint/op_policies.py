@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Policies for the outputs of each operation of a block, and the rules that choose them.
 
-A ``Resolver`` chooses the policy of each operation of a block. The user's rules come first, then
-the preset's; the first that matches decides. If none matches, the plan saves what stock selective
-checkpointing saves, or what is expensive. Eager and compiled code ask the same resolver. Nothing
-here touches autograd.
+The user's rules come first, then the preset's; the first that matches decides. If none matches, the
+plan saves what stock selective checkpointing saves, or what is expensive. Eager and compiled code
+ask the same ``Resolver``. Nothing here touches autograd.
 """
 
 import functools
@@ -127,8 +126,7 @@ def parse_rules(rules: Mapping[str, str], key: str = "op_policies") -> tuple[Rul
         key: The table's name in messages.
 
     Raises:
-        ValueError: for a malformed pattern, an unknown policy or operation, or inputs that would
-            not be kept.
+        ValueError: for a malformed pattern, or a policy, operation or input that there cannot be.
     """
     return tuple(_parse(pattern, policy, key) for pattern, policy in rules.items())
 
@@ -263,10 +261,8 @@ class _Candidates(NamedTuple):
 class Resolver:
     """Decides for one forward of a block. Ask in the order of its operations: some rules count.
 
-    Args:
-        plan: Of the block.
-        used_rules: Collects the user's rules that decided an operation.
-        refused_discards: Where a preset must not discard, because something reads the output.
+    ``used_rules`` collects the user's rules that decided an operation. At ``refused_discards`` a preset
+    must not discard, because something reads the output.
     """
 
     def __init__(
@@ -282,7 +278,6 @@ class Resolver:
         self._matches: dict[Rule, int] = {}
 
     def resolve_input(self) -> OpPolicy:
-        """For the inputs of the block."""
         return self._decide(OpLocation("", INPUT), self._plan.input)
 
     def resolve(
@@ -320,12 +315,9 @@ class Resolver:
 
 
 def make_plan(block: nn.Module, name: str, config: "FP8AC.Config") -> BlockPlan:
-    """The plan of one block, for mode "selective" or "full".
+    """The plan of one block called ``name`` in the model, for mode "selective" or "full".
 
-    Args:
-        block: Parallelized over the expert axis already, if it will be.
-        name: In the model ("layers.3").
-        config: Of the policy.
+    Expert parallelism has been applied to ``block``, if it will be.
     """
     mode, preset = config.mode, config.preset
     stock = SelectiveAC(SelectiveAC.Config())

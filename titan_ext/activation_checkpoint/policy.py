@@ -169,11 +169,7 @@ class FP8AC(ActivationCheckpointing):
             return parse_rules(self.op_policies, f"{KEY}.op_policies")
 
         def check_compiled(self) -> None:
-            """Refuse what compiled code cannot do.
-
-            Raises:
-                ValueError: naming the key.
-            """
+            """Raise ValueError for a key that asks for what compiled code cannot do."""
             if self.fp32 != "save":
                 raise ValueError(
                     f'{KEY}.fp32 is {self.fp32!r}; expected "save" under torch.compile, which '
@@ -187,11 +183,7 @@ class FP8AC(ActivationCheckpointing):
                 )
 
         def check_exempt(self, blocks: int) -> None:
-            """Refuse a policy that asks for float8 and exempts every one of a model's blocks.
-
-            Raises:
-                ValueError: naming the key.
-            """
+            """Raise ValueError if the policy asks for float8 and exempts every block of a model."""
             names = [f"layers.{index}" for index in range(blocks)]
             if self.wants_float8() and all(is_exempt(self.exempt, name, "") for name in names):
                 raise ValueError(
@@ -219,11 +211,7 @@ class FP8AC(ActivationCheckpointing):
         return self.reporter.report
 
     def apply(self, model: nn.Module) -> None:
-        """Wrap every transformer block of ``model``, in place: the decoder first, then any towers.
-
-        Raises:
-            ValueError: if a name in ``op_policies`` or ``exempt`` is of no module.
-        """
+        """Wrap every transformer block of ``model``, in place: the decoder first, then any towers."""
         if not self._is_prepared:
             self.prepare(model)
         elif self.reporter.blocks or self.reporter.is_compiled:
@@ -231,11 +219,7 @@ class FP8AC(ActivationCheckpointing):
         super().apply(model)
 
     def prepare(self, model: nn.Module) -> None:
-        """Check the names of ``config`` against the blocks of ``model``.
-
-        Raises:
-            ValueError: if a name in ``op_policies`` or ``exempt`` is of no module.
-        """
+        """Raise ValueError if a name in ``op_policies`` or ``exempt`` is of no module of ``model``."""
         config = self._config
         self._is_prepared = True
         early = [isinstance(module, EarlyScoreRoutedExperts) for module in model.modules()]
@@ -252,11 +236,7 @@ class FP8AC(ActivationCheckpointing):
         return self._config.codec()
 
     def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
-        """The policies for a block that is compiled (see ``activation_checkpoint.units``).
-
-        Raises:
-            ValueError: for what compiled code cannot do.
-        """
+        """The policies for a block that is compiled (see ``activation_checkpoint.units``)."""
         config = self._config
         config.check_compiled()
         self.reporter.is_compiled = True
@@ -327,14 +307,10 @@ class FP8AC(ActivationCheckpointing):
 
 
 def _check_names(config: FP8AC.Config, model: nn.Module) -> None:
-    """Refuse names of modules that the blocks of a model do not have.
+    """Raise ValueError for names of modules that the blocks of a model do not have.
 
-    Args:
-        model: The decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a dense
-            stage has no ``moe``) may be in another stage.
-
-    Raises:
-        ValueError: with the nearest name.
+    ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a dense
+    stage has no ``moe``) may be in another stage.
     """
     layers = model.get_submodule("layers")
     inside = {name for block in layers.children() for name, _ in block.named_modules()} - {""}
@@ -373,9 +349,6 @@ def enable_fp8_activation_checkpointing(
 
     Returns:
         The policy; its ``memory_report`` says what was stored.
-
-    Raises:
-        ValueError: for a name that no module has.
     """
     policy = FP8AC(config or FP8AC.Config(), dump_folder)
     policy.apply(model)
@@ -394,8 +367,7 @@ def measure_block(
     The block stays as it was; gradients accumulate in its parameters and inputs.
 
     Args:
-        block: A transformer block.
-        args, kwargs: Its inputs.
+        block: A transformer block; ``args`` and ``kwargs`` are its inputs.
         config: The policy.
         loss: From the output of the block to a scalar; the sum if None.
     """

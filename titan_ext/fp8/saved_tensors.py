@@ -231,8 +231,7 @@ class SavedTensorStore:
     def unpack(self, entry: "_Entry") -> torch.Tensor:
         """The packed tensor, or its float8 approximation with the same shape and dtype.
 
-        Raises:
-            RuntimeError: if it is kept by reference and was modified in place.
+        Raises RuntimeError if it is kept by reference and was modified in place.
         """
         return entry.restore()
 
