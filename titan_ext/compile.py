@@ -44,8 +44,8 @@ def compile_units(
     """Compile the blocks of ``model``, or the modules of ``units`` that split them, in place.
 
     Multi-token-prediction blocks stay eager, as in stock Titan. Activation checkpointing has been
-    applied; ``float8`` is the policy, if it stores in float8. Raises ValueError if the compiler backend
-    cannot do that.
+    applied; ``float8`` is the policy, if it stores in float8. Raises ValueError if the compiler
+    backend cannot do that.
     """
     float8_arguments = None
     if float8 is not None:

@@ -206,7 +206,8 @@ def check_parallelism(
 def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfig) -> None:
     """Raise ValueError for names in our keys that are not in the model.
 
-    Also for a unit of another ``fsdp_wrap``. Builds the model on the meta device, if there are names.
+    Also for a unit of another ``fsdp_wrap``. Builds the model on the meta device, if there are
+    names.
     """
     settings = FSDPSettings.from_config(parallelism)
     quantizes = settings.quantize_frozen is not None

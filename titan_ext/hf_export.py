@@ -81,9 +81,9 @@ class HuggingFaceExport(RunCheck):
     def before_start(self, config: Trainer.Config) -> None:
         """Convert the names of the model to Hugging Face's and back, on the meta device.
 
-        Raises ValueError if the model has no adapter, or one that does not know, or skips, a parameter.
-        Warns of buffers that the export leaves out (a router's load-balancing bias, which some
-        architectures lack there).
+        Raises ValueError if the model has no adapter, or one that does not know, or skips, a
+        parameter. Warns of buffers that the export leaves out (a router's load-balancing bias,
+        which some architectures lack there).
         """
         key = _asked_by(config)
         if not key:

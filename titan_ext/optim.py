@@ -149,8 +149,8 @@ def _layout(name: str, param: nn.Parameter) -> ComputeLayout:
 def resolve_groups(names: Iterable[str], groups: Sequence[ParamGroupConfig]) -> list[list[str]]:
     """The canonical names that each of ``groups`` takes: those whose first matching pattern it has.
 
-    ``names`` are of trainable parameters; wrapper segments in them are ignored. A name that no pattern
-    matches is in no group.
+    ``names`` are of trainable parameters; wrapper segments in them are ignored. A name that no
+    pattern matches is in no group.
     """
     patterns = [re.compile(group.pattern) for group in groups]
     taken: list[list[str]] = [[] for _ in groups]

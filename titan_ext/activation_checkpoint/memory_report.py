@@ -271,7 +271,9 @@ def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:
 
 
 def log_memory_report(trainer: Any) -> None:
-    """Add the report to the metrics of Titan's ``trainer``, if its policy is ours; ``check`` graphs."""
+    """Add the report to the metrics of Titan's ``trainer``, if its policy is ours; ``check``
+    graphs.
+    """
     parts = [part for part in trainer.model_parts if part in _REPORTERS]
     for part in parts:
         _REPORTERS[part].check_graphs()

@@ -261,8 +261,8 @@ class _Candidates(NamedTuple):
 class Resolver:
     """Decides for one forward of a block. Ask in the order of its operations: some rules count.
 
-    ``used_rules`` collects the user's rules that decided an operation. At ``refused_discards`` a preset
-    must not discard, because something reads the output.
+    ``used_rules`` collects the user's rules that decided an operation. At ``refused_discards`` a
+    preset must not discard, because something reads the output.
     """
 
     def __init__(

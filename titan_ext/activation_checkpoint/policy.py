@@ -309,8 +309,8 @@ class FP8AC(ActivationCheckpointing):
 def _check_names(config: FP8AC.Config, model: nn.Module) -> None:
     """Raise ValueError for names of modules that the blocks of a model do not have.
 
-    ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a dense
-    stage has no ``moe``) may be in another stage.
+    ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a
+    dense stage has no ``moe``) may be in another stage.
     """
     layers = model.get_submodule("layers")
     inside = {name for block in layers.children() for name, _ in block.named_modules()} - {""}

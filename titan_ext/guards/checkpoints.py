@@ -206,8 +206,8 @@ def _is_intact(stored: bytes, length: int) -> bool:
 def check_resume(trainer: Trainer) -> None:
     """Raise ValueError if the checkpoint that ``trainer`` is about to load lacks what it needs.
 
-    States may be missing, tensors of the model may be missing or have other shapes, or another number
-    of data-parallel ranks may have saved the data position.
+    States may be missing, tensors of the model may be missing or have other shapes, or another
+    number of data-parallel ranks may have saved the data position.
     """
     if (found := checkpoint_to_load(trainer.config)) is None:
         return

@@ -155,8 +155,8 @@ def _policy(
 class TracedOpLocator:
     """Names the operations of a block, or of a part of one, while it is traced.
 
-    ``modules`` are traced, by name in the block ("" is the block itself); ``root`` is the one that has
-    the operations that are in no other module.
+    ``modules`` are traced, by name in the block ("" is the block itself); ``root`` is the one that
+    has the operations that are in no other module.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], root: str) -> None:
