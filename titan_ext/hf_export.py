@@ -4,12 +4,12 @@
 The adapters of TorchTitan 0.3 split stacked experts along the shard axes of their mesh and fail on
 an axis that replicates ("'Replicate' object has no attribute 'dim'"). ``for_replicated_weights``
 hands them each weight without its replicating axes, and gives the result the model's layout. LoRA
-weights, which no Hugging Face model has, are skipped (some adapters fail on their names), so that
-base weights load under them; ``titan_ext.peft`` exports them.
+weights, which no Hugging Face model has, are skipped, so that base weights load under them;
+``titan_ext.peft`` exports them.
 
-Titan converts names and layouts after the last step. A name that its adapter does not know, or a
-layout that it cannot split into experts, ends a run of weeks without the export; a weight that the
-adapter skips is silently missing. ``HuggingFaceExport`` tries the same conversions first.
+Titan converts after the last step. A name that its adapter does not know, or a layout that it
+cannot split into experts, ends a run of weeks without the export; a weight that the adapter skips
+is silently missing. ``HuggingFaceExport`` tries the same conversions first.
 """
 
 import contextlib

@@ -109,15 +109,11 @@ def _without_implementation(group: ParamGroupConfig) -> ParamGroupConfig:
 
 
 def _muon_arguments(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """The arguments of ``build_dist_muon`` besides the parameters, for matrices and experts.
+    """The arguments of ``build_dist_muon`` besides ``parameters``, for matrices and experts.
 
-    Args:
-        parameters: Parameters for DistMuon, of every model part of this rank, by canonical name:
-            DTensors ``[rows, columns]`` or ``[experts, rows, columns]``.
-
-    Returns:
-        ``compute_sharding_by_fqn`` and ``bucket_configs``: one bucket a layer for its matrices, and
-        one for its experts, which have other ranks to talk to.
+    ``parameters`` are of every model part of this rank, by canonical name: DTensors ``[rows,
+    columns]`` or ``[experts, rows, columns]``. A layer has one bucket for its matrices, and one for
+    its experts, which have other ranks to talk to.
     """
     buckets = defaultdict(list)
     for name, param in parameters.items():

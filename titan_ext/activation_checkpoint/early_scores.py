@@ -3,9 +3,8 @@
 
 Titan multiplies the routed experts' outputs by their scores. The gradient of a score then needs
 that output, the largest tensor of a block that is expensive to recompute. The last GEMM is linear
-in each token, so multiplying its input by the score gives the same result but for rounding.
-Backward then reads that input, which is cheap, and the output can be discarded. The last bits
-change, so this is off by default.
+in each token, so multiplying its input by the score gives the same result but for rounding. The
+output can then be discarded. The last bits change, so this is off by default.
 """
 
 from dataclasses import dataclass

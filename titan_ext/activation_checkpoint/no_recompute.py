@@ -3,8 +3,7 @@
 
 Some fp32 tensors are copies of bf16 values, and we keep them as bf16, without loss: Titan
 multiplies the routed experts' outputs by their scores in fp32, and autograd saves the fp32 copy. A
-dispatch mode notes such copies during the forward. It compares no values, so it never waits for a
-device.
+dispatch mode notes such copies during the forward; it compares no values.
 
 A copy may have changed unnoticed: a kernel that writes to its address leaves no trace. So we trust
 a copy only if one function of Titan's or ours makes it and has it saved, with no other module in
@@ -31,8 +30,8 @@ from titan_ext.activation_checkpoint.blocks import (
 )
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, Rule, is_exempt, op_name
-from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids
-from titan_ext.fp8.saved_tensors import SavedTensorStore, storages_of
+from titan_ext.fp8.local import is_plain, parts_in, storage_ids
+from titan_ext.fp8.saved_tensors import SavedTensorStore, StoredEntry, storages_of
 
 if TYPE_CHECKING:
     from titan_ext.activation_checkpoint.policy import FP8AC
@@ -82,11 +81,11 @@ class NoRecomputeBlock(ActivationWrapper):
                 reason = STATISTIC
             name = module or "(block)"
             narrow = values.source_dtype(x) if self._narrows_fp32 else None
-            entry: Any
-            if narrow is not None:
-                entry = _Narrowed(x, narrow, name)
-            else:
-                entry = self._store.pack(x, name=name, exact=reason)
+            entry = (
+                _Narrowed(x, narrow, name)
+                if narrow is not None
+                else self._store.pack(x, name=name, exact=reason)
+            )
             if entry.treatment.startswith("exact") and not isinstance(entry, _Narrowed):
                 exact_storages.update(storage_ids(x))
             if self.report is None:
@@ -136,9 +135,7 @@ class _SavedValues(TorchDispatchMode):
 
     def is_statistic(self, x: torch.Tensor) -> bool:
         """Whether ``x`` is a statistic of attention, such as its log-sum-exp."""
-        if not self._statistics:
-            return False
-        return any(storage in self._statistics for storage in storage_ids(x))
+        return bool(self._statistics) and not self._statistics.keys().isdisjoint(storage_ids(x))
 
     def source_dtype(self, x: torch.Tensor) -> torch.dtype | None:
         """The narrower dtype of ``x`` if it surely is an unchanged copy.
@@ -154,10 +151,9 @@ class _SavedValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for x in attention_statistics(self._locator.module, op_name(func), out):
-            for part in plain_tensors(x):
-                storage = part.untyped_storage()
-                self._statistics[storage._cdata] = StorageWeakRef(storage)
+        for part in parts_in(attention_statistics(self._locator.module, op_name(func), out)):
+            storage = part.untyped_storage()
+            self._statistics[storage._cdata] = StorageWeakRef(storage)
         if (
             func is torch.ops.aten._to_copy.default
             and is_plain(out)
@@ -176,10 +172,8 @@ class _SavedValues(TorchDispatchMode):
         return code and (code, self._locator.module, len(self._locator.left))
 
 
-class _Narrowed:
-    """A ``StoredEntry`` of an fp32 tensor, kept in the dtype that it was copied from."""
-
-    owns_bytes = True
+class _Narrowed(StoredEntry):
+    """An fp32 tensor, kept in the dtype that it was copied from."""
 
     def __init__(self, x: torch.Tensor, dtype: torch.dtype, name: str) -> None:
         self.name = name

@@ -168,12 +168,10 @@ class BlockPlan:
         preset_rules: Come next; an unsound "discard" is skipped.
         base: What to save where no rule matches: "stock" (what stock selective saves), "expensive"
             (GEMMs, attention, exchanges) or "routing" (only what fixes the routing).
-        saved: The policy for what the base saves.
+        saved: The policy for what the base saves; ``input``: for the inputs of the block.
         attention: For the attention operation itself; None leaves it to the base.
-        input: For the inputs of the block.
         exempt: Globs for modules that use no float8.
-        stock_policy: Makes Titan's policy for one forward.
-        stock_ops: Names of the operations that stock selective may save.
+        stock_policy: Makes Titan's policy for one forward; it may save ``stock_ops``.
     """
 
     name: str
@@ -214,9 +212,8 @@ class BlockPlan:
         return op in self.stock_ops or op in _GROUPED or op == _CPU_ATTENTION
 
     def may_save(self, func: Any) -> bool:
-        """False for an operation that is always recomputed, as most are.
-
-        Ignores copies to the host, which are saved (``is_copy_to_host``).
+        """False for an operation that is always recomputed, as most are; but see
+        ``is_copy_to_host``.
         """
         known = self._by_op.get(id(func))  # operations are never freed, and slow to hash
         if known is None:

@@ -211,7 +211,7 @@ class FP8AC(ActivationCheckpointing):
         return self.reporter.report
 
     def apply(self, model: nn.Module) -> None:
-        """Wrap every transformer block of ``model``, in place: the decoder first, then any towers."""
+        """Wrap every transformer block of ``model``, in place: the decoder first, then towers."""
         if not self._is_prepared:
             self.prepare(model)
         elif self.reporter.blocks or self.reporter.is_compiled:
@@ -219,7 +219,7 @@ class FP8AC(ActivationCheckpointing):
         super().apply(model)
 
     def prepare(self, model: nn.Module) -> None:
-        """Raise ValueError if a name in ``op_policies`` or ``exempt`` is of no module of ``model``."""
+        """Raise ValueError if a name in ``op_policies`` or ``exempt`` is not in ``model``."""
         config = self._config
         self._is_prepared = True
         early = [isinstance(module, EarlyScoreRoutedExperts) for module in model.modules()]

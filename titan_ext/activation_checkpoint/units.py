@@ -6,10 +6,9 @@ itself. A checkpoint around the block would see compiled code instead of matrix 
 save nothing, and so turn selective checkpointing into full. So the checkpoint goes *inside* what is
 compiled, where the compiler asks its policy about every operation.
 
-A checkpoint saves its inputs. A unit is a chain, norm -> attention (-> norm), and would save the
-inputs of each link. So its main module runs the whole chain as one compiled function, and the other
-modules return their inputs. No module is added or moved: parameters keep their names, FSDP its
-hooks, and the block its forward.
+A checkpoint saves its inputs, and a unit is a chain: norm -> attention (-> norm). So its main
+module runs the whole chain as one compiled function, and the other modules return their inputs. No
+module is added or moved: parameters keep their names, FSDP its hooks, and the block its forward.
 
 Titan's load balancing halves the token counts of blocks wrapped in a checkpoint, because an eager
 recompute counts again. Compiled code does not count again, and these blocks are not wrapped.
@@ -34,8 +33,6 @@ class Part:
     """What is compiled by itself: a block, or the modules of a sub-module unit.
 
     Attributes:
-        block: The block.
-        block_name: Its name in the model.
         modules: By name in the block, in the order in which they run; the block itself is "".
         child: The name in the block of the module that runs them all.
     """

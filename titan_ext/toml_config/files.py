@@ -196,12 +196,9 @@ def _no_name(extends: str, folder: Path) -> str:
         what = "is no TOML file" if path.is_file() else "no such file"
         return f'"{extends}": {what}; expected "MODULE.FUNCTION" or "FILE.toml".'
     if ":" in extends:
-        return f'expected "MODULE.FUNCTION", got "{extends}"; did you mean {_dotted(extends)}?'
+        dotted = re.sub(":+", ".", extends)
+        return f'expected "MODULE.FUNCTION", got "{extends}"; did you mean {dotted}?'
     return ""
-
-
-def _dotted(name: str) -> str:
-    return re.sub(":+", ".", name)
 
 
 def _missing_extends(table: dict[str, Any]) -> str:

@@ -17,7 +17,6 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback as fx_traceback
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -36,7 +35,7 @@ from titan_ext.activation_checkpoint.op_policies import (
     op_name,
 )
 from titan_ext.fp8 import Codec
-from titan_ext.fp8.local import plain_tensors
+from titan_ext.fp8.local import parts_in, plain_tensors
 
 Decide = Callable[[OpLocation, Any, Any, tuple[Any, ...], dict[str, Any], Any], OpPolicy]
 """Policy of a call, from its location, torch's context, the operation, arguments and result."""
@@ -209,9 +208,7 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _storages(values: Any) -> Iterator[int]:
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, torch.Tensor):
-            for part in plain_tensors(leaf):
-                if isinstance(part, FunctionalTensor):
-                    part = torch._from_functional_tensor(part.elem)
-                yield part.untyped_storage()._cdata
+    for part in parts_in(values):
+        if isinstance(part, FunctionalTensor):
+            part = torch._from_functional_tensor(part.elem)
+        yield part.untyped_storage()._cdata
