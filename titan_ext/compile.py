@@ -16,10 +16,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
-from titan_ext.activation_checkpoint.compiled.partition import (
-    Float8Partitioner,
-    compile_arguments,
-)
+from titan_ext.activation_checkpoint.compiled.partition import Float8Partitioner, compile_arguments
 from titan_ext.activation_checkpoint.units import passes_through
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, splits_blocks, vision_modules
 

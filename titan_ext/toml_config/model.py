@@ -22,13 +22,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext.specs import REFUSED_MODELS, extend_model_spec
 from titan_ext.toml_config.convert import Given, convert, values_of
-from titan_ext.toml_config.files import (
-    KeyLocation,
-    import_first,
-    import_problem,
-    nearest,
-    to_toml,
-)
+from titan_ext.toml_config.files import KeyLocation, import_first, import_problem, nearest, to_toml
 from titan_ext.toml_config.legacy import legacy_advice
 from titan_ext.trainer import extended_class, extended_sections
 
