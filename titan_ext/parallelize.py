@@ -41,15 +41,12 @@ def parallelize(
     ``parallelize_fn`` with, and works for every decoder (``torchtitan.models.common.decoder``).
 
     Args:
-        model: The decoder on the meta device.
+        model: The decoder on the meta device; it is returned.
         parallelism: Titan's section, or ours with ``fsdp_wrap``.
         ac_config: An activation checkpointing policy, or None.
         skip_dp: Stop before FSDP; Titan's inference callers pass it.
         ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
             synchronises (docs/lora.md).
-
-    Returns:
-        ``model``.
 
     Raises:
         ValueError: for a configuration that titan_ext does not serve, or a module that FSDP1 wraps.

@@ -127,8 +127,6 @@ def estimate(units: Sequence[UnitPlan], order: StepOrder, job: Job, machine: Mac
         units: FSDP's plan for each unit, in forward order.
         order: As for ``predict``; ``reduce_scatter_buffers > 1`` means a process group of their own
             for reduce-scatters.
-        job: The computation.
-        machine: Where.
 
     Raises:
         ValueError: for a unit whose order is not known (``predict``).
