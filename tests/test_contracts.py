@@ -358,7 +358,7 @@ def test_torch_traces_with_module_ids_and_one_fake_tensor_for_a_parameter():
 
 
 def test_titan_policies_wrap_a_module_in_a_checkpoint_function():
-    """activation_checkpoint.units puts the function of Titan's wrapper inside compiled modules."""
+    """titan_ext.compile puts the function of Titan's wrapper inside compiled modules."""
     assert _parameters(SelectiveAC._wrap_block) == ["self", "module", "base_fqn"]
     module = torch.nn.Linear(4, 4)
     config = SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])

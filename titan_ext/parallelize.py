@@ -11,8 +11,7 @@ from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
-from titan_ext.activation_checkpoint.units import apply_activation_checkpointing
-from titan_ext.compile import compile_units, compiles_model
+from titan_ext.compile import apply_activation_checkpointing, compile_units, compiles_model
 from titan_ext.configs import check_parallelism
 from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.settings import FSDPSettings

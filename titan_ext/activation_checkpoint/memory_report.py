@@ -75,15 +75,6 @@ class BlockMemoryReport:
         return sum(row.nbytes for row in self.stored)
 
     @property
-    def float8_nbytes(self) -> int:
-        """Those of them in float8, with scales."""
-        return sum(row.nbytes for row in self.stored if row.treatment.startswith("float8"))
-
-    @property
-    def float8_tensors(self) -> int:
-        return sum(row.entries for row in self.stored if row.treatment.startswith("float8"))
-
-    @property
     def flops(self) -> int:
         """Of the forward."""
         return sum(row.flops for row in self.ops)

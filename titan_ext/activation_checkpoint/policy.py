@@ -236,7 +236,7 @@ class FP8AC(ActivationCheckpointing):
         return self._config.codec()
 
     def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
-        """The policies for a block that is compiled (see ``activation_checkpoint.units``)."""
+        """The policies for a block that is compiled (see ``titan_ext.compile``)."""
         config = self._config
         config.check_compiled()
         self.reporter.is_compiled = True
