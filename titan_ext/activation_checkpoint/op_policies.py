@@ -170,6 +170,7 @@ class BlockPlan:
             (GEMMs, attention, exchanges) or "routing" (only what fixes the routing).
         saved: The policy for what the base saves; ``input``: for the inputs of the block.
         attention: For the attention operation itself; None leaves it to the base.
+        saves_all_to_all: Whether what an exchange of tokens delivers may be saved.
         exempt: Globs for modules that use no float8.
         stock_policy: Makes Titan's policy for one forward; it may save ``stock_ops``.
     """
@@ -181,6 +182,7 @@ class BlockPlan:
     saved: OpPolicy
     attention: OpPolicy | None
     input: OpPolicy
+    saves_all_to_all: bool
     exempt: tuple[str, ...]
     stock_policy: Callable[[], StockPolicy]
     stock_ops: frozenset[str]
@@ -197,8 +199,9 @@ class BlockPlan:
         """The policy where no rule matches."""
         if location.op == "aten.topk":
             return OpPolicy.SAVE
-        if self.base == "routing":
-            counts = _is_exchange(location.op) and not out.is_floating_point()
+        is_exchange = _is_exchange(location.op)
+        if self.base == "routing" or (is_exchange and not self.saves_all_to_all):
+            counts = is_exchange and not out.is_floating_point()
             return OpPolicy.SAVE if counts else OpPolicy.RECOMPUTE
         saves = stock_saves if self.base == "stock" else self.is_expensive(location.op)
         if self.attention is not None and "inner_attention" in location.module.split("."):
@@ -311,10 +314,13 @@ class Resolver:
         return rule.policy is not OpPolicy.DISCARD or location not in self._refused_discards
 
 
-def make_plan(block: nn.Module, name: str, config: "FP8AC.Config") -> BlockPlan:
+def make_plan(
+    block: nn.Module, name: str, config: "FP8AC.Config", *, saves_all_to_all: bool = True
+) -> BlockPlan:
     """The plan of one block called ``name`` in the model, for mode "selective" or "full".
 
-    Expert parallelism has been applied to ``block``, if it will be.
+    Expert parallelism has been applied to ``block``, if it will be. ``saves_all_to_all`` says
+    whether to save what an exchange of tokens delivers, and not only the counts of it.
     """
     mode, preset = config.mode, config.preset
     stock = SelectiveAC(SelectiveAC.Config())
@@ -324,14 +330,16 @@ def make_plan(block: nn.Module, name: str, config: "FP8AC.Config") -> BlockPlan:
     attention = _resolve_attention(config.attention, preset, block)
     float8 = mode == "full" or preset != "stock"
     base = "expensive" if preset in ("speed", "attention") else "stock"
+    preset_rules = _preset_rules(preset, attention, block, saves_all_to_all)
     return BlockPlan(
         name=name,
         user_rules=config.rules(),
-        preset_rules=() if mode == "full" else _preset_rules(preset, attention, block),
+        preset_rules=() if mode == "full" else preset_rules,
         base="routing" if mode == "full" else base,
         saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
         attention=attention if float8 else None,
         input=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
+        saves_all_to_all=saves_all_to_all,
         exempt=tuple(config.exempt),
         stock_policy=lambda: contexts()[0].policy_fn,
         stock_ops=frozenset(op_name(op) for op in stock.get_save_ops()),
@@ -357,14 +365,16 @@ def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
     return any(matches(join(block, module), pattern) for pattern in exempt)
 
 
-def _preset_rules(preset: Preset, attention: OpPolicy, block: nn.Module) -> tuple[Rule, ...]:
+def _preset_rules(
+    preset: Preset, attention: OpPolicy, block: nn.Module, saves_all_to_all: bool
+) -> tuple[Rule, ...]:
     if preset == "stock":
         return ()
     # Backward does not read these results: they are only added. The routed experts' is read by the
-    # gradient of the routing scores, unless the exchange behind it is stored.
+    # gradient of the routing scores, unless the exchange behind it is saved.
     rules = _for_modules(OpPolicy.DISCARD, "moe.shared_experts.w2", "feed_forward.w2")
     last_gemm = {"module": _EXPERTS, "op": "aten.*grouped_mm*", "operand": "w2*"}
-    if _exchange_is_stored(block) or _scores_come_first(block):
+    if (saves_all_to_all and _has_exchange(block)) or _scores_come_first(block):
         rules.append(Rule(OpPolicy.DISCARD, **last_gemm))
     rules += _for_modules(OpPolicy.RECOMPUTE, "moe.router")
     if preset == "attention":
@@ -393,7 +403,7 @@ def _scores_come_first(block: nn.Module) -> bool:
     return isinstance(_routed_experts(block), EarlyScoreRoutedExperts)
 
 
-def _exchange_is_stored(block: nn.Module) -> bool:
+def _has_exchange(block: nn.Module) -> bool:
     """Whether the routed experts' outputs go through an all-to-all before anything reads them."""
     dispatcher = getattr(_routed_experts(block), "token_dispatcher", None)
     return getattr(dispatcher, "ep_mesh", None) is not None

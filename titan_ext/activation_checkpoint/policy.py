@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, OpLocator, block_store
@@ -32,6 +32,7 @@ from titan_ext.activation_checkpoint.no_recompute import NoRecomputeBlock, why_e
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
     Attention,
+    BlockPlan,
     OpPolicy,
     Preset,
     Rule,
@@ -197,9 +198,12 @@ class FP8AC(ActivationCheckpointing):
                 return any(rule.policy is OpPolicy.SAVE_FLOAT8 for rule in self.rules())
             return True
 
-    def __init__(self, config: "FP8AC.Config", dump_folder: str = "") -> None:
+    def __init__(
+        self, config: "FP8AC.Config", dump_folder: str = "", *, saves_all_to_all: bool = True
+    ) -> None:
         super().__init__(config, dump_folder)
         self._config = config
+        self._saves_all_to_all = saves_all_to_all
         self.used_rules: set[Rule] = set()
         self.reporter = MemoryReporter(config.codec(), dump_folder, lambda: self._wants_float8())
         self._locators: list[OpLocator] = []
@@ -244,11 +248,11 @@ class FP8AC(ActivationCheckpointing):
         names = [module for module, _ in block.named_modules()]
         exempted = [module for module in names if is_exempt(config.exempt, name, module)]
         ruled = [[m for m in names if rule.matches_module(m, name)] for rule in config.rules()]
-        key = f"{config} {exempted} {ruled}"
+        key = f"{config} {exempted} {ruled} {self._saves_all_to_all}"
         if config.mode == "no_recompute":
             is_exact = functools.partial(why_exact, config, config.rules(), name)
             return none_decisions(is_exact, key=key)
-        plan = make_plan(block, name, config)
+        plan = self._plan(block, name)
         return plan_decisions(plan, self.used_rules, key=f"{key} {plan.attention}")
 
     def take_graph(self, saved: list[Saved]) -> None:
@@ -280,11 +284,14 @@ class FP8AC(ActivationCheckpointing):
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
         }
-        plan = make_plan(module, name, config)
+        plan = self._plan(module, name)
         checkpoint = BlockCheckpoint(
             plan=plan, options=options, used_rules=self.used_rules, **common
         )
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
+
+    def _plan(self, block: nn.Module, name: str) -> BlockPlan:
+        return make_plan(block, name, self._config, saves_all_to_all=self._saves_all_to_all)
 
     def _take_report(self, report: BlockMemoryReport) -> None:
         config = self._config
@@ -304,6 +311,27 @@ class FP8AC(ActivationCheckpointing):
         if blocks and all(is_exempt(config.exempt, name, "") for name in blocks):
             return False
         return config.wants_float8()
+
+
+class SelectiveACWithoutAllToAll(SelectiveAC):
+    """Stock's policy, but the recompute sends the tokens of expert parallelism again."""
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() - {torch.ops._c10d_functional.all_to_all_single.default}
+
+
+def build_policy(
+    config: ActivationCheckpointing.Config, dump_folder: str, *, saves_all_to_all: bool
+) -> ActivationCheckpointing:
+    """The policy of a config, told whether to save what exchanges of tokens deliver.
+
+    A subclass of Titan's ``SelectiveAC`` decides by itself (``get_save_ops``).
+    """
+    if isinstance(config, FP8AC.Config):
+        return config.build(dump_folder=dump_folder, saves_all_to_all=saves_all_to_all)
+    if type(config) is SelectiveAC.Config and not saves_all_to_all:
+        return SelectiveACWithoutAllToAll(config, dump_folder)
+    return config.build(dump_folder=dump_folder)
 
 
 def _check_names(config: FP8AC.Config, model: nn.Module) -> None:
