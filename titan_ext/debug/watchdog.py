@@ -127,6 +127,9 @@ class CollectiveWatchdog:
         finally:
             self._sent.clear()
         self._checks_gradients = True
+        self._compare()
+
+    def _compare(self) -> None:
         if self._comparison is not None:
             self._comparison.advance()
             if self._comparison.difference:
