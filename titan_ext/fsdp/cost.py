@@ -212,7 +212,10 @@ class _Clock:
         plan = group.plan
         copy_in = plan.gathered_nbytes / plan.shard_world * 4 / self._machine.memory * 1e3
         start = max(self._host, self._free["gathers"]) + copy_in
-        end = self._communicate("gather", group, plan.gathered_nbytes, start, plan.kind)
+        end = self._communicate("gather", group, plan.all_gather_nbytes, start, plan.kind)
+        if plan.all_gather is not None:  # decoded on the gathers' stream, then copied
+            moved = plan.all_gather_nbytes + 3 * plan.gathered_nbytes
+            end += moved / self._machine.memory * 1e3
         self._free["gathers"] = end
         self._gathered[id(group)] = end
 

@@ -21,6 +21,7 @@ from titan_ext.fsdp.units import Wrap, resolve_wrap
 REPLICATE = "parallelism.fsdp_replicate"
 QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
 QUANTIZE_FROZEN_MODULES = "parallelism.fsdp_quantize_frozen_modules"
+EXPERT_ALL_GATHER = "parallelism.fsdp_expert_all_gather"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class FSDPSettings:
     replicate: Sequence[str] = ()
     quantize_frozen: str | None = None
     quantize_frozen_modules: Sequence[str] = ()
+    expert_all_gather: str | None = None
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     cpu_offload: bool = False
@@ -87,6 +89,14 @@ class FSDPSettings:
             self._check_quantize_frozen(self.quantize_frozen)
         elif self.quantize_frozen_modules:
             raise ValueError(f'{QUANTIZE_FROZEN_MODULES} needs {QUANTIZE_FROZEN} = "nf4".')
+        for key, value, expected in self.expert_collectives:
+            if value not in (None, expected):
+                raise ValueError(f'{key} is {value!r}; expected "{expected}", or no such key.')
+            if value is not None and self.symm_mem:
+                raise ValueError(
+                    f"{key} needs parallelism.enable_fsdp_symm_mem = false: symmetric memory has "
+                    "collectives of its own."
+                )
 
     def _check_reduce_scatter_buffers(self) -> None:
         buffers = self.reduce_scatter_buffers
@@ -113,6 +123,11 @@ class FSDPSettings:
                     f"{key} is {value}, a number of ranks, which torch does not offer for weights "
                     f'in NF4 ({QUANTIZE_FROZEN}); expected "always" or "never".'
                 )
+
+    @property
+    def expert_collectives(self) -> list[tuple[str, str | None, str]]:
+        """Key, value, and expected value of what travels for routed experts."""
+        return [(EXPERT_ALL_GATHER, self.expert_all_gather, "float8")]
 
     @property
     def prefetch_limits(self) -> tuple[PrefetchLimit, PrefetchLimit]:
