@@ -315,7 +315,7 @@ class FSDPSimulation:
         params = [group.plan.params[index] for index in sorted(group.gradients)]
         world = group.plan.shard_world
         nbytes = sum(p.padded_numel(world) * p.reduce_dtype.itemsize for p in params)
-        whole = Buffer(group, "reduce_scatter", nbytes)
+        whole = Buffer(group, "reduce_scatter", group.plan.reduce_scatter_nbytes(params))
         shard = Buffer(group, "gradients", nbytes // world)
         self._buffers.append(whole)
         self.sample("reduce", group.unit.plan.name)
