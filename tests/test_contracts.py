@@ -25,7 +25,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import partitioners
 from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx, custom_graph_pass
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, _functional_collectives, distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
@@ -187,11 +187,12 @@ def test_torch_frames_and_ops_that_the_collective_recorder_knows():
     for code in (*watchdog._UNIT_METHODS, watchdog._MODULE_CALL):
         assert code.co_varnames[0] == "self"
     assert torch._C._current_graph_task_id() == -1
-    assert TorchDispatchMode.ignore_compile_internals() is False
-    for op in ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single"):
-        (schema,) = torch._C._jit_get_schemas_for_operator(op)
-        arguments = {argument.name for argument in schema.arguments}
-        assert {"input_split_sizes", "output_split_sizes"} <= arguments
+    for code in watchdog._SPLIT_FUNCTIONS:
+        assert {"input_split_sizes", "output_split_sizes"} <= set(code.co_varnames)
+    assert _Code(_functional_collectives.all_to_all_single_backward).has(
+        "torch.ops._c10d_functional.all_to_all_single("
+        "grad_output.contiguous(), input_split_sizes, output_split_sizes, group_name)"
+    )
 
 
 def test_titan_saves_every_step_when_its_interval_is_one():

@@ -153,7 +153,8 @@ def adapt_spec(spec: ModelSpec) -> None:
     if not needed() or not _adapts:
         return
     for kind in (FlexAttention, VarlenAttention):
-        found = list(spec.traverse(kind.Config))
+        # A subclass stays: a dry run's.
+        found = [each for each in spec.traverse(kind.Config) if type(each[1]) is kind.Config]
         for _, _, attention, key in found:
             setattr(attention, str(key), _cpu_attention(attention))
         if found:
