@@ -1,6 +1,7 @@
 """What each kind of FSDP unit costs at the sizes of real jobs, by the model of ``fsdp.cost``.
 
     python -m benchmarks.fsdp_cost                                    # the table, about a minute
+    python -m benchmarks.fsdp_cost --experts           # seconds and GiB with experts in fewer bytes
     python -m benchmarks.fsdp_cost --exchanges                        # saved or sent again
     python -m benchmarks.fsdp_cost --picture docs/images/fsdp_streams.png
 
@@ -80,9 +81,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--exchanges", action="store_true", help="what saving all-to-alls gains")
     parser.add_argument("--picture", type=Path, help="draw the streams of one job to this PNG")
+    parser.add_argument("--experts", action="store_true", help="what fsdp_expert_* keys change")
     args = parser.parse_args()
     if args.picture is not None:
         draw(args.picture)
+        return
+    if args.experts:
+        print_expert_collectives()
         return
     if args.exchanges:
         print_exchanges()
@@ -99,6 +104,23 @@ def main() -> None:
             for c in rows
         ]
         print(f"{name:44}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+
+
+def print_expert_collectives() -> None:
+    """A step in s, and GiB, of what "auto" takes without them."""
+    arms: dict[str, dict[str, Any]] = {
+        "neither": {},
+        "float8 gathers": {"expert_all_gather": "float8"},
+        "bf16 reductions": {"expert_reduce_scatter": "bfloat16"},
+    }
+    arms["both"] = arms["float8 gathers"] | arms["bf16 reductions"]
+    print(f"{'s a step, GiB':44}" + "".join(f"{arm:>18}" for arm in arms))
+    for name in JOBS:
+        model, settings, *rest = arguments(name)
+        choice, _ = cheapest(list(CANDIDATES), model, settings, *rest)
+        costs = [cost(choice, model, replace(settings, **arm), *rest) for arm in arms.values()]
+        cells = [f"{ms / 1e3:.2f} {nbytes / 2**30:.2f}" for ms, nbytes in costs]
+        print(f"{name:44}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
 
 
 def print_exchanges() -> None:

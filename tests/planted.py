@@ -3,13 +3,18 @@
 import contextlib
 import os
 import signal
+import sys
 import unittest.mock
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
 from torchtitan.tools.logging import init_logger
 
 from tests.training import Run, make_config
+from titan_ext.debug import watchdog
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.fsdp.settings import FSDPSettings
 
@@ -35,6 +40,36 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
             stack.enter_context(_from_step(trainer, _FAULTS[fault]))
         trainer.train()
     trainer.close()
+
+
+def train_and_count_reads(run: Run, folder: Path) -> dict[str, int]:
+    """Reads of device values by the recorder's functions: of a rank's whole watched run."""
+    with _CountReads() as reads:
+        train_watched(run, folder, "none")
+    return dict(reads.found)
+
+
+class _CountReads(TorchFunctionMode):
+    """What makes the host wait for a device, by the method of the recorder that calls it."""
+
+    _READS = frozenset(
+        getattr(torch.Tensor, name)
+        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__")
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self._READS:
+            frame = sys._getframe()
+            while frame is not None:
+                if frame.f_code.co_filename == watchdog.__file__:
+                    self.found[frame.f_code.co_qualname] += 1
+                    break
+                frame = frame.f_back
+        return func(*args, **(kwargs or {}))
 
 
 def _whole_blocks():

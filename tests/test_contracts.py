@@ -25,7 +25,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import partitioners
 from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx, custom_graph_pass
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, _functional_collectives, distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
@@ -88,6 +88,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
 from titan_ext import limits, optim
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_policies import make_plan
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
@@ -186,11 +187,12 @@ def test_torch_frames_and_ops_that_the_collective_recorder_knows():
     for code in (*watchdog._UNIT_METHODS, watchdog._MODULE_CALL):
         assert code.co_varnames[0] == "self"
     assert torch._C._current_graph_task_id() == -1
-    assert TorchDispatchMode.ignore_compile_internals() is False
-    for op in ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single"):
-        (schema,) = torch._C._jit_get_schemas_for_operator(op)
-        arguments = {argument.name for argument in schema.arguments}
-        assert {"input_split_sizes", "output_split_sizes"} <= arguments
+    for code in watchdog._SPLIT_FUNCTIONS:
+        assert {"input_split_sizes", "output_split_sizes"} <= set(code.co_varnames)
+    assert _Code(_functional_collectives.all_to_all_single_backward).has(
+        "torch.ops._c10d_functional.all_to_all_single("
+        "grad_output.contiguous(), input_split_sizes, output_split_sizes, group_name)"
+    )
 
 
 def test_titan_saves_every_step_when_its_interval_is_one():
@@ -357,7 +359,7 @@ def test_torch_traces_with_module_ids_and_one_fake_tensor_for_a_parameter():
 
 
 def test_titan_policies_wrap_a_module_in_a_checkpoint_function():
-    """activation_checkpoint.units puts the function of Titan's wrapper inside compiled modules."""
+    """titan_ext.compile puts the function of Titan's wrapper inside compiled modules."""
     assert _parameters(SelectiveAC._wrap_block) == ["self", "module", "base_fqn"]
     module = torch.nn.Linear(4, 4)
     config = SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])
@@ -463,15 +465,7 @@ def test_titan_selective_checkpointing_shows_its_policy():
     x, w = torch.zeros(2, 4), torch.zeros(4, 4)
     answers = [forward.policy_fn(context, torch.ops.aten.mm.default, x, w) for _ in range(2)]
     assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
-    plan = make_plan(
-        block,
-        "layers.0",
-        mode="selective",
-        preset="stock",
-        attention="auto",
-        user_rules=(),
-        exempt=(),
-    )
+    plan = make_plan(block, "layers.0", FP8AC.Config(preset="stock"))
     assert plan.stock_policy() is not plan.stock_policy(), "counts start anew in each forward"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import PATIENCE_S, RankError, run_ranks
-from tests.planted import RUN, train_watched
+from tests.planted import RUN, train_and_count_reads, train_watched
 from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.debug import hang_report
 from titan_ext.debug.compare import Comparison
@@ -99,9 +99,19 @@ def test_a_rank_that_dies(fails, tmp_path: Path):
 
 def test_gradients_that_are_not_finite_name_their_rank(fails, tmp_path: Path):
     fails("nan")
-    report = _report_of(tmp_path, "rank 1: failed")
-    assert "rank 1 is about to send gradients that are not finite: all_to_all" in report
-    assert "rank 0 is about to send" not in report
+    words = "rank 1 sent gradients that are not finite: all_to_all of bfloat16"
+    report = _report_of(tmp_path, words)
+    assert "backward, step 2, sends [" in report
+    assert "rank 0 sent" not in report  # though it sends what rank 1's gradients made of its own
+
+
+def test_hooks_never_wait_for_the_device(tmp_path: Path):
+    """Only ``check_gradients`` reads a value: once a step, before the optimizer's."""
+    make_corpus()
+    ranks = run_ranks(train_and_count_reads, 2, RUN, tmp_path, log_folder=tmp_path / "logs")
+    for reads in ranks:
+        reads.pop("_agree_on_folder", None)  # at the start
+        assert reads == {"CollectiveWatchdog.check_gradients": RUN.steps}
 
 
 def test_watching_changes_nothing(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Routed experts in fewer bytes: what travels, what arrives, and what does not change."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +16,13 @@ from tests.cluster import run_ranks
 from tests.training import Run, Runs, make_config, observed
 from titan_ext.configs import ParallelismConfig, check_parallelism
 from titan_ext.fp8 import dequantize, quantize
-from titan_ext.fsdp.expert_collectives import Float8AllGather
+from titan_ext.fsdp.expert_collectives import BFloat16ReduceScatter, Float8AllGather
 from titan_ext.fsdp.plan import WIRE_CODEC, ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 
 PLAIN = observed(Run(world=4, ep=2, parallelize="submodule"))
 FLOAT8 = replace(PLAIN, expert_all_gather="float8", tracked=True)
+BFLOAT16 = replace(PLAIN, expert_reduce_scatter="bfloat16", tracked=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -42,6 +44,33 @@ def test_every_rank_decodes_what_every_rank_has(ranks: int, numel: int, dtype: t
     with patch.object(dist, "all_gather_into_tensor", all_gather):
         assert Float8AllGather()(output, output[-numel:], group) is None
     assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize(("ranks", "numel"), [(2, 1), (2, 1000), (3, 1000), (20, 300)])
+def test_a_rank_sums_what_every_rank_sends(ranks: int, numel: int):
+    gradients = torch.randn(ranks, ranks * numel).bfloat16()
+    mine = gradients.view(ranks, ranks, numel)[:, 1]
+
+    def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: object) -> None:
+        assert sent.dtype == received.dtype == torch.bfloat16
+        received.copy_(mine.reshape(-1))
+
+    comm, group = BFloat16ReduceScatter(), MagicMock(size=lambda: ranks)
+    for _ in range(2):
+        whole, shard = (
+            comm.allocate((n,), dtype=torch.float32, device=torch.device("cpu"))
+            for n in (ranks * numel, numel)
+        )
+        assert (whole.dtype, shard.dtype) == (torch.bfloat16, torch.float32)
+        whole.copy_(gradients[1])
+        with patch.object(dist, "all_to_all_single", all_to_all):
+            assert comm(shard, whole, group, dist.ReduceOp.SUM) is None
+        in_order = functools.reduce(torch.add, mine.float())
+        if ranks == 2:
+            assert torch.equal(shard, in_order)
+        assert torch.allclose(shard, in_order, rtol=0, atol=ranks * 2**-23 * 4)
+        with pytest.raises(AssertionError):
+            comm(shard, whole, group, dist.ReduceOp.AVG)
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +147,44 @@ def test_float8_halves_the_experts_bytes_and_no_others(runs: Runs):
     assert float8.losses == pytest.approx(plain.losses, rel=2e-3)
 
 
-def test_what_cannot_be_sent_in_float8_is_refused():
+def test_bfloat16_halves_the_experts_reductions_and_changes_no_bit(runs: Runs):
+    """Two ranks share the experts: their sum has one order."""
+    plain, bfloat16 = runs.get(PLAIN), runs.get(BFLOAT16)
+    assert bfloat16.losses == plain.losses
+    assert bfloat16.grad_norms == plain.grad_norms
+    for before, after in zip(plain.ranks, bfloat16.ranks, strict=True):
+        assert after.state_hash == before.state_hash
+        both = list(zip(before.collectives, after.collectives, strict=True))
+        changed = [(a, b) for a, b in both if a != b]
+        assert len(changed) == 2, "two layers"
+        for a, b in changed:
+            assert (a.kind, b.kind) == ("reduce_scatter", "all_to_all")
+            assert (a.unit, a.in_backward) == (b.unit, b.in_backward)
+            assert b.nbytes / a.nbytes == 0.5
+        assert after.memory is not None
+        assert after.predicted_memory is not None
+        assert after.memory.events == after.predicted_memory.events
+        assert after.memory.peak("reduce_scatter") == max(
+            event.nbytes
+            for event in after.collectives
+            if event.unit and event.in_backward and event.kind != "all_gather"
+        )
+
+
+@pytest.mark.slow
+def test_both_over_four_ranks(runs: Runs):
+    """In a unit of the experts' own, without expert parallelism."""
+    run = replace(PLAIN, ep=1, parallelize="experts", tracked=True)
+    plain = runs.get(run)
+    both = runs.get(replace(run, expert_all_gather="float8", expert_reduce_scatter="bfloat16"))
+    assert both.losses == pytest.approx(plain.losses, rel=2e-3)
+    for rank in both.ranks:
+        assert rank.memory is not None
+        assert rank.predicted_memory is not None
+        assert rank.memory.events == rank.predicted_memory.events
+
+
+def test_what_cannot_be_sent_so_is_refused():
     key: Any = {"fsdp_expert_all_gather": "float8"}
     with pytest.raises(
         ValueError, match=r'needs .*degree > 1 or .*fsdp_wrap = "experts": with .*"auto"'
@@ -132,5 +198,11 @@ def test_what_cannot_be_sent_in_float8_is_refused():
         ParallelismConfig(fsdp_expert_all_gather=cast(Any, "float4"))
     with pytest.raises(ValueError, match=r"needs parallelism.enable_fsdp_symm_mem = false"):
         FSDPSettings(expert_all_gather="float8", symm_mem=True)
+    sent: Any = {"fsdp_expert_reduce_scatter": "bfloat16", "expert_parallel_degree": 2}
+    with pytest.raises(ValueError, match=r"reduce_scatter needs .*pipeline_parallel_degree = 1"):
+        ParallelismConfig(**sent, pipeline_parallel_degree=2)
+    fp32 = TrainingConfig(mixed_precision_param="float32")
+    with pytest.raises(ValueError, match=r'expected .*mixed_precision_param = "bfloat16"'):
+        check_parallelism(ParallelismConfig(**sent), fp32)
     allowed = ParallelismConfig(**key, fsdp_wrap="experts", data_parallel_shard_degree=2)
     check_parallelism(allowed, TrainingConfig())

@@ -135,6 +135,8 @@ class Run:
     """``parallelism.fsdp_reduce_scatter_buffers``; of ours only."""
     expert_all_gather: str | None = None
     """``parallelism.fsdp_expert_all_gather``; of ours only."""
+    expert_reduce_scatter: str | None = None
+    """``parallelism.fsdp_expert_reduce_scatter``; of ours only."""
     schedule: str = "1F1B"
     """Of the pipeline."""
     chunked_loss: bool = True
@@ -181,6 +183,7 @@ class Run:
         extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
         extras += [f"rs{self.reduce_scatter_buffers}"] if self.reduce_scatter_buffers > 1 else []
         extras += [f"gather_{self.expert_all_gather}"] if self.expert_all_gather else []
+        extras += [f"reduce_{self.expert_reduce_scatter}"] if self.expert_reduce_scatter else []
         extras += ["typechecked"] if self.typechecked else []
         extras += [self.optimizer] if self.optimizer != "default" else []
         extras += [self.routing] if self.routing != "learned" else []
@@ -340,6 +343,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
     ours.parallelism.fsdp_reduce_scatter_buffers = run.reduce_scatter_buffers
     ours.parallelism.fsdp_expert_all_gather = cast(Any, run.expert_all_gather)
+    ours.parallelism.fsdp_expert_reduce_scatter = cast(Any, run.expert_reduce_scatter)
     # As when a file or the command line gives these values.
     ours.parallelism.__post_init__()
     ours.__post_init__()

@@ -20,7 +20,12 @@ from titan_ext.dispatch import SaveAllToAll
 from titan_ext.fsdp.quantized import find_frozen_linears
 from titan_ext.fsdp.replicated import find_replicated, units_without
 from titan_ext.fsdp.reshard import Reshard, check_divides, check_reshard_groups, read_reshard
-from titan_ext.fsdp.settings import QUANTIZE_FROZEN, REPLICATE, FSDPSettings
+from titan_ext.fsdp.settings import (
+    EXPERT_REDUCE_SCATTER,
+    QUANTIZE_FROZEN,
+    REPLICATE,
+    FSDPSettings,
+)
 from titan_ext.fsdp.units import FSDPWrap, Wrap, plan_units, resolve_wrap, vision_units
 from titan_ext.mistakes import are_checked_later
 from titan_ext.names import table_flag
@@ -133,6 +138,13 @@ class ParallelismConfig(TitanParallelismConfig):
     or fsdp_wrap "experts". See docs/fsdp_units.md.
     """
 
+    fsdp_expert_reduce_scatter: Literal["bfloat16"] | None = None
+    """
+    What FSDP's reduce-scatters of routed experts' gradients send. "bfloat16": the gradients as they
+    are, half of the bytes of float32, by an all-to-all; each rank sums them in float32. None:
+    mixed_precision_reduce. Needs what fsdp_expert_all_gather needs, and no pipeline.
+    """
+
     fsdp_track_memory: bool = False
     """
     Measure what FSDP holds on every rank: gathered parameters, all-gather and reduce-scatter
@@ -210,18 +222,21 @@ def check_parallelism(
     for key, value, _ in settings.expert_collectives:
         if value is not None:
             _check_experts_are_sharded(key, settings.wrap, parallelism)
+    if settings.expert_reduce_scatter and parallelism.pipeline_parallel_degree > 1:
+        raise ValueError(
+            f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline "
+            "sums the gradients of its microbatches in float32 before FSDP sends them."
+        )
     for key, value in settings.reshard_by_key.items():
         if isinstance(value, int):
             _check_reshard_world(key, value, parallelism)
 
 
 def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfig) -> None:
-    """Refuse names in our keys that are not in the model.
+    """Raise ValueError for names in our keys that are not in the model.
 
-    Builds the model on the meta device, if there are such names.
-
-    Raises:
-        ValueError: for such a name, also if it is a unit of another ``fsdp_wrap``.
+    Also for a unit of another ``fsdp_wrap``. Builds the model on the meta device, if there are
+    names.
     """
     settings = FSDPSettings.from_config(parallelism)
     quantizes = settings.quantize_frozen is not None

@@ -144,8 +144,7 @@ def gains(trainer: Any) -> list[str]:
 def _parameters(trainer: Any) -> list[str]:
     """What FSDP holds and how often it communicates, beside the same with whole blocks.
 
-    Raises:
-        ValueError: if that cannot be predicted.
+    Raises ValueError if that cannot be predicted.
     """
     units = predictable_units(map(plan_of, trainer.model_parts))
     order = step_order(trainer)

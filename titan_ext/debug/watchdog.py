@@ -4,9 +4,11 @@
 torch calls a process group's pre-hooks (``ProcessGroup.register_pre_hook``) on the calling thread,
 before the backend sees the collective: in forward, backward and recompute, from eager and from
 compiled code, and for every backend, since the hook belongs to the group and not to the backend.
-The hook gets the tensors, but not the split lists of an all-to-all; a dispatch mode that
-``torch.compile`` ignores reads those from the op's arguments. The Python stack tells who issues a
-collective, so FSDP2 is not patched.
+The hook gets the tensors and no more. The Python stack tells who issues the collective, so FSDP2 is
+not patched, and has the split lists of an all-to-all, so no dispatch mode slows every operation.
+
+A hook never reads a value: on an accelerator the host would wait. Sums of the gradients that a rank
+sends stay on the device until ``check_gradients`` reads them, once a step.
 
 It does not see what bypasses process groups (DeepEP, HybridEP and symmetric-memory kernels, the
 store), a replayed CUDA graph, and collectives inside torch's own ``monitored_barrier``.
@@ -28,9 +30,9 @@ from types import CodeType, FrameType
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
@@ -56,7 +58,8 @@ _OPS = {
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all",
 }
-_SPLIT_OPS = ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single")
+_NEVER = 1 << 40
+"""An index that no collective has."""
 
 
 class CollectiveWatchdog:
@@ -83,7 +86,7 @@ class CollectiveWatchdog:
         self._positions: Counter[str] = Counter()
         self._hooked: list[dist.ProcessGroup] = []
         self._names: dict[nn.Module, str] = {}
-        self._splits: tuple[list[int], list[int]] | None = None
+        self._sent: list[tuple[Record, torch.Tensor]] = []
         self._lock = threading.Lock()  # an asynchronous checkpoint has a thread and a group
 
         rank = dist.get_rank()
@@ -119,13 +122,50 @@ class CollectiveWatchdog:
         """
         self._step = number
         self._hook_new_groups()
-        with _SplitLists(self):
+        try:
             yield
+        finally:
+            self._sent.clear()
         self._checks_gradients = True
+        self._compare()
+
+    def _compare(self) -> None:
         if self._comparison is not None:
             self._comparison.advance()
             if self._comparison.difference:
                 raise RuntimeError(self._comparison.difference)
+
+    def check_gradients(self, device: torch.device) -> None:
+        """Read whether the gradients that the ranks sent in this step are finite.
+
+        Call it on every rank, before the optimizer's step. It is the only place that waits for the
+        device.
+
+        Args:
+            device: Of the tensors that the default process group reduces.
+
+        Raises:
+            RuntimeError: on every rank, naming the rank that was the first to send others. Where
+                their sum overflows, gradients count as not finite.
+        """
+        sent, self._sent = self._sent, []
+        first = torch.full((), _NEVER, device=device)
+        if sent:
+            finite = torch.isfinite(torch.stack([total for _, total in sent])).to(device)
+            indices = torch.tensor([record.index for record, _ in sent], device=device)
+            first = torch.where(finite, _NEVER, indices).min()
+        world, rank = self._info.world_size, self._info.rank
+        earliest = first * world + rank
+        dist.all_reduce(earliest, dist.ReduceOp.MIN)
+        index, culprit = divmod(int(earliest.item()), world)
+        if index == _NEVER:
+            return
+        words = [next((describe(record) for record, _ in sent if record.index == index), "")]
+        dist.broadcast_object_list(words, src=culprit)
+        raise RuntimeError(
+            f"rank {culprit} sent gradients that are not finite: {words[0]}. "
+            "The optimizer's step was not taken."
+        )
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -173,18 +213,15 @@ class CollectiveWatchdog:
             if not (self._checks_gradients and record.backward and op in _CARRIES_GRADIENTS):
                 return
             # Now, since on the other ranks nobody can tell whose gradient it was.
-            if not all(bool(torch.isfinite(gradient).all()) for gradient in args.input_tensors):
-                raise RuntimeError(
-                    f"rank {self._info.rank} is about to send gradients that are not finite: "
-                    f"{describe(record)}"
-                )
+            for gradient in args.input_tensors:
+                self._sent.append((record, gradient.sum()))
 
         return hook
 
     def _record(self, op: str, group: str, args) -> Record:
         unit, site = self._issuer(sys._getframe(2))
+        splits = _splits(sys._getframe(2)) if op == "all_to_all" else None
         tensors = [*args.input_tensors, *args.output_tensors]
-        splits, self._splits = self._splits, None
         return Record(
             index=self._index,
             step=self._step,
@@ -199,7 +236,7 @@ class CollectiveWatchdog:
             unit=unit,
             site=site,
             backward=torch._C._current_graph_task_id() != -1,
-            splits=splits if op == "all_to_all" else None,
+            splits=splits,
         )
 
     def _issuer(self, frame: FrameType | None) -> tuple[str, str]:
@@ -236,25 +273,24 @@ def _code_of(function) -> CodeType:
 
 _UNIT_METHODS = (_code_of(FSDPParamGroup.unshard), _code_of(FSDPParamGroup.post_backward))
 _MODULE_CALL = _code_of(nn.Module._call_impl)
+_ALL_TO_ALL_BACKWARD = _code_of(functional.all_to_all_single_backward)
+_SPLIT_FUNCTIONS = (
+    _code_of(functional.all_to_all_single),
+    _ALL_TO_ALL_BACKWARD,
+    _code_of(dist.all_to_all_single),
+)
 
 
-class _SplitLists(TorchDispatchMode):
-    """Notes the split lists of an all-to-all for the record that its pre-hook makes."""
-
-    def __init__(self, watchdog: CollectiveWatchdog) -> None:
-        super().__init__()
-        self._watchdog = watchdog
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func._schema.name in _SPLIT_OPS:
-            names = [argument.name for argument in func._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | kwargs
-            sends, expects = given["input_split_sizes"], given["output_split_sizes"]
-            if sends and expects:
-                self._watchdog._splits = ([int(n) for n in sends], [int(n) for n in expects])
-        return func(*args, **kwargs)
+def _splits(frame: FrameType | None) -> tuple[list[int], list[int]] | None:
+    """Rows sent to each rank and received from each, from the innermost all-to-all in Python."""
+    while frame is not None:
+        if frame.f_code in _SPLIT_FUNCTIONS:
+            names = ("input_split_sizes", "output_split_sizes")
+            sends, expects = (frame.f_locals.get(name) for name in names)
+            if not sends or not expects:
+                return None
+            if frame.f_code is _ALL_TO_ALL_BACKWARD:
+                sends, expects = expects, sends
+            return list(map(int, sends)), list(map(int, expects))
+        frame = frame.f_back
+    return None

@@ -4,8 +4,8 @@
 A model, not a measurement: FSDP2's order of events (``fsdp.memory.simulate``) on a clock for each
 stream and each communicator. A communicator runs its collectives one after the other, in the order
 in which FSDP2 issues them; two communicators share a link. Times of computations come from the
-sizes of parameters. ``fsdp.auto`` compares plans with it; ``python -m titan_ext.fsdp.cost`` prints
-and draws such comparisons.
+sizes of parameters. ``fsdp.auto`` compares plans with it; ``python -m benchmarks.fsdp_cost`` prints
+such comparisons.
 
 Rules of streams and events: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (torch 2.15).
 """
@@ -127,8 +127,6 @@ def estimate(units: Sequence[UnitPlan], order: StepOrder, job: Job, machine: Mac
         units: FSDP's plan for each unit, in forward order.
         order: As for ``predict``; ``reduce_scatter_buffers > 1`` means a process group of their own
             for reduce-scatters.
-        job: The computation.
-        machine: Where.
 
     Raises:
         ValueError: for a unit whose order is not known (``predict``).
@@ -237,12 +235,15 @@ class _Clock:
         plan, world = group.plan, group.plan.shard_world
         numel = sum(p.padded_numel(world) for p in plan.params if p.requires_grad)
         nbytes = numel * plan.params[0].reduce_dtype.itemsize
-        self._compute += (2 * numel + nbytes) / self._machine.memory * 1e3  # into one buffer
+        sent = plan.reduce_scatter_nbytes(p for p in plan.params if p.requires_grad)
+        self._compute += (2 * numel + sent) / self._machine.memory * 1e3  # into one buffer
         end = self._compute
         if world > 1:
             start = max(self._compute, self._free["reduces"])
             communicator = f"{plan.kind}{self._reduce_suffix}"
-            end = self._communicate("reduce-scatter", group, nbytes, start, communicator)
+            end = self._communicate("reduce-scatter", group, sent, start, communicator)
+            if plan.reduce_scatter is not None:  # summed by the rank itself
+                end += (sent + nbytes / world) / self._machine.memory * 1e3
             self._free["reduces"] = end
         self._reductions.append(end)
         replicas = self._job.replicas
@@ -263,13 +264,15 @@ class _Clock:
         self, kind: str, group: Group, nbytes: int, start: float, communicator: str
     ) -> float:
         """Put a collective over ``nbytes`` of full buffer on its communicator; returns its end."""
-        ms, link = self._collective_ms(group.plan, nbytes)
+        is_exchange = kind == "reduce-scatter" and group.plan.reduce_scatter is not None
+        ms, link = self._collective_ms(group.plan, nbytes, is_exchange)
         start = self._on_link(link, max(start, self._free[communicator]), ms)
         self._free[communicator] = start + ms
         self._spans.append(Span(f"{communicator}: {kind}", group.name, start, start + ms))
         return start + ms
 
-    def _collective_ms(self, plan: GroupPlan, nbytes: int) -> tuple[float, str]:
+    def _collective_ms(self, plan: GroupPlan, nbytes: int, is_exchange: bool) -> tuple[float, str]:
+        """Time and link; an exchange is an all-to-all, where no rank of a node adds for others."""
         job, world = self._job, plan.shard_world
         stride = job.ep if plan.kind == "experts" else job.tp
         per_node = max(1, min(job.ranks_per_node // stride, world))
@@ -278,10 +281,13 @@ class _Clock:
         in_node_ms = share / self._machine.in_node * 1e3
         if nodes == 1:
             return _LAUNCH_MS + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
-        network_ms = nbytes * (nodes - 1) / nodes / per_node / self._machine.network * 1e3
+        sharing = 1 if is_exchange else per_node
+        network_ms = nbytes * (nodes - 1) / nodes / sharing / self._machine.network * 1e3
         latency = nodes * _HOP_MS + (world - nodes) * _HOP_IN_NODE_MS
         if per_node == 1:
             latency = math.log2(world) * _TREE_STEP_MS
+        if is_exchange:  # no ring: all messages are on their way at once
+            latency = _HOP_MS + (world - 1) * _HOP_IN_NODE_MS
         return _LAUNCH_MS + latency + max(in_node_ms, network_ms), "network"
 
     def _on_link(self, link: str, start: float, ms: float) -> float:

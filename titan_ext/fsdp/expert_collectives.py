@@ -8,12 +8,16 @@ these are most of a model's bytes, and no router, norm or embedding is rounded.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.fp8.codec import codec_name
@@ -66,6 +70,46 @@ class Float8AllGather(DefaultAllGather):
             )
 
 
+class BFloat16ReduceScatter(DefaultReduceScatter):
+    """A reduce-scatter of bf16 that sums in the dtype of its output, by an all-to-all.
+
+    Gradients of bf16 parameters are bf16 until FSDP2 copies them into the buffer, so this loses
+    nothing. The sum over two ranks is the same to the bit; over more its order may differ.
+    """
+
+    _next_is_output = False  # FSDP2 allocates the input first
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The input in bf16, the output in ``dtype``."""
+        is_output, self._next_is_output = self._next_is_output, not self._next_is_output
+        return super().allocate(size, dtype=dtype if is_output else torch.bfloat16, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum, on the current stream.
+
+        Args:
+            output_tensor: (n,), fp32.
+            input_tensor: (ranks * n,), bf16.
+            group: Whose ranks' gradients to sum.
+            op: SUM; Titan divides the loss, not the gradients.
+            async_op: Ignored.
+        """
+        assert op == dist.ReduceOp.SUM
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        by_rank = received.view(group.size(), -1)
+        torch.sum(by_rank, 0, dtype=output_tensor.dtype, out=output_tensor)
+
+
 def set_expert_collectives(
     model: nn.Module, plan: FSDPPlan, settings: FSDPSettings, *, is_chunk: bool
 ) -> None:
@@ -84,14 +128,19 @@ def set_expert_collectives(
     for unit in plan.decoder_units:
         groups: list[Any] = unit.fsdp_module(model)._get_fsdp_state()._fsdp_param_groups
         for planned, group in zip(unit.groups, groups, strict=True):
-            if planned.all_gather is None or planned.shard_world == 1:
+            if not (planned.all_gather or planned.reduce_scatter) or planned.shard_world == 1:
                 continue
             found = True
             modules = [param._module_info.module for param in group.fsdp_params]
             assert all(isinstance(module, GroupedExperts) for module in modules)
-            _refuse_vectors(planned)
-            # What FSDPModule.set_custom_all_gather does; that refuses a unit of two groups.
-            group._all_gather_comm = Float8AllGather()
+            # What FSDPModule.set_custom_all_gather and set_custom_reduce_scatter do; they refuse a
+            # unit of two groups.
+            if planned.all_gather:
+                _refuse_vectors(planned)
+                group._all_gather_comm = Float8AllGather()
+            if planned.reduce_scatter:
+                group._reduce_scatter_comm = BFloat16ReduceScatter()
+                unit.fsdp_module(model).set_force_sum_reduction_for_comms(True)
     if not found and not is_chunk:
         key = next(key for key, value, _ in settings.expert_collectives if value)
         raise ValueError(f"{key}: FSDP shards no routed experts of this model.")

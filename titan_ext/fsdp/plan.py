@@ -7,13 +7,13 @@ log prints the plan, ``shard`` follows it, and ``memory.predict`` computes bytes
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch.nn as nn
-from torch import Size, dtype
+from torch import Size, bfloat16, dtype
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
@@ -41,7 +41,7 @@ from titan_ext.names import format_bytes
 GroupKind = Literal["dense", "experts"]
 
 WIRE_CODEC = Codec()
-"""How the shards of experts travel in float8: e4m3, and a byte of scale for 128 neighbours."""
+"""How experts travel in float8: e4m3, and a byte of scale for 128 neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +103,14 @@ class GroupPlan:
         kind: "dense", or "experts" (on the expert mesh, when EP > 1).
         shard_world: Ranks that they are sharded over; 1 gathers nothing, but still copies.
         params: In the order of the collective's buffer.
-        all_gather: What travels instead of the parameters' dtype (``fsdp.expert_collectives``).
+        all_gather, reduce_scatter: What travels, if not their dtypes (``expert_collectives``).
     """
 
     kind: GroupKind
     shard_world: int
     params: tuple[ParamPlan, ...]
     all_gather: Literal["float8"] | None = None
+    reduce_scatter: Literal["bfloat16"] | None = None
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
@@ -123,6 +124,12 @@ class GroupPlan:
             return self.gathered_nbytes
         shards = sum(p.padded_numel(self.shard_world) for p in self.params) // self.shard_world
         return self.shard_world * WIRE_CODEC.nbytes(Size((shards,)))
+
+    def reduce_scatter_nbytes(self, params: Iterable[ParamPlan]) -> int:
+        """Bytes of the gradients of ``params``, some of its own, as they travel."""
+        sent = bfloat16 if self.reduce_scatter else None
+        sizes = ((p, (sent or p.reduce_dtype).itemsize) for p in params)
+        return sum(p.padded_numel(self.shard_world) * itemsize for p, itemsize in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +180,7 @@ class FSDPPlan:
         ignored: Names of the parameters that FSDP leaves alone.
         unmanaged: Names of the parameters that FSDP got later (``fsdp.unmanaged``); in no unit.
         reduce_scatter_buffers: Inputs of reduce-scatters that may live at the same time.
+        chosen: What "auto" became, and why; "" without "auto".
     """
 
     units: tuple[UnitPlan, ...]
@@ -181,6 +189,7 @@ class FSDPPlan:
     ignored: tuple[str, ...] = ()
     unmanaged: tuple[str, ...] = ()
     reduce_scatter_buffers: int = 1
+    chosen: str = ""
 
     @property
     def decoder_units(self) -> list[UnitPlan]:
@@ -302,6 +311,7 @@ def make_plan(
         quantized=tuple(quantized),
         ignored=tuple(ignored),
         reduce_scatter_buffers=settings.reduce_scatter_inputs,
+        chosen=settings.chosen,
     )
 
 
@@ -356,7 +366,10 @@ def _plan_groups(
         is_routed = param in routed
         group = on_expert_mesh if is_routed and sizes.experts is not None else dense
         group.append(_plan_param(name, param, settings, expert_dim if is_routed else 0))
-    wire: dict[str, Any] = {"all_gather": settings.expert_all_gather}
+    wire: dict[str, Any] = {
+        "all_gather": settings.expert_all_gather,
+        "reduce_scatter": settings.expert_reduce_scatter,
+    }
     own = wire if unit.kind is UnitKind.EXPERTS else {}
     groups = [GroupPlan(kind="dense", shard_world=sizes.dense, params=tuple(dense), **own)]
     if sizes.experts is not None:

@@ -22,6 +22,7 @@ REPLICATE = "parallelism.fsdp_replicate"
 QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
 QUANTIZE_FROZEN_MODULES = "parallelism.fsdp_quantize_frozen_modules"
 EXPERT_ALL_GATHER = "parallelism.fsdp_expert_all_gather"
+EXPERT_REDUCE_SCATTER = "parallelism.fsdp_expert_reduce_scatter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class FSDPSettings:
         symm_mem: Whether collectives use symmetric memory (Titan's option).
         ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
             synchronises.
+        chosen: What "auto" became, and why (``fsdp.auto``); "" without "auto".
 
     Raises:
         ValueError: naming the key, for a value that it cannot have.
@@ -50,11 +52,13 @@ class FSDPSettings:
     quantize_frozen: str | None = None
     quantize_frozen_modules: Sequence[str] = ()
     expert_all_gather: str | None = None
+    expert_reduce_scatter: str | None = None
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     cpu_offload: bool = False
     symm_mem: bool = False
     ignored: Sequence[str] = ()
+    chosen: str = ""
 
     @classmethod
     def from_config(
@@ -97,6 +101,13 @@ class FSDPSettings:
                     f"{key} needs parallelism.enable_fsdp_symm_mem = false: symmetric memory has "
                     "collectives of its own."
                 )
+        dtypes = (self.param_dtype, self.reduce_dtype)
+        if self.expert_reduce_scatter and dtypes != (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"{EXPERT_REDUCE_SCATTER} sends gradients as they are and sums them in float32; "
+                'expected training.mixed_precision_param = "bfloat16" and mixed_precision_reduce = '
+                '"float32".'
+            )
 
     def _check_reduce_scatter_buffers(self) -> None:
         buffers = self.reduce_scatter_buffers
@@ -127,7 +138,10 @@ class FSDPSettings:
     @property
     def expert_collectives(self) -> list[tuple[str, str | None, str]]:
         """Key, value, and expected value of what travels for routed experts."""
-        return [(EXPERT_ALL_GATHER, self.expert_all_gather, "float8")]
+        return [
+            (EXPERT_ALL_GATHER, self.expert_all_gather, "float8"),
+            (EXPERT_REDUCE_SCATTER, self.expert_reduce_scatter, "bfloat16"),
+        ]
 
     @property
     def prefetch_limits(self) -> tuple[PrefetchLimit, PrefetchLimit]:

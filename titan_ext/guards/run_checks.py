@@ -120,8 +120,15 @@ class Collectives(RunCheck):
         )
 
     def after_build(self, trainer: Any) -> None:
-        if self._watchdog:
-            self._watchdog.name_modules(trainer.model_parts)
+        if self._watchdog is None:
+            return
+        self._watchdog.name_modules(trainer.model_parts)
+
+        def check(*_) -> None:
+            if self._watchdog:
+                self._watchdog.check_gradients(trainer.device)
+
+        trainer.optimizers.register_step_pre_hook(check)
 
     def around_run(self, trainer: Any) -> AbstractContextManager[None]:
         return self._watchdog.run() if self._watchdog else nullcontext()
