@@ -7,7 +7,7 @@ log prints the plan, ``shard`` follows it, and ``memory.predict`` computes bytes
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -104,7 +104,15 @@ class GroupPlan:
     @functools.cached_property
     def gathered_nbytes(self) -> int:
         """Bytes of the gathered parameters, padding included, while they are unsharded."""
-        return sum(p.padded_numel(self.shard_world) * p.dtype.itemsize for p in self.params)
+        return self._nbytes(self.params)
+
+    @functools.cached_property
+    def reordered_nbytes(self) -> int:
+        """Of those, the bytes of parameters that are sharded along another dim than 0."""
+        return self._nbytes([p for p in self.params if p.shard_dim != 0])
+
+    def _nbytes(self, params: Iterable[ParamPlan]) -> int:
+        return sum(p.padded_numel(self.shard_world) * p.dtype.itemsize for p in params)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,7 @@ class FSDPSimulation:
         roles: Names of the parts that run forward separately, by unit; other units have one.
         grad_dtype: Of sharded gradients, which is that of the sharded parameters.
         reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
+        copies_out_directly: As of ``predict.StepOrder``.
     """
 
     def __init__(
@@ -97,10 +98,12 @@ class FSDPSimulation:
         roles: dict[str, tuple[str, ...]],
         grad_dtype: torch.dtype,
         reduce_scatter_buffers: int = 1,
+        copies_out_directly: bool = True,
     ) -> None:
         self.timeline = Timeline()
         self._grad_dtype = grad_dtype
         self._reduce_scatter_buffers = reduce_scatter_buffers
+        self._copies_out_directly = copies_out_directly
         self._buffers: list[Buffer] = []
         self._retained: Buffer | None = None  # the last all-gather of a forward
         self._reduce_inputs: list[Buffer] = []
@@ -276,6 +279,11 @@ class FSDPSimulation:
         if group.phase is Phase.FORWARD:
             self._release_retained()
         group.is_unsharded, group.kept_nbytes = True, 0
+        if buffer.nbytes and group.plan.reordered_nbytes and not self._copies_out_directly:
+            temporary = Buffer(group, "all_gather", group.plan.reordered_nbytes)
+            self._buffers.append(temporary)
+            self.sample("copying", group.unit.plan.name)
+            self._buffers.remove(temporary)
         if group.phase is Phase.FORWARD and buffer.nbytes:
             self._retained = buffer  # so that the next all-gather may overlap with the copy-out
         else:
