@@ -267,11 +267,15 @@ def class_table(measured: Measured, least: float = 0.005) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--geometry", nargs="+", default=list(GEOMETRIES[:2]), choices=GEOMETRIES)
-    parser.add_argument("--tokens", nargs="+", type=int, help="a rank's; default: the issue's")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, help="a rank's; default: 1024, and 4096 at 16B"
+    )
     parser.add_argument("--ep", nargs="+", type=int, default=[1, 2])
     backends: list[Any] = ["spmd_types", "partial_dtensor"]
     parser.add_argument("--backend", nargs="+", default=backends, choices=backends)
     parser.add_argument("--arms", nargs="+", default=_DEFAULT_ARMS, choices=list(ARMS))
+    saves = ("auto", "always", "never")
+    parser.add_argument("--save-all-to-all", default="auto", choices=saves)
     parser.add_argument("--logits", type=float, help="the largest attention logit")
     parser.add_argument("--classes", action="store_true", help="print every arm's tensor classes")
     args = parser.parse_args()
@@ -282,7 +286,7 @@ def main() -> None:
         for tokens in sizes:
             for ep in args.ep:
                 for backend in args.backend if ep > 1 else ["spmd_types"]:
-                    layout = Layout(ep=ep, backend=backend)
+                    layout = Layout(ep=ep, backend=backend, save_all_to_all=args.save_all_to_all)
                     results = measure_layout(geometry, layout, tokens, arms, args.logits)
                     title = f"\n{geometry}, {tokens} tokens a rank, EP {ep}"
                     print(title + (f", {backend}" if ep > 1 else ""))

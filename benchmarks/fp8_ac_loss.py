@@ -3,12 +3,15 @@
     python benchmarks/fp8_ac_loss.py                    # every arm, 3 seeds; goes on where it was
     python benchmarks/fp8_ac_loss.py --arms selective noise --seeds 0
     python benchmarks/fp8_ac_loss.py --report-only
+    python benchmarks/fp8_ac_loss.py --ep 1 --output outputs/fp8_gather_loss \
+        --arms selective noise float8-gather bad-gather       # experts gathered in float8
 
 The DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, 300 steps of Python's standard
 library, the parameters in fp32 and the computation in bf16. Training is chaotic: a relative change
 of 1e-5 of every weight ("noise") moves single losses by hundredths. So every arm is compared with
 Titan's selective checkpointing of the same seed, by the mean of the last 50 steps. ``bad-codec``
-loses the sign: a comparison that it passes would prove nothing.
+and ``bad-gather`` lose the sign: a comparison that they pass would prove nothing. With ``--ep 1``
+the experts are FSDP units that both ranks share, as the arms with "gather" need.
 
 At the debug model's own learning rate (8e-4) noise alone moves the mean by up to 0.08 nat, and no
 arm could be told from another within 0.01. So it is a quarter of that.
@@ -57,21 +60,25 @@ ARMS: dict[str, Any] = {
     "fp8-no-recompute": lambda: FP8AC.Config(mode="no_recompute"),
     "fp8-no-recompute-fp32": lambda: FP8AC.Config(mode="no_recompute", fp32="save_float8"),
     "bad-codec": FP8AC.Config,
+    "float8-gather": SelectiveAC.Config,
+    "bad-gather": SelectiveAC.Config,
 }
 """By name, what checkpoints activations. "fp8" is the policy's default."""
+_GATHERS = ("float8-gather", "bad-gather")
 
 
 def train_rank(
-    arm: str, seed: int, steps: int, batch: int, seq_len: int, lr: float, folder: Path
+    arm: str, seed: int, steps: int, batch: int, seq_len: int, lr: float, ep: int, folder: Path
 ) -> None:
     """One rank of one run; the losses are in TensorBoard's files under ``folder``."""
     init_logger()
     no_accelerator.enable()
     register_stdlib_corpus()
     run = Run(
-        parallelize="auto",
+        parallelize="auto" if ep > 1 else "experts",
         world=2,
-        ep=2,
+        ep=ep,
+        expert_all_gather="float8" if arm in _GATHERS else None,
         global_batch=2 * batch,
         seq_len=seq_len,
         steps=steps,
@@ -84,7 +91,7 @@ def train_rank(
     _set_lr(config.optimizer, lr)
     with contextlib.ExitStack() as stack:
         stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))
-        if arm == "bad-codec":
+        if arm.startswith("bad-"):
             stack.enter_context(_bad_codec())
         trainer = config.build()
         if arm == "noise":
@@ -113,7 +120,15 @@ def _bad_codec() -> Iterator[None]:
 
 
 def train(
-    arm: str, seed: int, *, steps: int, batch: int, seq_len: int, lr: float, output: Path
+    arm: str,
+    seed: int,
+    *,
+    steps: int,
+    batch: int,
+    seq_len: int,
+    lr: float,
+    output: Path,
+    ep: int = 2,
 ) -> dict[str, Any]:
     """Run one arm with one seed, unless its file is there; return what the file says.
 
@@ -121,16 +136,16 @@ def train(
         ValueError: if the file is of a run of another size.
     """
     file = output / f"{arm}-{seed}.json"
-    size = {"steps": steps, "batch": batch, "seq_len": seq_len, "lr": lr}
+    size = {"steps": steps, "batch": batch, "seq_len": seq_len, "lr": lr, "ep": ep}
     if file.exists():
-        record = json.loads(file.read_text())
+        record = {"ep": 2} | json.loads(file.read_text())
         if {key: record.get(key) for key in size} != size:
             raise ValueError(f"{file} is of another size than {size}: choose another --output.")
         return record
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        args = (arm, seed, steps, batch, seq_len, lr, folder)
+        args = (arm, seed, steps, batch, seq_len, lr, ep, folder)
         run_ranks(train_rank, 2, *args, log_folder=folder / "logs", timeout_s=7200)
         losses = list(read_scalar(folder, LOSS).values())
     record = size | {"arm": arm, "seed": seed, "seconds": time.monotonic() - begin}
@@ -213,7 +228,9 @@ def plot(runs: dict[str, dict[int, list[float]]], file: Path, window: int = 20) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    activations = [arm for arm in ARMS if arm not in _GATHERS]
+    parser.add_argument("--arms", nargs="+", default=activations, choices=list(ARMS))
+    parser.add_argument("--ep", type=int, default=2, choices=(1, 2), help="of the 2 ranks")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank (%(default)s)")
@@ -233,6 +250,7 @@ def main() -> None:
                     batch=args.batch,
                     seq_len=args.seq_len,
                     lr=args.lr,
+                    ep=args.ep,
                     output=args.output,
                 )
                 mean = mean_of_last(record["losses"])

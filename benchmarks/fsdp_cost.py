@@ -1,6 +1,8 @@
 """What each kind of FSDP unit costs at the sizes of real jobs, by the model of ``fsdp.cost``.
 
     python -m benchmarks.fsdp_cost                                    # the table, about a minute
+    python -m benchmarks.fsdp_cost --experts           # seconds and GiB with experts in fewer bytes
+    python -m benchmarks.fsdp_cost --exchanges                        # saved or sent again
     python -m benchmarks.fsdp_cost --picture docs/images/fsdp_streams.png
 
 Nothing runs and nothing is measured: times are of the model, on H100s of eight to a node. What
@@ -8,6 +10,7 @@ Nothing runs and nothing is measured: times are of the model, on H100s of eight 
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,11 @@ def arguments(name: str) -> tuple[Decoder, FSDPSettings, ShardSizes, Job, Any]:
     with torch.device("meta"):
         model = registry(size, attn_backend="flex").model.build()
     sizes = ShardSizes(dense=ranks, experts=ranks // ep, expert_ranks=ranks)
-    job = job_of(model, tokens=tokens, seq_len=4096, ac_config=ac_config, ep=ep)
+    # As save_all_to_all = "auto" decides.
+    again = ep <= Job.ranks_per_node
+    job = job_of(
+        model, tokens=tokens, seq_len=4096, ac_config=ac_config, ep=ep, exchanges_again=again
+    )
     return model, FSDPSettings(), sizes, job, MACHINES["h100"]
 
 
@@ -72,10 +79,18 @@ def step(choice: Choice, name: str) -> Estimate:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--exchanges", action="store_true", help="what saving all-to-alls gains")
     parser.add_argument("--picture", type=Path, help="draw the streams of one job to this PNG")
-    picture = parser.parse_args().picture
-    if picture is not None:
-        draw(picture)
+    parser.add_argument("--experts", action="store_true", help="what fsdp_expert_* keys change")
+    args = parser.parse_args()
+    if args.picture is not None:
+        draw(args.picture)
+        return
+    if args.experts:
+        print_expert_collectives()
+        return
+    if args.exchanges:
+        print_exchanges()
         return
     rows = [STOCK, BEFORE, *(c for c in CANDIDATES if c != STOCK)]
     print(f"{'time and bytes, of whole blocks':44}" + "".join(f"{_say(c):>22}" for c in rows))
@@ -89,6 +104,40 @@ def main() -> None:
             for c in rows
         ]
         print(f"{name:44}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+
+
+def print_expert_collectives() -> None:
+    """A step in s, and GiB, of what "auto" takes without them."""
+    arms: dict[str, dict[str, Any]] = {
+        "neither": {},
+        "float8 gathers": {"expert_all_gather": "float8"},
+        "bf16 reductions": {"expert_reduce_scatter": "bfloat16"},
+    }
+    arms["both"] = arms["float8 gathers"] | arms["bf16 reductions"]
+    print(f"{'s a step, GiB':44}" + "".join(f"{arm:>18}" for arm in arms))
+    for name in JOBS:
+        model, settings, *rest = arguments(name)
+        choice, _ = cheapest(list(CANDIDATES), model, settings, *rest)
+        costs = [cost(choice, model, replace(settings, **arm), *rest) for arm in arms.values()]
+        cells = [f"{ms / 1e3:.2f} {nbytes / 2**30:.2f}" for ms, nbytes in costs]
+        print(f"{name:44}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+
+
+def print_exchanges() -> None:
+    """The step's time with exchanges saved, over that with exchanges sent again; what it keeps."""
+    selective = {name: job for name, job in JOBS.items() if "full AC" not in name}
+    across = {"671B, 512 ranks, EP 32, 4k tokens": (deepseek_v3, "671B", 512, 32, 4096)}
+    across["16B, 64 ranks, EP 64, 16k tokens"] = (deepseek_v3, "16B", 64, 64, 16384)
+    JOBS.update({name: (*job, SelectiveAC.Config()) for name, job in across.items()})
+    for name in [*selective, *across]:
+        model, settings, sizes, job, machine = arguments(name)
+        choice, _ = cheapest(list(CANDIDATES), model, settings, sizes, job, machine)
+        saved, again = (
+            cost(choice, model, settings, sizes, replace(job, exchanges_again=a), machine)[0]
+            for a in (False, True)
+        )
+        kept = 2 * job.tokens * job.top_k * job.dim * 2
+        print(f"{name:36} {saved / again:.3f}  {kept / 2**20:7.0f} MiB a MoE layer", flush=True)
 
 
 def draw(picture: Path) -> None:

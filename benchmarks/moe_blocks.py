@@ -7,7 +7,7 @@ Titan's token dispatcher) or by ours. Parameters in bf16, on the CPU, with atten
 import contextlib
 import unittest.mock
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -26,6 +26,7 @@ from tests.on_cpu import list_all_to_all
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.api import ParallelismConfig, extend_model_spec
+from titan_ext.dispatch import SaveAllToAll
 
 __all__ = ["GEOMETRIES", "BlockRun", "Layout", "block_spec", "build_chunk"]
 
@@ -35,11 +36,12 @@ GEOMETRIES = ("deepseek_v3_16b", "qwen3_30b_a3b", "debug")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the block lies. ``stock``: parallelized by Titan itself."""
+    """Where the block lies. ``stock``: parallelized by Titan itself, without the last key."""
 
     ep: int = 1
     backend: Literal["spmd_types", "partial_dtensor"] = "spmd_types"
     stock: bool = False
+    save_all_to_all: SaveAllToAll = "auto"
 
 
 def block_spec(geometry: str, layers: int = 1) -> ModelSpec:
@@ -69,6 +71,7 @@ def build_chunk(
         expert_parallel_degree=layout.ep,
         spmd_backend=layout.backend,
         fsdp_reshard_after_forward="always",
+        save_all_to_all=layout.save_all_to_all,
     )
     if getattr(ac_config, "score_before_last_gemm", False):
         use_early_scores(spec, parallelism)
@@ -131,7 +134,7 @@ class BlockRun:
         self.grad_BLD = torch.randn(1, tokens, dim, generator=generator).bfloat16()
 
     def build(self, ac_config: ActivationCheckpointing.Config | None, stock: bool) -> Decoder:
-        layout = Layout(ep=self.layout.ep, backend=self.layout.backend, stock=stock)
+        layout = replace(self.layout, stock=stock)
         model = build_chunk(block_spec(self.geometry), ac_config, layout, self._parallel_dims)
         if self.logits is not None:
             if self._query_factor is None:

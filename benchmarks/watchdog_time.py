@@ -5,8 +5,8 @@
 Two gloo ranks train the DeepSeek-V3 debug model with EP 2. Every second step is recorded; on the
 others the hooks are gone. Ratios are of one round (a recorded step over the next one that is not),
 and their median is given: wall time on a shared machine says little, CPU time of the process more.
-"Inside" is the CPU time that the recorder's own calls took, over that of the step without them; it has
-no noise of other work in it, and misses what a call costs beyond itself.
+"Inside" is the CPU time of the recorder's own calls, over that of a step without them: it has no
+noise of other work in it, and misses what a call costs beyond itself.
 """
 
 import argparse
@@ -97,7 +97,6 @@ def main() -> None:
                 f"{statistics.median(off):.3f} s not; ratio {statistics.median(ratios):.3f} "
                 f"({ratios[len(ratios) // 4]:.3f} to {ratios[-len(ratios) // 4]:.3f})"
             )
-
 
     for rank, found in enumerate(ranks):
         share = statistics.median(found["inside on"][WARM_UP:]) / statistics.median(

@@ -9,12 +9,13 @@ import contextlib
 import unittest.mock
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _KINDS = {
     "allgather_": "all_gather",
@@ -48,11 +49,15 @@ def recorded_as(kind: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: its kind, the FSDP unit that issued it ("" for none), forward or backward."""
+    """One collective: its kind, the FSDP unit that issued it ("" for none), forward or backward.
+
+    ``nbytes`` is the larger of what the rank hands over and what it receives.
+    """
 
     kind: str
     unit: str
     in_backward: bool
+    nbytes: int = field(default=0, compare=False)
 
 
 class CollectiveTrace(TorchDispatchMode):
@@ -80,7 +85,9 @@ class CollectiveTrace(TorchDispatchMode):
             kind = _KINDS.get(func._schema.name.split("::")[1])
             if kind is not None:
                 in_backward = torch._C._current_graph_task_id() != -1
-                self.events.append(Collective(_stands_for or kind, self._unit, in_backward))
+                nbytes = max((t.nbytes for t in tree_leaves(args) if _is_tensor(t)), default=0)
+                event = Collective(_stands_for or kind, self._unit, in_backward, nbytes)
+                self.events.append(event)
         return func(*args, **(kwargs or {}))
 
     def _name_unit(self, method: str):
@@ -97,6 +104,10 @@ class CollectiveTrace(TorchDispatchMode):
         patch = unittest.mock.patch.object(FSDPParamGroup, method, named)
         patch.start()
         return patch
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
 def count(events: list[Collective]) -> Counter[str]:

@@ -36,15 +36,17 @@ def _slow(run: Run, recompute_exchanges: int):
     ("run", "recompute_exchanges"),
     [
         (Run(world=2, ep=1, parallelize="block"), 0),
-        (Run(world=2, ep=2, parallelize="submodule"), 0),
-        _slow(Run(world=4, ep=2, parallelize="block"), 0),
-        (Run(world=4, ep=2, parallelize="submodule"), 0),
-        (Run(world=4, ep=2, parallelize="experts"), 0),
+        (Run(world=2, ep=2, parallelize="submodule", save_all_to_all="always"), 0),
+        # "auto" on one node does as stock.
+        (Run(world=2, ep=2, parallelize="submodule"), 3),
+        _slow(Run(world=4, ep=2, parallelize="block"), 3),
+        (Run(world=4, ep=2, parallelize="submodule", save_all_to_all="always"), 0),
+        (Run(world=4, ep=2, parallelize="experts"), 3),
         _slow(Run(world=4, ep=2, parallelize="submodule", backend="partial_dtensor"), 0),
         _slow(Run(world=4, ep=2, parallelize="submodule", ac="none"), 0),
         # Full checkpointing exchanges the tokens again; no policy gathers parameters again.
         _slow(Run(world=4, ep=2, parallelize="submodule", ac="full"), 3),
-        # Stock under spmd_types does so with selective checkpointing too: what ours saves.
+        # Stock under spmd_types does so with selective checkpointing too.
         (Run(world=2, ep=2, parallelize="stock"), 3),
     ],
     ids=str,
@@ -60,7 +62,8 @@ def test_collectives_per_step(run: Run, recompute_exchanges: int, runs: Runs):
 @pytest.fixture
 def events(runs: Runs) -> list[Collective]:
     """Of a rank, in the order in which it issues them."""
-    return runs.get(observed(Run(world=4, ep=2, parallelize="submodule"))).ranks[0].collectives
+    run = Run(world=4, ep=2, parallelize="submodule", save_all_to_all="always")
+    return runs.get(observed(run)).ranks[0].collectives
 
 
 def test_collectives_per_unit(events: list[Collective]):

@@ -87,13 +87,12 @@ from torchtitan.observability.structured_logger import jsonl_handler, structured
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
-from titan_ext import pipeline_schedules
+from titan_ext import limits, optim
 from titan_ext.activation_checkpoint.op_policies import make_plan
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
 from titan_ext.guards import folder
 from titan_ext.names import _NOISE
-from titan_ext.optim import param_groups
 
 
 def _parameters(function) -> list[str]:
@@ -224,7 +223,7 @@ def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
 
 
 def test_titan_saves_every_step_when_its_interval_is_one():
-    """guards.stop sets CheckpointManager.interval; guards.finite repeats when Titan saves."""
+    """guards.stop sets CheckpointManager.interval; guards.checkpoints repeats when Titan saves."""
     assert _Code(CheckpointManager._should_save).has(
         "curr_step % self.interval == 0",
         "curr_step == 1 and self.enable_first_step_checkpoint",
@@ -582,7 +581,7 @@ def test_torch_tells_a_backward_and_can_leave_a_checkpoints_mode():
 
 
 def test_titan_builds_parameter_groups_where_optim_overrides_it():
-    """optim gives it other names; optim.param_groups knows its optimizers and their keys."""
+    """optim gives it other names, and knows its optimizers and their keys."""
     assert _Code(OptimizersContainer.__init__).calls("self._build_param_groups")
     assert _parameters(OptimizersContainer._build_param_groups) == [
         "model",
@@ -592,14 +591,14 @@ def test_titan_builds_parameter_groups_where_optim_overrides_it():
     tree = ast.parse(textwrap.dedent(inspect.getsource(OptimizersContainer._build_param_groups)))
     used = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_name(n.value)]
     assert used == ["named_parameters"], "of the model, which our container wraps"
-    for name, optimizer in param_groups._OPTIMIZERS.items():
-        expected = build_dist_muon if name == param_groups.MUON else optimizer
+    for name, optimizer in optim._OPTIMIZERS.items():
+        expected = build_dist_muon if name == optim.MUON else optimizer
         assert OptimizersContainer._resolve_optimizer_factory(name) is expected
     assert {"compute_sharding_by_fqn", "bucket_configs"} <= set(_parameters(dist_muon.DistMuon))
 
 
 def test_torch_ignores_unknown_keys_of_a_parameter_group():
-    """Why optim.param_groups compares them with the optimizer's own keys."""
+    """Why optim compares them with the optimizer's own keys."""
     group = {"params": [nn.Parameter(torch.ones(1))], "wieght_decay": 0.5}
     (seen,) = torch.optim.AdamW([group]).param_groups
     assert (seen["wieght_decay"], seen["weight_decay"]) == (0.5, 0.01)
@@ -670,7 +669,7 @@ def test_storage_weak_ref_keeps_the_id_and_not_the_bytes():
     ],
 )
 def test_torch_schedules_that_split_backward(name: str, splits: bool):
-    """titan_ext.pipeline_schedules knows them by their class."""
+    """titan_ext.limits knows them by their class."""
     stages: Any = [MagicMock(group_size=2, group_rank=0, num_stages=4) for _ in range(2)]
     for index, stage in zip((0, 3 if "V" in name else 2), stages, strict=True):
         stage.stage_index, stage.is_first, stage.is_last = index, index == 0, index == 3
@@ -678,11 +677,11 @@ def test_torch_schedules_that_split_backward(name: str, splits: bool):
     actions = [a for order in cast(Any, schedule).pipeline_order.values() for a in order if a]
     kinds = {kind.computation_type for kind in actions}
     assert (_ComputationType.BACKWARD_WEIGHT in kinds) is splits
-    assert (type(schedule) in pipeline_schedules._SPLIT_BACKWARD) is splits
+    assert (type(schedule) in limits._SPLIT_BACKWARD) is splits
 
 
 def test_torch_looks_up_parameters_when_backward_begins():
-    """titan_ext.pipeline_schedules refuses what makes FSDP2 hold other parameters by then."""
+    """titan_ext.limits refuses what makes FSDP2 hold other parameters by then."""
     backward = _Code(pipeline_stage._PipelineStageBase.backward_maybe_with_nosync)
     assert backward.calls("self.submod.parameters") == 2
 

@@ -16,7 +16,12 @@ from torchtitan.protocols import BaseModel
 from tests.cluster import run_ranks
 from tests.on_cpu import list_all_to_all
 from tests.training import titan_config
-from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher, use_functional_all_to_all
+from titan_ext.configs import ParallelismConfig
+from titan_ext.dispatch import (
+    FunctionalAllToAllTokenDispatcher,
+    saves_all_to_all,
+    use_functional_all_to_all,
+)
 from titan_ext.parallelize import parallelize
 from titan_ext.specs import extend_model_spec
 
@@ -121,3 +126,22 @@ def test_exchanges_what_titan_exchanges(splits: list[list[int]], tmp_path: Path)
     titan = run_ranks(_exchange, 2, False, splits, log_folder=tmp_path / "titan")
     assert ours == titan
     assert len(ours[0]["there"]) == splits[0][0] + splits[1][0]
+
+
+@pytest.mark.parametrize(
+    ("value", "backend", "compiled", "ep", "saves"),
+    [
+        ("auto", "spmd_types", False, 4, False),  # as stock
+        ("auto", "spmd_types", True, 4, True),
+        ("auto", "partial_dtensor", False, 4, True),
+        ("auto", "spmd_types", False, 8, True),  # across nodes
+        ("always", "spmd_types", False, 4, True),
+        ("never", "partial_dtensor", True, 8, False),
+    ],
+)
+def test_what_saves_all_to_alls(
+    value: Any, backend: Any, compiled: bool, ep: int, saves: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    parallelism = ParallelismConfig(save_all_to_all=value, spmd_backend=backend)
+    assert saves_all_to_all(parallelism, ep, compiled=compiled) is saves

@@ -22,7 +22,7 @@ from tests.cluster import PATIENCE_S, run_ranks
 from tests.toml_files import DEBUG, Loader
 from titan_ext.data.stdlib_corpus import default_folder, make_corpus
 from titan_ext.fsdp.unmanaged import replicate_undeclared
-from titan_ext.optim.param_groups import resolve_groups
+from titan_ext.optim import resolve_groups
 from titan_ext.toml_config import leaves, resolve
 from titan_ext.toml_config.legacy import LEGACY, OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
 
@@ -419,7 +419,7 @@ def _keys_of_a_run() -> frozenset[str]:
     config = config_registry.__getattr__("deepseek_v3_debugmodel")()
     keys = {*leaves(config), *LEGACY, *RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN}
     for policy in (FP8AC, FullAC, MemoryBudgetAC, SelectiveAC):
-        keys |= {*leaves(policy.Config(), "activation_checkpoint"), "activation_checkpoint.policy"}
+        keys |= {f"activation_checkpoint.{key}" for key in ("policy", *leaves(policy.Config()))}
     keys |= {f"model.{name}" for name in ("flavor", "attn_backend", "converters")}
     return frozenset(
         ".".join(parts[:count])

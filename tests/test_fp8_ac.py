@@ -232,7 +232,7 @@ def test_a_discard_that_backward_reads_is_refused():
 def test_a_discard_of_a_preset_that_backward_reads_is_passed_over():
     """With one rank the routed experts' output is read for the gradient of the scores."""
     with unittest.mock.patch(
-        "titan_ext.activation_checkpoint.op_policies._exchange_is_stored", return_value=True
+        "titan_ext.activation_checkpoint.op_policies._has_exchange", return_value=True
     ):
         gradients = _gradients(Config())
         report = measure_block(_block(), _input(), None, None)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tests.training import Run, make_config, titan_config
-from titan_ext.guards.progress import Progress
+from titan_ext.guards.run_checks import Progress
 from titan_ext.names import duration, log_on_one_node, warn_once
 from titan_ext.trainer import extend_config
 

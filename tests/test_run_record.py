@@ -9,11 +9,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torchtitan.config import CompileConfig
 from torchtitan.models.common.decoder import Decoder
 
 from tests.training import Run, Runs, observed, titan_config
 from titan_ext import run_record
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.configs import ParallelismConfig
 from titan_ext.fp8 import MemoryRow
 from titan_ext.fsdp.memory.predict import StepOrder
 from titan_ext.fsdp.plan import ShardSizes, make_plan
@@ -92,7 +94,7 @@ def test_the_folder_explains_the_run(runs: Runs):
         "FSDP collectives a step: 16 all-gathers, 9 reduce-scatters; "
         "with whole blocks 10 all-gathers, 6 reduce-scatters (predicted)"
     )
-    assert exchanges == "all-to-alls a MoE layer and step: 5; stock selective 8 (predicted)"
+    assert exchanges == "all-to-alls a MoE layer and step: 8; stock selective 8 (predicted)"
     assert unsharded.startswith("parameters unsharded at once: at most ")
     log = (folder / "logs" / "rank_0.log").read_text()
     assert all(line in log for line in start["gained"])
@@ -132,19 +134,26 @@ def test_each_start_has_its_entry_and_no_failure_is_one_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("preset", "ep", "stock"),
-    [("memory", 1, ", as stock selective would"), ("speed", 1, ""), ("memory", 2, "")],
+    ("preset", "ep", "saves", "stock"),
+    [
+        ("memory", 1, "auto", ", as stock selective would"),
+        ("speed", 1, "auto", ""),
+        ("memory", 2, "auto", ", as stock selective would"),
+        ("memory", 2, "always", ""),
+    ],
 )
 def test_activations_beside_stocks(
-    preset: Any, ep: int, stock: str, monkeypatch: pytest.MonkeyPatch
+    preset: Any, ep: int, saves: Any, stock: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Under spmd_types with EP stock exchanges tokens again, and keeps less."""
+    """Under spmd_types with EP stock exchanges tokens again, and keeps less than "always"."""
     rows = [MemoryRow("wq", "float8 e4m3", 1, 2**20, 2**21), MemoryRow("x", "exact", 1, 100, 100)]
     report = SimpleNamespace(rows=lambda: rows)
     monkeypatch.setattr(run_record, "memory_report_of", lambda _: report)
-    parallelism = SimpleNamespace(spmd_backend="spmd_types")
+    parallelism = ParallelismConfig(save_all_to_all=saves)
     policy = FP8AC.Config(preset=preset)
-    config = SimpleNamespace(activation_checkpoint=policy, parallelism=parallelism)
+    config = SimpleNamespace(
+        activation_checkpoint=policy, parallelism=parallelism, compile=CompileConfig()
+    )
     dims = SimpleNamespace(ep=ep)
     trainer = SimpleNamespace(model_parts=[], config=config, parallel_dims=dims)
     assert _activations(trainer) == [

@@ -126,6 +126,8 @@ class Run:
     """``parallelism.fsdp_reshard_after_forward``."""
     reshard_groups: tuple[tuple[str, str | int], ...] = ()
     """``parallelism.fsdp_reshard_groups``; of ours only."""
+    save_all_to_all: str = "auto"
+    """``parallelism.save_all_to_all``; of ours only."""
     replicate: tuple[str, ...] = ()
     """``parallelism.fsdp_replicate``; of ours only."""
     prefetch: int | str = 1
@@ -137,6 +139,10 @@ class Run:
     """1: FSDP shards routed experts as it does where there are more ranks than experts."""
     stock_copy_out: bool = False
     """FSDP2's own copy-out of such experts, with its temporary."""
+    expert_all_gather: str | None = None
+    """``parallelism.fsdp_expert_all_gather``; of ours only."""
+    expert_reduce_scatter: str | None = None
+    """``parallelism.fsdp_expert_reduce_scatter``; of ours only."""
     schedule: str = "1F1B"
     """Of the pipeline."""
     chunked_loss: bool = True
@@ -177,12 +183,15 @@ class Run:
         extras += ["tracked"] if self.tracked else []
         extras += [f"reshard_{self.reshard}"] if self.reshard != "default" else []
         extras += [f"{name}_{value}" for name, value in self.reshard_groups]
+        extras += [f"{self.save_all_to_all}_saves"] if self.save_all_to_all != "auto" else []
         extras += [f"replicate_{name}" for name in self.replicate]
         extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
         extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
         extras += [f"rs{self.reduce_scatter_buffers}"] if self.reduce_scatter_buffers > 1 else []
         extras += [f"shard{self.expert_shard_dim}"] if self.expert_shard_dim else []
         extras += ["stock_copy_out"] if self.stock_copy_out else []
+        extras += [f"gather_{self.expert_all_gather}"] if self.expert_all_gather else []
+        extras += [f"reduce_{self.expert_reduce_scatter}"] if self.expert_reduce_scatter else []
         extras += ["typechecked"] if self.typechecked else []
         extras += [self.optimizer] if self.optimizer != "default" else []
         extras += [self.routing] if self.routing != "learned" else []
@@ -334,12 +343,15 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours = extend_config(config)
     ours.parallelism.fsdp_wrap = cast(Any, run.parallelize)
     ours.parallelism.fsdp_track_memory = run.tracked
+    ours.parallelism.save_all_to_all = cast(Any, run.save_all_to_all)
     ours.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
     ours.parallelism.fsdp_replicate = list(run.replicate)
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
     ours.parallelism.fsdp_reduce_scatter_buffers = run.reduce_scatter_buffers
+    ours.parallelism.fsdp_expert_all_gather = cast(Any, run.expert_all_gather)
+    ours.parallelism.fsdp_expert_reduce_scatter = cast(Any, run.expert_reduce_scatter)
     # As when a file or the command line gives these values.
     ours.parallelism.__post_init__()
     ours.__post_init__()

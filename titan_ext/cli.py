@@ -11,17 +11,22 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from titan_ext.config_registry import find_config, model_of, shipped_configs, titan_configs
+from titan_ext.config_registry import (
+    extends_name,
+    find_config,
+    model_of,
+    resolve_config,
+    shipped_configs,
+    titan_configs,
+)
 from titan_ext.mistakes import Mistakes
 
 if TYPE_CHECKING:
@@ -72,7 +77,7 @@ class New:
         if not self.file.parent.is_dir():
             raise ValueError(f"{self.file}: there is no folder {self.file.parent}.")
         base = self._extends()
-        resolved = _resolve(self.config, flags)
+        resolved = resolve_config(self.config, flags)
         given = {key for key, origin in resolved.origins.items() if origin == "command line"}
         lines = [f"extends = {to_toml(base)}"]
         if "dump_folder" not in given:
@@ -85,7 +90,7 @@ class New:
         found = find_config(self.config)
         if isinstance(found, Path):
             return os.path.relpath(found, self.file.parent)
-        return f"{model_of(titan_configs()[found])}.{found}"
+        return extends_name(found)
 
 
 @dataclass
@@ -100,7 +105,7 @@ class Show:
     def run(self, flags: list[str]) -> None:
         from titan_ext.toml_config.files import to_toml
 
-        resolved = _resolve(self.config, flags)
+        resolved = resolve_config(self.config, flags)
         origins = resolved.origins.items()
         keys = {key for key, origin in origins if not self.changed or origin != resolved.base}
         print(f"# {' <- '.join([resolved.base, *resolved.files])}")
@@ -141,7 +146,7 @@ class DryRun:
 
         with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
-                config = _resolve(self.config, flags).config
+                config = resolve_config(self.config, flags).config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
             if self.all_stages:
                 self._run_all_stages(config.parallelism.pipeline_parallel_degree, flags)
@@ -226,54 +231,20 @@ def _refuse(flags: Sequence[str]) -> None:
         )
 
 
-def _resolve(name: str, flags: Sequence[str]) -> "Resolved":
-    """A config with flags on top, and where its values come from."""
-    import dataclasses
-
-    from titan_ext.toml_config import resolve
-
-    found = find_config(name)
-    if isinstance(found, Path):
-        here = found.is_absolute() and found.is_relative_to(Path.cwd())
-        path = found.relative_to(Path.cwd()) if here else found
-        return resolve(path, flags)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{found}.toml"
-        file.write_text(f'extends = "{model_of(titan_configs()[found])}.{found}"\n')
-        return dataclasses.replace(resolve(file, flags), files=())
-
-
-def _as_toml(resolved: "Resolved", keys: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Lines of a TOML file: key, value and origin of each of ``keys``.
-
-    A dict is one value, for its names may need quotes, and so is a list of tables of which the base
-    has nothing: a file cannot change items that its base lacks.
-    """
-    from titan_ext.toml_config.dump import list_of_tables
+def _as_toml(resolved: "Resolved", keys: set[str]) -> Iterator[tuple[str, str, str]]:
+    """Lines of a TOML file: key, value and origin of each of ``keys``."""
+    from titan_ext.toml_config.dump import lines_of
     from titan_ext.toml_config.files import to_toml
 
-    members: dict[str, list[str]] = {}
-    for key in resolved.values:
-        members.setdefault(_container(resolved, key)[0], []).append(key)
-    for name, at in members.items():
-        origins = dict.fromkeys(resolved.origins[key] for key in at)
-        container = _container(resolved, at[0])[1]
-        if container is None or (isinstance(container, list) and resolved.base in origins):
-            for key in (key for key in at if key in keys):
-                yield key, to_toml(resolved.values[key]), resolved.origins[key]
-        elif any(key in keys for key in at):
-            items = {key.removeprefix(f"{name}."): resolved.values[key] for key in at}
-            value = container if isinstance(container, dict) else list_of_tables(items)
-            yield name, to_toml(value), ", ".join(origins)
+    def origins(leaves: Collection[str]) -> list[str]:
+        return list(dict.fromkeys(resolved.origins[leaf] for leaf in leaves))
 
+    def base_has(leaves: Collection[str]) -> bool:
+        return resolved.base in origins(leaves)
 
-def _container(resolved: "Resolved", key: str) -> tuple[str, Any]:
-    from titan_ext.toml_config.dump import container_of
-
-    config: Any = resolved.config
-    if key.startswith("model."):
-        config = SimpleNamespace(model=SimpleNamespace(**resolved.model))
-    return container_of(config, key)
+    for line in lines_of(resolved.config, resolved.model, base_has):
+        if not keys.isdisjoint(line.leaves):
+            yield line.key, to_toml(line.value), ", ".join(origins(line.leaves))
 
 
 def _first_sentence(path: Path) -> str:

@@ -9,19 +9,21 @@ This module imports torch and Titan only when someone asks for a config. Titan m
 ImportError in this module for a missing module; inside a config function it shows the error.
 """
 
+import argparse
 import functools
 import os
 import re
-from collections.abc import Callable
-from dataclasses import replace
-from importlib import import_module, util
+import sys
+from collections.abc import Callable, Sequence
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ext.mistakes import Mistakes, checks_later, end_with_messages
-from titan_ext.names import did_you_mean, log_on_one_node, warn_once
+from titan_ext.mistakes import Mistakes, end_with_messages
+from titan_ext.names import did_you_mean, log_on_one_node
 
 if TYPE_CHECKING:
+    from titan_ext.toml_config import Resolved
     from titan_ext.trainer import Trainer
 
 _FILE = "config_registry"
@@ -92,26 +94,39 @@ def find_config(name: str) -> Path | str:
     )
 
 
-def _config(name: str, found: Path | str) -> "Trainer.Config":
-    """The config ``name``, checked with the flags that stand beside it on the command line."""
-    from titan_ext import flags
-    from titan_ext.limits import world_size, wrong_degrees
+def resolve_config(name: str, flags: Sequence[str]) -> "Resolved":
+    """The config ``name`` (``find_config``) with flags on top, and where its values come from."""
     from titan_ext.toml_config import resolve
-    from titan_ext.toml_config.dump import remember_base
-    from titan_ext.trainer import extend_config
+
+    found = find_config(name)
+    if isinstance(found, Path):
+        here = found.is_absolute() and found.is_relative_to(Path.cwd())
+        return resolve(found.relative_to(Path.cwd()) if here else found, flags)
+    return resolve(name, flags, function=extends_name(found))
+
+
+def extends_name(function: str) -> str:
+    """What a TOML file that extends a config function of Titan's has as ``extends``."""
+    return f"{model_of(titan_configs()[function])}.{function}"
+
+
+def _config(name: str) -> "Trainer.Config":
+    """The config ``name``, checked with the flags that stand beside it on the command line."""
+    from titan_ext.limits import world_size, wrong_degrees
 
     _prepare_log()
-    given = flags.of_this_command(name)
-    if isinstance(found, Path):
-        config = resolve(found, given).config
-    else:
-        warn_once()
-        with checks_later():
-            config = extend_config(getattr(import_module(titan_configs()[found]), found)())
-        config = replace(flags.with_flags(config, given) if given else config)
-        remember_base(config, f"{model_of(titan_configs()[found])}.{found}", {})
+    config = resolve_config(name, _flags_beside(name)).config
     Mistakes(wrong_degrees(config, world_size(config))).raise_all()
     return config
+
+
+def _flags_beside(config: str) -> list[str]:
+    """The flags of this program's command line, if it has ``--config`` with this name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--module")
+    parser.add_argument("--config")
+    known, flags = parser.parse_known_args(sys.argv[1:])
+    return flags if known.config == config else []
 
 
 def _prepare_log() -> None:
@@ -124,7 +139,8 @@ def __getattr__(name: str) -> Callable[[], Any]:
     if name.startswith("_"):
         raise AttributeError(name)
     end_with_messages(name)
-    return functools.partial(_config, name, find_config(name))
+    find_config(name)  # now, when Titan asks for the function
+    return functools.partial(_config, name)
 
 
 def __dir__() -> list[str]:

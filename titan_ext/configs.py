@@ -16,10 +16,16 @@ from torchtitan.config import TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
+from titan_ext.dispatch import SaveAllToAll
 from titan_ext.fsdp.quantized import find_frozen_linears
 from titan_ext.fsdp.replicated import find_replicated, units_without
 from titan_ext.fsdp.reshard import Reshard, check_divides, check_reshard_groups, read_reshard
-from titan_ext.fsdp.settings import QUANTIZE_FROZEN, REPLICATE, FSDPSettings
+from titan_ext.fsdp.settings import (
+    EXPERT_REDUCE_SCATTER,
+    QUANTIZE_FROZEN,
+    REPLICATE,
+    FSDPSettings,
+)
 from titan_ext.fsdp.units import FSDPWrap, Wrap, plan_units, resolve_wrap, vision_units
 from titan_ext.mistakes import are_checked_later
 from titan_ext.names import table_flag
@@ -91,6 +97,17 @@ class ParallelismConfig(TitanParallelismConfig):
     chosen with fsdp_wrap; 1 where gathers stay on a node.
     """
 
+    save_all_to_all: SaveAllToAll = "auto"
+    """
+    Whether selective activation checkpointing (stock's, and policy fp8) saves what the all-to-alls
+    of expert parallelism deliver, 2 * top_k * dim values a token and MoE layer:
+
+    - "always": the recompute sends no token again.
+    - "never": it sends all of them again.
+    - "auto": saved if expert_parallel_degree spans nodes; else as in stock Titan, which sends again
+      with spmd_backend "spmd_types" in eager mode, and saves otherwise.
+    """
+
     fsdp_replicate: list[str] = field(default_factory=list)
     """
     Parameters that every rank holds whole instead of sharded: "router", "norms", "adapters" (of
@@ -111,6 +128,21 @@ class ParallelismConfig(TitanParallelismConfig):
     The linears that fsdp_quantize_frozen quantizes, by patterns for their names
     ("layers.*.attention"). Empty: all frozen ones in the blocks, except routers and those whose
     size NF4 does not fit.
+    """
+
+    fsdp_expert_all_gather: Literal["float8"] | None = None
+    """
+    What FSDP's all-gathers of routed experts send. "float8": e4m3 and a byte of scale for 128
+    values, 0.504 of bfloat16's bytes; the gathered weights are rounded to it, the master weights
+    and checkpoints stay as they are. None: mixed_precision_param. Needs expert_parallel_degree > 1
+    or fsdp_wrap "experts". See docs/fsdp_units.md.
+    """
+
+    fsdp_expert_reduce_scatter: Literal["bfloat16"] | None = None
+    """
+    What FSDP's reduce-scatters of routed experts' gradients send. "bfloat16": the gradients as they
+    are, half of the bytes of float32, by an all-to-all; each rank sums them in float32. None:
+    mixed_precision_reduce. Needs what fsdp_expert_all_gather needs, and no pipeline.
     """
 
     fsdp_track_memory: bool = False
@@ -187,6 +219,14 @@ def check_parallelism(
             f"{QUANTIZE_FROZEN} does not go with compile.enable = true: torchao keeps NF4Tensor "
             "out of torch.compile."
         )
+    for key, value, _ in settings.expert_collectives:
+        if value is not None:
+            _check_experts_are_sharded(key, settings.wrap, parallelism)
+    if settings.expert_reduce_scatter and parallelism.pipeline_parallel_degree > 1:
+        raise ValueError(
+            f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline "
+            "sums the gradients of its microbatches in float32 before FSDP sends them."
+        )
     for key, value in settings.reshard_by_key.items():
         if isinstance(value, int):
             _check_reshard_world(key, value, parallelism)
@@ -239,6 +279,22 @@ def _check_replicate(parallelism: TitanParallelismConfig, compiled: bool) -> Non
             '= "spmd_types": torch puts parameters sharded over two axes on another mesh than '
             "replicated ones, and TorchTitan's gradient norm takes one mesh only. Use "
             '"partial_dtensor".'
+        )
+
+
+def _check_experts_are_sharded(key: str, wrap: str, parallelism: TitanParallelismConfig) -> None:
+    ep, world = parallelism.expert_parallel_degree, _shard_axis(parallelism)
+    if ep == 1 and wrap != "experts":
+        raise ValueError(
+            f"{key} needs parallelism.expert_parallel_degree > 1 or parallelism.fsdp_wrap = "
+            f'"experts": with fsdp_wrap = "{wrap}" and without expert parallelism one collective '
+            "carries the experts and the parameters around them."
+        )
+    ranks = None if world is None else world * parallelism.tensor_parallel_degree // max(ep, 1)
+    if ranks is not None and ranks <= 1:
+        raise ValueError(
+            f"{key} needs experts that FSDP shards: with parallelism.expert_parallel_degree = {ep} "
+            "each rank holds its experts whole and gathers nothing; expected fewer, or no such key."
         )
 
 

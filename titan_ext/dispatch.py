@@ -10,18 +10,26 @@ backends and under torch.compile.
 
 ``use_functional_all_to_all`` puts the class into the model config, as Titan's override mechanism
 would; it patches no Titan code.
+
+Saved exchanges cost memory, repeated ones time: ``saves_all_to_all`` decides.
 """
 
 import contextlib
+import os
 from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import spmd_types as spmd
 import torch
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.override import derive
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
+
+SaveAllToAll = Literal["auto", "always", "never"]
 
 # Shape suffixes, as in torchtitan/models/common/moe.py: N = routed tokens of this rank (tokens x
 # top-k), R = routed tokens received by this rank's experts, D = model dimension, E = experts,
@@ -108,3 +116,42 @@ def use_functional_all_to_all(spec: ModelSpec) -> int:
             setattr(parent, str(key), ours)
         swapped += 1
     return swapped
+
+
+def saves_all_to_all(parallelism: Any, ep: int, *, compiled: bool) -> bool:
+    """Whether selective activation checkpointing saves what the exchanges deliver.
+
+    Args:
+        parallelism: Titan's section (decided as "auto") or ours.
+        ep: Ranks that exchange tokens; neighbours, so that they span nodes if a node has fewer.
+        compiled: Whether the model is compiled.
+    """
+    value: SaveAllToAll = getattr(parallelism, "save_all_to_all", "auto")
+    if value != "auto":
+        return value == "always"
+    return ep > ranks_per_node() or stock_saves_all_to_all(parallelism, compiled=compiled)
+
+
+def stock_saves_all_to_all(parallelism: Any, *, compiled: bool) -> bool:
+    """Whether stock Titan's selective checkpointing does: where it uses functional collectives."""
+    return compiled or parallelism.spmd_backend != "spmd_types"
+
+
+def ranks_per_node() -> int:
+    """Ranks on this node, as torchrun says; 8 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 8))
+
+
+def log_all_to_all(model: Decoder, saves: bool, ep: int) -> None:
+    """Say what selective activation checkpointing does with the exchanges, and its price."""
+    layers = cast(Any, model.config).layers
+    moe = next((layer.moe for layer in layers if layer.moe is not None), None)
+    if moe is None:
+        return
+    mib = 2 * moe.router.top_k * cast(Any, model.config).dim * 2 * 1024 / 2**20
+    where = "on one node" if ep <= ranks_per_node() else "across nodes"
+    what = "are saved: that keeps" if saves else "run again in the recompute: saving them keeps"
+    logger.info(
+        f"All-to-alls (EP {ep}, {where}) {what} {mib:.1f} MiB in bf16 for 1024 tokens and a MoE "
+        "layer (parallelism.save_all_to_all)"
+    )

@@ -35,9 +35,10 @@ from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.fp8.local import plain_tensors
 from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import predict
-from titan_ext.fsdp.plan import format_bytes, plan_of
+from titan_ext.fsdp.plan import plan_of
 from titan_ext.guards.run_checks import LoRATargets
 from titan_ext.hf_export import HuggingFaceExport
+from titan_ext.names import format_bytes
 from titan_ext.trainer import Trainer
 
 __all__ = ["DryRun", "dry_run"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names and messages: the nearest valid name, lists cut short, globs, tables as flags."""
+"""Names and messages: the nearest valid name, lists cut short, globs, tables as flags, units."""
 
 import logging
 import os
@@ -83,11 +83,19 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
+def format_bytes(nbytes: int) -> str:
+    """``nbytes`` in the largest binary unit in which it is at least 1."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"
+
+
 _warned: set[str] = set()
 _NOISE = (
     # Warns of a default. Whoever loads weights sets the path.
     ("__post_init__", "initial_load_model_only=True has no effect"),
-    # guards.paths refuses a tokenizer that is missing; that of the corpus is made first.
+    # guards.run_checks refuses a tokenizer that is missing; that of the corpus is made first.
     ("_validate_config", "HF assets path "),
 )
 """Warnings of Titan's config classes that are never shown, by function and first words."""

@@ -5,22 +5,24 @@ from collections.abc import Sequence
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
-from titan_ext.activation_checkpoint.units import apply_activation_checkpointing
+from titan_ext.activation_checkpoint.units import apply_activation_checkpointing, build_policy
 from titan_ext.compile import compile_units, compiles_model
 from titan_ext.configs import check_parallelism
+from titan_ext.dispatch import log_all_to_all, saves_all_to_all
 from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
+from titan_ext.limits import check_schedule
 from titan_ext.lora import keep_frozen
-from titan_ext.pipeline_schedules import check_schedule
 
 
 def parallelize(
@@ -63,6 +65,7 @@ def parallelize(
             "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
+    saves = saves_all_to_all(parallelism, parallel_dims.ep, compiled=compiled)
     settings = choose(
         model,
         FSDPSettings.from_config(parallelism, training, ignored),
@@ -71,6 +74,7 @@ def parallelize(
         parallelism=parallelism,
         ac_config=ac_config,
         compiled=compiled,
+        exchanges_again=not saves,
     )
     units = plan_units(model, settings.resolved_wrap)
 
@@ -84,7 +88,9 @@ def parallelize(
     # 3. Activation checkpointing, of the blocks of a vision tower too.
     policy = None
     if ac_config is not None:
-        policy = ac_config.build(dump_folder=dump_folder)
+        policy = build_policy(ac_config, dump_folder, saves_all_to_all=saves)
+        if parallel_dims.ep_enabled and isinstance(policy, (SelectiveAC, FP8AC)):
+            log_all_to_all(model, saves, parallel_dims.ep)
         apply_activation_checkpointing(model, policy, units, compiled=compiled)
         for tower in vision_modules(model).values():
             if hasattr(tower, "layers"):

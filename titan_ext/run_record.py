@@ -31,20 +31,23 @@ from torchtitan.tools.logging import logger
 
 import titan_ext
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
+from titan_ext.compile import compiles_model
+from titan_ext.dispatch import saves_all_to_all, stock_saves_all_to_all
 from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import StepOrder, predict
-from titan_ext.fsdp.plan import GroupPlan, UnitPlan, format_bytes, plan_of
+from titan_ext.fsdp.plan import GroupPlan, UnitPlan, plan_of
 from titan_ext.fsdp.prefetch import PrefetchLimit, plan_prefetch
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import BLOCK_KINDS, UnitKind, splits_blocks
 from titan_ext.guards import RunCheck
+from titan_ext.names import format_bytes
 
 RECORD = "run.json"
 CONFIG = "config.toml"
 _PACKAGES = ("titan_ext", "torchtitan", "torch", "torchao", "triton")
-# All-to-alls of a MoE layer and step: counts, dispatch and combine in forward, two in backward, and
-# three more where the recompute exchanges tokens again (docs/fsdp_units.md).
-_EXCHANGES, _EXCHANGES_AGAIN = 5, 8
+# All-to-alls of a MoE layer and step: counts, dispatch and combine in forward, two in backward. A
+# recompute that exchanges tokens again adds three, or two where the counts are saved.
+_EXCHANGES = 5
 
 
 class RunRecord(RunCheck):
@@ -216,15 +219,30 @@ def with_whole_blocks(
 
 def _exchanges(trainer: Any) -> list[str]:
     """All-to-alls of a MoE layer, where policy and backend are known to repeat them or not."""
-    config, policy = trainer.config, trainer.config.activation_checkpoint
+    policy = trainer.config.activation_checkpoint
     if trainer.parallel_dims.ep == 1 or trainer.parallel_dims.pp_enabled:
         return []
     is_ours = isinstance(policy, FP8AC.Config) and policy.mode != "full"
     if not (is_ours or isinstance(policy, SelectiveAC.Config)):
         return []
-    again = config.parallelism.spmd_backend == "spmd_types"
-    stock = _EXCHANGES_AGAIN if again else _EXCHANGES
-    return [f"all-to-alls a MoE layer and step: {_EXCHANGES}; stock selective {stock} (predicted)"]
+    saves, stock_saves = _save_all_to_all(trainer)
+    again = 2 if is_ours else 3
+    ours = _EXCHANGES + (0 if saves or not _recomputes(policy) else again)
+    stock = _EXCHANGES + (0 if stock_saves else 3)
+    return [f"all-to-alls a MoE layer and step: {ours}; stock selective {stock} (predicted)"]
+
+
+def _recomputes(policy: Any) -> bool:
+    return not isinstance(policy, FP8AC.Config) or policy.mode != "no_recompute"
+
+
+def _save_all_to_all(trainer: Any) -> tuple[bool, bool]:
+    """Whether the run's recompute finds the exchanges of tokens saved, and stock selective's."""
+    parallelism, compiled = trainer.config.parallelism, compiles_model(trainer.config.compile)
+    return (
+        saves_all_to_all(parallelism, trainer.parallel_dims.ep, compiled=compiled),
+        stock_saves_all_to_all(parallelism, compiled=compiled),
+    )
 
 
 def _activations(trainer: Any) -> list[str]:
@@ -232,10 +250,10 @@ def _activations(trainer: Any) -> list[str]:
     if not rows:
         return []
     kept, exact = (sum(getattr(row, f) for row in rows) for f in ("nbytes", "original_nbytes"))
-    config = trainer.config
-    policy, stock = config.activation_checkpoint, ""
-    repeats = trainer.parallel_dims.ep > 1 and config.parallelism.spmd_backend == "spmd_types"
-    if policy.mode == "selective" and policy.preset == "memory" and not repeats:
+    policy, stock = trainer.config.activation_checkpoint, ""
+    saves, stock_saves = _save_all_to_all(trainer)
+    alike = trainer.parallel_dims.ep == 1 or saves == stock_saves
+    if policy.mode == "selective" and policy.preset == "memory" and alike:
         stock = ", as stock selective would"
     return [
         f"activations kept for backward: {format_bytes(kept)} a forward; not compressed{stock}: "

@@ -33,10 +33,9 @@ from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_st
 from titan_ext.guards import RunCheck
 from titan_ext.guards.checkpoints import CheckpointManager, check_excluded
 from titan_ext.guards.run_checks import RUN_CHECKS
-from titan_ext.limits import world_size, wrong_degrees, wrong_values
+from titan_ext.limits import check_schedule, world_size, wrong_degrees, wrong_values
 from titan_ext.mistakes import Mistakes, are_checked_later
 from titan_ext.optim import OptimizersContainer, check_param_groups
-from titan_ext.pipeline_schedules import check_schedule
 from titan_ext.specs import check_model_limits, extend_model_spec
 
 __all__ = ["Trainer", "extend_config"]

@@ -170,6 +170,7 @@ class BlockPlan:
         saved: The policy for what the base saves.
         attention: For the attention operation itself; None leaves it to the base.
         input: For the inputs of the block.
+        saves_all_to_all: Whether what an exchange of tokens delivers may be saved.
         exempt: Globs for modules that use no float8.
         stock_policy: Makes Titan's policy for one forward.
         stock_ops: Names of the operations that stock selective may save.
@@ -182,6 +183,7 @@ class BlockPlan:
     saved: OpPolicy
     attention: OpPolicy | None
     input: OpPolicy
+    saves_all_to_all: bool
     exempt: tuple[str, ...]
     stock_policy: Callable[[], StockPolicy]
     stock_ops: frozenset[str]
@@ -198,8 +200,9 @@ class BlockPlan:
         """The policy where no rule matches."""
         if location.op == "aten.topk":
             return OpPolicy.SAVE
-        if self.base == "routing":
-            counts = _is_exchange(location.op) and not out.is_floating_point()
+        is_exchange = _is_exchange(location.op)
+        if self.base == "routing" or (is_exchange and not self.saves_all_to_all):
+            counts = is_exchange and not out.is_floating_point()
             return OpPolicy.SAVE if counts else OpPolicy.RECOMPUTE
         saves = stock_saves if self.base == "stock" else self.is_expensive(location.op)
         if self.attention is not None and "inner_attention" in location.module.split("."):
@@ -325,6 +328,7 @@ def make_plan(
     attention: Attention,
     user_rules: tuple[Rule, ...],
     exempt: Sequence[str],
+    saves_all_to_all: bool = True,
 ) -> BlockPlan:
     """The plan of one block.
 
@@ -332,6 +336,8 @@ def make_plan(
         block: Parallelized over the expert axis already, if it will be.
         name: In the model ("layers.3").
         mode: "selective" or "full".
+        saves_all_to_all: Whether to save what an exchange of tokens delivers, and not only the
+            counts of it.
     """
     stock = SelectiveAC(SelectiveAC.Config())
     # The wrapper is not used, its policy is.
@@ -340,14 +346,16 @@ def make_plan(
     attention_policy = resolve_attention(attention, preset, block)
     float8 = mode == "full" or preset != "stock"
     base = "expensive" if preset in ("speed", "attention") else "stock"
+    preset_rules = _preset_rules(preset, attention_policy, block, saves_all_to_all)
     return BlockPlan(
         name=name,
         user_rules=user_rules,
-        preset_rules=() if mode == "full" else _preset_rules(preset, attention_policy, block),
+        preset_rules=() if mode == "full" else preset_rules,
         base="routing" if mode == "full" else base,
         saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
         attention=attention_policy if float8 else None,
         input=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
+        saves_all_to_all=saves_all_to_all,
         exempt=tuple(exempt),
         stock_policy=lambda: contexts()[0].policy_fn,
         stock_ops=frozenset(op_name(op) for op in stock.get_save_ops()),
@@ -373,14 +381,16 @@ def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
     return any(matches(join(block, module), pattern) for pattern in exempt)
 
 
-def _preset_rules(preset: Preset, attention: OpPolicy, block: nn.Module) -> tuple[Rule, ...]:
+def _preset_rules(
+    preset: Preset, attention: OpPolicy, block: nn.Module, saves_all_to_all: bool
+) -> tuple[Rule, ...]:
     if preset == "stock":
         return ()
     # Backward does not read these results: they are only added. The routed experts' is read by the
-    # gradient of the routing scores, unless the exchange behind it is stored.
+    # gradient of the routing scores, unless the exchange behind it is saved.
     rules = _for_modules(OpPolicy.DISCARD, "moe.shared_experts.w2", "feed_forward.w2")
     last_gemm = {"module": _EXPERTS, "op": "aten.*grouped_mm*", "operand": "w2*"}
-    if _exchange_is_stored(block) or _scores_come_first(block):
+    if (saves_all_to_all and _has_exchange(block)) or _scores_come_first(block):
         rules.append(Rule(OpPolicy.DISCARD, **last_gemm))
     rules += _for_modules(OpPolicy.RECOMPUTE, "moe.router")
     if preset == "attention":
@@ -409,7 +419,7 @@ def _scores_come_first(block: nn.Module) -> bool:
     return isinstance(_routed_experts(block), EarlyScoreRoutedExperts)
 
 
-def _exchange_is_stored(block: nn.Module) -> bool:
+def _has_exchange(block: nn.Module) -> bool:
     """Whether the routed experts' outputs go through an all-to-all before anything reads them."""
     dispatcher = getattr(_routed_experts(block), "token_dispatcher", None)
     return getattr(dispatcher, "ep_mesh", None) is not None

@@ -210,9 +210,12 @@ class FP8AC(ActivationCheckpointing):
                 return any(rule.policy is OpPolicy.SAVE_FLOAT8 for rule in self.rules())
             return True
 
-    def __init__(self, config: "FP8AC.Config", dump_folder: str = "") -> None:
+    def __init__(
+        self, config: "FP8AC.Config", dump_folder: str = "", *, saves_all_to_all: bool = True
+    ) -> None:
         super().__init__(config, dump_folder)
         self._config = config
+        self._saves_all_to_all = saves_all_to_all
         self.used_rules: set[Rule] = set()
         self.reporter = MemoryReporter(config.codec(), dump_folder, lambda: self._wants_float8())
         self._locators: list[OpLocator] = []
@@ -269,7 +272,7 @@ class FP8AC(ActivationCheckpointing):
         names = [module for module, _ in block.named_modules()]
         exempted = [module for module in names if is_exempt(config.exempt, name, module)]
         ruled = [[m for m in names if rule.matches_module(m, name)] for rule in config.rules()]
-        key = f"{config} {exempted} {ruled}"
+        key = f"{config} {exempted} {ruled} {self._saves_all_to_all}"
         if config.mode == "no_recompute":
             return none_decisions(self._why_exact(name), key=key)
         plan = self._plan(block, name)
@@ -319,6 +322,7 @@ class FP8AC(ActivationCheckpointing):
             attention=config.attention,
             user_rules=config.rules(),
             exempt=config.exempt,
+            saves_all_to_all=self._saves_all_to_all,
         )
 
     def _why_exact(self, block: str) -> Callable[[str], str | None]:

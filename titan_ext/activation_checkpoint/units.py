@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.nn as nn
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy, compiled_checkpoint
+from titan_ext.activation_checkpoint.policy import FP8AC
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks
 
 _MAIN = ("attention", "attn", "moe", "feed_forward")
@@ -81,6 +83,20 @@ class Part:
             cast(Any, module).forward = forward if module is self.main else _pass_through
 
 
+def build_policy(
+    config: ActivationCheckpointing.Config, dump_folder: str, *, saves_all_to_all: bool
+) -> ActivationCheckpointing:
+    """The policy of a config, told whether to save what exchanges of tokens deliver.
+
+    A subclass of Titan's ``SelectiveAC`` decides by itself (``get_save_ops``).
+    """
+    if isinstance(config, FP8AC.Config):
+        return config.build(dump_folder=dump_folder, saves_all_to_all=saves_all_to_all)
+    if type(config) is SelectiveAC.Config and not saves_all_to_all:
+        return SelectiveACWithoutAllToAll(config, dump_folder)
+    return config.build(dump_folder=dump_folder)
+
+
 def apply_activation_checkpointing(
     model: Decoder, policy: ActivationCheckpointing, units: Sequence[Unit], *, compiled: bool
 ) -> None:
@@ -125,6 +141,13 @@ def passes_through(module: nn.Module) -> bool:
 
 def _pass_through(x: Any) -> Any:
     return x
+
+
+class SelectiveACWithoutAllToAll(SelectiveAC):
+    """Stock's policy, but the recompute sends the tokens of expert parallelism again."""
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() - {torch.ops._c10d_functional.all_to_all_single.default}
 
 
 class _NoLayers(nn.Module):

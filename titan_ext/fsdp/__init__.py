@@ -5,7 +5,7 @@
 where it is sharded, ``reshard`` when it is freed, ``prefetch`` how far ahead it is gathered.
 ``plan`` puts these together and ``shard`` calls ``fully_shard`` accordingly. Some parameters are
 not sharded like the others: ``replicated`` (whole on every rank), ``quantized`` (frozen, in NF4),
-``unmanaged`` (added after FSDP).
+``unmanaged`` (added after FSDP). ``expert_collectives`` sends experts in fewer bytes.
 
 ``memory`` counts the bytes.
 """

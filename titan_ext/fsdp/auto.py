@@ -8,7 +8,6 @@ least memory among what is as fast as the fastest. All ranks compute the same fr
 """
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
+from titan_ext.dispatch import ranks_per_node
 from titan_ext.fsdp.cost import MACHINES, Job, Machine, estimate
 from titan_ext.fsdp.memory.predict import StepOrder, predict
 from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ShardSizes, make_plan
@@ -66,6 +66,7 @@ def choose(
     parallelism: ParallelismConfig | None = None,
     ac_config: Any = None,
     compiled: bool = False,
+    exchanges_again: bool = False,
 ) -> FSDPSettings:
     """``settings`` with values in place of "auto", said in the log with the reason.
 
@@ -77,6 +78,7 @@ def choose(
         parallelism: For the microbatches of a pipeline.
         ac_config: The activation checkpointing policy's config, or None.
         compiled: Whether the model is compiled.
+        exchanges_again: Whether selective activation checkpointing sends tokens again.
     """
     if "auto" not in (settings.wrap, settings.reduce_scatter_buffers):
         return settings
@@ -90,7 +92,7 @@ def choose(
         for choice in _allowed(settings, no_experts=compiled or parallel_dims.pp_enabled)
         if parallel_dims.pp_enabled or _has_named_units(model, settings, choice.wrap)
     ] or [STOCK]
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
+    per_node = ranks_per_node()
     if shards == ep or shards <= per_node:
         where = "whole on a rank" if shards == ep else "on one node"
         _log(candidates[0], f"EP {ep}, experts' shards {where}")
@@ -108,6 +110,7 @@ def choose(
         replicas=parallel_dims.dp_replicate,
         ranks_per_node=per_node,
         ac_config=ac_config,
+        exchanges_again=exchanges_again,
     )
     sizes = ShardSizes(
         dense=parallel_dims.dp_shard * parallel_dims.cp, experts=shards // ep, expert_ranks=shards
@@ -194,7 +197,13 @@ def local_plan(
 
 
 def job_of(
-    model: Decoder, *, tokens: int, seq_len: int, ac_config: Any = None, **sizes: int
+    model: Decoder,
+    *,
+    tokens: int,
+    seq_len: int,
+    ac_config: Any = None,
+    exchanges_again: bool = False,
+    **sizes: int,
 ) -> Job:
     """What a rank computes; ``sizes`` are the fields of ``Job`` with numbers of ranks."""
     config = cast(Any, model.config)
@@ -217,7 +226,7 @@ def job_of(
         attention_flops=attention,
         recompute=0.0 if ac_config is None else share,
         recompute_attention=0.0 if ac_config is None else (1.0 if full else 0.3),
-        exchanges_again=full,
+        exchanges_again=full or exchanges_again,
         **sizes,
     )
 

@@ -9,14 +9,13 @@ that copies out (private; tests/test_contracts.py); only groups that need it get
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``_default_all_gather_output_fn``.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 
 def copies_out_directly() -> bool:
@@ -41,7 +40,7 @@ def copy_out_directly(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _copy_out(params: Sequence[Any], result: Any, world: int) -> None:
+def _copy_out(params: list[FSDPParam], result: Any, world: int) -> None:
     """Fill the unsharded tensors of ``params`` from the flat buffer of ``world`` ranks' shards."""
     buffer, _, _, dtypes, numels, splits = result
     is_plain = all(

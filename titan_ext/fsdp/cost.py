@@ -212,7 +212,10 @@ class _Clock:
         plan = group.plan
         copy_in = plan.gathered_nbytes / plan.shard_world * 4 / self._machine.memory * 1e3
         start = max(self._host, self._free["gathers"]) + copy_in
-        end = self._communicate("gather", group, plan.gathered_nbytes, start, plan.kind)
+        end = self._communicate("gather", group, plan.all_gather_nbytes, start, plan.kind)
+        if plan.all_gather is not None:  # decoded on the gathers' stream, then copied
+            moved = plan.all_gather_nbytes + 3 * plan.gathered_nbytes
+            end += moved / self._machine.memory * 1e3
         self._free["gathers"] = end
         self._gathered[id(group)] = end
 
@@ -234,12 +237,15 @@ class _Clock:
         plan, world = group.plan, group.plan.shard_world
         numel = sum(p.padded_numel(world) for p in plan.params if p.requires_grad)
         nbytes = numel * plan.params[0].reduce_dtype.itemsize
-        self._compute += (2 * numel + nbytes) / self._machine.memory * 1e3  # into one buffer
+        sent = plan.reduce_scatter_nbytes(p for p in plan.params if p.requires_grad)
+        self._compute += (2 * numel + sent) / self._machine.memory * 1e3  # into one buffer
         end = self._compute
         if world > 1:
             start = max(self._compute, self._free["reduces"])
             communicator = f"{plan.kind}{self._reduce_suffix}"
-            end = self._communicate("reduce-scatter", group, nbytes, start, communicator)
+            end = self._communicate("reduce-scatter", group, sent, start, communicator)
+            if plan.reduce_scatter is not None:  # summed by the rank itself
+                end += (sent + nbytes / world) / self._machine.memory * 1e3
             self._free["reduces"] = end
         self._reductions.append(end)
         replicas = self._job.replicas
@@ -260,13 +266,15 @@ class _Clock:
         self, kind: str, group: Group, nbytes: int, start: float, communicator: str
     ) -> float:
         """Put a collective over ``nbytes`` of full buffer on its communicator; returns its end."""
-        ms, link = self._collective_ms(group.plan, nbytes)
+        is_exchange = kind == "reduce-scatter" and group.plan.reduce_scatter is not None
+        ms, link = self._collective_ms(group.plan, nbytes, is_exchange)
         start = self._on_link(link, max(start, self._free[communicator]), ms)
         self._free[communicator] = start + ms
         self._spans.append(Span(f"{communicator}: {kind}", group.name, start, start + ms))
         return start + ms
 
-    def _collective_ms(self, plan: GroupPlan, nbytes: int) -> tuple[float, str]:
+    def _collective_ms(self, plan: GroupPlan, nbytes: int, is_exchange: bool) -> tuple[float, str]:
+        """Time and link; an exchange is an all-to-all, where no rank of a node adds for others."""
         job, world = self._job, plan.shard_world
         stride = job.ep if plan.kind == "experts" else job.tp
         per_node = max(1, min(job.ranks_per_node // stride, world))
@@ -275,10 +283,13 @@ class _Clock:
         in_node_ms = share / self._machine.in_node * 1e3
         if nodes == 1:
             return _LAUNCH_MS + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
-        network_ms = nbytes * (nodes - 1) / nodes / per_node / self._machine.network * 1e3
+        sharing = 1 if is_exchange else per_node
+        network_ms = nbytes * (nodes - 1) / nodes / sharing / self._machine.network * 1e3
         latency = nodes * _HOP_MS + (world - nodes) * _HOP_IN_NODE_MS
         if per_node == 1:
             latency = math.log2(world) * _TREE_STEP_MS
+        if is_exchange:  # no ring: all messages are on their way at once
+            latency = _HOP_MS + (world - 1) * _HOP_IN_NODE_MS
         return _LAUNCH_MS + latency + max(in_node_ms, network_ms), "network"
 
     def _on_link(self, link: str, start: float, ms: float) -> float:

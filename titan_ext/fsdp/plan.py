@@ -9,31 +9,39 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch.nn as nn
-from torch import dtype
+from torch import Size, bfloat16, dtype
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
 
+from titan_ext.fp8 import Codec
 from titan_ext.fsdp.prefetch import NOTHING_AHEAD, PrefetchLimit, plan_prefetch
 from titan_ext.fsdp.quantized import find_frozen_linears
-from titan_ext.fsdp.replicated import find_replicated, replicated_by_unit, units_without
+from titan_ext.fsdp.replicated import (
+    find_ignored,
+    find_replicated,
+    replicated_by_unit,
+    units_without,
+)
 from titan_ext.fsdp.reshard import check_reshard_groups, reshard_after_forward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (
     Unit,
     UnitKind,
     innermost_first,
-    modules_with_parameters,
     vision_units,
 )
-from titan_ext.names import matches
+from titan_ext.names import format_bytes
 
 GroupKind = Literal["dense", "experts"]
+
+WIRE_CODEC = Codec()
+"""How experts travel in float8: e4m3, and a byte of scale for 128 neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,24 +103,33 @@ class GroupPlan:
         kind: "dense", or "experts" (on the expert mesh, when EP > 1).
         shard_world: Ranks that they are sharded over; 1 gathers nothing, but still copies.
         params: In the order of the collective's buffer.
+        all_gather, reduce_scatter: What travels, if not their dtypes (``expert_collectives``).
     """
 
     kind: GroupKind
     shard_world: int
     params: tuple[ParamPlan, ...]
+    all_gather: Literal["float8"] | None = None
+    reduce_scatter: Literal["bfloat16"] | None = None
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
         """Bytes of the gathered parameters, padding included, while they are unsharded."""
-        return self._nbytes(self.params)
+        return sum(p.padded_numel(self.shard_world) * p.dtype.itemsize for p in self.params)
 
-    @functools.cached_property
-    def reordered_nbytes(self) -> int:
-        """Of those, the bytes of parameters that are sharded along another dim than 0."""
-        return self._nbytes([p for p in self.params if p.shard_dim != 0])
+    @property
+    def all_gather_nbytes(self) -> int:
+        """Bytes of all ranks' shards as they travel."""
+        if self.all_gather is None:
+            return self.gathered_nbytes
+        shards = sum(p.padded_numel(self.shard_world) for p in self.params) // self.shard_world
+        return self.shard_world * WIRE_CODEC.nbytes(Size((shards,)))
 
-    def _nbytes(self, params: Iterable[ParamPlan]) -> int:
-        return sum(p.padded_numel(self.shard_world) * p.dtype.itemsize for p in params)
+    def reduce_scatter_nbytes(self, params: Iterable[ParamPlan]) -> int:
+        """Bytes of the gradients of ``params``, some of its own, as they travel."""
+        sent = bfloat16 if self.reduce_scatter else None
+        sizes = ((p, (sent or p.reduce_dtype).itemsize) for p in params)
+        return sum(p.padded_numel(self.shard_world) * itemsize for p, itemsize in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +276,7 @@ def make_plan(
     # With pipeline parallelism a microbatch may have no images, and a unit that never runs trips
     # FSDP2: there the parameters of a vision tower stay with the root.
     towers = [] if is_chunk else vision_units(model)
-    ignored = _find_ignored(model, settings.ignored, is_chunk=is_chunk)
+    ignored = find_ignored(model, settings.ignored, is_chunk=is_chunk)
     replicated = find_replicated(model, settings.replicate, is_chunk=is_chunk)
     quantized: list[str] = []
     if settings.quantize_frozen:
@@ -346,10 +363,15 @@ def _plan_groups(
         is_routed = param in routed
         group = on_expert_mesh if is_routed and sizes.experts is not None else dense
         group.append(_plan_param(name, param, settings, expert_dim if is_routed else 0))
-    groups = [GroupPlan(kind="dense", shard_world=sizes.dense, params=tuple(dense))]
+    wire: dict[str, Any] = {
+        "all_gather": settings.expert_all_gather,
+        "reduce_scatter": settings.expert_reduce_scatter,
+    }
+    own = wire if unit.kind is UnitKind.EXPERTS else {}
+    groups = [GroupPlan(kind="dense", shard_world=sizes.dense, params=tuple(dense), **own)]
     if sizes.experts is not None:
         params = tuple(on_expert_mesh)
-        groups.append(GroupPlan(kind="experts", shard_world=sizes.experts, params=params))
+        groups.append(GroupPlan(kind="experts", shard_world=sizes.experts, params=params, **wire))
     return tuple(group for group in groups if group.params)
 
 
@@ -405,30 +427,6 @@ def _owned_parameters(
                     taken.add(param)
                     owned[unit.name][canonical_fqn(name)] = param
     return owned
-
-
-def _find_ignored(
-    model: nn.Module, names: Sequence[str], *, is_chunk: bool
-) -> dict[str, nn.Parameter]:
-    """The parameters whose name, or that of a module around them, matches one of ``names``."""
-    found = {
-        name: module.get_parameter(name.rsplit(".", 1)[-1])
-        for _, module, params in modules_with_parameters(model)
-        for name in params
-        if any(matches(name, pattern) for pattern in names)
-    }
-    for pattern in () if is_chunk else names:
-        if not any(matches(name, pattern) for name in found):
-            raise ValueError(f"ignored: this model has no parameter {pattern!r}.")
-    return found
-
-
-def format_bytes(nbytes: int) -> str:
-    """``nbytes`` in the largest binary unit in which it is at least 1."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} B"
 
 
 def _runs_of_like_units(units: Sequence[UnitPlan]) -> list[list[UnitPlan]]:

@@ -62,6 +62,26 @@ def find_replicated(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> 
     return replicated
 
 
+def find_ignored(
+    model: nn.Module, names: Sequence[str], *, is_chunk: bool
+) -> dict[str, nn.Parameter]:
+    """The parameters whose name, or that of a module around them, matches one of ``names``.
+
+    Raises:
+        ValueError: for a name that is not in the model.
+    """
+    found = {
+        name: module.get_parameter(name.rsplit(".", 1)[-1])
+        for _, module, params in modules_with_parameters(model)
+        for name in params
+        if any(matches(name, pattern) for pattern in names)
+    }
+    for pattern in () if is_chunk else names:
+        if not any(matches(name, pattern) for name in found):
+            raise ValueError(f"ignored: this model has no parameter {pattern!r}.")
+    return found
+
+
 def units_without(
     model: nn.Module, units: Sequence[Unit], replicated: Collection[str]
 ) -> list[Unit]:

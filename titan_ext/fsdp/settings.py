@@ -21,6 +21,8 @@ from titan_ext.fsdp.units import Wrap, resolve_wrap
 REPLICATE = "parallelism.fsdp_replicate"
 QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
 QUANTIZE_FROZEN_MODULES = "parallelism.fsdp_quantize_frozen_modules"
+EXPERT_ALL_GATHER = "parallelism.fsdp_expert_all_gather"
+EXPERT_REDUCE_SCATTER = "parallelism.fsdp_expert_reduce_scatter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class FSDPSettings:
     replicate: Sequence[str] = ()
     quantize_frozen: str | None = None
     quantize_frozen_modules: Sequence[str] = ()
+    expert_all_gather: str | None = None
+    expert_reduce_scatter: str | None = None
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     cpu_offload: bool = False
@@ -87,6 +91,21 @@ class FSDPSettings:
             self._check_quantize_frozen(self.quantize_frozen)
         elif self.quantize_frozen_modules:
             raise ValueError(f'{QUANTIZE_FROZEN_MODULES} needs {QUANTIZE_FROZEN} = "nf4".')
+        for key, value, expected in self.expert_collectives:
+            if value not in (None, expected):
+                raise ValueError(f'{key} is {value!r}; expected "{expected}", or no such key.')
+            if value is not None and self.symm_mem:
+                raise ValueError(
+                    f"{key} needs parallelism.enable_fsdp_symm_mem = false: symmetric memory has "
+                    "collectives of its own."
+                )
+        dtypes = (self.param_dtype, self.reduce_dtype)
+        if self.expert_reduce_scatter and dtypes != (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"{EXPERT_REDUCE_SCATTER} sends gradients as they are and sums them in float32; "
+                'expected training.mixed_precision_param = "bfloat16" and mixed_precision_reduce = '
+                '"float32".'
+            )
 
     def _check_reduce_scatter_buffers(self) -> None:
         buffers = self.reduce_scatter_buffers
@@ -113,6 +132,14 @@ class FSDPSettings:
                     f"{key} is {value}, a number of ranks, which torch does not offer for weights "
                     f'in NF4 ({QUANTIZE_FROZEN}); expected "always" or "never".'
                 )
+
+    @property
+    def expert_collectives(self) -> list[tuple[str, str | None, str]]:
+        """Key, value, and expected value of what travels for routed experts."""
+        return [
+            (EXPERT_ALL_GATHER, self.expert_all_gather, "float8"),
+            (EXPERT_REDUCE_SCATTER, self.expert_reduce_scatter, "bfloat16"),
+        ]
 
     @property
     def prefetch_limits(self) -> tuple[PrefetchLimit, PrefetchLimit]:

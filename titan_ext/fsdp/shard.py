@@ -20,6 +20,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.copy_out import copy_out_directly
+from titan_ext.fsdp.expert_collectives import set_expert_collectives
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, make_plan, remember_plan
 from titan_ext.fsdp.prefetch import set_prefetch
@@ -75,6 +76,7 @@ def shard_decoder(
     if settings.symm_mem:
         enable_fsdp_symm_mem(model)
     meshes.sum_gradients(model)
+    set_expert_collectives(model, plan, settings, is_chunk=parallel_dims.pp_enabled)
     set_prefetch(model, plan.decoder_units)
     for unit in plan.decoder_units:
         if not unit.gathers_in_backward:

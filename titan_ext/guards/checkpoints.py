@@ -11,8 +11,8 @@ import contextlib
 import io
 import shutil
 import zipfile
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,6 @@ class CheckpointManager(TitanCheckpointManager):
         part, and compare the checksums. 0: never; inf: always. See docs/checkpoints.md.
         """
 
-        def __post_init__(self) -> None:
-            TitanCheckpointManager.Config.__post_init__(self)
-            if not self.verify_checksums_up_to_gib >= 0:
-                raise ValueError(
-                    "checkpoint.verify_checksums_up_to_gib is "
-                    f"{self.verify_checksums_up_to_gib}; expected a size in GiB, 0 or more."
-                )
-
 
 class Checkpoints(RunCheck):
     """Before loading, checks that the checkpoint is intact and complete; then reports failures."""
@@ -86,6 +78,16 @@ class Checkpoints(RunCheck):
                 f"a checkpoint could not be saved or loaded, {said}. {free_gib:.2f} GiB are free "
                 f"in {config.dump_folder}. {_newest_whole(config)}"
             ) from error
+
+
+def is_saved_anyway(trainer: Any) -> bool:
+    """Whether Titan's checkpointer saves the trainer's step without being asked."""
+    checkpoint, step = trainer.config.checkpoint, trainer.step
+    return checkpoint.enable and (
+        step % checkpoint.interval == 0
+        or step == trainer.config.training.steps
+        or (step == 1 and checkpoint.enable_first_step_checkpoint)
+    )
 
 
 def check_excluded(config: Trainer.Config) -> None:
@@ -146,11 +148,8 @@ def verify_checksums(config: Trainer.Config) -> None:
     if found is None:
         return
     folder, _ = found
-    limit = getattr(
-        config.checkpoint,
-        "verify_checksums_up_to_gib",
-        CheckpointManager.Config().verify_checksums_up_to_gib,
-    )
+    default = CheckpointManager.Config().verify_checksums_up_to_gib
+    limit = getattr(config.checkpoint, "verify_checksums_up_to_gib", default)
     size = sum(f.stat().st_size for f in folder.glob("*.distcp")) / 2**30
     if size > limit:
         logger.info(
@@ -161,8 +160,7 @@ def verify_checksums(config: Trainer.Config) -> None:
     mine = corrupt_items(folder, part=dist.get_rank(), parts=dist.get_world_size())
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
-    corrupt = {name: item for found in everyone for name, item in found.items()}
-    if corrupt:
+    if corrupt := dict(ChainMap(*everyone)):
         files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
         raise ValueError(f"{folder} is corrupt ({files}). {_newest_whole(config, but=folder)}")
 
@@ -191,7 +189,7 @@ def corrupt_items(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, s
     }
 
 
-def _first_wrong(path: Path, items: Sequence[tuple[int, int, str]]) -> str:
+def _first_wrong(path: Path, items: list[tuple[int, int, str]]) -> str:
     try:
         with open(path, "rb") as file:
             for offset, length, name in items:
@@ -218,19 +216,17 @@ def check_resume(trainer: Trainer) -> None:
         ValueError: if states are missing, if tensors of the model are missing or have other
             shapes, or if another number of data-parallel ranks saved the data position.
     """
-    config = trainer.config
-    found = checkpoint_to_load(config)
-    if found is None:
+    if (found := checkpoint_to_load(trainer.config)) is None:
         return
     folder, model_only = found
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     if not model_only:
-        _check_states(config, folder, set(saved))
-        _check_data_ranks(trainer, folder, set(saved))
+        _check_states(trainer.config, folder, saved)
+        _check_data_ranks(trainer, folder, saved)
     _check_model(trainer, folder, saved)
 
 
-def _check_states(config: Trainer.Config, folder: Path, saved: set[str]) -> None:
+def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) -> None:
     sections = {name.partition(".")[0] for name in saved}
     missing = sorted(set(_STATES) - sections - set(config.checkpoint.exclude_from_loading))
     if not missing:
@@ -244,7 +240,7 @@ def _check_states(config: Trainer.Config, folder: Path, saved: set[str]) -> None
     raise ValueError(f"{folder} has {kind}: training cannot resume from it. {ways_on}")
 
 
-def _check_data_ranks(trainer: Trainer, folder: Path, saved: set[str]) -> None:
+def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
     if not isinstance(trainer.dataloader, ParallelAwareDataloader):
         return
     if "dataloader" in trainer.config.checkpoint.exclude_from_loading:

@@ -1,34 +1,101 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The checks of a run, in the order in which the trainer calls them.
+"""The checks of a run, in the order in which the trainer calls them; the small ones are here.
 
 To add one, write a subclass of ``RunCheck`` and add it to ``RUN_CHECKS``.
 """
 
-from collections.abc import Iterator
+import hashlib
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torchtitan
+from torch.distributed.tensor import DTensor
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+import titan_ext
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
+from titan_ext.data.stdlib_corpus import STDLIB_CORPUS
 from titan_ext.fsdp.memory.log import MemoryLog
 from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
-from titan_ext.guards.agreement import RanksAgree
-from titan_ext.guards.checkpoints import Checkpoints
-from titan_ext.guards.finite import FiniteGradients
+from titan_ext.guards.checkpoints import Checkpoints, is_saved_anyway
 from titan_ext.guards.folder import Folder
-from titan_ext.guards.paths import Paths
-from titan_ext.guards.progress import Progress
 from titan_ext.guards.stop import StopOnSignal
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.lora import check_lora_targets
+from titan_ext.names import duration, ranks_in_words
 from titan_ext.run_record import RunRecord
 
+_PACKAGES = (torch, torchtitan, titan_ext)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_SHOWN_KEYS = 10
+_LOCAL = ("/", "./", "../", "~")
+_EVERY_S = 30.0
+"""Between two lines of progress at least: steps can be shorter than it takes to read one."""
 
-class LoRATargets(RunCheck):
-    """Checks that LoRA's target modules exist."""
 
-    def before_start(self, config: Any) -> None:
-        if config.model_spec is not None:
-            check_lora_targets(config.model_spec.model, config)
+class RanksAgree(RunCheck):
+    """Compares the versions and the config of all ranks, on the default group.
+
+    A rank with another version of torch, or another value for one key, issues other collectives. On
+    hundreds of nodes that is a hang after minutes, without a cause.
+    """
+
+    def before_build(self, config: Trainer.Config) -> None:
+        """Raise ValueError on every rank if any two differ: which keys, ranks and values."""
+        if config.comm.mode in ONE_PROCESS_MODES:
+            return
+        mine = describe(config)
+        digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, digest)
+        if len(set(digests)) == 1:
+            return
+        descriptions: list[dict[str, str]] = [{} for _ in digests]
+        dist.all_gather_object(descriptions, mine)
+        raise ValueError(_differences(descriptions))
+
+
+def describe(config: Trainer.Config) -> dict[str, str]:
+    """What must be equal on every rank: package versions and every config value, by dotted key."""
+    description = {f"version of {p.__name__}": p.__version__ for p in _PACKAGES}
+    _flatten("", config.to_dict(), description)
+    return description
+
+
+def _differences(descriptions: list[dict[str, str]]) -> str:
+    lines = []
+    for key in sorted({key for description in descriptions for key in description}):
+        ranks_by_value: dict[str, set[int]] = defaultdict(set)
+        for rank, description in enumerate(descriptions):
+            ranks_by_value[description.get(key, "(absent)")].add(rank)
+        if len(ranks_by_value) > 1:
+            values = [f"{v} on {ranks_in_words(ranks)}" for v, ranks in ranks_by_value.items()]
+            lines.append(f"  {key}: {'; '.join(values)}")
+    if len(lines) > _SHOWN_KEYS:
+        lines[_SHOWN_KEYS:] = [f"  ... and {len(lines) - _SHOWN_KEYS} more"]
+    return "\n".join(["the ranks disagree on what to run:", *lines])
+
+
+def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _flatten(f"{prefix}.{key}" if prefix else str(key), item, into)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _flatten(f"{prefix}.{index}", item, into)
+        into[f"{prefix}.length"] = str(len(value))
+    else:
+        # A function is shown with its address, which differs from process to process.
+        into[prefix] = _ADDRESS.sub("", str(value))
 
 
 class Collectives(RunCheck):
@@ -70,6 +137,76 @@ class Collectives(RunCheck):
         return self._watchdog.step(trainer.step) if self._watchdog else nullcontext()
 
 
+class LoRATargets(RunCheck):
+    """Checks that LoRA's target modules exist."""
+
+    def before_start(self, config: Any) -> None:
+        if config.model_spec is not None:
+            check_lora_targets(config.model_spec.model, config)
+
+
+class Paths(RunCheck):
+    """Checks that ``dataloader.dataset_path`` and ``hf_assets_path`` exist."""
+
+    def before_start(self, config: Any) -> None:
+        """Raise ValueError for a path that does not.
+
+        A name like "allenai/c4" may be on the Hugging Face hub; the loader checks it.
+        """
+        loader = config.dataloader
+        path = str(getattr(loader, "dataset_path", None) or "")
+        is_made_here = getattr(loader, "dataset", "") == STDLIB_CORPUS
+        if path.startswith(_LOCAL) and not Path(path).exists() and not is_made_here:
+            raise ValueError(
+                f"dataloader.dataset_path is {path!r}: no such file or folder; expected one, or "
+                "the name of a data set on the Hugging Face hub."
+            )
+        assets = config.hf_assets_path
+        if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not Path(assets).is_dir():
+            raise ValueError(
+                f"hf_assets_path is {assets!r}: no such folder; expected one with the files of a "
+                f'tokenizer, or "{STDLIB_CORPUS}" in a TOML file.'
+            )
+
+
+class FiniteGradients(RunCheck):
+    """Stops a run before it applies or saves gradients that are not finite.
+
+    The reduction spreads one rank's NaN to all ranks, and the step to every weight. Titan checks
+    only the loss, when it logs: too late if it saves a checkpoint first. This check waits for the
+    device, so it runs only on steps that are logged or saved anyway: weights that became NaN in
+    between make the next gradients NaN as well.
+
+    Raises RuntimeError in the step, on the ranks that hold gradients that are not finite: after
+    clipping by a norm that is NaN, all of them.
+    """
+
+    def after_build(self, trainer: Any) -> None:
+        def check(*_) -> None:
+            is_logged = trainer.metrics_processor.should_log(trainer.step)
+            if not (is_saved_anyway(trainer) or is_logged):
+                return
+            gradients = [
+                param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                for part in trainer.model_parts
+                for param in part.parameters()
+                if param.grad is not None
+            ]
+            largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
+            if torch.isfinite(largest):
+                return
+            try:
+                trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one
+            finally:
+                raise RuntimeError(
+                    f"step {trainer.step}: gradients are not finite. The optimizer's step was not "
+                    "taken and nothing was saved since the last checkpoint. To learn which rank "
+                    "and unit they come from, run again with --debug.record_collectives."
+                )
+
+        trainer.optimizers.register_step_pre_hook(check)
+
+
 class FSDPMemory(RunCheck):
     """``parallelism.fsdp_track_memory``."""
 
@@ -100,6 +237,43 @@ class ActivationMemory(RunCheck):
         if self._is_due:
             self._is_due = False
             log_memory_report(trainer)
+
+
+class Progress(RunCheck):
+    """Logs what trains, and at logged steps how long the rest takes.
+
+    The pace is that of all steps but the first of this start, saves and validation included.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock  # seconds
+        self._first: tuple[int, float] | None = None  # the first step that was done, and when
+        self._said_s = float("-inf")
+
+    def after_build(self, trainer: Any) -> None:
+        with torch.device("meta"):  # whole: the trainer has a shard, or a stage
+            params = list(trainer.model_config.build().parameters())
+        trainable = sum(param.numel() for param in params if param.requires_grad)
+        total = sum(param.numel() for param in params)
+        logger.info(f"Trainable: {trainable:,} of {total:,} parameters")
+
+    @contextmanager
+    def around_step(self, trainer: Any) -> Iterator[None]:
+        yield
+        step, now_s = trainer.step, self._clock()
+        if self._first is None:
+            self._first = step, now_s
+            return
+        steps = trainer.config.training.steps
+        is_due = trainer.metrics_processor.should_log(step) and now_s - self._said_s >= _EVERY_S
+        if is_due and step < steps:
+            self._said_s = now_s
+            first, since_s = self._first
+            pace_s = (now_s - since_s) / (step - first)
+            logger.info(
+                f"Step {step} of {steps}, {pace_s:.3g} s a step: about "
+                f"{duration(pace_s * (steps - step))} left"
+            )
 
 
 # Contexts are entered in this order: the collectives of all others are recorded.

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_ext.guards import RunCheck
-from titan_ext.guards.finite import is_saved_anyway
+from titan_ext.guards.checkpoints import is_saved_anyway
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

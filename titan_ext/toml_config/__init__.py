@@ -9,19 +9,23 @@ names. titan_ext checks every key and value. docs/toml.md shows how to write one
 ``titan_ext show PATH [Titan flags]`` prints that.
 """
 
-import typing
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tyro
+from torchtitan.config.manager import ConfigManager, custom_registry
+
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
-from titan_ext.flags import keys_of_flags, with_flags
 from titan_ext.mistakes import checks_later
 from titan_ext.names import warn_once
-from titan_ext.toml_config.convert import POLICY, Given, build, changed, named_choices, plain
-from titan_ext.toml_config.dump import dump, remember_base
-from titan_ext.toml_config.files import KeyLocation, TomlConfigError, read_chain
+from titan_ext.toml_config.convert import Given, build, changed
+from titan_ext.toml_config.dump import dump, leaves, remember_base
+from titan_ext.toml_config.files import KeyLocation, TomlConfigError, TomlFile, read_chain
 from titan_ext.toml_config.model import MODEL, choose_model, load_base
 from titan_ext.trainer import Trainer
 
@@ -30,6 +34,8 @@ __all__ = ["Resolved", "TomlConfigError", "dump", "leaves", "load", "resolve"]
 COMMAND_LINE = "command line"
 MACHINE = "titan_ext, for this machine"
 """The origin of a value that titan_ext changed because there is no accelerator."""
+
+_FRAME = re.compile(r"[\u2500-\u257f]+")  # box drawing
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Resolved:
     @property
     def values(self) -> dict[str, Any]:
         """Every leaf's value by its dotted key: the model's choices, then the config's."""
-        return leaves({MODEL: self.model} if self.model else {}) | leaves(self.config)
+        return leaves(self.config, self.model)
 
 
 def load(path: str | Path) -> Trainer.Config:
@@ -61,18 +67,19 @@ def load(path: str | Path) -> Trainer.Config:
     return resolve(path).config
 
 
-def resolve(path: str | Path, flags: Sequence[str] = ()) -> Resolved:
+def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") -> Resolved:
     """The trainer config that a TOML file and flags describe, with the origin of every value.
 
     Args:
-        path: The file.
+        path: The file; with ``function``, a name for messages.
         flags: Titan's command-line flags, which win over the file.
+        function: A config function ("MODULE.FUNCTION") in place of a file.
 
     Raises:
         TomlConfigError: (a ValueError) with one message that names the file and each wrong key.
     """
     warn_once()
-    files = read_chain(path)
+    files = [TomlFile(str(path), {}, function)] if function else read_chain(path)
     at = KeyLocation(files[0].name)
     base = load_base(files[0].extends, at.below("extends"))
     tables, models = [], []
@@ -91,16 +98,17 @@ def resolve(path: str | Path, flags: Sequence[str] = ()) -> Resolved:
         model = choose_model(base, models, values, at)
     with checks_later():
         config = build(base.cls, values, at)
-    before = leaves({MODEL: model}) | leaves(config)
+    before = leaves(config, model)
     try:
-        config = with_flags(config, flags) if flags else config
+        config = _with_flags(config, flags) if flags else config
         wanted = leaves(config)
         config = replace(config)
     except ValueError as error:
         raise at.error(str(error)) from error
     remember_base(config, base.name, model)
-    resolved = Resolved(config, tuple(file.name for file in files), base.name, model, {})
-    named = set(keys_of_flags(flags))
+    names = () if function else tuple(file.name for file in files)
+    resolved = Resolved(config, names, base.name, model, {})
+    named = set(_keys_of(flags))
     for key, value in resolved.values.items():
         origin = KeyLocation("", key, at.origins).origin() or base.name
         if wanted.get(key, value) != value:
@@ -111,33 +119,30 @@ def resolve(path: str | Path, flags: Sequence[str] = ()) -> Resolved:
     return resolved
 
 
-def leaves(config: Any, prefix: str = "", hint: Any = None) -> dict[str, Any]:
-    """Every value of a config by its dotted key, in the order of the fields.
+def _with_flags(config: Any, flags: Sequence[str]) -> Any:
+    """A new config with Titan's flags on top; it is not checked yet.
 
-    The key is the one that a TOML file and Titan's command line have. A section whose class or
-    policy is a choice has ``component`` or ``policy`` first. The model spec is left out.
+    Titan's ConfigManager does the same right after; there a wrong flag prints a box and exits, on
+    every rank, and torchrun cannot tell why.
+
+    Raises:
+        ValueError: in tyro's words, for a flag or a value that Titan does not have.
     """
-    return dict(_leaves(config, prefix, hint))
+    ConfigManager()  # registers Titan's rules, such as A,B,C for a list of strings
+    said = io.StringIO()
+    try:
+        with checks_later(), contextlib.redirect_stderr(said):
+            return tyro.cli(type(config), args=flags, default=config, registry=custom_registry)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+    lines = (_FRAME.sub("", line).strip() for line in said.getvalue().splitlines())
+    raise ValueError("\n  ".join(line for line in lines if line))
 
 
-def _leaves(config: Any, prefix: str, hint: Any) -> Iterator[tuple[str, Any]]:
-    start = f"{prefix}." if prefix else ""
-    parts: Iterable[tuple[Any, Any, Any]] = ()
-    if choices := named_choices(hint):
-        names = [name for name, cls in choices.items() if cls is type(config)]
-        yield f"{start}{POLICY}", "".join(names)
-    elif prefix and (owner := getattr(config, "_owner", None)) and type(config) is not plain(hint):
-        yield f"{start}component", f"{owner.__module__}.{owner.__qualname__}"
-    if is_dataclass(config) and not isinstance(config, type):
-        hints = typing.get_type_hints(type(config), include_extras=True)
-        names = [f.name for f in fields(config) if f.name[0] != "_" and f.name != "model_spec"]
-        parts = ((name, getattr(config, name), hints[name]) for name in names)
-    elif isinstance(config, dict) and config:
-        parts = ((name, value, None) for name, value in config.items())
-    elif isinstance(config, list) and config and all(is_dataclass(item) for item in config):
-        item = typing.get_args(plain(hint))[0] if hint else None
-        parts = ((index, value, item) for index, value in enumerate(config))
-    elif not choices:
-        yield prefix, config
-    for name, value, below in parts:
-        yield from _leaves(value, f"{start}{name}", below)
+def _keys_of(flags: Sequence[str]) -> Iterator[str]:
+    """The dotted keys that flags name."""
+    for flag in flags:
+        if flag.startswith("--"):
+            section, dot, key = flag[2:].split("=")[0].replace("-", "_").rpartition(".")
+            yield from (section + dot + key, section + dot + key.removeprefix("no_"))

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes a config as a TOML file that loads as the same config.
+"""Writes a config as the lines of a TOML file that loads as the same config.
 
 A config does not tell which Python config function it came from, nor the choices of its model:
 whoever calls the function says so here (``remember_base``), and ``dump`` looks it up by the model.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
+from titan_ext.toml_config.convert import COMPONENT, POLICY, named_choices, plain
 from titan_ext.toml_config.files import to_toml
+from titan_ext.toml_config.model import MODEL
 
 _BASES: dict[int, tuple[Any, str, dict[str, Any]]] = {}
 """By the identity of a model's config: that config, to keep the identity; base; its choices."""
@@ -28,47 +32,90 @@ def dump(config: Any) -> str:
     _, base, model = _BASES.get(id(getattr(config.model_spec, "model", None)), (None, "", {}))
     first = "# made in Python: to load this, say in extends = ... which config function it changes"
     lines = [f"extends = {to_toml(base)}" if base else first]
-    lines += [f"model.{key} = {to_toml(value)}" for key, value in model.items()]
-    lines += [f"{key} = {to_toml(value)}" for key, value in _whole(config)]
+    lines += [f"{line.key} = {to_toml(line.value)}" for line in lines_of(config, model)]
     return "\n".join(lines) + "\n"
 
 
-def _whole(config: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values; a dict or a list of sections is one: its items need not be in the base."""
-    from titan_ext.toml_config import leaves
+class Line(NamedTuple):
+    """A line of a TOML file, and the dotted keys of the values that it sets."""
 
-    dicts: dict[str, Any] = {}
-    lists: dict[str, dict[str, Any]] = {}
-    for key, value in leaves(config).items():
-        name, container = container_of(config, key)
-        if container is None:
-            yield key, value
-        elif isinstance(container, dict):
-            dicts[name] = container
+    key: str
+    value: Any
+    leaves: Collection[str]
+
+
+def lines_of(
+    config: Any,
+    model: dict[str, Any],
+    base_has: Callable[[Collection[str]], bool] = lambda leaves: False,
+) -> Iterator[Line]:
+    """The lines that set every value of a config and of its [model] section.
+
+    A dict is one value, for its names may need quotes. So is a list of sections, unless
+    ``base_has`` its leaves: a file cannot change items that its base lacks.
+    """
+
+    def lines(tree: Any, key: str) -> Iterator[Line]:
+        below = dict(_flat(tree, key))
+        if isinstance(tree, _Section):
+            for name, value in tree.items():
+                yield from lines(value, _join(key, name))
+        elif isinstance(tree, list) and base_has(below):
+            yield from (Line(key, value, [key]) for key, value in below.items())
         else:
-            lists.setdefault(name, {})[key.removeprefix(f"{name}.")] = value
-    yield from dicts.items()
-    for name, items in lists.items():
-        yield name, list_of_tables(items)
+            yield Line(key, tree, below)
+
+    return lines(_tree_of(config, model), "")
 
 
-def list_of_tables(leaves: Mapping[str, Any]) -> list[Any]:
-    """A list of sections, from its leaves by key ("0.lr"). Their own dicts are tables again."""
-    items: dict[str, Any] = {}
-    for key, value in leaves.items():
-        *path, last = key.split(".")
-        table = items
-        for part in path:
-            table = table.setdefault(part, {})
-        table[last] = value
-    return list(items.values())
+def leaves(config: Any, model: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Every value of a config, after those of [model], by dotted key in the order of the fields.
+
+    The key is the one that a TOML file and Titan's command line have. A section whose class or
+    policy is a choice has ``component`` or ``policy`` first. The model spec is left out.
+    """
+    return dict(_flat(_tree_of(config, model or {}), ""))
 
 
-def container_of(config: Any, key: str) -> tuple[str, Any]:
-    """The outermost list or dict that a key lies in, after its own key; None if there is none."""
-    parts, found = key.split("."), config
-    for count, part in enumerate(parts[:-1], 1):
-        found = getattr(found, part, None)
-        if isinstance(found, dict | list):
-            return ".".join(parts[:count]), found
-    return key, None
+class _Section(dict[str, Any]):
+    """A section of a file; any other dict is a value."""
+
+
+def _tree_of(config: Any, model: dict[str, Any]) -> _Section:
+    choices = {MODEL: _Section(_tree(model))} if model else {}
+    return _Section({**choices, **_tree(config, type(config))})
+
+
+def _tree(value: Any, hint: Any = None) -> Any:
+    """A config, or a value in it, as a file has it."""
+    section = _Section()
+    if choices := named_choices(hint):
+        section[POLICY] = "".join(name for name, cls in choices.items() if cls is type(value))
+    elif (owner := getattr(value, "_owner", None)) and type(value) is not plain(hint):
+        section[COMPONENT] = f"{owner.__module__}.{owner.__qualname__}"
+    if is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value), include_extras=True)
+        names = [f.name for f in fields(value) if f.name[0] != "_" and f.name != "model_spec"]
+        section |= {name: _tree(getattr(value, name), hints[name]) for name in names}
+    elif isinstance(value, dict):
+        return {name: _tree(below) for name, below in value.items()}
+    elif isinstance(value, list) and all(is_dataclass(item) for item in value):
+        item = typing.get_args(plain(hint))[0] if hint else None
+        return [_tree(each, item) for each in value]
+    return section or value
+
+
+def _flat(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
+    below: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        below = tree.items()
+    elif isinstance(tree, list) and any(isinstance(item, _Section) for item in tree):
+        below = enumerate(tree)
+    if not below:
+        yield key, tree
+    for name, value in below:
+        yield from _flat(value, _join(key, name))
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)

@@ -58,10 +58,10 @@ class Event:
 
     Attributes:
         action: "unshard" (an all-gather is issued), "copying" (its copy-out has a temporary),
-            "copied" (its buffer goes), "forward" and "backward" (the unit is ready to run), "after forward" and "after backward" (it has
-            been resharded, or stays), "reduce" and "reduced" (a reduce-scatter's input, output),
-            "step" and "after step". What changes without an action of its own (a reshard at the
-            very end of backward) shows in the next event.
+            "copied" (its buffer goes), "forward" and "backward" (the unit is ready to run), "after
+            forward" and "after backward" (it has been resharded, or stays), "reduce" and "reduced"
+            (a reduce-scatter's input, output), "step" and "after step". What changes without an
+            action of its own (a reshard at the very end of backward) shows in the next event.
         unit: The unit concerned; "" for the model.
         live: By kind of unit, after the change.
         unsharded: The units between unshard and reshard, in forward order; a group with a

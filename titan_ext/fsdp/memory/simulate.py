@@ -10,8 +10,9 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import cached_property
 
 import torch
 
@@ -64,6 +65,12 @@ class Group:
             **of,
         )
         return GroupBytes(self.name, self.unit.plan.kind.value, live, is_logical)
+
+    @cached_property
+    def reordered_nbytes(self) -> int:
+        """Gathered parameters that are sharded along another dim than 0."""
+        of_dim_0 = tuple(p for p in self.plan.params if p.shard_dim == 0)
+        return self.plan.gathered_nbytes - replace(self.plan, params=of_dim_0).gathered_nbytes
 
     @property
     def is_logical(self) -> bool:
@@ -279,8 +286,8 @@ class FSDPSimulation:
         if group.phase is Phase.FORWARD:
             self._release_retained()
         group.is_unsharded, group.kept_nbytes = True, 0
-        if buffer.nbytes and group.plan.reordered_nbytes and not self._copies_out_directly:
-            temporary = Buffer(group, "all_gather", group.plan.reordered_nbytes)
+        if buffer.nbytes and group.reordered_nbytes and not self._copies_out_directly:
+            temporary = Buffer(group, "all_gather", group.reordered_nbytes)
             self._buffers.append(temporary)
             self.sample("copying", group.unit.plan.name)
             self._buffers.remove(temporary)
@@ -315,7 +322,7 @@ class FSDPSimulation:
         params = [group.plan.params[index] for index in sorted(group.gradients)]
         world = group.plan.shard_world
         nbytes = sum(p.padded_numel(world) * p.reduce_dtype.itemsize for p in params)
-        whole = Buffer(group, "reduce_scatter", nbytes)
+        whole = Buffer(group, "reduce_scatter", group.plan.reduce_scatter_nbytes(params))
         shard = Buffer(group, "gradients", nbytes // world)
         self._buffers.append(whole)
         self.sample("reduce", group.unit.plan.name)

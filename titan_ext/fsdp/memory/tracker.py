@@ -6,8 +6,8 @@ buffers, modules take hooks before and after FSDP's own, and autograd nodes take
 Gathered parameters appear only at a copy-out and disappear only at a reshard, so reading the
 storages there is exact.
 
-Of what lives only inside one of FSDP's calls it counts the temporaries of a copy-out, not the cast of
-the local shard before an all-gather.
+Of what lives only inside one of FSDP's calls it counts the temporaries of a copy-out, not the cast
+of the local shard before an all-gather.
 """
 
 import weakref
