@@ -233,12 +233,10 @@ def check_parallelism(
 
 
 def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfig) -> None:
-    """Refuse names in our keys that are not in the model.
+    """Raise ValueError for names in our keys that are not in the model.
 
-    Builds the model on the meta device, if there are such names.
-
-    Raises:
-        ValueError: for such a name, also if it is a unit of another ``fsdp_wrap``.
+    Also for a unit of another ``fsdp_wrap``. Builds the model on the meta device, if there are
+    names.
     """
     settings = FSDPSettings.from_config(parallelism)
     quantizes = settings.quantize_frozen is not None
