@@ -426,7 +426,7 @@ def test_fsdp2_names_the_places_of_its_parameters():
 
 
 def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
-    """fsdp.memory.tracker sets it for the groups of a unit apart; the public setters refuse two."""
+    """The tracker and fsdp.expert_collectives set it; the public setters refuse two groups."""
     for method, attribute in (
         (FSDPModule.set_custom_all_gather, "_all_gather_comm"),
         (FSDPModule.set_custom_reduce_scatter, "_reduce_scatter_comm"),
@@ -436,8 +436,18 @@ def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
         assert setter.has("len(state._fsdp_param_groups) > 1")
 
 
+def test_fsdp2_runs_a_groups_collectives_through_these_calls():
+    """fsdp.expert_collectives subclasses them; no handle from one means nothing to wait for."""
+    gather = ["self", "output_tensor", "input_tensor", "group", "async_op"]
+    assert _parameters(_fsdp_collectives.DefaultAllGather.__call__) == gather
+    for default in (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter):
+        assert _parameters(default.allocate) == ["self", "size", "dtype", "device"]
+    copy_out = _Code(_fsdp_collectives.foreach_all_gather_copy_out)
+    assert copy_out.has("isinstance(all_gather_work, dist.distributed_c10d.Work)")
+
+
 def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
-    """fsdp.memory.tracker tells them apart by that."""
+    """fsdp.memory.tracker and fsdp.expert_collectives tell them apart by that."""
     tree = ast.parse(inspect.getsource(_fsdp_collectives.foreach_reduce))
     allocated = [
         (node.lineno, ast.unparse(node.targets[0]))
