@@ -195,6 +195,34 @@ def test_torch_frames_and_ops_that_the_collective_recorder_knows():
     )
 
 
+def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
+    """fsdp.copy_out and fsdp.memory.tracker set it; torch has no public way to."""
+    assert _Code(FSDPParamGroup.__init__).has(
+        "self._all_gather_output_fn: Callable = _default_all_gather_output_fn"
+    )
+    assert _Code(FSDPParamGroup.wait_for_unshard).has(
+        "foreach_all_gather_copy_out(self._all_gather_result, self.fsdp_params, "
+        "self._all_gather_process_group, all_gather_output_fn=self._all_gather_output_fn)"
+    )
+    default = _fsdp_collectives._default_all_gather_output_fn
+    assert list(inspect.signature(default).parameters) == [
+        "fsdp_params",
+        "all_gather_result",
+        "world_size",
+    ]
+    assert _fsdp_collectives.AllGatherResult._fields == (
+        "all_gather_output",
+        "all_gather_event",
+        "all_gather_work",
+        "param_all_gather_input_dtypes",
+        "param_all_gather_input_numels",
+        "all_gather_input_split_sizes",
+    )
+    assert _Code(_fsdp_collectives._reassemble_all_gather_outputs).has(
+        "torch.cat(chunks, dim=shard_dim, out=cat_out)"
+    )
+
+
 def test_titan_saves_every_step_when_its_interval_is_one():
     """guards.stop sets CheckpointManager.interval; guards.checkpoints repeats when Titan saves."""
     assert _Code(CheckpointManager._should_save).has(

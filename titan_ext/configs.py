@@ -177,16 +177,13 @@ def check_parallelism(
     *,
     compiled: bool = False,
 ) -> None:
-    """Refuse what titan_ext cannot serve, by name, before any process group starts.
+    """Raise ValueError for a value that a key cannot have, or keys that do not go together.
 
     Args:
         parallelism: Titan's section or ours. A stock section (a drop-in model spec under the
             stock trainer) has none of our keys; they read as their defaults.
         training: Titan's section, where it is known.
         compiled: Whether the model is compiled.
-
-    Raises:
-        ValueError: for a value that a key cannot have, or keys that do not go together.
     """
     settings = FSDPSettings.from_config(parallelism, training)
     if parallelism.spmd_backend not in _SPMD_BACKENDS:

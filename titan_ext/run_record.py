@@ -152,7 +152,8 @@ def _parameters(trainer: Any) -> list[str]:
     if not splits_blocks(units):
         return [f"parameters unsharded at once: at most {peak} (predicted)"]
     limits = FSDPSettings.from_config(trainer.config.parallelism).prefetch_limits
-    whole_peak, whole_counts = _peak_and_collectives(with_whole_blocks(units, *limits), order)
+    stock = replace(order, copies_out_directly=False)
+    whole_peak, whole_counts = _peak_and_collectives(with_whole_blocks(units, *limits), stock)
     return [
         f"parameters unsharded at once: at most {peak}; with whole blocks {whole_peak} (predicted)",
         f"FSDP collectives a step: {counts}; with whole blocks {whole_counts} (predicted)",

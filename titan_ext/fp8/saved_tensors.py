@@ -10,9 +10,8 @@
 How a saved tensor is treated; the first rule that applies:
 
 1. A parameter or buffer of ``modules``, any other ``nn.Parameter``, or a view of their storage is
-   kept by reference. Their storage identifies them, because a detached or localised weight is a
-   plain tensor. A copy would defeat FSDP, which empties a gathered weight after forward and
-   refills it.
+   kept by reference. A copy would defeat FSDP, which empties a gathered weight after forward and
+   refills it. Their storage identifies them: a detached or localised weight is a plain tensor.
 2. A tensor subclass that is neither DTensor nor AsyncCollectiveTensor, or a sparse tensor, is kept
    by reference: only its class knows what its bytes mean.
 3. A tensor that is not bf16, fp16 or fp32, would not shrink, or that ``policy`` names is kept
@@ -22,8 +21,7 @@ How a saved tensor is treated; the first rule that applies:
 
 The store waits for every tensor: inside selective checkpointing the output of a running collective
 is a plain tensor. It stores a tensor once, however often it is saved. Like autograd it raises when
-a tensor kept by reference was changed in place. A float8 copy has the value at the time of saving,
-which the gradient needs, so backward continues.
+a tensor kept by reference was changed in place; a float8 copy has the value at the time of saving.
 """
 
 import functools

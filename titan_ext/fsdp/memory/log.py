@@ -22,6 +22,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from titan_ext.fsdp import copy_out
 from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
 from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
 from titan_ext.fsdp.memory.tracker import MemoryTracker
@@ -144,6 +145,7 @@ def step_order(trainer: Trainer) -> StepOrder:
         pipeline=pipeline,
         grad_dtype=TORCH_DTYPE_MAP[config.training.dtype],
         reduce_scatter_buffers=plan_of(trainer.model_parts[0]).reduce_scatter_buffers,
+        copies_out_directly=copy_out.copies_out_directly(),
     )
 
 
