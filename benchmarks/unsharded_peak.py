@@ -71,7 +71,8 @@ def predicted(run: Run, model: Decoder, wrap: Wrap, prefetch: int | str = "auto"
         expert_ranks=run.world,
     )
     plan = local_plan(model, FSDPSettings(wrap=wrap, prefetch=prefetch), sizes, run.ep)
-    return predict(plan.units, StepOrder(loss_chunks=8))
+    order = StepOrder(loss_chunks=8, copies_out_directly=wrap != "block")  # stock's blocks
+    return predict(plan.units, order)
 
 
 def measured(run: Run, wrap: Wrap, prefetch: int | str) -> Timeline:

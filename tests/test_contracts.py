@@ -88,6 +88,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
 from titan_ext import limits, optim
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_policies import make_plan
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
@@ -191,6 +192,34 @@ def test_torch_frames_and_ops_that_the_collective_recorder_knows():
     assert _Code(_functional_collectives.all_to_all_single_backward).has(
         "torch.ops._c10d_functional.all_to_all_single("
         "grad_output.contiguous(), input_split_sizes, output_split_sizes, group_name)"
+    )
+
+
+def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
+    """fsdp.copy_out and fsdp.memory.tracker set it; torch has no public way to."""
+    assert _Code(FSDPParamGroup.__init__).has(
+        "self._all_gather_output_fn: Callable = _default_all_gather_output_fn"
+    )
+    assert _Code(FSDPParamGroup.wait_for_unshard).has(
+        "foreach_all_gather_copy_out(self._all_gather_result, self.fsdp_params, "
+        "self._all_gather_process_group, all_gather_output_fn=self._all_gather_output_fn)"
+    )
+    default = _fsdp_collectives._default_all_gather_output_fn
+    assert list(inspect.signature(default).parameters) == [
+        "fsdp_params",
+        "all_gather_result",
+        "world_size",
+    ]
+    assert _fsdp_collectives.AllGatherResult._fields == (
+        "all_gather_output",
+        "all_gather_event",
+        "all_gather_work",
+        "param_all_gather_input_dtypes",
+        "param_all_gather_input_numels",
+        "all_gather_input_split_sizes",
+    )
+    assert _Code(_fsdp_collectives._reassemble_all_gather_outputs).has(
+        "torch.cat(chunks, dim=shard_dim, out=cat_out)"
     )
 
 
@@ -358,7 +387,7 @@ def test_torch_traces_with_module_ids_and_one_fake_tensor_for_a_parameter():
 
 
 def test_titan_policies_wrap_a_module_in_a_checkpoint_function():
-    """activation_checkpoint.units puts the function of Titan's wrapper inside compiled modules."""
+    """titan_ext.compile puts the function of Titan's wrapper inside compiled modules."""
     assert _parameters(SelectiveAC._wrap_block) == ["self", "module", "base_fqn"]
     module = torch.nn.Linear(4, 4)
     config = SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])
@@ -425,7 +454,7 @@ def test_fsdp2_names_the_places_of_its_parameters():
 
 
 def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
-    """fsdp.memory.tracker sets it for the groups of a unit apart; the public setters refuse two."""
+    """The tracker and fsdp.expert_collectives set it; the public setters refuse two groups."""
     for method, attribute in (
         (FSDPModule.set_custom_all_gather, "_all_gather_comm"),
         (FSDPModule.set_custom_reduce_scatter, "_reduce_scatter_comm"),
@@ -435,8 +464,18 @@ def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
         assert setter.has("len(state._fsdp_param_groups) > 1")
 
 
+def test_fsdp2_runs_a_groups_collectives_through_these_calls():
+    """fsdp.expert_collectives subclasses them; no handle from one means nothing to wait for."""
+    gather = ["self", "output_tensor", "input_tensor", "group", "async_op"]
+    assert _parameters(_fsdp_collectives.DefaultAllGather.__call__) == gather
+    for default in (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter):
+        assert _parameters(default.allocate) == ["self", "size", "dtype", "device"]
+    copy_out = _Code(_fsdp_collectives.foreach_all_gather_copy_out)
+    assert copy_out.has("isinstance(all_gather_work, dist.distributed_c10d.Work)")
+
+
 def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
-    """fsdp.memory.tracker tells them apart by that."""
+    """fsdp.memory.tracker and fsdp.expert_collectives tell them apart by that."""
     tree = ast.parse(inspect.getsource(_fsdp_collectives.foreach_reduce))
     allocated = [
         (node.lineno, ast.unparse(node.targets[0]))
@@ -464,15 +503,7 @@ def test_titan_selective_checkpointing_shows_its_policy():
     x, w = torch.zeros(2, 4), torch.zeros(4, 4)
     answers = [forward.policy_fn(context, torch.ops.aten.mm.default, x, w) for _ in range(2)]
     assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
-    plan = make_plan(
-        block,
-        "layers.0",
-        mode="selective",
-        preset="stock",
-        attention="auto",
-        user_rules=(),
-        exempt=(),
-    )
+    plan = make_plan(block, "layers.0", FP8AC.Config(preset="stock"))
     assert plan.stock_policy() is not plan.stock_policy(), "counts start anew in each forward"
 
 

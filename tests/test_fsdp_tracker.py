@@ -1,5 +1,6 @@
 """What FSDP holds: measured, event by event, and held against what was predicted from shapes."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from tests.cluster import run_ranks
 from tests.training import Run, Runs, make_config, observed
@@ -30,7 +32,12 @@ LAYOUTS = [
         reshard_groups=(("attention", "never"), ("layers.2.*", "always")),
     ),
 ]
+OTHER_DIM = replace(TRACKED, world=2, parallelize="submodule", layers=2, expert_shard_dim=1)
+"""Experts beside dense parameters in one group, as without EP."""
+LAYOUTS += [OTHER_DIM, replace(OTHER_DIM, stock_copy_out=True)]
 SLOW_LAYOUTS = [
+    replace(OTHER_DIM, world=4, ep=2, layers=3),
+    replace(OTHER_DIM, world=4, ep=2, layers=3, stock_copy_out=True),
     replace(TRACKED, world=2, ep=2, parallelize="block", ac="full", reshard="never"),
     replace(TRACKED, world=4, ep=2, parallelize="submodule", backend="partial_dtensor"),
     replace(TRACKED, world=2, pp=2, parallelize="block", reshard="always"),
@@ -61,6 +68,25 @@ def test_measured_is_predicted(run: Run, runs: Runs):
         assert measured.events == predicted.events
         assert measured.left_over() == ()
         assert measured.peak("gathered") > 0
+
+
+def test_experts_of_more_ranks_than_experts_are_copied_out_without_a_temporary(runs: Runs):
+    """And to the same bits as by FSDP2, whose temporary is as large as a layer's experts."""
+    ours, stock = (runs.get(replace(OTHER_DIM, stock_copy_out=name)) for name in (False, True))
+    assert ours.losses == stock.losses
+    assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in stock.ranks]
+    for mine, torchs in zip(ours.ranks, stock.ranks, strict=True):
+        assert mine.memory is not None
+        assert torchs.memory is not None
+        assert not [event for event in mine.memory.events if event.action == "copying"]
+        events = torchs.memory.events
+        assert [e.unit for e in events if e.action == "copying"] == ["layers.1.moe"] * 2
+        (temporary,) = [
+            before.bytes_of().all_gather - after.bytes_of().all_gather
+            for before, after in itertools.pairwise(events)
+            if (before.action, after.action) == ("copying", "copied")
+        ]
+        assert temporary == 2 * 8 * 3 * 256 * 256  # bf16, 8 experts, 3 weights
 
 
 def test_a_tracked_run_is_bit_identical_and_leaves_files(runs: Runs, capsys, monkeypatch):
@@ -94,7 +120,8 @@ def _small_model() -> tuple[nn.Module, list[Unit]]:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     units = []
     for index, layer in enumerate(model):
-        fully_shard(layer)
+        dim = index % 2  # a tracker watches the copy-out of dim 1, too
+        fully_shard(layer, shard_placement_fn=lambda _, dim=dim: Shard(dim))
         units.append(
             Unit(
                 name=f"layers.{index}.attention",
@@ -117,6 +144,7 @@ def _hooks_and_comms(model: nn.Module) -> list:
         assert isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups:
             found += [type(group._all_gather_comm), type(group._reduce_scatter_comm)]
+            found.append(group._all_gather_output_fn)
     return found
 
 

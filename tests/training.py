@@ -54,8 +54,10 @@ from titan_ext.data.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
+from titan_ext.fsdp import copy_out
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.log import MemoryLog
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.guards.run_checks import FSDPMemory
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.trainer import extend_config
@@ -133,6 +135,10 @@ class Run:
     prefetch_backward: int | str | None = None
     reduce_scatter_buffers: int = 1
     """``parallelism.fsdp_reduce_scatter_buffers``; of ours only."""
+    expert_shard_dim: int = 0
+    """1: FSDP shards routed experts as it does where there are more ranks than experts."""
+    stock_copy_out: bool = False
+    """FSDP2's own copy-out of such experts, with its temporary."""
     expert_all_gather: str | None = None
     """``parallelism.fsdp_expert_all_gather``; of ours only."""
     expert_reduce_scatter: str | None = None
@@ -182,6 +188,8 @@ class Run:
         extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
         extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
         extras += [f"rs{self.reduce_scatter_buffers}"] if self.reduce_scatter_buffers > 1 else []
+        extras += [f"shard{self.expert_shard_dim}"] if self.expert_shard_dim else []
+        extras += ["stock_copy_out"] if self.stock_copy_out else []
         extras += [f"gather_{self.expert_all_gather}"] if self.expert_all_gather else []
         extras += [f"reduce_{self.expert_reduce_scatter}"] if self.expert_reduce_scatter else []
         extras += ["typechecked"] if self.typechecked else []
@@ -425,6 +433,11 @@ def patched(run: Run) -> Iterator[None]:
             stack.enter_context(patch(titan_fsdp, "CPUOffloadPolicy", unpinned))
         if run.attention == "flex":
             stack.enter_context(flex_on_cpu())
+        if run.expert_shard_dim:
+            dim = run.expert_shard_dim
+            stack.enter_context(patch(ShardSizes, "expert_shard_dim", lambda *_: dim))
+        if run.stock_copy_out:
+            stack.enter_context(patch(copy_out, "copies_out_directly", lambda: False))
         if run.exact_sums:
             stack.enter_context(
                 patch(DefaultReduceScatter, "__call__", _reduce_scatter_in_rank_order)

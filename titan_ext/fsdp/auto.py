@@ -137,8 +137,7 @@ def cheapest(
 ) -> tuple[Choice, str]:
     """The candidate with the least peak of bytes among those as fast as the fastest, and why.
 
-    Raises:
-        ValueError: for a model whose order of units is not known.
+    Raises ValueError for a model whose order of units is not known.
     """
     costs = {c: cost(c, model, settings, sizes, job, machine) for c in {*candidates, STOCK}}
     fastest = min(costs[c][0] for c in candidates)

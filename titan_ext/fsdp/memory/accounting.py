@@ -20,7 +20,8 @@ class Bytes:
     Attributes:
         gathered: Storages of unsharded parameters; of parameters resharded to a smaller world, the
             part that stays.
-        all_gather: Flat buffers that all-gathers write into, until they are copied out and freed.
+        all_gather: Flat buffers that all-gathers write into, until they are copied out and freed,
+            and what a copy-out allocates for itself.
         reduce_scatter: Flat buffers of unsharded gradients, the inputs of reduce-scatters.
         gradients: Outputs of reduce-scatters. If dtypes agree they are the sharded gradients and
             live until the next ``zero_grad``; else they are freed at once.
@@ -57,11 +58,11 @@ class Event:
     """A change in live bytes.
 
     Attributes:
-        action: "unshard" (an all-gather is issued), "copied" (its buffer goes), "forward" and
-            "backward" (the unit is ready to run), "after forward" and "after backward" (it has
-            been resharded, or stays), "reduce" and "reduced" (a reduce-scatter's input, output),
-            "step" and "after step". What changes without an action of its own (a reshard at the
-            very end of backward) shows in the next event.
+        action: "unshard" (an all-gather is issued), "copying" (its copy-out has a temporary),
+            "copied" (its buffer goes), "forward" and "backward" (the unit is ready to run), "after
+            forward" and "after backward" (it has been resharded, or stays), "reduce" and "reduced"
+            (a reduce-scatter's input, output), "step" and "after step". What changes without an
+            action of its own (a reshard at the very end of backward) shows in the next event.
         unit: The unit concerned; "" for the model.
         live: By kind of unit, after the change.
         unsharded: The units between unshard and reshard, in forward order; a group with a

@@ -22,6 +22,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from titan_ext.fsdp import copy_out
 from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
 from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
 from titan_ext.fsdp.memory.tracker import MemoryTracker
@@ -122,8 +123,7 @@ class MemoryLog:
 def step_order(trainer: Trainer) -> StepOrder:
     """The order of the trainer's steps, for ``predict``.
 
-    Raises:
-        ValueError: for a pipeline with several stages a rank.
+    Raises ValueError for a pipeline with several stages a rank.
     """
     config = trainer.config
     loss = trainer.loss_fn
@@ -145,15 +145,12 @@ def step_order(trainer: Trainer) -> StepOrder:
         pipeline=pipeline,
         grad_dtype=TORCH_DTYPE_MAP[config.training.dtype],
         reduce_scatter_buffers=plan_of(trainer.model_parts[0]).reduce_scatter_buffers,
+        copies_out_directly=copy_out.copies_out_directly(),
     )
 
 
 def predictable_units(plans: Iterable[FSDPPlan]) -> list[UnitPlan]:
-    """The units of all ``plans``, for ``predict``.
-
-    Raises:
-        ValueError: if FSDP manages parameters outside of them.
-    """
+    """The units of all ``plans``; ValueError if FSDP manages parameters outside of them."""
     plans = list(plans)
     if any(plan.replicated or plan.unmanaged for plan in plans):
         raise ValueError("some parameters are replicated, or were added after FSDP.")

@@ -62,6 +62,8 @@ class StepOrder:
         pipeline: The stage, in a pipeline.
         grad_dtype: Of sharded parameters and their gradients (``training.dtype``).
         reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
+        copies_out_directly: Whether parameters that are sharded along another dim than 0 are copied
+            out without a temporary (``fsdp.copy_out``); FSDP2 by itself makes one.
     """
 
     recomputes: bool = True
@@ -70,6 +72,7 @@ class StepOrder:
     pipeline: Pipeline | None = None
     grad_dtype: torch.dtype = torch.float32
     reduce_scatter_buffers: int = 1
+    copies_out_directly: bool = True
 
 
 def predict(units: Sequence[UnitPlan], order: StepOrder) -> Timeline:
@@ -110,7 +113,11 @@ class Step:
             raise ValueError("multi-token prediction runs norm and head between blocks.")
         self.order = order
         self.fsdp = simulation(
-            units, _roles(units, order), order.grad_dtype, order.reduce_scatter_buffers
+            units,
+            _roles(units, order),
+            order.grad_dtype,
+            order.reduce_scatter_buffers,
+            order.copies_out_directly,
         )
         found = list(self.fsdp.units.values())
         self.embedding = next((u for u in found if u.plan.kind == "embedding"), None)

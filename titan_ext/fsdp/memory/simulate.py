@@ -10,8 +10,9 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import cached_property
 
 import torch
 
@@ -67,6 +68,12 @@ class Group:
             )
         return GroupBytes(self.name, self.unit.plan.kind.value, live, is_logical)
 
+    @cached_property
+    def reordered_nbytes(self) -> int:
+        """Gathered parameters that are sharded along another dim than 0."""
+        of_dim_0 = tuple(p for p in self.plan.params if p.shard_dim == 0)
+        return self.plan.gathered_nbytes - replace(self.plan, params=of_dim_0).gathered_nbytes
+
     @property
     def is_logical(self) -> bool:
         return self.is_unsharded or self.pending is not None
@@ -91,6 +98,7 @@ class FSDPSimulation:
         roles: Names of the parts that run forward separately, by unit; other units have one.
         grad_dtype: Of sharded gradients, which is that of the sharded parameters.
         reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
+        copies_out_directly: As of ``predict.StepOrder``.
     """
 
     def __init__(
@@ -99,11 +107,13 @@ class FSDPSimulation:
         roles: dict[str, tuple[str, ...]],
         grad_dtype: torch.dtype,
         reduce_scatter_buffers: int = 1,
+        copies_out_directly: bool = True,
     ) -> None:
         self.timeline = Timeline()
         self.records = True
         self._grad_dtype = grad_dtype
         self._reduce_scatter_buffers = reduce_scatter_buffers
+        self._copies_out_directly = copies_out_directly
         self._buffers: list[Buffer] = []
         self._retained: Buffer | None = None  # the last all-gather of a forward
         self._reduce_inputs: list[Buffer] = []
@@ -284,6 +294,11 @@ class FSDPSimulation:
         if group.phase is Phase.FORWARD:
             self._release_retained()
         group.is_unsharded, group.kept_nbytes = True, 0
+        if buffer.nbytes and group.reordered_nbytes and not self._copies_out_directly:
+            temporary = Buffer(group, "all_gather", group.reordered_nbytes)
+            self._buffers.append(temporary)
+            self.sample("copying", group.unit.plan.name)
+            self._buffers.remove(temporary)
         if group.phase is Phase.FORWARD and buffer.nbytes:
             self._retained = buffer  # so that the next all-gather may overlap with the copy-out
         else:

@@ -6,12 +6,12 @@ buffers, modules take hooks before and after FSDP's own, and autograd nodes take
 Gathered parameters appear only at a copy-out and disappear only at a reshard, so reading the
 storages there is exact.
 
-It does not count what lives only inside one of FSDP's calls (the cast of the local shard before an
-all-gather; a second copy of parameters sharded along another dim than 0).
+Of what lives only inside one of FSDP's calls it counts the temporaries of a copy-out, not the cast
+of the local shard before an all-gather.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_ext.fsdp.memory.accounting import Bytes, GroupBytes, Timeline
@@ -118,10 +119,14 @@ class _Group:
         group._reduce_scatter_comm = _WatchedReduceScatter(
             group._reduce_scatter_comm, self, tracker
         )
+        if any(param.fsdp_placement.dim != 0 for param in group.fsdp_params):
+            group._all_gather_output_fn = _WatchedCopyOut(
+                group._all_gather_output_fn, self, tracker
+            )
 
     def unwatch(self) -> None:
-        for comm in ("_all_gather_comm", "_reduce_scatter_comm"):
-            watched = getattr(self._group, comm)
+        for comm in ("_all_gather_comm", "_reduce_scatter_comm", "_all_gather_output_fn"):
+            watched = getattr(self._group, comm, None)
             if isinstance(watched, _Watched):
                 setattr(self._group, comm, watched.inner)
 
@@ -145,6 +150,17 @@ class _Group:
         lifetime = storage if name == "gradients" else buffer
         finalizer = weakref.finalize(lifetime, freed)
         finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def sample_with(self, temporaries: Iterable[torch.Tensor], tracker: MemoryTracker) -> None:
+        """Read what is live, with those of ``temporaries`` that are no gathered parameters."""
+        gathered = {t.data_ptr() for p in self._group.fsdp_params for t in p.all_gather_outputs}
+        extra = sum(
+            t.untyped_storage().nbytes() for t in temporaries if t.data_ptr() not in gathered
+        )
+        if extra:
+            self._buffers["all_gather"] += extra
+            tracker.sample("copying", self.unit)
+            self._buffers["all_gather"] -= extra
 
     def live_bytes(self, is_issuing: bool) -> GroupBytes:
         # Between unshard and reshard, whether or not the parameters have arrived.
@@ -210,6 +226,33 @@ class _WatchedReduceScatter(_Watched, ReduceScatter):
         self._owner.add_buffer(name, buffer)
         self._tracker.sample(action, self._owner.unit)
         return buffer
+
+
+class _WatchedCopyOut(_Watched):
+    """A group's copy-out, with what it allocates for itself counted while it copies."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        with _Temporaries(self._owner, self._tracker):
+            self.inner(*args, **kwargs)
+
+
+class _Temporaries(TorchDispatchMode):
+    """Counts as all-gather buffers the tensors that are made here and are not the group's."""
+
+    def __init__(self, owner: _Group, tracker: MemoryTracker) -> None:
+        super().__init__()
+        self._owner = owner
+        self._tracker = tracker
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func._schema.name.startswith("aten::empty"):
+            self._made.append(weakref.ref(output))
+            return output
+        live = {t for t in (made() for made in self._made) if t is not None}
+        self._owner.sample_with(live, self._tracker)
+        return output
 
 
 def _lend(value: Any) -> Any:
