@@ -17,7 +17,7 @@ KILLS := 50
 # Seconds that workers get for a step and a save when torchrun is told to end.
 SHUTDOWN_TIMEOUT := 600
 # Three at a time on 2 cores: ranks wait for each other. A test has up to four.
-PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
 export OMP_NUM_THREADS ?= 1
 # torchao 0.18 registers two enums in a way that torch warns of in each process.
 export TORCH_LOGS ?= -torch.utils._pytree

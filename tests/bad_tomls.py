@@ -689,6 +689,17 @@ BAD_TOMLS = (
     ),
     BadToml(
         "Values and degrees that no run can have",
+        "experts that no collective carries alone",
+        DEBUG + '[parallelism]\nfsdp_expert_all_gather = "float8"\n',
+        (
+            "bad.toml: parallelism.fsdp_expert_all_gather needs "
+            'parallelism.expert_parallel_degree > 1 or parallelism.fsdp_wrap = "experts": with '
+            'fsdp_wrap = "auto" and without expert parallelism one collective carries the '
+            "experts and the parameters around them."
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
         "nothing frozen to quantize",
         DEBUG
         + (

@@ -88,6 +88,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
 from titan_ext import limits, optim
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_policies import make_plan
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
@@ -386,7 +387,7 @@ def test_torch_traces_with_module_ids_and_one_fake_tensor_for_a_parameter():
 
 
 def test_titan_policies_wrap_a_module_in_a_checkpoint_function():
-    """activation_checkpoint.units puts the function of Titan's wrapper inside compiled modules."""
+    """titan_ext.compile puts the function of Titan's wrapper inside compiled modules."""
     assert _parameters(SelectiveAC._wrap_block) == ["self", "module", "base_fqn"]
     module = torch.nn.Linear(4, 4)
     config = SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])
@@ -453,7 +454,7 @@ def test_fsdp2_names_the_places_of_its_parameters():
 
 
 def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
-    """fsdp.memory.tracker sets it for the groups of a unit apart; the public setters refuse two."""
+    """The tracker and fsdp.expert_collectives set it; the public setters refuse two groups."""
     for method, attribute in (
         (FSDPModule.set_custom_all_gather, "_all_gather_comm"),
         (FSDPModule.set_custom_reduce_scatter, "_reduce_scatter_comm"),
@@ -463,8 +464,18 @@ def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
         assert setter.has("len(state._fsdp_param_groups) > 1")
 
 
+def test_fsdp2_runs_a_groups_collectives_through_these_calls():
+    """fsdp.expert_collectives subclasses them; no handle from one means nothing to wait for."""
+    gather = ["self", "output_tensor", "input_tensor", "group", "async_op"]
+    assert _parameters(_fsdp_collectives.DefaultAllGather.__call__) == gather
+    for default in (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter):
+        assert _parameters(default.allocate) == ["self", "size", "dtype", "device"]
+    copy_out = _Code(_fsdp_collectives.foreach_all_gather_copy_out)
+    assert copy_out.has("isinstance(all_gather_work, dist.distributed_c10d.Work)")
+
+
 def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
-    """fsdp.memory.tracker tells them apart by that."""
+    """fsdp.memory.tracker and fsdp.expert_collectives tell them apart by that."""
     tree = ast.parse(inspect.getsource(_fsdp_collectives.foreach_reduce))
     allocated = [
         (node.lineno, ast.unparse(node.targets[0]))
@@ -492,15 +503,7 @@ def test_titan_selective_checkpointing_shows_its_policy():
     x, w = torch.zeros(2, 4), torch.zeros(4, 4)
     answers = [forward.policy_fn(context, torch.ops.aten.mm.default, x, w) for _ in range(2)]
     assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
-    plan = make_plan(
-        block,
-        "layers.0",
-        mode="selective",
-        preset="stock",
-        attention="auto",
-        user_rules=(),
-        exempt=(),
-    )
+    plan = make_plan(block, "layers.0", FP8AC.Config(preset="stock"))
     assert plan.stock_policy() is not plan.stock_policy(), "counts start anew in each forward"
 
 

@@ -67,6 +67,9 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
     assert "rank 0 of 64: FSDP 64, EP 2 (spmd_types)" in done.out
     # On 64 ranks the experts are sharded across nodes: what auto takes there.
     assert "13 in 13 groups: 1 embedding, 6 block, 5 experts, 1 head" in done.out
+    assert re.search(
+        r'^ +auto is "experts", 2 .* \(EP 2, 64 ranks on h100: modelled', done.out, re.M
+    )
     assert "256 sequences (65,536 tokens) a step" in done.out
     parameters, gradients, states = map(
         float, re.findall(r"([\d.]+) MiB", _line(done.out, "this rank")[0])
@@ -90,6 +93,15 @@ def test_every_stage_of_a_pipeline(folder: Path):
     assert re.findall(r"^-- rank (\d)", done.out, re.M) == ["0", "2"]
     assert re.findall(r"^stage +(\d) of 2", done.out, re.M) == ["0", "1"]
     assert _line(done.out, "FSDP units")[1].endswith("1 head")
+
+
+def test_context_parallelism(folder: Path):
+    """Under spmd_types it needs FlexAttention, with its masks."""
+    flags = ("--parallelism.context_parallel_degree", "2", "--training.seq_len", "512")
+    done = _dry_run(folder, "moe_debug", "--ranks", "8", *flags)
+    assert (done.code, done.error) == (0, "")
+    assert "rank 0 of 8: FSDP 4, CP 2, EP 2 (spmd_types)" in done.out
+    assert "optimizer, on fake tensors" in done.out
 
 
 def test_what_the_cluster_would_refuse_is_refused_here(folder: Path):

@@ -13,7 +13,7 @@ from torchtitan.config import CompileConfig
 from torchtitan.models.common.decoder import Decoder
 
 from tests.training import Run, Runs, observed, titan_config
-from titan_ext import run_record
+from titan_ext import config_registry, run_record
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.configs import ParallelismConfig
 from titan_ext.fp8 import MemoryRow
@@ -38,6 +38,27 @@ RUN = observed(Run(world=2, ep=2, parallelize="submodule"))
 def test_a_dumped_config_loads_as_the_same(path: Path, tmp_path: Path):
     resolved = resolve(path)
     resolved.config.training.steps = 7  # as a flag does it
+    (tmp_path / "config.toml").write_text(dump(resolved.config))
+    loaded = resolve(tmp_path / "config.toml").values
+    assert _as_json(loaded) == _as_json(resolved.values)
+    assert loaded["training.steps"] == 7
+
+
+def test_a_dumped_config_has_the_converters_of_its_model(tmp_path: Path):
+    (tmp_path / "lora.toml").write_text(
+        'extends = "qwen3.qwen3_debugmodel"\n[[model.converters]]\n'
+        'component = "torchtitan.components.lora.LoRAConverter"\n'
+        'rank = 4\nalpha = 8.0\ntarget_modules = ["wqkv"]\n'
+    )
+    resolved = resolve(tmp_path / "lora.toml")
+    (tmp_path / "config.toml").write_text(dump(resolved.config))
+    loaded = resolve(tmp_path / "config.toml").values
+    assert _as_json(loaded) == _as_json(resolved.values)
+    assert loaded["model.converters.0.rank"] == 4
+
+
+def test_a_dumped_config_function_loads_as_the_same(tmp_path: Path):
+    resolved = config_registry.resolve_config("qwen3_debugmodel", ["--training.steps", "7"])
     (tmp_path / "config.toml").write_text(dump(resolved.config))
     loaded = resolve(tmp_path / "config.toml").values
     assert _as_json(loaded) == _as_json(resolved.values)

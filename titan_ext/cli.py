@@ -6,6 +6,7 @@ parses again over the config. Nothing here imports torch before a command needs 
 """
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -140,6 +141,7 @@ class DryRun:
                 "a rank below that."
             )
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+        gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext import no_accelerator
         from titan_ext.dry_run import as_rank, dry_run
         from titan_ext.limits import wrong_degrees

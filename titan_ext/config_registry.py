@@ -68,10 +68,7 @@ def find_config(name: str) -> Path | str:
     """The TOML file that ``name`` means, or ``name`` itself if it is one of ``titan_configs``.
 
     A shipped file is found by its name. Where Titan has a config function of that name, the
-    function comes first, and ``NAME.toml`` is the file.
-
-    Raises:
-        ValueError: if it is neither, with the nearest valid name.
+    function comes first, and ``NAME.toml`` is the file. Raises ValueError if it is neither.
     """
     if name.endswith(".toml"):
         shipped = shipped_configs().get(name.removesuffix(".toml"))
@@ -114,7 +111,9 @@ def _config(name: str) -> "Trainer.Config":
     """The config ``name``, checked with the flags that stand beside it on the command line."""
     from titan_ext.limits import world_size, wrong_degrees
 
-    _prepare_log()
+    log_on_one_node()
+    handler = "titan_ext.guards.folder.register_handler"
+    os.environ.setdefault("TITAN_STRUCT_LOGGER_HANDLERS", handler)
     config = resolve_config(name, _flags_beside(name)).config
     Mistakes(wrong_degrees(config, world_size(config))).raise_all()
     return config
@@ -127,12 +126,6 @@ def _flags_beside(config: str) -> list[str]:
     parser.add_argument("--config")
     known, flags = parser.parse_known_args(sys.argv[1:])
     return flags if known.config == config else []
-
-
-def _prepare_log() -> None:
-    log_on_one_node()
-    handler = "titan_ext.guards.folder.register_handler"
-    os.environ.setdefault("TITAN_STRUCT_LOGGER_HANDLERS", handler)
 
 
 def __getattr__(name: str) -> Callable[[], Any]:

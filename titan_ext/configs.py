@@ -177,16 +177,13 @@ def check_parallelism(
     *,
     compiled: bool = False,
 ) -> None:
-    """Refuse what titan_ext cannot serve, by name, before any process group starts.
+    """Raise ValueError for a value that a key cannot have, or keys that do not go together.
 
     Args:
         parallelism: Titan's section or ours. A stock section (a drop-in model spec under the
             stock trainer) has none of our keys; they read as their defaults.
         training: Titan's section, where it is known.
         compiled: Whether the model is compiled.
-
-    Raises:
-        ValueError: for a value that a key cannot have, or keys that do not go together.
     """
     settings = FSDPSettings.from_config(parallelism, training)
     if parallelism.spmd_backend not in _SPMD_BACKENDS:
@@ -233,12 +230,10 @@ def check_parallelism(
 
 
 def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfig) -> None:
-    """Refuse names in our keys that are not in the model.
+    """Raise ValueError for names in our keys that are not in the model.
 
-    Builds the model on the meta device, if there are such names.
-
-    Raises:
-        ValueError: for such a name, also if it is a unit of another ``fsdp_wrap``.
+    Also for a unit of another ``fsdp_wrap``. Builds the model on the meta device, if there are
+    names.
     """
     settings = FSDPSettings.from_config(parallelism)
     quantizes = settings.quantize_frozen is not None

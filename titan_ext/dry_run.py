@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.pipelining.stage import PipelineStage
+from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -29,6 +30,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.attention import FlexAttention
 
 from titan_ext import no_accelerator
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
@@ -71,6 +73,35 @@ class BalancedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
         splits = [self._tokens // ep_size] * ep_size
         splits[0] += self._tokens - sum(splits)
         return num_global_tokens_per_local_expert_EP_e.reshape(-1), splits, splits
+
+
+class FlexAttentionShapes(FlexAttention):
+    """FlexAttention by an operation that has a backward on a CPU. A mask changes no shape.
+
+    Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: BlockMask,
+        enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        out_BNLH = nn.functional.scaled_dot_product_attention(
+            q_BNLH, k_BNLH, v_BNLH, enable_gqa=enable_gqa
+        )
+        out_BLNH = out_BNLH.transpose(1, 2)
+        return out_BLNH if out_transform is None else out_transform(out_BLNH, out_BLNH[..., 0])
 
 
 class _NoDataLoader:
@@ -295,6 +326,8 @@ class DryRun(Trainer):
         groups = sum(len(unit.groups) for unit in units)
         by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         yield "FSDP units", f"{len(units)} in {groups} groups: {by_kind}"
+        for chosen in dict.fromkeys(plan.chosen for plan in plans if plan.chosen):
+            yield "", chosen
         parameters = [p for part in self.model_parts for p in part.parameters()]
         states = [
             value
@@ -334,10 +367,17 @@ def dry_run(config: Trainer.Config, ranks: int, rank: int = 0) -> DryRun:
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
+    parallelism, spec = config.parallelism, config.model_spec
+    if (
+        parallelism.context_parallel_degree > 1
+        and parallelism.spmd_backend == "spmd_types"
+        and spec
+    ):
+        for _, attention, parent, key in list(spec.traverse(FlexAttention.Config)):
+            setattr(parent, str(key), derive(attention, FlexAttentionShapes.Config))
     no_accelerator.adapt_config(config)
     HuggingFaceExport().before_start(config)
-    if config.compile.enable:
-        torch.compiler.set_stance("force_eager")
+    torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
     run.run_step()
     return run

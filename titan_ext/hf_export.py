@@ -4,12 +4,12 @@
 The adapters of TorchTitan 0.3 split stacked experts along the shard axes of their mesh and fail on
 an axis that replicates ("'Replicate' object has no attribute 'dim'"). ``for_replicated_weights``
 hands them each weight without its replicating axes, and gives the result the model's layout. LoRA
-weights, which no Hugging Face model has, are skipped (some adapters fail on their names), so that
-base weights load under them; ``titan_ext.peft`` exports them.
+weights, which no Hugging Face model has, are skipped, so that base weights load under them;
+``titan_ext.peft`` exports them.
 
-Titan converts names and layouts after the last step. A name that its adapter does not know, or a
-layout that it cannot split into experts, ends a run of weeks without the export; a weight that the
-adapter skips is silently missing. ``HuggingFaceExport`` tries the same conversions first.
+Titan converts after the last step. A name that its adapter does not know, or a layout that it
+cannot split into experts, ends a run of weeks without the export; a weight that the adapter skips
+is silently missing. ``HuggingFaceExport`` tries the same conversions first.
 """
 
 import contextlib
@@ -81,12 +81,9 @@ class HuggingFaceExport(RunCheck):
     def before_start(self, config: Trainer.Config) -> None:
         """Convert the names of the model to Hugging Face's and back, on the meta device.
 
-        Warns of buffers that the export leaves out (a router's load-balancing bias, which some
-        architectures lack there).
-
-        Raises:
-            ValueError: if the model has no adapter, or one that does not know, or skips, a
-                parameter.
+        Raises ValueError if the model has no adapter, or one that does not know, or skips, a
+        parameter. Warns of buffers that the export leaves out (a router's load-balancing bias,
+        which some architectures lack there).
         """
         key = _asked_by(config)
         if not key:
@@ -121,8 +118,7 @@ class HuggingFaceExport(RunCheck):
     def around_run(self, trainer: Trainer) -> Iterator[None]:
         """Convert the sharded weights as Titan will do after the last step, without copies.
 
-        Raises:
-            ValueError: if the adapter cannot convert this layout.
+        Raises ValueError if the adapter cannot convert this layout.
         """
         if key := _asked_by(trainer.config):
             checkpointer: Any = trainer.checkpointer

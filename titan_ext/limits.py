@@ -117,9 +117,8 @@ def world_size(config: Any) -> int | None:
 def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
     """A message for every degree that does not fit the number of ranks or the experts.
 
-    Args:
-        config: A trainer's, without wrong values.
-        ranks: Of the whole run; None if unknown.
+    ``config`` is a trainer's, without wrong values; ``ranks`` are those of the whole run, None if
+    unknown.
     """
     parallelism, training = config.parallelism, config.training
     degrees = {key: getattr(parallelism, key) for key in _DEGREES}
@@ -171,7 +170,7 @@ def _moes(config: Any) -> list[MoE.Config]:
 def check_schedule(
     parallelism: ParallelismConfig, *, loss: Any, activation_checkpoint: Any, compiled: bool
 ) -> None:
-    """Refuse what a schedule that splits backward cannot do, or would silently do wrong.
+    """Raise ValueError for what a schedule that splits backward cannot do, or would do wrong.
 
     Zero-bubble schedules take the gradients of a stage's inputs first and those of its weights
     later. For that torch (``torch.distributed.pipelining._backward``) looks up the parameters that
@@ -179,13 +178,7 @@ def check_schedule(
     then, they are not those of the graph, and torch silently skips them. Stock TorchTitan 0.3 then
     trains without their gradients.
 
-    Args:
-        loss: Config of the loss; None where it is not known.
-        activation_checkpoint: Config of the policy, or None.
-        compiled: Whether the model is.
-
-    Raises:
-        ValueError: naming the key.
+    ``loss`` and ``activation_checkpoint`` are configs, None where there is none.
     """
     key = _splitting_key(parallelism)
     if key is None:

@@ -45,7 +45,7 @@ def lora_settings(model: BaseModel.Config) -> set[tuple[int, float]]:
 
 
 def check_lora_targets(model: BaseModel.Config, config: Any) -> None:
-    """Refuse adapters on linears that TorchTitan cannot give them to.
+    """Raise ValueError for adapters on linears that TorchTitan cannot give them to.
 
     Its adapters copy how tensor parallelism splits their linear, whatever its degree. A linear that
     is not split ends in a bare AssertionError (torchtitan/components/lora.py) during start-up.
@@ -53,9 +53,6 @@ def check_lora_targets(model: BaseModel.Config, config: Any) -> None:
     Args:
         model: The model's config, after ``LoRAConverter``; it is left as it is.
         config: The trainer's, from which the model takes how it is split.
-
-    Raises:
-        ValueError: naming such linears, and those that can have adapters.
     """
     if not _adapted(model):
         return

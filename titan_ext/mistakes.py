@@ -2,8 +2,7 @@
 """Mistakes of users: all of them at once, and no traceback.
 
 A mistake is a ValueError that titan_ext or Titan raises on purpose. torchrun ends with the message
-in the error file of the rank that failed first, whichever ranks it shows; so the file gets the
-message alone.
+in the error file of the rank that failed first; so the file gets the message alone.
 """
 
 import contextlib
@@ -39,10 +38,7 @@ def are_checked_later() -> bool:
 
 
 class Mistakes(list[str]):
-    """Messages that are raised together.
-
-    ``with mistakes.noting(): check()`` for each check, then ``mistakes.raise_all()``.
-    """
+    """Messages that are raised together, noted check by check."""
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -73,8 +69,7 @@ _other_hook = sys.excepthook
 def end_with_messages(source: str) -> None:
     """From now on a mistake that nobody catches ends this program with its message only.
 
-    Args:
-        source: The config file or function, in front of the message.
+    ``source`` is the config file or function, in front of the message.
     """
     global _source, _other_hook
     _source = source

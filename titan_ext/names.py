@@ -104,8 +104,8 @@ _NOISE = (
 def warn_once() -> None:
     """Show each warning of Titan's config classes once, until the next call, and no ``_NOISE``.
 
-    They warn when they are built, and are built several times on their way to the trainer: by tyro,
-    by Titan's ``build()``, and for a file's changes.
+    They are built several times on their way to the trainer: by tyro, by Titan's ``build()``, and
+    for a file's changes.
     """
     _warned.clear()
     logging.getLogger().addFilter(_is_new)  # Titan logs with the root logger

@@ -153,7 +153,8 @@ def adapt_spec(spec: ModelSpec) -> None:
     if not needed() or not _adapts:
         return
     for kind in (FlexAttention, VarlenAttention):
-        found = list(spec.traverse(kind.Config))
+        # A subclass stays: a dry run's.
+        found = [each for each in spec.traverse(kind.Config) if type(each[1]) is kind.Config]
         for _, _, attention, key in found:
             setattr(attention, str(key), _cpu_attention(attention))
         if found:
@@ -175,9 +176,9 @@ class CausalAttention(ScaledDotProductAttention):
     """Causal attention in plain torch operations, where a model needs more than SDPA gives.
 
     gpt_oss rescales its attention output by learned sinks, for which it needs the log-sum-exp of
-    the scores and its gradient, and half of its layers see a sliding window only. FlexAttention and
-    varlen attention do that and have no CPU backward; SDPA runs on a CPU and would leave both out
-    silently. Memory is quadratic in the sequence: B x N x L x L scores are kept for backward.
+    the scores and its gradient, and half of its layers see a sliding window only. SDPA runs on a
+    CPU and would leave both out silently. Memory is quadratic in the sequence: B x N x L x L
+    scores.
 
     Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
     """
@@ -282,23 +283,14 @@ def _with_one_backend(init_distributed: Callable[..., int]) -> Callable[..., int
 
 
 class CPUDeviceModule:
-    """The functions of ``torch.cuda`` that Titan uses, for this process on a CPU.
+    """The functions of ``torch.cuda`` that Titan uses, for this process: ``torch.cpu`` and more.
 
     Memory is the peak resident set size of the process, in bytes: the only figure here that
     includes everything. Any other name that Titan uses raises an error.
     """
 
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device: torch.device | int | str) -> None:
-        pass
-
     def current_device(self) -> int:
         return 0
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
 
     def empty_cache(self) -> None:
         pass
@@ -315,9 +307,12 @@ class CPUDeviceModule:
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        _reset_peak_rss()
+        with contextlib.suppress(OSError):  # the figure is then the peak since the process started
+            Path("/proc/self/clear_refs").write_text("5")
 
     def __getattr__(self, name: str) -> Any:
+        if hasattr(torch.cpu, name):
+            return getattr(torch.cpu, name)
         raise AttributeError(
             f"this machine has no accelerator: titan_ext.no_accelerator has no {name!r} for Titan"
         )
@@ -333,10 +328,3 @@ def _peak_rss_bytes() -> int:
         return int(match[1]) * 1024
     scale = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-def _reset_peak_rss() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return  # the figure is then the peak since the process started

@@ -109,15 +109,11 @@ def _without_implementation(group: ParamGroupConfig) -> ParamGroupConfig:
 
 
 def _muon_arguments(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """The arguments of ``build_dist_muon`` besides the parameters, for matrices and experts.
+    """The arguments of ``build_dist_muon`` besides ``parameters``, for matrices and experts.
 
-    Args:
-        parameters: Parameters for DistMuon, of every model part of this rank, by canonical name:
-            DTensors ``[rows, columns]`` or ``[experts, rows, columns]``.
-
-    Returns:
-        ``compute_sharding_by_fqn`` and ``bucket_configs``: one bucket a layer for its matrices, and
-        one for its experts, which have other ranks to talk to.
+    ``parameters`` are of every model part of this rank, by canonical name: DTensors ``[rows,
+    columns]`` or ``[experts, rows, columns]``. A layer has one bucket for its matrices, and one for
+    its experts, which have other ranks to talk to.
     """
     buckets = defaultdict(list)
     for name, param in parameters.items():
@@ -147,15 +143,10 @@ def _layout(name: str, param: nn.Parameter) -> ComputeLayout:
 
 
 def resolve_groups(names: Iterable[str], groups: Sequence[ParamGroupConfig]) -> list[list[str]]:
-    """Which group takes which parameter: the first whose pattern matches.
+    """The canonical names that each of ``groups`` takes: those whose first matching pattern it has.
 
-    Args:
-        names: Names of trainable parameters; wrapper segments in them are ignored.
-        groups: As in ``optimizer.param_groups``.
-
-    Returns:
-        The canonical names that each group takes, in the order of ``names``. A name that no pattern
-        matches is in none.
+    ``names`` are of trainable parameters; wrapper segments in them are ignored. A name that no
+    pattern matches is in no group.
     """
     patterns = [re.compile(group.pattern) for group in groups]
     taken: list[list[str]] = [[] for _ in groups]
@@ -171,12 +162,10 @@ def check_param_groups(
     model_config: BaseModel.Config,
     parallelism: ParallelismConfig,
 ) -> None:
-    """Check ``optimizer.param_groups`` against the model that is to be trained.
+    """Raise ValueError for a wrong key of ``optimizer.param_groups``, or what DistMuon cannot take.
 
-    Raises:
-        ValueError: naming the key, for a pattern that is no regular expression or takes no
-            parameter, a parameter that no group takes, an unknown optimizer, a key that the
-            optimizer does not have, or what DistMuon cannot take.
+    Wrong is a pattern that is no regular expression or takes no parameter of the model, a parameter
+    that no group takes, an unknown optimizer, or a key that the optimizer does not have.
     """
     for index, group in enumerate(config.param_groups):
         _check_group(f"optimizer.param_groups.{index}", group)

@@ -12,8 +12,8 @@ from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
-from titan_ext.activation_checkpoint.units import apply_activation_checkpointing, build_policy
-from titan_ext.compile import compile_units, compiles_model
+from titan_ext.activation_checkpoint.policy import build_policy
+from titan_ext.compile import apply_activation_checkpointing, compile_units, compiles_model
 from titan_ext.configs import check_parallelism
 from titan_ext.dispatch import log_all_to_all, saves_all_to_all
 from titan_ext.fsdp.auto import choose
@@ -43,15 +43,12 @@ def parallelize(
     ``parallelize_fn`` with, and works for every decoder (``torchtitan.models.common.decoder``).
 
     Args:
-        model: The decoder on the meta device.
+        model: The decoder on the meta device; it is returned.
         parallelism: Titan's section, or ours with ``fsdp_wrap``.
         ac_config: An activation checkpointing policy, or None.
         skip_dp: Stop before FSDP; Titan's inference callers pass it.
         ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
             synchronises (docs/lora.md).
-
-    Returns:
-        ``model``.
 
     Raises:
         ValueError: for a configuration that titan_ext does not serve, or a module that FSDP1 wraps.

@@ -2,9 +2,6 @@
 """Reads a run's folder: how far the run came, and its loss, with a picture.
 
 Reads what Titan wrote (checkpoints, TensorBoard files); writes ``loss.png``.
-
-``titan_ext target FOLDER --steps 30`` prints the step to train to next, and ``titan_ext report
-FOLDER`` the line that ends ``make train``.
 """
 
 import contextlib
@@ -44,10 +41,7 @@ def next_target(folder: Path, steps: int) -> int:
 def read_scalar(folder: Path, tag: str) -> dict[int, float]:
     """A scalar by step from every TensorBoard file of the folder; where runs overlap, the later.
 
-    Values are float32, as TensorBoard keeps them.
-
-    Raises:
-        ValueError: if the folder has none of that tag.
+    Values are float32, as TensorBoard keeps them. Raises ValueError if there is none of that tag.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -65,11 +59,7 @@ def read_scalar(folder: Path, tag: str) -> dict[int, float]:
 
 
 def report(folder: Path) -> str:
-    """Write ``loss.png`` into the folder and return one line about the run.
-
-    Raises:
-        ValueError: if the folder has no losses.
-    """
+    """Write ``loss.png`` into the folder and return one line about the run."""
     losses = read_scalar(folder, LOSS)
     picture = folder / "loss.png"
     _draw(losses, picture)

@@ -144,8 +144,7 @@ def gains(trainer: Any) -> list[str]:
 def _parameters(trainer: Any) -> list[str]:
     """What FSDP holds and how often it communicates, beside the same with whole blocks.
 
-    Raises:
-        ValueError: if that cannot be predicted.
+    Raises ValueError if that cannot be predicted.
     """
     units = predictable_units(map(plan_of, trainer.model_parts))
     order = step_order(trainer)
@@ -223,17 +222,17 @@ def _exchanges(trainer: Any) -> list[str]:
     if trainer.parallel_dims.ep == 1 or trainer.parallel_dims.pp_enabled:
         return []
     is_ours = isinstance(policy, FP8AC.Config) and policy.mode != "full"
-    if not (is_ours or isinstance(policy, SelectiveAC.Config)):
+    if not (is_ours or type(policy) is SelectiveAC.Config):  # a subclass decides by itself
         return []
     saves, stock_saves = _save_all_to_all(trainer)
     again = 2 if is_ours else 3
-    ours = _EXCHANGES + (0 if saves or not _recomputes(policy) else again)
+    if saves or getattr(policy, "mode", "") == "no_recompute":
+        again = 0
     stock = _EXCHANGES + (0 if stock_saves else 3)
-    return [f"all-to-alls a MoE layer and step: {ours}; stock selective {stock} (predicted)"]
-
-
-def _recomputes(policy: Any) -> bool:
-    return not isinstance(policy, FP8AC.Config) or policy.mode != "no_recompute"
+    return [
+        f"all-to-alls a MoE layer and step: {_EXCHANGES + again}; stock selective {stock} "
+        "(predicted)"
+    ]
 
 
 def _save_all_to_all(trainer: Any) -> tuple[bool, bool]:

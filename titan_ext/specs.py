@@ -33,8 +33,7 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
     The model, the pipelining function and the post-optimizer hook (expert load balancing) stay
     Titan's, and so do checkpoints; its Hugging Face adapter is extended for HSDP and LoRA. The
     model config of ``spec`` is shared with the result and its dispatchers are swapped in place, so
-    give it a fresh spec, as Titan's ``model_registry`` functions return. Extending twice is
-    harmless.
+    give it a fresh spec, as Titan's ``model_registry`` functions return.
 
     A model with LoRA adapters gets no load balancing. Balancing would keep changing the routers'
     bias, which belongs to the frozen base, and exported adapters would not fit that base.
@@ -64,11 +63,7 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
-    """Refuse what Titan's own parallelize function refuses for the model called ``name``.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Raise ValueError for what Titan's own parallelize function refuses for the model ``name``."""
     if name in _NO_CONTEXT_PARALLEL and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"parallelism.context_parallel_degree is {parallelism.context_parallel_degree}; "

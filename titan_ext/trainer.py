@@ -174,11 +174,7 @@ def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
 
 
 def extended_sections(config: TitanTrainer.Config) -> dict[str, Any]:
-    """What ``extend_config`` changes in ``config``, by field; nothing if it is ours already.
-
-    Raises:
-        ValueError: if it belongs to a trainer of its own, or has no model that we serve.
-    """
+    """What ``extend_config`` changes in ``config``, by field; nothing if it is ours already."""
     if isinstance(config, Trainer.Config):
         return {}
     if config._owner is not TitanTrainer:

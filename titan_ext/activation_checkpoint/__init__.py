@@ -4,7 +4,7 @@
 ``policy`` is the configuration and the entry point, ``op_policies`` decides for each operation,
 ``blocks`` checkpoints one block, ``discards`` proves that nothing reads what is discarded,
 ``no_recompute`` is a block that recomputes nothing, ``memory_report`` counts bytes. ``compiled``
-does the same under torch.compile, and ``units`` applies a policy to what is compiled.
+does the same under torch.compile, inside of what ``titan_ext.compile`` compiles.
 """
 
 from titan_ext.activation_checkpoint.memory_report import (

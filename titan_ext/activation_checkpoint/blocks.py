@@ -8,6 +8,7 @@ belongs to one call: a pipeline runs several forwards before the first backward.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,9 +52,6 @@ class OpLocator:
     A dispatch mode sees only ``aten.mm`` and two tensors. Hooks on the modules of the block tell
     the module, the storage of the operands tells the parameter.
 
-    Args:
-        block: Its modules get a hook before and one after their forward.
-
     Attributes:
         left: The modules that have returned in this forward, in order.
     """
@@ -70,10 +68,8 @@ class OpLocator:
         self._storages: list[StorageWeakRef] = []
         for name, module in block.named_modules():
             public = canonical_fqn(name)
-            slots = [
-                (module._parameters, key, f"{public}.{key}".lstrip("."))
-                for key in module._parameters
-            ]
+            tensors = module._parameters
+            slots = [(tensors, key, f"{public}.{key}".lstrip(".")) for key in tensors]
             self._slots += slots
             if name:
                 enter, leave = self._hooks(public, slots)
@@ -83,7 +79,6 @@ class OpLocator:
                 ]
 
     def remove(self) -> None:
-        """Take the hooks off the modules."""
         for handle in self._handles:
             handle.remove()
 
@@ -120,19 +115,16 @@ class OpLocator:
                 return name
         return ""
 
-    def _call(self, x: torch.Tensor, name: str) -> None:
-        for part in plain_tensors(x):
+    def _call(self, x: torch.Tensor | None, name: str) -> None:
+        for part in plain_tensors(x) if x is not None else ():
             storage = part.untyped_storage()
             if storage._cdata not in self._names:
                 self._names[storage._cdata] = name
                 self._storages.append(StorageWeakRef(storage))
 
     def _name_parameters(self, slots: Iterable[tuple[dict[str, Any], str, str]]) -> None:
-        if not self._with_operands:
-            return
-        for tensors, key, name in slots:
-            if (param := tensors.get(key)) is not None:
-                self._call(param, name)
+        for tensors, key, name in slots if self._with_operands else ():
+            self._call(tensors.get(key), name)
 
     def _hooks(self, name: str, slots: list[tuple[dict[str, Any], str, str]]):
         def enter(module: nn.Module, args: Any) -> None:
@@ -147,32 +139,18 @@ class OpLocator:
         return enter, leave
 
 
-class BlockStore:
-    """The store of one block; the caller says why a tensor must stay exact, if it must.
+def block_store(block: nn.Module, codec: Codec, *, compress_fp32: bool) -> SavedTensorStore:
+    """The store of one block.
 
-    Args:
-        fp32: "save"; or "save_float8" for fp32 tensors with rows of at least 128. Shorter rows are
-            statistics (routing scores) and stay exact.
+    With ``compress_fp32`` fp32 tensors go to float8 if their rows have at least 128 values. Shorter
+    rows are statistics (routing scores) and stay exact.
     """
 
-    def __init__(self, block: nn.Module, codec: Codec, fp32: str) -> None:
-        self._store = SavedTensorStore(codec, modules=[block], policy=self._keep_exact)
-        self.fp32 = fp32
-        self._reason: str | None = None
+    def policy(x: torch.Tensor) -> str | None:
+        is_statistic = x.dim() == 0 or x.shape[-1] < _CODEC_BLOCK
+        return keep_exact(x, fp32=is_statistic or not compress_fp32)
 
-    def pack(self, x: torch.Tensor, name: str, *, reason: str | None) -> Any:
-        """Store ``x`` in float8, or exactly for ``reason``."""
-        self._reason = reason
-        try:
-            return self._store.pack(x, name=name)
-        finally:
-            self._reason = None
-
-    def _keep_exact(self, x: torch.Tensor) -> str | None:
-        if self._reason is not None:
-            return self._reason
-        statistic = x.dtype == torch.float32 and (x.dim() == 0 or x.shape[-1] < _CODEC_BLOCK)
-        return keep_exact(x, fp32=statistic or self.fp32 == "save")
+    return SavedTensorStore(codec, modules=[block], policy=policy)
 
 
 def attention_statistics(module: str, op: str, out: Any) -> list[torch.Tensor]:
@@ -188,10 +166,11 @@ def attention_statistics(module: str, op: str, out: Any) -> list[torch.Tensor]:
     return [x for x in tensors if x.dim() < axes]
 
 
+@dataclass(eq=False, kw_only=True)
 class BlockCheckpoint:
     """A ``checkpoint_fn`` for torch's ``CheckpointWrapper``.
 
-    Args:
+    Attributes:
         name: Of the block, in the model.
         plan: Its policies.
         store: Where outputs go.
@@ -199,27 +178,18 @@ class BlockCheckpoint:
         options: For ``torch.utils.checkpoint.checkpoint``.
         used_rules: Collects the user's rules that decided an operation.
         on_report: Called with the report of the first forward.
+        refused_discards: Where a preset must not discard, because something reads the output.
     """
 
-    def __init__(
-        self,
-        name: str,
-        plan: BlockPlan,
-        store: BlockStore,
-        locator: OpLocator,
-        options: dict[str, Any],
-        used_rules: set[Rule],
-        on_report: Callable[[BlockMemoryReport], None],
-    ) -> None:
-        self.name = name
-        self.plan = plan
-        self.store = store
-        self.locator = locator
-        self.used_rules = used_rules
-        self.refused_discards: set[OpLocation] = set()
-        self._options = options
-        self._on_report = on_report
-        self._is_reported = False
+    name: str
+    plan: BlockPlan
+    store: SavedTensorStore
+    locator: OpLocator
+    options: dict[str, Any]
+    used_rules: set[Rule]
+    on_report: Callable[[BlockMemoryReport], None]
+    refused_discards: set[OpLocation] = field(default_factory=set)
+    _is_reported: bool = False
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -233,13 +203,13 @@ class BlockCheckpoint:
                 early_stop=False,  # with it, full checkpointing under EP leaks (PR 1580 of Titan)
                 respect_saved_tensors_hooks=True,
                 context_fn=lambda: create_selective_checkpoint_contexts(call.decide),
-                **self._options,
+                **self.options,
                 **kwargs,
             )
         call.finish(module, out)
         if not self._is_reported:
             self._is_reported = True
-            self._on_report(call.report())
+            self.on_report(call.report())
         return out
 
 
@@ -300,7 +270,7 @@ class _Call:
                 is_statistic = self._statistics.intersection(storage_ids(x))
                 reason = STATISTIC if is_statistic else None
             name = INPUT if location is _INPUT else str(location)
-            entry = self._owner.store.pack(x, name, reason=reason)
+            entry = self._owner.store.pack(x, name=name, exact=reason)
         if self._counting:
             self._entries.append(entry)
         return entry

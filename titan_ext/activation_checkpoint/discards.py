@@ -34,8 +34,8 @@ from torch.nn.modules import module as nn_module
 from torch.utils._pytree import tree_leaves
 
 from titan_ext.activation_checkpoint.op_policies import op_name
-from titan_ext.fp8.local import plain_tensors, storage_ids
-from titan_ext.fp8.saved_tensors import storages_of
+from titan_ext.fp8.local import parts_in, plain_tensors, storage_ids
+from titan_ext.fp8.saved_tensors import StoredEntry, storages_of
 
 _READ_NO_VALUES = frozenset(
     """
@@ -67,7 +67,7 @@ _GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
 _KNOWN_HOOKS = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
 
 
-class Discarded:
+class Discarded(StoredEntry):
     """A ``StoredEntry`` that keeps nothing once ``finish`` finds its output unread.
 
     Attributes:
@@ -76,8 +76,6 @@ class Discarded:
         node: The number of its own autograd node, or of the last one before it.
         modules_left: How many modules of the block had returned.
     """
-
-    owns_bytes = True
 
     def __init__(self, x: torch.Tensor, name: str, modules_left: int) -> None:
         self.name = name
@@ -92,15 +90,13 @@ class Discarded:
         self._version = x._version
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that it holds."""
         if self._value is not None:
             yield from plain_tensors(self._value)
 
     def finish(self) -> None:
         """End of the forward: free the value, unless something reads it.
 
-        Raises:
-            RuntimeError: if something reads it and it has been modified in place.
+        Raises RuntimeError if something does and it has been modified in place.
         """
         if not self.reader:
             self.treatment = "discarded"
@@ -153,9 +149,8 @@ class DiscardTracker:
     def finish(self, modules_left: list[nn.Module], outputs: Any) -> None:
         """End of the forward: free what nothing reads.
 
-        Args:
-            modules_left: The modules of the block that have returned, in order.
-            outputs: Of the block.
+        ``modules_left`` are the modules of the block that have returned, in order; ``outputs`` are
+        its.
         """
         if not self.discarded:
             return
@@ -172,15 +167,10 @@ class DiscardTracker:
             entry.finish()
 
     def _follow(self, entries: set[Discarded], values: Any) -> None:
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, torch.Tensor):
-                for part in plain_tensors(leaf):
-                    storage = part.untyped_storage()
-                    weak, known = self._holders.get(storage._cdata) or (
-                        StorageWeakRef(storage),
-                        set(),
-                    )
-                    self._holders[storage._cdata] = weak, known | entries
+        for part in parts_in(values):
+            storage = part.untyped_storage()
+            weak, known = self._holders.get(storage._cdata) or (StorageWeakRef(storage), set())
+            self._holders[storage._cdata] = weak, known | entries
 
     def _blame_keepers(self, outputs: Any) -> None:
         if not self._kept_elsewhere(outputs):
@@ -191,11 +181,9 @@ class DiscardTracker:
 
     def _kept_elsewhere(self, outputs: Any) -> list[set[Discarded]]:
         expected: Counter[int] = Counter()
+        parts = list(parts_in(outputs))
         tensors = [t for entry in self.discarded for t in entry.tensors()]
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor):
-                parts = list(plain_tensors(leaf))
-                tensors += parts + [p._base for p in parts if p._base is not None]
+        tensors += parts + [part._base for part in parts if part._base is not None]
         for tensor in tensors:
             expected[tensor.untyped_storage()._cdata] += 1
         return [
@@ -237,10 +225,8 @@ def _stand_in(x: torch.Tensor) -> Callable[[], torch.Tensor]:
 class _Nodes:
     """The autograd nodes since number ``first``.
 
-    Attributes:
-        found: By number: the nodes that lead to the block's outputs, and those directly before
-            them.
-        of_ops: Numbers of other nodes that belong to dispatched operations.
+    ``found`` are the nodes that lead to the block's outputs, and those directly before them, by
+    number; ``of_ops`` are the numbers of other nodes that belong to dispatched operations.
     """
 
     def __init__(self, first: int, outputs: Any, of_ops: set[int]) -> None:

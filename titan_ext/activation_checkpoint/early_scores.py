@@ -3,9 +3,8 @@
 
 Titan multiplies the routed experts' outputs by their scores. The gradient of a score then needs
 that output, the largest tensor of a block that is expensive to recompute. The last GEMM is linear
-in each token, so multiplying its input by the score gives the same result but for rounding.
-Backward then reads that input, which is cheap, and the output can be discarded. The last bits
-change, so this is off by default.
+in each token, so multiplying its input by the score gives the same result but for rounding. The
+output can then be discarded. The last bits change, so this is off by default.
 """
 
 from dataclasses import dataclass
@@ -17,10 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import ParallelismConfig, derive
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import (
-    AllToAllTokenDispatcher,
-    LocalTokenDispatcher,
-)
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 
@@ -90,10 +86,9 @@ class EarlyScoreRoutedExperts(RoutedExperts):
 def use_early_scores(spec: ModelSpec, parallelism: ParallelismConfig) -> None:
     """Swap the routed experts in the model config of ``spec``, in place. Twice is harmless.
 
-    Raises:
-        ValueError: for a model without Titan's routed experts or with experts of its own; and under
-            expert parallelism, where the exchange behind the last GEMM is kept in its place, or
-            tensor parallelism, where a rank has only a part of its output.
+    Raises ValueError for a model without Titan's routed experts or with experts of its own; and
+    under expert parallelism, where the exchange behind the last GEMM is kept in its place, or
+    tensor parallelism, where a rank has only a part of its output.
     """
     for degree in ("expert_parallel_degree", "tensor_parallel_degree"):
         if getattr(parallelism, degree) > 1:

@@ -2,8 +2,8 @@
 """What activation checkpointing keeps for backward, counted while it runs.
 
 Eager code is counted by block, in each block's first forward. A compiled graph serves every block
-of its kind, so compiled code is counted by graph. It does not know how many tokens a rank's experts
-get; the bytes of such tensors are given per token.
+of its kind, so compiled code is counted by graph; where it does not know how many tokens a rank's
+experts get, the bytes are per token.
 """
 
 import json
@@ -34,12 +34,8 @@ _KEY = "activation_checkpoint"
 class OpRow:
     """Operations of one forward, by policy.
 
-    Attributes:
-        name: Module, operation and parameter ("moe.routed_experts:aten._grouped_mm:w2_EDF"); the
-            operations without a FLOP formula are one row, "other".
-        policy: The policy of their outputs.
-        calls: How often they ran.
-        flops: Of all calls.
+    ``name`` is module, operation and parameter ("moe.routed_experts:aten._grouped_mm:w2_EDF"); the
+    operations without a FLOP formula are one row, "other". ``flops`` are those of all ``calls``.
     """
 
     name: str
@@ -53,7 +49,6 @@ class BlockMemoryReport:
     """One forward of one block.
 
     Attributes:
-        block: Its name in the model.
         stored: What is held until backward, by tensor class and treatment, in bytes of storages.
         ops: What ran, and what runs again in the recompute.
         packs: How many times a tensor was given to the store.
@@ -70,28 +65,14 @@ class BlockMemoryReport:
     ) -> "BlockMemoryReport":
         """Make a report from stored tensors, and the name, policy and FLOPs of operations."""
         packed = list(entries)
-        stored = tuple(memory_rows(packed))
-        sums: dict[tuple[str, OpPolicy], list[int]] = defaultdict(lambda: [0, 0])
-        for name, policy, flops in calls:
-            total = sums[name if flops else "other", policy]
-            total[0] += 1
-            total[1] += flops
-        ops = tuple(OpRow(*key, *total) for key, total in sums.items())
-        return cls(block, stored, ops, len(packed))
+        named = (((name if n else "other", policy), (1, n)) for name, policy, n in calls)
+        ops = tuple(OpRow(*key, *total) for key, total in _sums(named).items())
+        return cls(block, tuple(memory_rows(packed)), ops, len(packed))
 
     @property
     def nbytes(self) -> int:
         """Bytes held until backward."""
         return sum(row.nbytes for row in self.stored)
-
-    @property
-    def float8_nbytes(self) -> int:
-        """Those of them in float8, with scales."""
-        return sum(row.nbytes for row in self.stored if row.treatment.startswith("float8"))
-
-    @property
-    def float8_tensors(self) -> int:
-        return sum(row.entries for row in self.stored if row.treatment.startswith("float8"))
 
     @property
     def flops(self) -> int:
@@ -115,11 +96,11 @@ class MemoryReport:
 
     def rows(self) -> list[MemoryRow]:
         """Tensor classes over all blocks."""
-        sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-        for row in (row for block in self.blocks for row in block.stored):
-            total = sums[row.name, row.treatment]
-            for i, value in enumerate((row.entries, row.nbytes, row.original_nbytes)):
-                total[i] += value
+        sums = _sums(
+            ((row.name, row.treatment), (row.entries, row.nbytes, row.original_nbytes))
+            for block in self.blocks
+            for row in block.stored
+        )
         return [MemoryRow(*key, *total) for key, total in sorted(sums.items())]
 
     def metrics(self) -> dict[str, float]:
@@ -160,7 +141,6 @@ class GraphRow:
     Attributes:
         source: The operation that made them ("aten.mm"), or "input".
         treatment: "float8 e4m3", or "exact" and why.
-        tensors: How many.
         nbytes: Of those whose size is fixed.
         nbytes_a_token: Of the others, for each token.
     """
@@ -174,8 +154,7 @@ class GraphRow:
 
 def graph_rows(saved: Sequence[Saved], codec: Codec) -> list[GraphRow]:
     """The rows of one graph, sorted. Parameters, which are exact inputs, are left out."""
-    # By class: tensors, bytes, bytes for each token.
-    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    found = []
     for tensor in saved:
         if tensor.source == "input" and tensor.treatment.startswith("exact"):
             continue
@@ -183,10 +162,17 @@ def graph_rows(saved: Sequence[Saved], codec: Codec) -> list[GraphRow]:
         is_float8 = tensor.treatment.startswith("float8")
         nbytes = codec.nbytes(shape) if is_float8 else math.prod(shape) * tensor.dtype.itemsize
         is_fixed = all(isinstance(size, int) for size in tensor.shape)
-        total = sums[tensor.source, tensor.treatment]
-        total[0] += 1
-        total[1 if is_fixed else 2] += nbytes
-    return [GraphRow(*key, *total) for key, total in sorted(sums.items())]
+        sizes = (1, nbytes, 0) if is_fixed else (1, 0, nbytes)
+        found.append(((tensor.source, tensor.treatment), sizes))
+    return [GraphRow(*key, *total) for key, total in sorted(_sums(found).items())]
+
+
+def _sums(items: Iterable[tuple[Any, Sequence[int]]]) -> dict[Any, list[int]]:
+    """The numbers of each key, summed by position."""
+    sums: dict[Any, list[int]] = {}
+    for key, numbers in items:
+        sums[key] = [a + b for a, b in zip(sums.get(key, [0] * len(numbers)), numbers, strict=True)]
+    return sums
 
 
 _REPORTERS: WeakKeyDictionary[nn.Module, "MemoryReporter"] = WeakKeyDictionary()
@@ -195,10 +181,8 @@ _REPORTERS: WeakKeyDictionary[nn.Module, "MemoryReporter"] = WeakKeyDictionary()
 class MemoryReporter:
     """Collects what one policy keeps: logged and written to the run's folder when it is complete.
 
-    Args:
-        codec: How float8 tensors are stored.
-        dump_folder: Of the run; "" for none.
-        wants_float8: Whether the policy asks for float8 at all.
+    ``dump_folder`` is that of the run, or ""; ``wants_float8`` tells whether the policy asks for
+    it.
     """
 
     def __init__(self, codec: Codec, dump_folder: str, wants_float8: Callable[[], bool]) -> None:
@@ -243,36 +227,25 @@ class MemoryReporter:
         graphs = [[asdict(row) for row in rows] for rows in self.graphs]
         self._write(f"graphs_rank{_rank()}.json", graphs)
 
-    def check_blocks(self) -> None:
-        """When all blocks have run.
-
-        Raises:
-            RuntimeError: if the policy stores in float8 and nothing was stored in it.
-        """
-        self._refuse_no_float8(row.treatment for row in self.report.rows())
-
     def check_graphs(self) -> None:
-        """After a step, for compiled blocks, if there are any.
-
-        Raises:
-            RuntimeError: if the policy stores in float8 and nothing was stored in it.
-        """
+        """``check`` after a step, for compiled blocks, if there are any."""
         if self.is_compiled:
-            self._refuse_no_float8(row.treatment for rows in self.graphs for row in rows)
+            self.check(row for rows in self.graphs for row in rows)
 
-    def _write(self, name: str, content: Any) -> None:
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / name).write_text(json.dumps(content, indent=1) + "\n")
-
-    def _refuse_no_float8(self, treatments: Iterable[str]) -> None:
-        kept = sorted(set(treatments))
+    def check(self, rows: Iterable[MemoryRow | GraphRow]) -> None:
+        """Raise RuntimeError if the policy stores in float8, and nothing in ``rows`` is in it."""
+        kept = sorted({row.treatment for row in rows})
         if self._wants_float8() and not any(kind.startswith("float8") for kind in kept):
             raise RuntimeError(
                 f"{_KEY}: the policy stores in float8, but nothing was stored in it. Kept: "
                 f"{', '.join(kept) or 'nothing'}. fp32 activations need {_KEY}.fp32 = "
                 "'save_float8'; else choose policy 'selective', 'full' or 'none'."
             )
+
+    def _write(self, name: str, content: Any) -> None:
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:
@@ -282,10 +255,8 @@ def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:
 
 
 def log_memory_report(trainer: Any) -> None:
-    """Add the report to the metrics of Titan's ``trainer``, if its policy is ours.
-
-    Raises:
-        RuntimeError: if compiled blocks were to store float8 and did not.
+    """Add the report to the metrics of Titan's ``trainer``, if its policy is ours; ``check``
+    graphs.
     """
     parts = [part for part in trainer.model_parts if part in _REPORTERS]
     for part in parts:

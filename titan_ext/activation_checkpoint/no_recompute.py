@@ -3,8 +3,7 @@
 
 Some fp32 tensors are copies of bf16 values, and we keep them as bf16, without loss: Titan
 multiplies the routed experts' outputs by their scores in fp32, and autograd saves the fp32 copy. A
-dispatch mode notes such copies during the forward. It compares no values, so it never waits for a
-device.
+dispatch mode notes such copies during the forward; it compares no values.
 
 A copy may have changed unnoticed: a kernel that writes to its address leaves no trace. So we trust
 a copy only if one function of Titan's or ours makes it and has it saved, with no other module in
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -25,15 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ext.activation_checkpoint.blocks import (
     STATISTIC,
-    BlockStore,
     OpLocator,
     attention_statistics,
     restore,
 )
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, Rule, is_exempt, op_name
-from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids
-from titan_ext.fp8.saved_tensors import storages_of
+from titan_ext.fp8.local import is_plain, parts_in, storage_ids
+from titan_ext.fp8.saved_tensors import SavedTensorStore, StoredEntry, storages_of
+
+if TYPE_CHECKING:
+    from titan_ext.activation_checkpoint.policy import FP8AC
 
 _KNOWN = ("titan_ext", "torchtitan")
 
@@ -45,24 +46,25 @@ class NoRecomputeBlock(ActivationWrapper):
 
     Args:
         is_exact: Why what a module saves stays exact, if it does; modules named within the block.
+        narrows_fp32: Whether fp32 copies of narrower values are kept as these.
     """
 
     def __init__(
         self,
         block: nn.Module,
+        *,
         name: str,
-        store: BlockStore,
+        store: SavedTensorStore,
         locator: OpLocator,
         is_exact: Callable[[str], str | None],
+        narrows_fp32: bool,
         on_report: Callable[[BlockMemoryReport], None],
     ) -> None:
         super().__init__(block)
-        self._name = name
-        self._store = store
-        self._locator = locator
-        self._is_exact = is_exact
-        self.report: BlockMemoryReport | None = None
+        self._name, self._store, self._locator = name, store, locator
+        self._is_exact, self._narrows_fp32 = is_exact, narrows_fp32
         self._on_report = on_report
+        self.report: BlockMemoryReport | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         entries: list[Any] = []
@@ -78,12 +80,12 @@ class NoRecomputeBlock(ActivationWrapper):
             if reason is None and values.is_statistic(x):
                 reason = STATISTIC
             name = module or "(block)"
-            narrow = values.source_dtype(x) if self._store.fp32 == "save" else None
-            entry: Any
-            if narrow is not None:
-                entry = _Narrowed(x, narrow, name)
-            else:
-                entry = self._store.pack(x, name, reason=reason)
+            narrow = values.source_dtype(x) if self._narrows_fp32 else None
+            entry = (
+                _Narrowed(x, narrow, name)
+                if narrow is not None
+                else self._store.pack(x, name=name, exact=reason)
+            )
             if entry.treatment.startswith("exact") and not isinstance(entry, _Narrowed):
                 exact_storages.update(storage_ids(x))
             if self.report is None:
@@ -99,17 +101,15 @@ class NoRecomputeBlock(ActivationWrapper):
         return out
 
 
-def why_exact(
-    module: str, *, block: str, rules: Sequence[Rule], attention: str, exempt: Sequence[str]
-) -> str | None:
+def why_exact(config: "FP8AC.Config", rules: Sequence[Rule], block: str, module: str) -> str | None:
     """Why what ``module``, named within ``block``, saves stays exact, or None."""
-    if is_exempt(exempt, block, module):
+    if is_exempt(config.exempt, block, module):
         return "exempt"
     for rule in rules:
         if rule.matches_module(module, block):
             return "as asked" if rule.policy is OpPolicy.SAVE else None
     parts = module.split(".")
-    if "inner_attention" in parts and attention != "save_float8":
+    if "inner_attention" in parts and config.attention != "save_float8":
         return "attention"
     return "routing" if "router" in parts else None
 
@@ -135,9 +135,7 @@ class _SavedValues(TorchDispatchMode):
 
     def is_statistic(self, x: torch.Tensor) -> bool:
         """Whether ``x`` is a statistic of attention, such as its log-sum-exp."""
-        if not self._statistics:
-            return False
-        return any(storage in self._statistics for storage in storage_ids(x))
+        return bool(self._statistics) and not self._statistics.keys().isdisjoint(storage_ids(x))
 
     def source_dtype(self, x: torch.Tensor) -> torch.dtype | None:
         """The narrower dtype of ``x`` if it surely is an unchanged copy.
@@ -153,10 +151,9 @@ class _SavedValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for x in attention_statistics(self._locator.module, op_name(func), out):
-            for part in plain_tensors(x):
-                storage = part.untyped_storage()
-                self._statistics[storage._cdata] = StorageWeakRef(storage)
+        for part in parts_in(attention_statistics(self._locator.module, op_name(func), out)):
+            storage = part.untyped_storage()
+            self._statistics[storage._cdata] = StorageWeakRef(storage)
         if (
             func is torch.ops.aten._to_copy.default
             and is_plain(out)
@@ -175,10 +172,8 @@ class _SavedValues(TorchDispatchMode):
         return code and (code, self._locator.module, len(self._locator.left))
 
 
-class _Narrowed:
-    """A ``StoredEntry`` of an fp32 tensor, kept in the dtype that it was copied from."""
-
-    owns_bytes = True
+class _Narrowed(StoredEntry):
+    """An fp32 tensor, kept in the dtype that it was copied from."""
 
     def __init__(self, x: torch.Tensor, dtype: torch.dtype, name: str) -> None:
         self.name = name

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Policies for the outputs of each operation of a block, and the rules that choose them.
 
-A ``Resolver`` chooses the policy of each operation of a block. The user's rules come first, then
-the preset's; the first that matches decides. If none matches, the plan saves what stock selective
-checkpointing saves, or what is expensive. Eager and compiled code ask the same resolver. Nothing
-here touches autograd.
+The user's rules come first, then the preset's; the first that matches decides. If none matches, the
+plan saves what stock selective checkpointing saves, or what is expensive. Eager and compiled code
+ask the same ``Resolver``. Nothing here touches autograd.
 """
 
 import functools
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn as nn
@@ -22,6 +21,9 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
 from titan_ext.names import did_you_mean, matches
+
+if TYPE_CHECKING:
+    from titan_ext.activation_checkpoint.policy import FP8AC
 
 INPUT = "input"
 """Stands for the floating-point inputs of the block, instead of an operation's name."""
@@ -124,8 +126,7 @@ def parse_rules(rules: Mapping[str, str], key: str = "op_policies") -> tuple[Rul
         key: The table's name in messages.
 
     Raises:
-        ValueError: for a malformed pattern, an unknown policy or operation, or inputs that would
-            not be kept.
+        ValueError: for a malformed pattern, or a policy, operation or input that there cannot be.
     """
     return tuple(_parse(pattern, policy, key) for pattern, policy in rules.items())
 
@@ -167,13 +168,11 @@ class BlockPlan:
         preset_rules: Come next; an unsound "discard" is skipped.
         base: What to save where no rule matches: "stock" (what stock selective saves), "expensive"
             (GEMMs, attention, exchanges) or "routing" (only what fixes the routing).
-        saved: The policy for what the base saves.
+        saved: The policy for what the base saves; ``input``: for the inputs of the block.
         attention: For the attention operation itself; None leaves it to the base.
-        input: For the inputs of the block.
         saves_all_to_all: Whether what an exchange of tokens delivers may be saved.
         exempt: Globs for modules that use no float8.
-        stock_policy: Makes Titan's policy for one forward.
-        stock_ops: Names of the operations that stock selective may save.
+        stock_policy: Makes Titan's policy for one forward; it may save ``stock_ops``.
     """
 
     name: str
@@ -216,9 +215,8 @@ class BlockPlan:
         return op in self.stock_ops or op in _GROUPED or op == _CPU_ATTENTION
 
     def may_save(self, func: Any) -> bool:
-        """False for an operation that is always recomputed, as most are.
-
-        Ignores copies to the host, which are saved (``is_copy_to_host``).
+        """False for an operation that is always recomputed, as most are; but see
+        ``is_copy_to_host``.
         """
         known = self._by_op.get(id(func))  # operations are never freed, and slow to hash
         if known is None:
@@ -263,10 +261,8 @@ class _Candidates(NamedTuple):
 class Resolver:
     """Decides for one forward of a block. Ask in the order of its operations: some rules count.
 
-    Args:
-        plan: Of the block.
-        used_rules: Collects the user's rules that decided an operation.
-        refused_discards: Where a preset must not discard, because something reads the output.
+    ``used_rules`` collects the user's rules that decided an operation. At ``refused_discards`` a
+    preset must not discard, because something reads the output.
     """
 
     def __init__(
@@ -282,7 +278,6 @@ class Resolver:
         self._matches: dict[Rule, int] = {}
 
     def resolve_input(self) -> OpPolicy:
-        """For the inputs of the block."""
         return self._decide(OpLocation("", INPUT), self._plan.input)
 
     def resolve(
@@ -320,49 +315,38 @@ class Resolver:
 
 
 def make_plan(
-    block: nn.Module,
-    name: str,
-    *,
-    mode: str,
-    preset: Preset,
-    attention: Attention,
-    user_rules: tuple[Rule, ...],
-    exempt: Sequence[str],
-    saves_all_to_all: bool = True,
+    block: nn.Module, name: str, config: "FP8AC.Config", *, saves_all_to_all: bool = True
 ) -> BlockPlan:
-    """The plan of one block.
+    """The plan of one block called ``name`` in the model, for mode "selective" or "full".
 
-    Args:
-        block: Parallelized over the expert axis already, if it will be.
-        name: In the model ("layers.3").
-        mode: "selective" or "full".
-        saves_all_to_all: Whether to save what an exchange of tokens delivers, and not only the
-            counts of it.
+    Expert parallelism has been applied to ``block``, if it will be. ``saves_all_to_all`` says
+    whether to save what an exchange of tokens delivers, and not only the counts of it.
     """
+    mode, preset = config.mode, config.preset
     stock = SelectiveAC(SelectiveAC.Config())
     # The wrapper is not used, its policy is.
     wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
     contexts = wrapper.checkpoint_fn.keywords["context_fn"]
-    attention_policy = resolve_attention(attention, preset, block)
+    attention = _resolve_attention(config.attention, preset, block)
     float8 = mode == "full" or preset != "stock"
     base = "expensive" if preset in ("speed", "attention") else "stock"
-    preset_rules = _preset_rules(preset, attention_policy, block, saves_all_to_all)
+    preset_rules = _preset_rules(preset, attention, block, saves_all_to_all)
     return BlockPlan(
         name=name,
-        user_rules=user_rules,
+        user_rules=config.rules(),
         preset_rules=() if mode == "full" else preset_rules,
         base="routing" if mode == "full" else base,
         saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
-        attention=attention_policy if float8 else None,
+        attention=attention if float8 else None,
         input=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
         saves_all_to_all=saves_all_to_all,
-        exempt=tuple(exempt),
+        exempt=tuple(config.exempt),
         stock_policy=lambda: contexts()[0].policy_fn,
         stock_ops=frozenset(op_name(op) for op in stock.get_save_ops()),
     )
 
 
-def resolve_attention(attention: Attention, preset: Preset, block: nn.Module) -> OpPolicy:
+def _resolve_attention(attention: Attention, preset: Preset, block: nn.Module) -> OpPolicy:
     """Resolve "auto": "save", except for preset "speed", which has no room for that.
 
     "speed" stores multi-head latent attention in float8. It recomputes grouped-query attention,

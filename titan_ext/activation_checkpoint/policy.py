@@ -12,14 +12,10 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import (
-    BlockCheckpoint,
-    BlockStore,
-    OpLocator,
-)
+from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, OpLocator, block_store
 from titan_ext.activation_checkpoint.compiled.checkpoint import (
     Decisions,
     none_decisions,
@@ -174,11 +170,7 @@ class FP8AC(ActivationCheckpointing):
             return parse_rules(self.op_policies, f"{KEY}.op_policies")
 
         def check_compiled(self) -> None:
-            """Refuse what compiled code cannot do.
-
-            Raises:
-                ValueError: naming the key.
-            """
+            """Raise ValueError for a key that asks for what compiled code cannot do."""
             if self.fp32 != "save":
                 raise ValueError(
                     f'{KEY}.fp32 is {self.fp32!r}; expected "save" under torch.compile, which '
@@ -192,11 +184,7 @@ class FP8AC(ActivationCheckpointing):
                 )
 
         def check_exempt(self, blocks: int) -> None:
-            """Refuse a policy that asks for float8 and exempts every one of a model's blocks.
-
-            Raises:
-                ValueError: naming the key.
-            """
+            """Raise ValueError if the policy asks for float8 and exempts every block of a model."""
             names = [f"layers.{index}" for index in range(blocks)]
             if self.wants_float8() and all(is_exempt(self.exempt, name, "") for name in names):
                 raise ValueError(
@@ -227,11 +215,7 @@ class FP8AC(ActivationCheckpointing):
         return self.reporter.report
 
     def apply(self, model: nn.Module) -> None:
-        """Wrap every transformer block of ``model``, in place: the decoder first, then any towers.
-
-        Raises:
-            ValueError: if a name in ``op_policies`` or ``exempt`` is of no module.
-        """
+        """Wrap every transformer block of ``model``, in place: the decoder first, then towers."""
         if not self._is_prepared:
             self.prepare(model)
         elif self.reporter.blocks or self.reporter.is_compiled:
@@ -239,11 +223,7 @@ class FP8AC(ActivationCheckpointing):
         super().apply(model)
 
     def prepare(self, model: nn.Module) -> None:
-        """Check the names of ``config`` against the blocks of ``model``.
-
-        Raises:
-            ValueError: if a name in ``op_policies`` or ``exempt`` is of no module.
-        """
+        """Raise ValueError if a name in ``op_policies`` or ``exempt`` is not in ``model``."""
         config = self._config
         self._is_prepared = True
         early = [isinstance(module, EarlyScoreRoutedExperts) for module in model.modules()]
@@ -260,11 +240,7 @@ class FP8AC(ActivationCheckpointing):
         return self._config.codec()
 
     def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
-        """The policies for a block that is compiled (see ``activation_checkpoint.units``).
-
-        Raises:
-            ValueError: for what compiled code cannot do.
-        """
+        """The policies for a block that is compiled (see ``titan_ext.compile``)."""
         config = self._config
         config.check_compiled()
         self.reporter.is_compiled = True
@@ -274,7 +250,8 @@ class FP8AC(ActivationCheckpointing):
         ruled = [[m for m in names if rule.matches_module(m, name)] for rule in config.rules()]
         key = f"{config} {exempted} {ruled} {self._saves_all_to_all}"
         if config.mode == "no_recompute":
-            return none_decisions(self._why_exact(name), key=key)
+            is_exact = functools.partial(why_exact, config, config.rules(), name)
+            return none_decisions(is_exact, key=key)
         plan = self._plan(block, name)
         return plan_decisions(plan, self.used_rules, key=f"{key} {plan.attention}")
 
@@ -291,49 +268,30 @@ class FP8AC(ActivationCheckpointing):
         name = f"{self._prefix}{base_fqn or 'block'}"
         self.reporter.blocks[name] = None
         config = self._config
-        store = BlockStore(module, config.codec(), config.fp32)
         locator = OpLocator(module)
         self._locators.append(locator)
+        common: dict[str, Any] = {
+            "name": name,
+            "store": block_store(module, config.codec(), compress_fp32=config.fp32 != "save"),
+            "locator": locator,
+            "on_report": self._take_report,
+        }
         if config.mode == "no_recompute":
-            is_exact = self._why_exact(name)
-            return NoRecomputeBlock(module, name, store, locator, is_exact, self._take_report)
+            is_exact = functools.partial(why_exact, config, config.rules(), name)
+            narrows = config.fp32 == "save"
+            return NoRecomputeBlock(module, is_exact=is_exact, narrows_fp32=narrows, **common)
         options = {
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
         }
+        plan = self._plan(module, name)
         checkpoint = BlockCheckpoint(
-            name,
-            self._plan(module, name),
-            store,
-            locator,
-            options,
-            self.used_rules,
-            self._take_report,
+            plan=plan, options=options, used_rules=self.used_rules, **common
         )
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
 
     def _plan(self, block: nn.Module, name: str) -> BlockPlan:
-        config = self._config
-        return make_plan(
-            block,
-            name,
-            mode=config.mode,
-            preset=config.preset,
-            attention=config.attention,
-            user_rules=config.rules(),
-            exempt=config.exempt,
-            saves_all_to_all=self._saves_all_to_all,
-        )
-
-    def _why_exact(self, block: str) -> Callable[[str], str | None]:
-        config = self._config
-        return functools.partial(
-            why_exact,
-            block=block,
-            rules=config.rules(),
-            attention=config.attention,
-            exempt=config.exempt,
-        )
+        return make_plan(block, name, self._config, saves_all_to_all=self._saves_all_to_all)
 
     def _take_report(self, report: BlockMemoryReport) -> None:
         config = self._config
@@ -345,7 +303,7 @@ class FP8AC(ActivationCheckpointing):
                     f"{KEY}.op_policies: {pattern!r} has no effect in these blocks: no operation "
                     "matches it, or an earlier pattern decides."
                 )
-        self.reporter.check_blocks()
+        self.reporter.check(self.reporter.report.rows())
 
     def _wants_float8(self) -> bool:
         config = self._config
@@ -355,15 +313,32 @@ class FP8AC(ActivationCheckpointing):
         return config.wants_float8()
 
 
+class SelectiveACWithoutAllToAll(SelectiveAC):
+    """Stock's policy, but the recompute sends the tokens of expert parallelism again."""
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() - {torch.ops._c10d_functional.all_to_all_single.default}
+
+
+def build_policy(
+    config: ActivationCheckpointing.Config, dump_folder: str, *, saves_all_to_all: bool
+) -> ActivationCheckpointing:
+    """The policy of a config, told whether to save what exchanges of tokens deliver.
+
+    A subclass of Titan's ``SelectiveAC`` decides by itself (``get_save_ops``).
+    """
+    if isinstance(config, FP8AC.Config):
+        return config.build(dump_folder=dump_folder, saves_all_to_all=saves_all_to_all)
+    if type(config) is SelectiveAC.Config and not saves_all_to_all:
+        return SelectiveACWithoutAllToAll(config, dump_folder)
+    return config.build(dump_folder=dump_folder)
+
+
 def _check_names(config: FP8AC.Config, model: nn.Module) -> None:
-    """Refuse names of modules that the blocks of a model do not have.
+    """Raise ValueError for names of modules that the blocks of a model do not have.
 
-    Args:
-        model: The decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a dense
-            stage has no ``moe``) may be in another stage.
-
-    Raises:
-        ValueError: with the nearest name.
+    ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a
+    dense stage has no ``moe``) may be in another stage.
     """
     layers = model.get_submodule("layers")
     inside = {name for block in layers.children() for name, _ in block.named_modules()} - {""}
@@ -402,9 +377,6 @@ def enable_fp8_activation_checkpointing(
 
     Returns:
         The policy; its ``memory_report`` says what was stored.
-
-    Raises:
-        ValueError: for a name that no module has.
     """
     policy = FP8AC(config or FP8AC.Config(), dump_folder)
     policy.apply(model)
@@ -423,8 +395,7 @@ def measure_block(
     The block stays as it was; gradients accumulate in its parameters and inputs.
 
     Args:
-        block: A transformer block.
-        args, kwargs: Its inputs.
+        block: A transformer block; ``args`` and ``kwargs`` are its inputs.
         config: The policy.
         loss: From the output of the block to a scalar; the sum if None.
     """

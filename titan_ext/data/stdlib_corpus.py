@@ -64,14 +64,11 @@ def register_stdlib_corpus() -> None:
 
 
 def make_corpus(folder: Path | None = None) -> Path:
-    """Write the data set and the tokenizer under ``folder`` unless they are there.
+    """Write the data set and the tokenizer under ``folder`` unless they are there; return it.
 
     Every rank of a job may call it at once: each writes into its own folder, and the first one to
-    finish moves it into place.
-
-    Returns:
-        The folder, with ``dataset/``, ``tokenizer/`` and ``manifest.json`` (counts and a SHA-256
-        of the text and of the tokenizer).
+    finish moves it into place. It has ``dataset/``, ``tokenizer/`` and ``manifest.json`` (counts
+    and a SHA-256 of the text and of the tokenizer).
     """
     folder = folder or default_folder()
     if (folder / "manifest.json").exists():

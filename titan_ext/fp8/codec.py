@@ -10,24 +10,22 @@
 **Blocks** confine an outlier to its neighbours: e4m3 spans less than 2^18, so one scale for a whole
 tensor would lose values 2^18 times smaller than the largest.
 
-**Scales** are powers of two, stored as one byte (e8m0, of the microscaling standard). Dividing by a
-power of two is exact: the only error is the rounding to float8, and quantizing again changes
-nothing. Each is the smallest with max(abs(block)) / scale <= the largest float8, 448 or 57344. Both
-are 1.75 * 2^k, so the scale comes from integer arithmetic on the bits of an fp32: adding the
-distance from mantissa 1.75 to the next power of two carries into the exponent exactly when the
-mantissa is above 1.75. There is no logarithm and no rounding mode, so every device computes the
-same byte.
+**Scales** are powers of two, stored as one byte (e8m0, of the microscaling standard): the only
+error is the rounding to float8, and quantizing again changes nothing. Each is the smallest with
+max(abs(block)) / scale <= the largest float8, 448 or 57344. Both are 1.75 * 2^k, so the scale comes
+from integer arithmetic on the bits of an fp32: adding the distance from mantissa 1.75 to the next
+power of two carries into the exponent exactly when the mantissa is above 1.75. There is no
+logarithm and no rounding mode, so every device computes the same byte.
 
 **Special values.** Zero comes back as zero, finite values as finite ones, NaN as NaN, infinity as
 NaN (e4m3 has no infinity). Neighbours of NaN and infinity are not affected.
 
 **Tracing.** ``quantize`` and ``dequantize`` read no value on the host, branch on shapes and the
-codec only, and output shapes do not depend on values. So CUDA graphs, torch.compile and fx can
-trace them. In eager mode each is a dozen kernels; ``torch.ops.titan_ext.float8_quantize`` and
-``float8_dequantize``, at the end of this file, run one (docs/fp8_codec.md).
+codec only, and output shapes do not depend on values. In eager mode each is a dozen kernels;
+``torch.ops.titan_ext.float8_quantize`` and ``float8_dequantize``, at the end of this file, run one.
 
-``torchao.prototype.mx_formats.to_mx`` with RCEIL scales is similar; a test compares the two bit for
-bit where both are defined. docs/fp8_codec.md compares torchao's codecs.
+docs/fp8_codec.md compares torchao's codecs; a test compares ``to_mx`` with RCEIL scales bit for
+bit.
 """
 
 import functools

@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_leaves
 class Layout:
     """The layout of a DTensor: everything but its values.
 
-    Attributes:
-        mesh, placements: Where its shards are.
-        shape: Of the whole tensor; an uneven local shard does not tell it.
+    ``shape`` is that of the whole tensor; an uneven local shard does not tell it.
     """
 
     mesh: DeviceMesh
@@ -59,10 +57,14 @@ def is_plain(x: torch.Tensor) -> bool:
 
 def storage_ids(values: Any) -> Iterator[int]:
     """The storages behind the tensors in a nest of arguments or results."""
+    return (part.untyped_storage()._cdata for part in parts_in(values))
+
+
+def parts_in(values: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors in a nest of arguments or results."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
-            for part in plain_tensors(leaf):
-                yield part.untyped_storage()._cdata
+            yield from plain_tensors(leaf)
 
 
 def plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:

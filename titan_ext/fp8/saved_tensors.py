@@ -10,28 +10,26 @@
 How a saved tensor is treated; the first rule that applies:
 
 1. A parameter or buffer of ``modules``, any other ``nn.Parameter``, or a view of their storage is
-   kept by reference. Their storage identifies them, because a detached or localised weight is a
-plain tensor. A copy would defeat FSDP, which empties a gathered weight after forward and refills
-it. 2. A tensor subclass that is neither DTensor nor AsyncCollectiveTensor, or a sparse tensor, is
-kept
+   kept by reference. A copy would defeat FSDP, which empties a gathered weight after forward and
+   refills it. Their storage identifies them: a detached or localised weight is a plain tensor.
+2. A tensor subclass that is neither DTensor nor AsyncCollectiveTensor, or a sparse tensor, is kept
    by reference: only its class knows what its bytes mean.
 3. A tensor that is not bf16, fp16 or fp32, would not shrink, or that ``policy`` names is kept
-    exactly, by reference, as autograd would.
+   exactly, by reference, as autograd would.
 4. The rest is stored in float8: the local shard of a DTensor, an expanded view without its expanded
    axes, permuted axes in the order in which they lie in memory. Shape and strides come back.
 
 The store waits for every tensor: inside selective checkpointing the output of a running collective
 is a plain tensor. It stores a tensor once, however often it is saved. Like autograd it raises when
-a tensor kept by reference was changed in place. A float8 copy has the value at the time of saving,
-which the gradient needs, so backward continues.
+a tensor kept by reference was changed in place; a float8 copy has the value at the time of saving.
 """
 
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -56,9 +54,6 @@ def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = 4096) -> 
         x: The tensor, without expanded axes.
         fp32: Whether fp32 stays exact.
         min_numel: Fewer values than this stay exact.
-
-    Returns:
-        The reason, or None.
     """
     if fp32 and x.dtype == torch.float32:
         return "float32"
@@ -67,18 +62,23 @@ def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = 4096) -> 
     return None
 
 
-class StoredEntry(Protocol):
-    """What a memory report needs of a stored tensor."""
+class StoredEntry:
+    """One stored tensor; alive as long as autograd holds it."""
 
-    name: str
-    treatment: str
-    owns_bytes: bool
-    original: tuple[tuple[int, int], ...]
+    name = ""
+    treatment = ""
+    owns_bytes = True
+    original: tuple[tuple[int, int], ...] = ()
     """(id, bytes) of the storages that autograd would have kept alive."""
+    weak_storages: Sequence[StorageWeakRef] = ()
+
+    def restore(self) -> torch.Tensor:
+        """What was stored, or its approximation."""
+        raise NotImplementedError
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The plain tensors that are kept alive."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,8 @@ class MemoryRow:
         name: The caller's name for it (``SavedTensorStore.hooks``): a module, for example.
         treatment: "float8 e4m3", "exact: <why>" or "passed through: <why>".
         entries: How many tensors; one saved several times is one.
-        nbytes: Bytes of the storages that are kept alive. 0 for parameters and buffers, which the
-            model owns.
-        original_nbytes: Bytes of the storages that autograd would have kept alive instead.
+        nbytes: Of the storages that are kept alive; 0 for parameters and buffers.
+        original_nbytes: Of the storages that autograd would have kept alive instead.
     """
 
     name: str
@@ -191,8 +190,8 @@ class SavedTensorStore:
             for tensors in (module._parameters, module._buffers)
             for name in tensors
         ]
-        self._by_key: weakref.WeakValueDictionary[Any, _Entry] = weakref.WeakValueDictionary()
-        self._entries: weakref.WeakSet[_Entry] = weakref.WeakSet()
+        self._by_key: weakref.WeakValueDictionary[Any, StoredEntry] = weakref.WeakValueDictionary()
+        self._entries: weakref.WeakSet[StoredEntry] = weakref.WeakSet()
         self._steps: dict[torch.device, torch.Tensor] = {}
 
     def hooks(self, name: str = "") -> torch.autograd.graph.saved_tensors_hooks:
@@ -207,8 +206,11 @@ class SavedTensorStore:
         return StoreMemoryReport(self._entries)
 
     @torch.no_grad()
-    def pack(self, x: torch.Tensor, *, name: str = "") -> "_Entry":
-        """Store ``x``. Only the result keeps it stored; pass it to ``unpack``."""
+    def pack(self, x: torch.Tensor, *, name: str = "", exact: str | None = None) -> StoredEntry:
+        """Store ``x``. Only the result keeps it stored; pass it to ``unpack``.
+
+        ``exact`` says why it must stay exact, where the caller knows; else the policy is asked.
+        """
         if isinstance(x, AsyncCollectiveTensor):
             x = local_tensor(x)
         if x.layout is not torch.strided:  # no storage to go by
@@ -216,7 +218,7 @@ class SavedTensorStore:
         key = _key(x)
         entry = self._by_key.get(key)
         if entry is None:
-            entry = self._store(x)
+            entry = self._store(x, exact)
             entry.name = name
             entry.original = storages_of(x)
             entry.weak_storages = [StorageWeakRef(t.untyped_storage()) for t in plain_tensors(x)]
@@ -225,15 +227,14 @@ class SavedTensorStore:
         return entry
 
     @torch.no_grad()
-    def unpack(self, entry: "_Entry") -> torch.Tensor:
+    def unpack(self, entry: StoredEntry) -> torch.Tensor:
         """The packed tensor, or its float8 approximation with the same shape and dtype.
 
-        Raises:
-            RuntimeError: if it is kept by reference and was modified in place.
+        Raises RuntimeError if it is kept by reference and was modified in place.
         """
         return entry.restore()
 
-    def _store(self, x: torch.Tensor) -> "_Entry":
+    def _store(self, x: torch.Tensor, exact: str | None) -> StoredEntry:
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
             return _Kept(x, "passed through: parameter", owns_bytes=False)
         if self._is_module_state(x):
@@ -248,7 +249,7 @@ class SavedTensorStore:
         if local.dtype not in SUPPORTED_DTYPES:
             return _Kept(x, f"exact: {str(local.dtype).removeprefix('torch.')}")
         dense, undo = _as_in_memory(local)
-        if why := self._policy(dense):
+        if why := exact or self._policy(dense):
             return _Kept(x, f"exact: {why}")
         if self.codec.nbytes(dense.shape) >= local.untyped_storage().nbytes():
             return _Kept(x, "exact: would not shrink")
@@ -300,9 +301,7 @@ def _as_in_memory(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """``x`` as it lies in memory: without expanded axes, the others from outermost to innermost.
 
-    Returns:
-        That view, and the function that leads from its values back to the axes of ``x``. The
-        function holds no tensor.
+    Also the function, which holds no tensor, from that view's values back to the axes of ``x``.
     """
     shape = x.shape
     expanded = [d for d in range(x.dim()) if x.stride(d) == 0 and shape[d] > 1]
@@ -328,24 +327,7 @@ def compiles_for(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class _Entry:
-    """One stored tensor; alive as long as autograd holds it."""
-
-    name = ""
-    treatment = ""
-    owns_bytes = True
-    original: tuple[tuple[int, int], ...] = ()
-    weak_storages: list[StorageWeakRef]
-
-    def restore(self) -> torch.Tensor:
-        raise NotImplementedError
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The plain tensors that it holds."""
-        raise NotImplementedError
-
-
-class _Float8(_Entry):
+class _Float8(StoredEntry):
     def __init__(
         self,
         stored: tuple[torch.Tensor, torch.Tensor],
@@ -363,7 +345,7 @@ class _Float8(_Entry):
         yield from self.stored
 
 
-class _Kept(_Entry):
+class _Kept(StoredEntry):
     def __init__(self, x: torch.Tensor, treatment: str, *, owns_bytes: bool = True) -> None:
         # Without its graph, which may hold this entry. A subclass has its own idea of detach.
         self.tensor = x.detach() if is_plain(x) or type(x) is nn.Parameter else x

@@ -95,8 +95,7 @@ def choose(
     per_node = ranks_per_node()
     if shards == ep or shards <= per_node:
         where = "whole on a rank" if shards == ep else "on one node"
-        _log(candidates[0], f"EP {ep}, experts' shards {where}")
-        return with_choice(settings, candidates[0])
+        return _chosen(settings, candidates[0], f"EP {ep}, experts' shards {where}")
     seq_len = training.seq_len if training is not None else 4096
     batch = training.local_batch_size if training is not None else 1
     if parallel_dims.pp_enabled and parallelism is not None:
@@ -120,13 +119,12 @@ def choose(
         choice, why = cheapest(candidates, model, settings, sizes, job, machine)
     except ValueError as error:  # an order that the model of a step does not know
         choice, why = candidates[0], f"cost not modelled: {error}"
-    _log(choice, f"EP {ep}, {shards} ranks on {name}: {why}")
     if sizes.dense > _LARGE_WORLD:
         logger.warning(
             f"FSDP shards over {sizes.dense} ranks, where the latency of collectives grows; with "
             f"parallelism.data_parallel_replicate_degree = {sizes.dense // 64} (HSDP) they have 64."
         )
-    return with_choice(settings, choice)
+    return _chosen(settings, choice, f"EP {ep}, {shards} ranks on {name}: {why}")
 
 
 def cheapest(
@@ -139,8 +137,7 @@ def cheapest(
 ) -> tuple[Choice, str]:
     """The candidate with the least peak of bytes among those as fast as the fastest, and why.
 
-    Raises:
-        ValueError: for a model whose order of units is not known.
+    Raises ValueError for a model whose order of units is not known.
     """
     costs = {c: cost(c, model, settings, sizes, job, machine) for c in {*candidates, STOCK}}
     fastest = min(costs[c][0] for c in candidates)
@@ -282,9 +279,11 @@ def _machine() -> tuple[str, Machine]:
     return known, MACHINES[known]
 
 
-def _log(choice: Choice, why: str) -> None:
+def _chosen(settings: FSDPSettings, choice: Choice, why: str) -> FSDPSettings:
     buffers = f", {choice.buffers} reduce-scatter buffers" if choice.buffers > 1 else ""
-    logger.info(f'FSDP units: auto is "{choice.wrap}"{buffers} ({why})')
+    chosen = f'auto is "{choice.wrap}"{buffers} ({why})'
+    logger.info(f"FSDP units: {chosen}")
+    return replace(with_choice(settings, choice), chosen=chosen)
 
 
 @contextmanager

@@ -4,8 +4,8 @@
 A model, not a measurement: FSDP2's order of events (``fsdp.memory.simulate``) on a clock for each
 stream and each communicator. A communicator runs its collectives one after the other, in the order
 in which FSDP2 issues them; two communicators share a link. Times of computations come from the
-sizes of parameters. ``fsdp.auto`` compares plans with it; ``python -m titan_ext.fsdp.cost`` prints
-and draws such comparisons.
+sizes of parameters. ``fsdp.auto`` compares plans with it; ``python -m benchmarks.fsdp_cost`` prints
+such comparisons.
 
 Rules of streams and events: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (torch 2.15).
 """
@@ -127,8 +127,6 @@ def estimate(units: Sequence[UnitPlan], order: StepOrder, job: Job, machine: Mac
         units: FSDP's plan for each unit, in forward order.
         order: As for ``predict``; ``reduce_scatter_buffers > 1`` means a process group of their own
             for reduce-scatters.
-        job: The computation.
-        machine: Where.
 
     Raises:
         ValueError: for a unit whose order is not known (``predict``).

@@ -180,6 +180,7 @@ class FSDPPlan:
         ignored: Names of the parameters that FSDP leaves alone.
         unmanaged: Names of the parameters that FSDP got later (``fsdp.unmanaged``); in no unit.
         reduce_scatter_buffers: Inputs of reduce-scatters that may live at the same time.
+        chosen: What "auto" became, and why; "" without "auto".
     """
 
     units: tuple[UnitPlan, ...]
@@ -188,6 +189,7 @@ class FSDPPlan:
     ignored: tuple[str, ...] = ()
     unmanaged: tuple[str, ...] = ()
     reduce_scatter_buffers: int = 1
+    chosen: str = ""
 
     @property
     def decoder_units(self) -> list[UnitPlan]:
@@ -309,6 +311,7 @@ def make_plan(
         quantized=tuple(quantized),
         ignored=tuple(ignored),
         reduce_scatter_buffers=settings.reduce_scatter_inputs,
+        chosen=settings.chosen,
     )
 
 

@@ -68,10 +68,8 @@ class Prefetch:
 def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
     """Read ``parallelism.fsdp_prefetch``: 0, 1, 2, ... units, or a size such as "512MiB".
 
-    "auto" is read before: what it means depends on the direction.
-
-    Raises:
-        ValueError: for anything else, naming ``key``.
+    "auto" is read before: what it means depends on the direction. Raises ValueError for anything
+    else.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return PrefetchLimit(units=value)
@@ -96,10 +94,9 @@ def plan_prefetch(
     """The units to gather ahead of each unit.
 
     Args:
-        units: In forward order.
+        units: In forward order; backward runs in the reverse.
         nbytes: Bytes of each unit's gathered parameters, by name.
-        forward: How far ahead in forward.
-        backward: How far ahead in backward, where the order is the reverse.
+        forward: How far ahead in forward, ``backward`` in backward.
     """
     order, back = list(units), _backward_order(units)
     if units and units[0].kind is UnitKind.TIED:

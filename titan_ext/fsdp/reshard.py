@@ -29,11 +29,7 @@ def read_reshard(word: str) -> str | int:
 
 
 def check_reshard(key: str, value: object) -> None:
-    """Refuse an invalid reshard setting.
-
-    Raises:
-        ValueError: naming ``key``.
-    """
+    """Raise ValueError, naming ``key``, for an invalid reshard setting."""
     if value in _NAMES and isinstance(value, str):
         return
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
@@ -45,11 +41,7 @@ def check_reshard(key: str, value: object) -> None:
 
 
 def check_reshard_groups(groups: Mapping[str, Reshard], units: Sequence[Unit]) -> None:
-    """Refuse names in ``parallelism.fsdp_reshard_groups`` that match no unit of the whole model.
-
-    Raises:
-        ValueError: for such a name.
-    """
+    """Raise ValueError for a name in ``parallelism.fsdp_reshard_groups`` that matches no unit."""
     for name in groups:
         if not any(_matches(unit, name) for unit in units):
             kinds = list(dict.fromkeys(_kind_name(unit) for unit in units))
@@ -81,8 +73,7 @@ def reshard_after_forward(
     Args:
         unit: Which unit.
         policy: ``parallelism.fsdp_reshard_after_forward``, checked.
-        groups: ``parallelism.fsdp_reshard_groups``, checked. Of several patterns that match, the
-            last wins.
+        groups: ``parallelism.fsdp_reshard_groups``, checked; of several patterns the last wins.
         pp_enabled: Whether the model is a chunk of a pipeline.
         is_rounding_error: Whether its bytes are negligible beside the largest unit's.
         has_dtensors: Whether another kind of parallelism has split its parameters already: torch
@@ -90,10 +81,7 @@ def reshard_after_forward(
         group_worlds: Ranks that the unit's groups are sharded over; an int must divide each.
 
     Returns:
-        FSDP2's ``reshard_after_forward``.
-
-    Raises:
-        ValueError: for an int that does not fit.
+        FSDP2's ``reshard_after_forward``; raises ValueError for an int that does not fit.
     """
     key, value = _setting(unit, policy, groups)
     is_head = unit.kind in (UnitKind.HEAD, UnitKind.TIED)
@@ -142,11 +130,7 @@ def _check_world(
 
 
 def check_divides(key: str, ranks: int, world: int, what_is: str) -> None:
-    """Refuse to reshard to ``ranks`` ranks unless that divides ``world``.
-
-    Raises:
-        ValueError: naming ``key``.
-    """
+    """Raise ValueError, naming ``key``, unless ``ranks`` divides ``world``."""
     if world % ranks:
         fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise ValueError(

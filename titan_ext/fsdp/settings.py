@@ -36,6 +36,7 @@ class FSDPSettings:
         symm_mem: Whether collectives use symmetric memory (Titan's option).
         ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
             synchronises.
+        chosen: What "auto" became, and why (``fsdp.auto``); "" without "auto".
 
     Raises:
         ValueError: naming the key, for a value that it cannot have.
@@ -57,6 +58,7 @@ class FSDPSettings:
     cpu_offload: bool = False
     symm_mem: bool = False
     ignored: Sequence[str] = ()
+    chosen: str = ""
 
     @classmethod
     def from_config(

@@ -72,7 +72,6 @@ class Unit:
 
     Attributes:
         name: The unit's own name ("layers.3.moe").
-        kind: What it holds.
         module_names: Its modules, in the order in which they run.
         experts: The routed experts inside it, which live on the expert mesh when EP > 1.
     """
@@ -110,11 +109,8 @@ class Unit:
 def resolve_wrap(fsdp_wrap: str, ep_degree: int, model: BaseModel.Config | None = None) -> Wrap:
     """Resolve ``parallelism.fsdp_wrap``: "auto" is "submodule" if EP splits experts, else "block".
 
-    Args:
-        model: The whole model's config; if None, it is taken to have experts.
-
-    Raises:
-        ValueError: for any other name.
+    ``model`` is the whole model's config; if None, it is taken to have experts. Raises ValueError
+    for any other name.
     """
     match fsdp_wrap:
         case "auto":

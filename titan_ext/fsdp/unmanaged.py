@@ -46,11 +46,7 @@ from titan_ext.names import and_more
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Check that no module of ``model`` is wrapped by FSDP1.
-
-    Raises:
-        ValueError: naming the first such module.
-    """
+    """Raise ValueError naming the first module of ``model`` that FSDP1 wraps."""
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
@@ -72,14 +68,10 @@ def refuse_unmanaged_parameters_at_first_forward(model: nn.Module) -> None:
 
 
 def refuse_unmanaged_parameters(models: Iterable[nn.Module]) -> None:
-    """Check that FSDP2 manages every parameter; call it before the first step.
+    """Raise ValueError for parameters that were added after ``fully_shard``; call before a step.
 
-    Args:
-        models: The model, or the chunks of it that the pipeline stages of this rank hold. One
-            without FSDP2 (nothing was sharded) passes.
-
-    Raises:
-        ValueError: naming the parameters that were added after ``fully_shard``.
+    ``models`` is the model, or the chunks of it that the pipeline stages of this rank hold. One
+    without FSDP2 (nothing was sharded) passes.
     """
     found = [name for model in models for name in unmanaged_parameters(model)]
     if found:
@@ -289,14 +281,9 @@ def replicate_undeclared(
 ) -> None:
     """Declare parameters that no ``sharding_config`` mentions to be equal on every rank.
 
-    FSDP2 wants a declaration of every parameter under ``spmd_types``; where no axis splits
-    modules, there is one choice. Call it before ``fully_shard``.
-
-    Args:
-        ignored: Names of parameters that FSDP leaves alone.
-
-    Raises:
-        ValueError: naming a parameter whose module an axis may split.
+    FSDP2 wants a declaration of every parameter under ``spmd_types``; where no axis splits modules,
+    there is one choice; where one may, it is a ValueError. Call it before ``fully_shard``. Names in
+    ``ignored`` are of parameters that FSDP leaves alone.
     """
     for path, module in model.named_modules():
         path = canonical_fqn(path)

@@ -56,11 +56,7 @@ class Checkpoints(RunCheck):
 
     @contextlib.contextmanager
     def around_run(self, trainer: Trainer) -> Iterator[None]:
-        """Turn torch's report of a failed save or load into one line.
-
-        Raises:
-            RuntimeError: from CheckpointException, naming the ranks, the cause and what is left.
-        """
+        """Turn torch's report of a failed save or load into one line, of a RuntimeError."""
         config = trainer.config
         try:
             verify_checksums(config)
@@ -105,9 +101,8 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
 
     None for a fresh start, for safetensors, and for a remote folder, which is not inspected.
 
-    Raises:
-        ValueError: if the newest in the run's own folder is safetensors: an export, which Titan
-            would take for a checkpoint and fail on; or if ``initial_load_path`` is no checkpoint.
+    Raises ValueError if the newest in the run's own folder is safetensors: an export, which Titan
+    would take for a checkpoint and fail on; or if ``initial_load_path`` is no checkpoint.
     """
     checkpoint = config.checkpoint
     if not checkpoint.enable or config.comm.mode != "default":
@@ -141,8 +136,7 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
 def verify_checksums(config: Trainer.Config) -> None:
     """Compare the checksums of the checkpoint that the run will load; call it on every rank.
 
-    Raises:
-        ValueError: on every rank, naming the files that are corrupt and the checkpoint before.
+    Raises ValueError on every rank, naming the files that are corrupt and the checkpoint before.
     """
     found = checkpoint_to_load(config)
     if found is None:
@@ -166,14 +160,14 @@ def verify_checksums(config: Trainer.Config) -> None:
 
 
 def corrupt_items(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
-    """The files of a checkpoint with an item whose bytes are not those that were saved.
+    """The first item of each file of a checkpoint whose bytes are not those that were saved.
 
     Args:
         folder: A checkpoint in torch's format (``.metadata`` and ``*.distcp``).
         part: Which files to read: every ``parts``-th, from this one.
 
     Returns:
-        The first corrupt item by file name. Items are named as in the checkpoint.
+        Items, named as in the checkpoint, by file name.
     """
     try:
         storage = FileSystemReader(folder).read_metadata().storage_data or {}
@@ -210,11 +204,10 @@ def _is_intact(stored: bytes, length: int) -> bool:
 
 
 def check_resume(trainer: Trainer) -> None:
-    """Check that the checkpoint that ``trainer`` is about to load has what it needs.
+    """Raise ValueError if the checkpoint that ``trainer`` is about to load lacks what it needs.
 
-    Raises:
-        ValueError: if states are missing, if tensors of the model are missing or have other
-            shapes, or if another number of data-parallel ranks saved the data position.
+    States may be missing, tensors of the model may be missing or have other shapes, or another
+    number of data-parallel ranks may have saved the data position.
     """
     if (found := checkpoint_to_load(trainer.config)) is None:
         return

@@ -59,8 +59,7 @@ def check_folder(folder: str) -> None:
 def lock_folder(folder: str) -> None:
     """Lock the folder for this process, until it ends.
 
-    Raises:
-        ValueError: naming host and process of the run that has it.
+    Raises ValueError naming host and process of the run that has it.
     """
     path = Path(folder).resolve() / LOCK
     if path in _held:

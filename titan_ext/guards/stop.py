@@ -8,10 +8,6 @@ message between hosts, for which no device waits.
 
 One request can arrive as several signals: Slurm signals every process of a job, and torchrun passes
 on its own signal. So only a signal that comes later means "now".
-
-torchrun's workers have their own sessions. After a SIGKILL of torchrun they would keep training,
-and writing into the folder that the next launch reads. Linux ends a process with its parent on
-request.
 """
 
 import contextlib
@@ -40,7 +36,9 @@ _ONE_REQUEST_S = 1.0
 def end_with_launcher() -> None:
     """Have the kernel end this process (SIGKILL) when the torchrun that started it has died.
 
-    Does nothing where torchrun did not start it, and on systems other than Linux.
+    torchrun's workers have their own sessions: after a SIGKILL of torchrun they would keep
+    training, and writing into the folder that the next launch reads. Does nothing where torchrun
+    did not start it, and on systems other than Linux.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or platform.system() != "Linux":
         return

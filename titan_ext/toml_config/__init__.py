@@ -59,11 +59,7 @@ class Resolved:
 
 
 def load(path: str | Path) -> Trainer.Config:
-    """The trainer config that a TOML file describes.
-
-    Raises:
-        TomlConfigError: (a ValueError) with one message that names the file and the key.
-    """
+    """The trainer config that a TOML file describes; raises as ``resolve`` does."""
     return resolve(path).config
 
 
@@ -120,13 +116,10 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
 
 
 def _with_flags(config: Any, flags: Sequence[str]) -> Any:
-    """A new config with Titan's flags on top; it is not checked yet.
+    """A new config with Titan's flags on top, not checked yet; ValueError in tyro's words.
 
     Titan's ConfigManager does the same right after; there a wrong flag prints a box and exits, on
     every rank, and torchrun cannot tell why.
-
-    Raises:
-        ValueError: in tyro's words, for a flag or a value that Titan does not have.
     """
     ConfigManager()  # registers Titan's rules, such as A,B,C for a list of strings
     said = io.StringIO()

@@ -55,8 +55,7 @@ def values_of(config: Any) -> dict[str, Any]:
 def build(cls: type, values: dict[str, Any], at: KeyLocation) -> Any:
     """A config of ``values``; if the class refuses them, the error names ``at``.
 
-    Raises:
-        TomlConfigError: for the whole config, with all mistakes found so far.
+    For the whole config it raises all mistakes found so far.
     """
     if at.errors and not at.key:
         raise TomlConfigError.of_all(at.errors)
@@ -128,13 +127,8 @@ def _known_key(name: str, at: KeyLocation, table: dict[str, Any], cls: type, kno
 def convert(hint: Any, given: list[Given], current: Any) -> Any:
     """A key's value of type ``hint`` from all files: tables change it, all else replaces it.
 
-    Args:
-        hint: The declared type.
-        given: The files' values, in order.
-        current: The value before, or ``MISSING``.
-
-    Raises:
-        TomlConfigError: if it does not fit.
+    ``given`` are the files' values in order, ``current`` the value before, or ``MISSING``. Raises
+    TomlConfigError if it does not fit.
     """
     at, value = given[-1]
     later = itertools.takewhile(lambda each: isinstance(each.value, dict), reversed(given))

@@ -134,8 +134,7 @@ def to_toml(value: Any) -> str:
 def read_chain(path: str | Path) -> list[TomlFile]:
     """Read a TOML file and the TOML files that it extends, in the order in which they apply.
 
-    Raises:
-        TomlConfigError: for a file that is missing or no TOML, and a missing or circular extends.
+    Raises TomlConfigError for a file that is missing or no TOML, a missing or circular extends.
     """
     chain: list[TomlFile] = []
     seen: list[Path] = []
@@ -197,12 +196,9 @@ def _no_name(extends: str, folder: Path) -> str:
         what = "is no TOML file" if path.is_file() else "no such file"
         return f'"{extends}": {what}; expected "MODULE.FUNCTION" or "FILE.toml".'
     if ":" in extends:
-        return f'expected "MODULE.FUNCTION", got "{extends}"; did you mean {_dotted(extends)}?'
+        dotted = re.sub(":+", ".", extends)
+        return f'expected "MODULE.FUNCTION", got "{extends}"; did you mean {dotted}?'
     return ""
-
-
-def _dotted(name: str) -> str:
-    return re.sub(":+", ".", name)
 
 
 def _missing_extends(table: dict[str, Any]) -> str:
@@ -223,9 +219,8 @@ def _missing_extends(table: dict[str, Any]) -> str:
 def import_first(what: str, names: Iterable[str], at: KeyLocation) -> ModuleType | None:
     """The first of the modules ``names`` that exists, ``what`` in messages; None if none does.
 
-    Raises:
-        TomlConfigError: if importing it fails, naming what is missing and what to install. Titan
-            mistakes an ImportError in a config registry for a missing registry, so none may escape.
+    Raises TomlConfigError if importing it fails, naming what is missing and what to install. Titan
+    mistakes an ImportError in a config registry for a missing registry, so none may escape.
     """
     for name in names:
         try:

@@ -118,12 +118,7 @@ OTHER_UNIT_ON_MAIN = {
 
 
 def legacy_advice(key: str, value: Any) -> tuple[str, str] | None:
-    """Advise on an old key, or on the first key of an old section.
-
-    Returns:
-        The old key (``key`` or one below it) and its replacement. None if TorchTitan 0.1 and 0.2
-        did not have this key.
-    """
+    """The old key (``key``, or the first below it) and its replacement; None if it is none."""
     if isinstance(value, dict):
         found = (legacy_advice(f"{key}.{name}", below) for name, below in value.items())
         return next(filter(None, found), None)

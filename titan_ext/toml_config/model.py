@@ -22,13 +22,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext.specs import REFUSED_MODELS, extend_model_spec
 from titan_ext.toml_config.convert import Given, convert, values_of
-from titan_ext.toml_config.files import (
-    KeyLocation,
-    import_first,
-    import_problem,
-    nearest,
-    to_toml,
-)
+from titan_ext.toml_config.files import KeyLocation, import_first, import_problem, nearest, to_toml
 from titan_ext.toml_config.legacy import legacy_advice
 from titan_ext.trainer import extended_class, extended_sections
 
@@ -70,8 +64,7 @@ def load_base(name: str, at: KeyLocation) -> Base:
         at: ``extends`` of the file that names it.
 
     Raises:
-        TomlConfigError: if there is no such function, if it needs a package that is missing, or if
-            titan_ext cannot serve its config.
+        TomlConfigError: if there is none, a package is missing, or titan_ext cannot serve it.
     """
     if (model := name.partition(".")[0]) in REFUSED_MODELS:
         raise at.error(f"titan_ext does not serve {model}: {REFUSED_MODELS[model]}.")
@@ -176,9 +169,6 @@ def choose_model(
 
     Returns:
         The arguments of the model registry; empty if it was not seen.
-
-    Raises:
-        TomlConfigError: for a key or a value that the registry does not take.
     """
     arguments = _arguments(base, given)
     spec = values["model_spec"]

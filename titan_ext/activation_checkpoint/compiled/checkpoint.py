@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Policies in compiled code.
-
-``compiled_checkpoint`` makes the checkpoint that goes around a block, or a part of one, before it
-is compiled. ``partition`` stores tensors in float8 as its policies ask.
+"""Policies in compiled code: the checkpoint that goes around a block, or a part of one.
 
 torch.compile does not run the checkpoint: it traces it, asks the policy about each operation, and
-recomputes what is not saved. So eager and compiled code share the policies, except that "discard"
-means "recompute" here: the compiler sees the whole backward and recomputes only what backward
-reads.
+recomputes what is not saved; ``partition`` then stores in float8 what the policy asks. So eager and
+compiled code share the policies, except that "discard" means "recompute" here: the compiler sees
+the whole backward and recomputes only what backward reads.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +17,6 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback as fx_traceback
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -39,7 +35,7 @@ from titan_ext.activation_checkpoint.op_policies import (
     op_name,
 )
 from titan_ext.fp8 import Codec
-from titan_ext.fp8.local import plain_tensors
+from titan_ext.fp8.local import parts_in, plain_tensors
 
 Decide = Callable[[OpLocation, Any, Any, tuple[Any, ...], dict[str, Any], Any], OpPolicy]
 """Policy of a call, from its location, torch's context, the operation, arguments and result."""
@@ -102,11 +98,7 @@ def plan_decisions(plan: BlockPlan, used_rules: set[Rule], *, key: str) -> Decis
 
 
 def none_decisions(is_exact: Callable[[str], str | None], *, key: str) -> Decisions:
-    """Recompute only what the compiler would not save anyway.
-
-    Args:
-        is_exact: Why what a module saves stays exact, if it does.
-    """
+    """Recompute only what the compiler would not save; ``is_exact``: why a module's stays."""
 
     def decide(location: OpLocation, *_: Any) -> OpPolicy:
         return OpPolicy.SAVE if is_exact(location.module) else OpPolicy.SAVE_FLOAT8
@@ -162,9 +154,8 @@ def _policy(
 class TracedOpLocator:
     """Names the operations of a block, or of a part of one, while it is traced.
 
-    Args:
-        modules: What is traced, by name in the block; "" is the block itself.
-        root: Which of them has the operations that are in no other module.
+    ``modules`` are traced, by name in the block ("" is the block itself); ``root`` is the one that
+    has the operations that are in no other module.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], root: str) -> None:
@@ -217,9 +208,7 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _storages(values: Any) -> Iterator[int]:
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, torch.Tensor):
-            for part in plain_tensors(leaf):
-                if isinstance(part, FunctionalTensor):
-                    part = torch._from_functional_tensor(part.elem)
-                yield part.untyped_storage()._cdata
+    for part in parts_in(values):
+        if isinstance(part, FunctionalTensor):
+            part = torch._from_functional_tensor(part.elem)
+        yield part.untyped_storage()._cdata

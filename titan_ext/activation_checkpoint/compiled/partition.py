@@ -71,13 +71,11 @@ def is_state(value: FakeTensor) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that goes from a forward graph to its backward graph.
+    """A tensor that goes from a forward graph to its backward graph, by the ``name`` of its node.
 
     Attributes:
-        name: Of its node.
         source: The operation that made it ("aten.mm"), or "input".
         shape: A dimension that varies is a symbol.
-        dtype: Of the tensor.
         treatment: "float8 e4m3", or "exact" and why float8 was not possible if it was asked for.
     """
 
@@ -90,11 +88,10 @@ class Saved:
 
 @dataclass(frozen=True)
 class Float8Partitioner(CustomPartitionerFn):
-    """Cuts as torch does, then stores in float8 what the checkpoint policy asked for.
+    """Cuts as torch does, then stores in float8, by ``codec``, what the checkpoint policy asked
+    for.
 
-    Attributes:
-        codec: How.
-        report: Called for every graph that has a backward with what it saves.
+    ``report`` is called for every graph that has a backward with what it saves.
     """
 
     codec: Codec
@@ -142,10 +139,8 @@ class Float8Partitioner(CustomPartitionerFn):
 def compile_arguments(partitioner: Float8Partitioner, backend: str) -> dict[str, Any]:
     """What to call ``nn.Module.compile`` with so that ``partitioner`` cuts this module's graphs.
 
-    It holds for recompilations and for the backward, and for no other module.
-
-    Args:
-        backend: As in ``compile.backend``.
+    It holds for recompilations and for the backward, and for no other module. ``backend`` is as in
+    ``compile.backend``.
 
     Raises:
         ValueError: for another backend, which would ignore the partitioner, or for a codec that
@@ -172,10 +167,8 @@ def compile_arguments(partitioner: Float8Partitioner, backend: str) -> dict[str,
 def annotation(inputs: OpPolicy, key: str, *, recompute: bool) -> dict[str, Any]:
     """What to ``torch.fx.traceback.annotate`` a region with.
 
-    Args:
-        inputs: The policy on its inputs.
-        key: Graphs with another key are compiled apart.
-        recompute: False to forget that the region is a checkpoint once its tags have been read.
+    ``inputs`` is the policy on its inputs. Graphs with another ``key`` are compiled apart.
+    ``recompute`` is False to forget that the region is a checkpoint once its tags have been read.
     """
     return {_INPUTS: inputs.value, "titan_ext.key": key, _RECOMPUTE: recompute}
 
@@ -354,11 +347,7 @@ def _trace(
 def _inline(
     traced: fx.Graph, graph: fx.Graph, arguments: list[fx.Node], names: list[str]
 ) -> list[fx.Node]:
-    """Copy the operations of ``traced`` to where ``graph`` inserts.
-
-    Returns:
-        Its outputs, named ``names``.
-    """
+    """Copy ``traced`` to where ``graph`` inserts; return its outputs, named ``names``."""
     env: dict[fx.Node, fx.Node] = dict(
         zip(traced.find_nodes(op="placeholder"), arguments, strict=True)
     )

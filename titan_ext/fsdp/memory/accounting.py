@@ -50,6 +50,7 @@ class Bytes:
 
 
 CLASSES = tuple(field.name for field in fields(Bytes))
+NOTHING = Bytes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,9 @@ class Timeline:
         live: dict[str, Bytes] = {}
         unsharded = []
         for group in groups:
-            live[group.kind] = live.get(group.kind, Bytes()) + group.live
+            so_far = live.setdefault(group.kind, NOTHING)
+            if group.live is not NOTHING:  # most are idle, and a step has thousands of events
+                live[group.kind] = so_far + group.live
             if group.is_unsharded:
                 unsharded.append(group.name)
         event = Event(action=action, unit=unit, live=live, unsharded=tuple(unsharded))

@@ -123,8 +123,7 @@ class MemoryLog:
 def step_order(trainer: Trainer) -> StepOrder:
     """The order of the trainer's steps, for ``predict``.
 
-    Raises:
-        ValueError: for a pipeline with several stages a rank.
+    Raises ValueError for a pipeline with several stages a rank.
     """
     config = trainer.config
     loss = trainer.loss_fn
@@ -151,11 +150,7 @@ def step_order(trainer: Trainer) -> StepOrder:
 
 
 def predictable_units(plans: Iterable[FSDPPlan]) -> list[UnitPlan]:
-    """The units of all ``plans``, for ``predict``.
-
-    Raises:
-        ValueError: if FSDP manages parameters outside of them.
-    """
+    """The units of all ``plans``; ValueError if FSDP manages parameters outside of them."""
     plans = list(plans)
     if any(plan.replicated or plan.unmanaged for plan in plans):
         raise ValueError("some parameters are replicated, or were added after FSDP.")

@@ -89,7 +89,8 @@ def predict(units: Sequence[UnitPlan], order: StepOrder) -> Timeline:
         ValueError: for a schedule, or a unit, whose order is not known here.
     """
     step = Step(units, order)
-    for _ in range(2):
+    for is_steady in (False, True):
+        step.fsdp.records = is_steady
         step.run()
     return step.fsdp.timeline
 

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from titan_ext.fsdp.memory.accounting import Bytes, GroupBytes, Timeline
+from titan_ext.fsdp.memory.accounting import NOTHING, Bytes, GroupBytes, Timeline
 from titan_ext.fsdp.plan import GroupPlan, UnitPlan
 
 
@@ -53,17 +53,19 @@ class Group:
     sharded_gradients: set[int] = field(default_factory=set)
 
     def live_bytes(self, buffers: Sequence[Buffer], is_issuing: bool) -> GroupBytes:
+        """What it holds; ``buffers`` are its own."""
         full = self.plan.gathered_nbytes
         is_logical = self.is_logical or is_issuing
-        of = dict.fromkeys(("all_gather", "reduce_scatter", "gradients"), 0)
-        for buffer in buffers:
-            if buffer.group is self:
+        live = NOTHING
+        if buffers or is_logical or self.kept_nbytes:
+            of = dict.fromkeys(("all_gather", "reduce_scatter", "gradients"), 0)
+            for buffer in buffers:
                 of[buffer.name] += buffer.nbytes
-        live = Bytes(
-            gathered=(full if self.is_unsharded else 0) + self.kept_nbytes,
-            logical=full if is_logical else 0,
-            **of,
-        )
+            live = Bytes(
+                gathered=(full if self.is_unsharded else 0) + self.kept_nbytes,
+                logical=full if is_logical else 0,
+                **of,
+            )
         return GroupBytes(self.name, self.unit.plan.kind.value, live, is_logical)
 
     @cached_property
@@ -108,6 +110,7 @@ class FSDPSimulation:
         copies_out_directly: bool = True,
     ) -> None:
         self.timeline = Timeline()
+        self.records = True
         self._grad_dtype = grad_dtype
         self._reduce_scatter_buffers = reduce_scatter_buffers
         self._copies_out_directly = copies_out_directly
@@ -129,8 +132,13 @@ class FSDPSimulation:
         self._groups = [group for unit in self.units.values() for group in unit.groups]
 
     def sample(self, action: str, unit: str, issuing: Group | None = None) -> None:
-        """Add the live bytes to the timeline."""
-        groups = (group.live_bytes(self._buffers, group is issuing) for group in self._groups)
+        """Add the live bytes to the timeline, if ``records``."""
+        if not self.records:
+            return
+        buffers: dict[Group, list[Buffer]] = {}
+        for buffer in self._buffers:
+            buffers.setdefault(buffer.group, []).append(buffer)
+        groups = (g.live_bytes(buffers.get(g, ()), g is issuing) for g in self._groups)
         self.timeline.record(action, unit, groups)
 
     def zero_grad(self) -> None:
