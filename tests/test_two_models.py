@@ -5,25 +5,23 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import RankError, run_ranks
+from tests.cluster import run_ranks
+from titan_ext import api
 
 
-def _train(seeds: list[int], ep: int, other_ep: int | None = None) -> list[list[float]]:
+def _train(seeds: list[int]) -> list[list[float]]:
     """Train one decoder for each seed, step by step in turn; their losses."""
     import torch
     import torch.distributed as dist
     from torchtitan.distributed.utils import get_spmd_context
     from torchtitan.models.deepseek_v3 import model_registry
 
-    from titan_ext import api
-
     dist.init_process_group("gloo")
     torch.autograd.set_multithreading_enabled(False)
     models = []
-    for index, seed in enumerate(seeds):
+    for seed in seeds:
         torch.manual_seed(seed)
-        degree = ep if index == 0 or other_ep is None else other_ep
-        parallelism = api.ParallelismConfig(expert_parallel_degree=degree, fsdp_wrap="submodule")
+        parallelism = api.ParallelismConfig(expert_parallel_degree=2, fsdp_wrap="submodule")
         spec = model_registry("debugmodel")
         decoder: Any = spec.model
         decoder.layers = decoder.layers[:2]
@@ -47,13 +45,19 @@ def _train(seeds: list[int], ep: int, other_ep: int | None = None) -> list[list[
 
 
 def test_two_models_train_as_each_alone(tmp_path: Path):
-    together = run_ranks(_train, 2, [1, 2], 2, log_folder=tmp_path / "both")
+    together = run_ranks(_train, 2, [1, 2], log_folder=tmp_path / "both")
     for index, seed in enumerate((1, 2)):
-        alone = run_ranks(_train, 2, [seed], 2, log_folder=tmp_path / f"seed_{seed}")
+        alone = run_ranks(_train, 2, [seed], log_folder=tmp_path / f"seed_{seed}")
         assert [rank[index] for rank in together] == [rank[0] for rank in alone]
     assert together[0][0] != together[0][1]
 
 
-def test_other_degrees_are_refused_before_anything_is_built(tmp_path: Path):
-    with pytest.raises(RankError, match=r"ep: expected \[2\], as of the first model, got \[1\]"):
-        run_ranks(_train, 2, [1, 2], 2, 1, log_folder=tmp_path)
+def test_other_degrees_are_refused_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr(api.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(api, "_shared_dims", [])
+    two, four = (api.ParallelismConfig(expert_parallel_degree=ep) for ep in (2, 4))
+    assert api._parallel_dims(two) is api._parallel_dims(two)
+    with pytest.raises(ValueError, match=r"ep: expected \[2\], as of the first model, got \[4\]"):
+        api._parallel_dims(four)
+    two.spmd_backend = four.spmd_backend = "partial_dtensor"
+    assert api._parallel_dims(two) is not api._parallel_dims(four)
