@@ -135,18 +135,38 @@ time.sleep(600)
 """
 
 
-def test_torchrun_ends_with_the_message_of_a_rank_that_it_does_not_show():
-    Path("worker.py").write_text(WORKER)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"]
+def _launch(launcher: str, worker: str = WORKER) -> subprocess.CompletedProcess[str]:
+    Path("worker.py").write_text(worker)
+    torchrun = [sys.executable, "-m", launcher, "--nproc_per_node=4"]
     filtered = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
-    ended = subprocess.run(
+    return subprocess.run(
         [*torchrun, *rendezvous, *filtered, "worker.py"],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def test_our_launcher_ends_with_the_message_and_no_traceback():
+    ended = _launch("titan_ext.launch")
+    assert ended.returncode == 1
+    last = ended.stderr.rstrip().splitlines()[-1]
+    assert last == "rank 2: run.toml: training.steps is -1; expected 1 or more."
+    assert "Traceback" not in ended.stderr
+    assert "ChildFailedError" not in ended.stderr
+
+
+def test_our_launcher_keeps_the_traceback_of_what_is_no_mistake():
+    ended = _launch("titan_ext.launch", WORKER.replace("Mistakes(", "raise RuntimeError("))
+    assert ended.returncode == 1
+    assert "worker.py FAILED" in ended.stderr
+    assert ended.stderr.rstrip().splitlines()[-1].startswith("rank 2: ")
+
+
+def test_torchrun_ends_with_the_message_of_a_rank_that_it_does_not_show():
+    ended = _launch("torch.distributed.run")
     assert ended.returncode == 1
     *_, message, border = ended.stderr.rstrip().splitlines()
     assert message.endswith(": run.toml: training.steps is -1; expected 1 or more.")

@@ -63,10 +63,12 @@ def build_decoder(
         ignored: As ``parallelize`` takes it.
 
     Returns:
-        The model, in training mode, and the device meshes that it lies on.
+        The model, in training mode, and the device meshes that it lies on. A second model of the
+        same degrees (a teacher, a reference) gets the same meshes.
 
     Raises:
-        ValueError: for a model or a parallelism that titan_ext does not serve.
+        ValueError: for a model or a parallelism that titan_ext does not serve, or for other
+            degrees than those of this process' first model under ``spmd_types``.
     """
     if parallelism.pipeline_parallel_degree > 1:
         raise ValueError(
@@ -80,7 +82,7 @@ def build_decoder(
     no_accelerator.enable()
     no_accelerator.adapt_spec(spec)
 
-    parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    parallel_dims = _parallel_dims(parallelism)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     dtype = TORCH_DTYPE_MAP[training.dtype]
@@ -100,3 +102,36 @@ def build_decoder(
     with torch.no_grad(), no_accelerator.layout_independent_init():
         model.init_weights(buffer_device=torch.device(titan_utils.device_type))
     return model.train(), parallel_dims
+
+
+_shared_dims: list[tuple[dist.ProcessGroup | None, ParallelDims]] = []
+
+
+def _parallel_dims(parallelism: TitanParallelismConfig) -> ParallelDims:
+    """The meshes of a layout, the same objects for each model that a process builds.
+
+    FSDP2 compares meshes by identity, and SPMD types find the first mesh of a process again.
+    """
+    wanted = ParallelDims.from_config(parallelism, dist.get_world_size())
+    # Of this process group alone: its meshes end with it.
+    _shared_dims[:] = [entry for entry in _shared_dims if entry[0] is dist.group.WORLD]
+    for _, dims in _shared_dims:
+        if _degrees(dims) == _degrees(wanted):
+            return dims
+        if dims.spmd_backend == wanted.spmd_backend == "spmd_types":
+            names = [n for n in _DEGREES if getattr(dims, n) != getattr(wanted, n)]
+            raise ValueError(
+                "build_decoder: the models of a process need the same degrees under "
+                f"spmd_backend 'spmd_types'; {', '.join(names)}: expected "
+                f"{[getattr(dims, n) for n in names]}, as of the first model, got "
+                f"{[getattr(wanted, n) for n in names]}."
+            )
+    _shared_dims.append((dist.group.WORLD, wanted))
+    return wanted
+
+
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size", "spmd_backend")
+
+
+def _degrees(dims: ParallelDims) -> list[object]:
+    return [getattr(dims, name) for name in _DEGREES]

@@ -5,6 +5,9 @@
 workers and then fails, with a traceback and exit code 1, however well they end. This one asks the
 workers, which finish their step and save (``guards.stop``), and torchrun ends as they do: with 0. A
 second signal, or one before training begins, kills all of them.
+
+torchrun's own traceback, which says only that a worker failed, is left out. The last lines are the
+message of the rank that failed first.
 """
 
 import os
@@ -23,7 +26,8 @@ class _Launch:
     """torchrun and its workers, and what a signal does to them."""
 
     def __init__(self, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+        program = "from titan_ext.launch import torchrun; torchrun()"
+        command = [sys.executable, "-c", program, *arguments]
         # In a group of its own, which a terminal's Ctrl-C does not reach.
         self._torchrun = subprocess.Popen(command, process_group=0)
         self._asked_at_s: float | None = None
@@ -89,6 +93,24 @@ def _take_terminal() -> int:
         os.setpgid(0, 0)
     os.tcsetpgrp(0, os.getpgrp())
     return had
+
+
+def torchrun() -> None:
+    """torchrun with the arguments in ``sys.argv``; a worker's failure ends it with 1."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main(sys.argv[1:])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        in_file = failure.error_file_data.get("message")
+        message, extra = failure.message, {}
+        if isinstance(in_file, dict):
+            message, extra = in_file.get("message", message), in_file.get("extraInfo", {})
+        if extra.get("py_callstack") != message:  # not a user's mistake: see mistakes
+            print(error, file=sys.stderr)
+        sys.exit(f"rank {rank}: {message}")
 
 
 def main() -> int:
