@@ -49,8 +49,15 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
         _UNITS,
         lambda run: f"{run.reduce_scatter_buffers} reduce-scatter buffers",
     ),
+    "expert_shard_dim": (_UNITS, lambda run: f"experts sharded along dim {run.expert_shard_dim}"),
+    "expert_all_gather": (_UNITS, lambda run: f"experts gathered in {run.expert_all_gather}"),
+    "expert_reduce_scatter": (
+        _UNITS,
+        lambda run: f"experts' gradients sent in {run.expert_reduce_scatter}",
+    ),
     "replicate": (_UNITS, lambda run: f"{', '.join(run.replicate)} replicated"),
     "optimizer": (_OPTIMIZER, lambda run: run.optimizer),
+    "save_all_to_all": (_AC, lambda run: f"all-to-alls {run.save_all_to_all} saved"),
     "ac": (_AC, lambda run: f"AC {_ac_name(run.ac)}"),
     "compiled": (_COMPILE, lambda run: "compiled"),
     "compile_backend": (_COMPILE, lambda run: run.compile_backend),
@@ -64,6 +71,7 @@ _NOT_FEATURES = {
     *("global_batch", "seq_len", "layers", "steps", "microbatch_size", "exact_sums"),
     *("attention", "max_norm"),
     *("traced_step", "profiled_step", "tracked", "typechecked", "watch_routing"),
+    "stock_copy_out",
     "keep_gradients",
 }
 
@@ -86,8 +94,8 @@ def describe(run: Run) -> tuple[str, str]:
 
 
 def is_lossy(run: Run) -> bool:
-    """Whether ``run`` keeps activations in fewer bits than stock Titan ever does."""
-    return not isinstance(run.ac, str) or run.ac.startswith("fp8")
+    """Whether ``run`` keeps or sends something in fewer bits than stock Titan ever does."""
+    return bool(run.expert_all_gather) or not isinstance(run.ac, str) or run.ac.startswith("fp8")
 
 
 def _ranks(when: str | int) -> str:

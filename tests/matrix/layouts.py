@@ -296,6 +296,20 @@ _EXPERTS: list[dict[str, Any]] = [
     {"world": 2, "ep": 2, "ac": "fp8"},
     {"world": 2, "ep": 2, "ac": "fp8_no_recompute"},
 ]
+_ON_THE_WIRE: list[dict[str, Any]] = [
+    {"world": 2, "ep": 2, "save_all_to_all": "always"},
+    {"world": 4, "ep": 2, "save_all_to_all": "always"},
+    {"world": 2, "ep": 2, "save_all_to_all": "never", "backend": "partial_dtensor"},
+    {"world": 2, "ep": 2, "save_all_to_all": "always", "ac": "fp8"},
+    {"model": "qwen3_moe", "world": 2, "ep": 2, "save_all_to_all": "always"},
+    {"model": "deepseek_v3_mtp", "world": 2, "ep": 2, "save_all_to_all": "always"},
+    {"world": 2, "ep": 2, "tp": 2, "save_all_to_all": "always"},
+    {"world": 4, "ep": 2, "expert_shard_dim": 1},
+    {"world": 4, "ep": 2, "expert_shard_dim": 1, "backend": "partial_dtensor"},
+    {"world": 4, "ep": 2, "expert_reduce_scatter": "bfloat16"},
+    {"world": 4, "ep": 2, "expert_all_gather": "float8"},
+    {"world": 4, "ep": 2, "expert_all_gather": "float8", "backend": "partial_dtensor"},
+]
 _EXPERT_UNITS = [replace(Run(parallelize="experts"), **layout) for layout in _EXPERTS]
 _EXPERT_UNITS += [
     Run(
@@ -308,6 +322,7 @@ _EXPERT_UNITS += [
     )
     for backend in BACKENDS
 ]
+_EXPERT_UNITS += [replace(Run(parallelize="submodule"), **layout) for layout in _ON_THE_WIRE]
 
 GROUPS: tuple[list[Run], ...] = (
     _EXPERT_UNITS,

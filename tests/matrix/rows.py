@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from tests.matrix.features import is_lossy
 from tests.matrix.layouts import (
     BACKENDS,
     EACH_ONCE,
@@ -103,11 +104,15 @@ def reference_of(row: Run) -> Run:
         schedule = "Interleaved1F1B"
     return replace(
         row,
-        parallelize="block" if str(row.ac).startswith("fp8") else "stock",
+        parallelize="block" if is_lossy(row) else "stock",
         schedule=schedule,
         backend="partial_dtensor" if row.lora else row.backend,
         reshard="default",
         reshard_groups=(),
         prefetch=1,
         prefetch_backward=None,
+        reduce_scatter_buffers=1,
+        save_all_to_all="auto",
+        expert_shard_dim=0,
+        expert_reduce_scatter=None,
     )
