@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torchtitan.tools.logging import init_logger
 
 from tests.training import Run, make_config
@@ -44,32 +43,31 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
 
 def train_and_count_reads(run: Run, folder: Path) -> dict[str, int]:
     """Reads of device values by the recorder's functions: of a rank's whole watched run."""
-    with _CountReads() as reads:
+    found: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__"):
+            counted = _counted(getattr(torch.Tensor, name), found)
+            stack.enter_context(unittest.mock.patch.object(torch.Tensor, name, counted))
         train_watched(run, folder, "none")
-    return dict(reads.found)
+    return dict(found)
 
 
-class _CountReads(TorchFunctionMode):
-    """What makes the host wait for a device, by the method of the recorder that calls it."""
+def _counted(read: Any, found: Counter[str]) -> Any:
+    """``read``, counted in ``found`` by the recorder's function that calls it.
 
-    _READS = frozenset(
-        getattr(torch.Tensor, name)
-        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__")
-    )
+    A function mode would not see backward, where most hooks run.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_filename == watchdog.__file__:
+                found[frame.f_code.co_qualname] += 1
+                break
+            frame = frame.f_back
+        return read(*args, **kwargs)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in self._READS:
-            frame = sys._getframe()
-            while frame is not None:
-                if frame.f_code.co_filename == watchdog.__file__:
-                    self.found[frame.f_code.co_qualname] += 1
-                    break
-                frame = frame.f_back
-        return func(*args, **(kwargs or {}))
+    return call
 
 
 def _whole_blocks():
