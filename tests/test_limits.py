@@ -1,5 +1,6 @@
 """Values and degrees that no run can have are refused in words, before any process group."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,37 @@ def test_degrees_that_do_not_fit(ranks: int | None, degrees: dict[str, int], mes
 )
 def test_degrees_that_fit(ranks: int | None, degrees: dict[str, int]):
     assert list(wrong_degrees(_config(**degrees), ranks)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dump_folder", ""),
+        *((f"training.{name}", 0) for name in ("local_batch_size", "seq_len", "steps", "gc_freq")),
+        ("training.global_batch_size", -2),
+        ("training.max_norm", -1.0),
+        *((f"parallelism.{axis}_parallel_degree", 0) for axis in ("expert", "tensor", "context")),
+        ("parallelism.pipeline_parallel_degree", 0),
+        ("parallelism.data_parallel_replicate_degree", 0),
+        ("parallelism.data_parallel_shard_degree", 0),
+        ("lr_scheduler.warmup_steps", -1),
+        ("lr_scheduler.total_steps", 0),
+        ("lr_scheduler.decay_ratio", 3.0),
+        ("lr_scheduler.min_lr_factor", -0.1),
+        ("checkpoint.interval", 0),
+        ("checkpoint.keep_latest_k", -1),
+        ("checkpoint.verify_checksums_up_to_gib", -1.0),
+        ("metrics.log_freq", 0),
+        ("validator.freq", 0),
+        ("comm.init_timeout_seconds", 0),
+        ("comm.train_timeout_seconds", 0),
+    ],
+)
+def test_each_value_has_its_limit(key: str, value: Any):
+    section, _, name = key.rpartition(".")
+    config = SimpleNamespace(**{name: value})
+    (wrong,) = wrong_values(SimpleNamespace(**{section: config}) if section else config)
+    assert wrong.startswith(f"{key} is {value!r}; expected ")
 
 
 def test_a_batch_that_the_ranks_cannot_share():
