@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -153,8 +153,9 @@ def adapt_spec(spec: ModelSpec) -> None:
     if not needed() or not _adapts:
         return
     for kind in (FlexAttention, VarlenAttention):
-        # A subclass stays: a dry run's.
-        found = [each for each in spec.traverse(kind.Config) if type(each[1]) is kind.Config]
+        # A subclass with a forward of its own stays (a dry run's); LoRA's has none.
+        configs = list(spec.traverse(kind.Config))
+        found = [at for at in configs if cast(Any, at[1])._owner.forward is kind.forward]
         for _, _, attention, key in found:
             setattr(attention, str(key), _cpu_attention(attention))
         if found:

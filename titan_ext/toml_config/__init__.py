@@ -77,7 +77,7 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
     warn_once()
     files = [TomlFile(str(path), {}, function)] if function else read_chain(path)
     at = KeyLocation(files[0].name)
-    base = load_base(files[0].extends, at.below("extends"))
+    base = load_base(files[0].extends, at if function else at.below("extends"))
     tables, models = [], []
     for file in files:
         at = KeyLocation(file.name, origins=at.origins, errors=at.errors)
