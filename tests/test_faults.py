@@ -314,7 +314,7 @@ def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
         StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         libc = ctypes.CDLL(None)  # releases the GIL, and sleeps on after a signal
-        left = libc.sleep(3)
+        left = libc.sleep(8)
         libc.sleep(left)
         print("step done", flush=True)
         os._exit(0)
