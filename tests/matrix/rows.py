@@ -112,7 +112,8 @@ def reference_of(row: Run) -> Run:
         prefetch=1,
         prefetch_backward=None,
         reduce_scatter_buffers=1,
-        save_all_to_all="auto",
+        # In float8, what is saved is not what is sent again.
+        save_all_to_all=row.save_all_to_all if is_lossy(row) else "auto",
         expert_shard_dim=0,
         expert_reduce_scatter=None,
     )
