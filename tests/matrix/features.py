@@ -49,7 +49,6 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
         _UNITS,
         lambda run: f"{run.reduce_scatter_buffers} reduce-scatter buffers",
     ),
-    "expert_shard_dim": (_UNITS, lambda run: f"experts sharded along dim {run.expert_shard_dim}"),
     "expert_all_gather": (_UNITS, lambda run: f"experts gathered in {run.expert_all_gather}"),
     "expert_reduce_scatter": (
         _UNITS,
@@ -71,7 +70,7 @@ _NOT_FEATURES = {
     *("global_batch", "seq_len", "layers", "steps", "microbatch_size", "exact_sums"),
     *("attention", "max_norm"),
     *("traced_step", "profiled_step", "tracked", "typechecked", "watch_routing"),
-    "stock_copy_out",
+    *("expert_shard_dim", "stock_copy_out"),  # stock's states lie elsewhere
     "keep_gradients",
 }
 

@@ -304,8 +304,6 @@ _ON_THE_WIRE: list[dict[str, Any]] = [
     {"model": "qwen3_moe", "world": 2, "ep": 2, "save_all_to_all": "always"},
     {"model": "deepseek_v3_mtp", "world": 2, "ep": 2, "save_all_to_all": "always"},
     {"world": 2, "ep": 2, "tp": 2, "save_all_to_all": "always"},
-    {"world": 4, "ep": 2, "expert_shard_dim": 1},
-    {"world": 4, "ep": 2, "expert_shard_dim": 1, "backend": "partial_dtensor"},
     {"world": 4, "ep": 2, "expert_reduce_scatter": "bfloat16"},
     {"world": 4, "ep": 2, "expert_all_gather": "float8"},
     {"world": 4, "ep": 2, "expert_all_gather": "float8", "backend": "partial_dtensor"},

@@ -114,6 +114,5 @@ def reference_of(row: Run) -> Run:
         reduce_scatter_buffers=1,
         # In float8, what is saved is not what is sent again.
         save_all_to_all=row.save_all_to_all if is_lossy(row) else "auto",
-        expert_shard_dim=0,
         expert_reduce_scatter=None,
     )
