@@ -30,12 +30,7 @@ from titan_ext.fsdp.replicated import (
 )
 from titan_ext.fsdp.reshard import check_reshard_groups, reshard_after_forward
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import (
-    Unit,
-    UnitKind,
-    innermost_first,
-    vision_units,
-)
+from titan_ext.fsdp.units import Unit, UnitKind, innermost_first, vision_units
 from titan_ext.names import format_bytes
 
 GroupKind = Literal["dense", "experts"]
