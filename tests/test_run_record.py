@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torchtitan.config import CompileConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
 from tests.training import Run, Runs, observed, titan_config
@@ -24,6 +26,7 @@ from titan_ext.fsdp.units import plan_units
 from titan_ext.run_record import (
     RunRecord,
     _activations,
+    _exchanges,
     _peak_and_collectives,
     origin,
     with_whole_blocks,
@@ -180,3 +183,36 @@ def test_activations_beside_stocks(
     assert _activations(trainer) == [
         f"activations kept for backward: 1.0 MiB a forward; not compressed{stock}: 2.0 MiB (0.50)"
     ]
+
+
+class _OwnSelectiveAC(SelectiveAC):
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("policy", "saves", "exchanges"),
+    [
+        (SelectiveAC.Config(), "never", 8),
+        (SelectiveAC.Config(), "always", 5),
+        (FP8AC.Config(), "never", 7),
+        (FP8AC.Config(), "always", 5),
+        (FP8AC.Config(mode="no_recompute"), "never", 5),
+        # Not for save_all_to_all to decide.
+        (FP8AC.Config(mode="full"), "always", None),
+        (FullAC.Config(), "always", None),
+        (_OwnSelectiveAC.Config(), "always", None),
+        (None, "always", None),
+    ],
+)
+def test_all_to_alls_of_a_layer(policy: Any, saves: Any, exchanges: int | None):
+    config = SimpleNamespace(
+        activation_checkpoint=policy,
+        parallelism=ParallelismConfig(save_all_to_all=saves),
+        compile=CompileConfig(),
+    )
+    dims = SimpleNamespace(ep=2, pp_enabled=False)
+    found = _exchanges(SimpleNamespace(config=config, parallel_dims=dims))
+    said = f"all-to-alls a MoE layer and step: {exchanges}; stock selective 8 (predicted)"
+    assert found == ([said] if exchanges else [])

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
-from titan_ext.activation_checkpoint.policy import build_policy
+from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_to_all
 from titan_ext.compile import apply_activation_checkpointing, compile_units, compiles_model
 from titan_ext.configs import check_parallelism
 from titan_ext.dispatch import log_all_to_all, saves_all_to_all
@@ -86,7 +85,7 @@ def parallelize(
     policy = None
     if ac_config is not None:
         policy = build_policy(ac_config, dump_folder, saves_all_to_all=saves)
-        if parallel_dims.ep_enabled and isinstance(policy, (SelectiveAC, FP8AC)):
+        if parallel_dims.ep_enabled and heeds_save_all_to_all(ac_config):
             log_all_to_all(model, saves, parallel_dims.ep)
         apply_activation_checkpointing(model, policy, units, compiled=compiled)
         for tower in vision_modules(model).values():

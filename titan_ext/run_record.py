@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.tools.logging import logger
 
 import titan_ext
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
+from titan_ext.activation_checkpoint.policy import heeds_save_all_to_all
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all, stock_saves_all_to_all
 from titan_ext.fsdp.memory.log import predictable_units, step_order
@@ -221,13 +221,14 @@ def _exchanges(trainer: Any) -> list[str]:
     policy = trainer.config.activation_checkpoint
     if trainer.parallel_dims.ep == 1 or trainer.parallel_dims.pp_enabled:
         return []
-    is_ours = isinstance(policy, FP8AC.Config) and policy.mode != "full"
-    if not (is_ours or type(policy) is SelectiveAC.Config):  # a subclass decides by itself
-        return []
     saves, stock_saves = _save_all_to_all(trainer)
-    again = 2 if is_ours else 3
-    if saves or getattr(policy, "mode", "") == "no_recompute":
+    is_ours = isinstance(policy, FP8AC.Config)
+    if (is_ours and policy.mode == "no_recompute") or (heeds_save_all_to_all(policy) and saves):
         again = 0
+    elif heeds_save_all_to_all(policy):
+        again = 2 if is_ours else 3
+    else:
+        return []
     stock = _EXCHANGES + (0 if stock_saves else 3)
     return [
         f"all-to-alls a MoE layer and step: {_EXCHANGES + again}; stock selective {stock} "

@@ -323,15 +323,22 @@ class SelectiveACWithoutAllToAll(SelectiveAC):
 def build_policy(
     config: ActivationCheckpointing.Config, dump_folder: str, *, saves_all_to_all: bool
 ) -> ActivationCheckpointing:
-    """The policy of a config, told whether to save what exchanges of tokens deliver.
-
-    A subclass of Titan's ``SelectiveAC`` decides by itself (``get_save_ops``).
-    """
+    """The policy of a config, told whether to save what exchanges of tokens deliver."""
     if isinstance(config, FP8AC.Config):
         return config.build(dump_folder=dump_folder, saves_all_to_all=saves_all_to_all)
-    if type(config) is SelectiveAC.Config and not saves_all_to_all:
+    if heeds_save_all_to_all(config) and not saves_all_to_all:
         return SelectiveACWithoutAllToAll(config, dump_folder)
     return config.build(dump_folder=dump_folder)
+
+
+def heeds_save_all_to_all(config: ActivationCheckpointing.Config | None) -> bool:
+    """Whether ``parallelism.save_all_to_all`` decides anything under a policy.
+
+    It does for selective ones. A subclass of Titan's ``SelectiveAC`` decides by itself.
+    """
+    if isinstance(config, FP8AC.Config):
+        return config.mode == "selective"
+    return type(config) is SelectiveAC.Config
 
 
 def _check_names(config: FP8AC.Config, model: nn.Module) -> None:

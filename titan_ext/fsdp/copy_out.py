@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+
+from titan_ext.fsdp.units import param_groups
 
 
 def copies_out_directly() -> bool:
@@ -23,20 +24,13 @@ def copies_out_directly() -> bool:
     return hasattr(_fsdp_collectives, "_default_all_gather_output_fn")
 
 
-def copy_out_directly(model: nn.Module) -> int:
-    """Give the groups under ``model`` that are sharded along other dims than 0 our copy-out.
-
-    Returns:
-        How many groups those are.
-    """
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = {
-        group: None for module in modules for group in module._get_fsdp_state()._fsdp_param_groups
-    }
-    ours = [g for g in groups if any(p.fsdp_placement.dim != 0 for p in g.fsdp_params)]
-    for group in ours if copies_out_directly() else ():
-        group._all_gather_output_fn = _copy_out
-    return len(ours)
+def copy_out_directly(model: nn.Module) -> None:
+    """Give the groups under ``model`` that are sharded along other dims than 0 our copy-out."""
+    if not copies_out_directly():
+        return
+    for group in param_groups(model.modules()):
+        if any(param.fsdp_placement.dim != 0 for param in group.fsdp_params):
+            group._all_gather_output_fn = _copy_out
 
 
 @torch.no_grad()

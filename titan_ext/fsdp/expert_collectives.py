@@ -24,6 +24,7 @@ from titan_ext.fp8.codec import codec_name
 from titan_ext.fp8.saved_tensors import compiles_for
 from titan_ext.fsdp.plan import WIRE_CODEC, FSDPPlan, GroupPlan
 from titan_ext.fsdp.settings import EXPERT_ALL_GATHER, FSDPSettings
+from titan_ext.fsdp.units import param_groups
 
 _PIECES = 8
 
@@ -126,7 +127,7 @@ def set_expert_collectives(
         return
     found = False
     for unit in plan.decoder_units:
-        groups: list[Any] = unit.fsdp_module(model)._get_fsdp_state()._fsdp_param_groups
+        groups = param_groups([unit.fsdp_module(model)])
         for planned, group in zip(unit.groups, groups, strict=True):
             if not (planned.all_gather or planned.reduce_scatter) or planned.shard_world == 1:
                 continue

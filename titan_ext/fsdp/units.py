@@ -16,13 +16,14 @@ after the last.
 names its modules instead of holding them, because those passes may wrap them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, cast, get_args
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, MoE
@@ -104,6 +105,13 @@ class Unit:
         module = model.get_submodule(self.module_names[0])
         assert isinstance(module, FSDPModule), f"unit {self.name} has not been sharded"
         return module
+
+
+def param_groups(modules: Iterable[nn.Module | FSDPModule]) -> list[FSDPParamGroup]:
+    """FSDP2's parameter groups of those of ``modules`` that it shards, each once."""
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    groups = (g for module in sharded for g in module._get_fsdp_state()._fsdp_param_groups)
+    return list(dict.fromkeys(groups))
 
 
 def resolve_wrap(fsdp_wrap: str, ep_degree: int, model: BaseModel.Config | None = None) -> Wrap:

@@ -41,6 +41,7 @@ from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import GroupKind, find_plan, remember_plan
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.units import param_groups
 from titan_ext.lora import keep_frozen
 from titan_ext.names import and_more
 
@@ -186,23 +187,18 @@ def synchronize_unmanaged_parameters(
 
 def _managed_places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Module and attribute of every parameter that FSDP2 swaps; tied ones once per module."""
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for param in group.fsdp_params:
-                info = param._module_info
-                yield info.module, info.param_name
-                yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+    for group in param_groups(model.modules()):
+        for param in group.fsdp_params:
+            info = param._module_info
+            yield info.module, info.param_name
+            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def _gathered_parameters(model: nn.Module) -> set[int]:
     """Those that stand in for shards now: a pipeline schedule gathers before the first forward."""
     return {
         id(param._unsharded_param)
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for group in param_groups(model.modules())
         for param in group.fsdp_params
         if hasattr(param, "_unsharded_param")
     }

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_ext.fsdp.memory.accounting import Bytes, GroupBytes, Timeline
-from titan_ext.fsdp.units import Unit
+from titan_ext.fsdp.units import Unit, param_groups
 
 _POST_BACKWARD_NODE = "RegisterPostBackwardFunctionBackward"
 
@@ -43,9 +43,7 @@ class MemoryTracker:
             _Group(group, unit, index)
             for root, units in models
             for unit in units
-            for index, group in enumerate(
-                unit.fsdp_module(root)._get_fsdp_state()._fsdp_param_groups
-            )
+            for index, group in enumerate(param_groups([unit.fsdp_module(root)]))
         ]
         for group in self._groups:
             group.watch(self)
