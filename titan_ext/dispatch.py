@@ -11,7 +11,8 @@ backends and under torch.compile.
 ``use_functional_all_to_all`` puts the class into the model config, as Titan's override mechanism
 would; it patches no Titan code.
 
-Saved exchanges cost memory, repeated ones time: ``saves_all_to_all`` decides.
+Saving what the exchanges deliver costs memory, repeating them costs time: ``saves_all_to_all``
+decides.
 """
 
 import contextlib
@@ -31,9 +32,9 @@ from torchtitan.tools.logging import logger
 
 SaveAllToAll = Literal["auto", "always", "never"]
 
-# Shape suffixes, as in torchtitan/models/common/moe.py: N = routed tokens of this rank (tokens x
-# top-k), R = routed tokens received by this rank's experts, D = model dimension, E = experts,
-# EP = ranks of the expert axis, e = experts of one rank.
+# Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
+# top-k), R = routed tokens received by this rank's experts, D = model dimension. E = experts, EP =
+# ranks of the expert axis, e = experts of one rank.
 
 
 class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
@@ -98,7 +99,7 @@ def _typed_like(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
 def use_functional_all_to_all(spec: ModelSpec) -> int:
     """Swap Titan's all-to-all dispatcher for ours in the model config of ``spec``, in place.
 
-    Only the exact stock class is swapped: DeepEP, HybridEP, the padded torchao dispatcher and a
+    It swaps the exact stock class only. DeepEP, HybridEP, the padded torchao dispatcher and a
     user's own subclass stay as they are.
 
     Returns:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchrun for one machine, with an end in good order at Ctrl-C.
+"""torchrun for one machine, with an orderly end at Ctrl-C.
 
 ``python -m titan_ext.launch`` takes torchrun's arguments. torchrun itself passes a signal on to its
 workers and then fails, with a traceback and exit code 1, however well they end. This one asks the
 workers, which finish their step and save (``guards.stop``), and torchrun ends as they do: with 0. A
 second signal, or one before training begins, kills all of them.
 
-torchrun's own traceback, which says only that a worker failed, is left out. The last lines are the
+It leaves out torchrun's own traceback, which says only that a worker failed. The last lines are the
 message of the rank that failed first.
 """
 

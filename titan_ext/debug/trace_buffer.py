@@ -5,8 +5,8 @@ gloo ends the process with SIGABRT when two ranks' collectives do not match. Aft
 SIGKILL, no handler, thread or ``finally`` runs. But the kernel has what a process has written to a
 file, however the process ends (unless the machine goes down).
 
-A rank has ``rank_N.json``, facts of the whole run (process id, host, the process groups), and
-``rank_N.PART.trace``: the newest records, one a line, in two parts of ``PART_RECORDS`` each.
+A rank has ``rank_N.json`` with facts of the whole run (process id, host, the process groups). Its
+newest records are in ``rank_N.PART.trace``, one a line, in two parts of ``PART_RECORDS`` each.
 """
 
 import json

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What "auto" means: units, prefetch and reduce-scatter buffers chosen by cost.
 
-Smaller units hold less and gather more often. Whether that costs time depends on the network: where
-the experts' shards lie on one node, or whole on a rank, their gathers hide; across nodes they may
-not. There ``choose`` compares what the user left open by the model of ``fsdp.cost`` and takes the
-least memory among what is as fast as the fastest. All ranks compute the same from the same numbers.
+Smaller units hold less and gather more often. Whether that costs time depends on the network. If
+the experts' shards lie on one node, or whole on a rank, their gathers hide behind computation;
+across nodes they may not. There ``choose`` compares the settings that the user left open, by the
+model of ``fsdp.cost``. It takes the least memory among those as fast as the fastest. All ranks
+compute the same from the same numbers.
 """
 
 import logging

@@ -271,8 +271,8 @@ def make_plan(
     Raises:
         ValueError: for a setting that does not fit the model, or a name that is not in it.
     """
-    # With pipeline parallelism a microbatch may have no images, and a unit that never runs trips
-    # FSDP2: there the parameters of a vision tower stay with the root.
+    # With pipeline parallelism a microbatch may have no images, and FSDP2 fails on a unit that
+    # never runs. So there the parameters of a vision tower stay with the root.
     towers = [] if is_chunk else vision_units(model)
     ignored = find_ignored(model, settings.ignored, is_chunk=is_chunk)
     replicated = find_replicated(model, settings.replicate, is_chunk=is_chunk)

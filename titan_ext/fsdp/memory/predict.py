@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What FSDP will hold unsharded on a rank, before anything runs.
 
-Computed from a plan (``fsdp.plan``) and the order of a training step, without FSDP or a process
-group: a laptop answers for a job of 512 ranks. Tests compare it with what ``fsdp.memory.tracker``
-measures, event by event.
+It computes this from a plan (``fsdp.plan``) and the order of a training step, without FSDP or a
+process group. So a laptop answers for a job of 512 ranks. Tests compare it with what
+``fsdp.memory.tracker`` measures, event by event.
 """
 
 from collections.abc import Callable, Iterator, Sequence
