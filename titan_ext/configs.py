@@ -108,6 +108,13 @@ class ParallelismConfig(TitanParallelismConfig):
       with spmd_backend "spmd_types" in eager mode, and saves otherwise.
     """
 
+    overlap_shared_experts: bool = True
+    """
+    Run the shared experts of a MoE layer while the outputs of its routed experts travel back to
+    their ranks, in forward and backward. The results stay the same. Only with expert parallelism,
+    and without tensor parallelism and compile, which orders operations by itself.
+    """
+
     fsdp_replicate: list[str] = field(default_factory=list)
     """
     Parameters that every rank holds whole instead of sharded: "router", "norms", "adapters" (of

@@ -55,6 +55,7 @@ _READ_NO_VALUES = frozenset(
 # dispatched and so judged by name (torch.library's).
 _HARMLESS_FUNCTIONS = (
     "spmd_types.",
+    "titan_ext.dispatch.",
     "torch._library.autograd",
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.tensor._api",

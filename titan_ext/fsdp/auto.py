@@ -68,6 +68,7 @@ def choose(
     ac_config: Any = None,
     compiled: bool = False,
     exchanges_again: bool = False,
+    overlaps_shared: bool = False,
 ) -> FSDPSettings:
     """``settings`` with values in place of "auto", said in the log with the reason.
 
@@ -80,6 +81,7 @@ def choose(
         ac_config: The activation checkpointing policy's config, or None.
         compiled: Whether the model is compiled.
         exchanges_again: Whether selective activation checkpointing sends tokens again.
+        overlaps_shared: Whether shared experts run while tokens travel back.
     """
     if "auto" not in (settings.wrap, settings.reduce_scatter_buffers):
         return settings
@@ -111,6 +113,7 @@ def choose(
         ranks_per_node=per_node,
         ac_config=ac_config,
         exchanges_again=exchanges_again,
+        overlaps_shared=overlaps_shared,
     )
     sizes = ShardSizes(
         dense=parallel_dims.dp_shard * parallel_dims.cp, experts=shards // ep, expert_ranks=shards
@@ -213,6 +216,7 @@ def job_of(
     seq_len: int,
     ac_config: Any = None,
     exchanges_again: bool = False,
+    overlaps_shared: bool = False,
     **sizes: int,
 ) -> Job:
     """What a rank computes; ``sizes`` are the fields of ``Job`` with numbers of ranks."""
@@ -237,6 +241,7 @@ def job_of(
         recompute=0.0 if ac_config is None else share,
         recompute_attention=0.0 if ac_config is None else (1.0 if full else 0.3),
         exchanges_again=full or exchanges_again,
+        overlaps_shared=overlaps_shared,
         **sizes,
     )
 
