@@ -321,7 +321,7 @@ def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines() == [
-        "SIGINT: stopping after this step; nothing is saved. Once more: at once.",
+        "SIGINT: stopping after this step; nothing is saved. A second signal ends the run at once.",
         "step done",
     ], done.stderr
 

@@ -317,4 +317,5 @@ def _newest_whole(config: Trainer.Config, *, but: Path | None = None) -> str:
     newest = f"The newest whole checkpoint is {own}/step-{max(steps)}"
     if but is None:
         return f"{newest}."
-    return f"{newest}: move {but.name} away to resume from it, or --checkpoint.load_step."
+    step = f"--checkpoint.load_step {max(steps)}"
+    return f"{newest}: to resume from it, move {but.name} away or add {step}."

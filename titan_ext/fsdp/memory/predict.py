@@ -225,7 +225,7 @@ class Step:
         for block in reversed(self.blocks):
             self._run_block_backward(block)
         if self.embedding is not None:
-            # Its inputs have no gradients: what ends its backward is the end of all backward.
+            # Its inputs have no gradients, so its backward ends with the whole backward.
             fsdp.pre_backward(self.embedding)
             fsdp.add_gradients(self.embedding, _trainable(self.embedding))
         if self.head is not None and self.is_tied:
