@@ -73,7 +73,8 @@ def arguments(name: str) -> tuple[Decoder, FSDPSettings, ShardSizes, Job, Any]:
 def step(choice: Choice, name: str) -> Estimate:
     """The modelled step of a job."""
     model, settings, sizes, job, machine = arguments(name)
-    units = local_plan(model, with_choice(settings, choice), sizes, job.ep).decoder_units
+    plan = local_plan(model, with_choice(settings, choice), sizes, job.ep)
+    units = [replace(unit, frees_buffer=False) for unit in plan.decoder_units]  # as stock
     return estimate(units, StepOrder(reduce_scatter_buffers=choice.buffers), job, machine)
 
 
@@ -92,13 +93,13 @@ def main() -> None:
     if args.exchanges:
         print_exchanges()
         return
-    rows = [STOCK, BEFORE, *(c for c in CANDIDATES if c != STOCK)]
-    print(f"{'time and bytes, of whole blocks':44}" + "".join(f"{_say(c):>22}" for c in rows))
+    rows = [BEFORE, *CANDIDATES]
+    print(f"{'time and bytes, of whole blocks in stock':44}", *(f"{_say(c):>21}" for c in rows))
     for name in JOBS:
         job = arguments(name)
         costs = {c: cost(c, *job) for c in rows}
         best, _ = cheapest(list(CANDIDATES), *job)
-        ms, nbytes = costs[STOCK]
+        ms, nbytes = cost(STOCK, *job, as_stock=True)
         cells = [
             f"{costs[c][0] / ms:.3f} {costs[c][1] / nbytes:.2f}{' *' if c == best else '  '}"
             for c in rows

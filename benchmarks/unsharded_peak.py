@@ -71,13 +71,17 @@ def predicted(run: Run, model: Decoder, wrap: Wrap, prefetch: int | str = "auto"
         expert_ranks=run.world,
     )
     plan = local_plan(model, FSDPSettings(wrap=wrap, prefetch=prefetch), sizes, run.ep)
-    order = StepOrder(loss_chunks=8, copies_out_directly=wrap != "block")  # stock's blocks
-    return predict(plan.units, order)
+    is_stock = wrap == "block"
+    units = [replace(u, frees_buffer=u.frees_buffer and not is_stock) for u in plan.units]
+    return predict(units, StepOrder(loss_chunks=8, copies_out_directly=not is_stock))
 
 
 def measured(run: Run, wrap: Wrap, prefetch: int | str) -> Timeline:
     with tempfile.TemporaryDirectory() as folder:
-        run = replace(run, parallelize=wrap, prefetch=prefetch, tracked=True)
+        as_stock = wrap == "block"
+        run = replace(
+            run, parallelize=wrap, prefetch=prefetch, tracked=True, stock_copy_out=as_stock
+        )
         result = train(run, Path(folder))
     timeline = result.ranks[0].memory
     assert timeline is not None

@@ -211,6 +211,7 @@ def with_whole_blocks(
             unit,
             forward_prefetch=ahead[unit.name].forward if unit.name in ahead else (),
             backward_prefetch=ahead[unit.name].backward if unit.name in ahead else (),
+            frees_buffer=False,
         )
         for unit in merged
     ]

@@ -140,11 +140,12 @@ def cheapest(
 
     Raises ValueError for a model whose order of units is not known.
     """
-    costs = {c: cost(c, model, settings, sizes, job, machine) for c in {*candidates, STOCK}}
+    costs = {c: cost(c, model, settings, sizes, job, machine) for c in candidates}
+    stock_cost = cost(STOCK, model, settings, sizes, job, machine, as_stock=True)
     fastest = min(costs[c][0] for c in candidates)
     fast = [c for c in candidates if costs[c][0] <= fastest * _AS_FAST]
     best = min(fast, key=lambda c: costs[c][1])
-    of_stock = [mine / stock for mine, stock in zip(costs[best], costs[STOCK], strict=True)]
+    of_stock = [mine / stock for mine, stock in zip(costs[best], stock_cost, strict=True)]
     return best, f"modelled at {of_stock[0]:.3f} of whole blocks' time, {of_stock[1]:.2f} of bytes"
 
 
@@ -155,13 +156,24 @@ def cost(
     sizes: ShardSizes,
     job: Job,
     machine: Machine,
+    *,
+    as_stock: bool = False,
 ) -> tuple[float, int]:
-    """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes."""
-    plan = local_plan(model, with_choice(settings, choice), sizes, job.ep)
-    order = StepOrder(recomputes=job.recompute > 0, reduce_scatter_buffers=choice.buffers)
-    ms = estimate(plan.decoder_units, order, job, machine).ms
+    """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes.
+
+    ``as_stock``: with buffers of all-gathers held as FSDP2 does by itself.
+    """
+    units = local_plan(model, with_choice(settings, choice), sizes, job.ep).decoder_units
+    order = StepOrder(
+        recomputes=job.recompute > 0,
+        reduce_scatter_buffers=choice.buffers,
+        copies_out_directly=not as_stock,
+    )
+    if as_stock:
+        units = [replace(unit, frees_buffer=False) for unit in units]
+    ms = estimate(units, order, job, machine).ms
     names = {name for name, _ in decoder_blocks(model)[-_BLOCKS:]}
-    few = [u for u in plan.decoder_units if u.block in names]
+    few = [u for u in units if u.block in names]
     inside = {u.name for u in few}
     few = [
         replace(

@@ -149,14 +149,15 @@ class UnitPlan(Unit):
     Attributes:
         groups: Its parameter groups, in the order in which they are gathered.
         reshard_after_forward: True, False, or the size of the smaller world.
-        forward_prefetch: Units to gather while this one runs forward, by name.
-        backward_prefetch: The same in backward.
+        forward_prefetch, backward_prefetch: Units to gather while this one runs, by name.
+        frees_buffer: Whether forward frees its all-gather buffer before the next copy-out.
     """
 
     groups: tuple[GroupPlan, ...]
     reshard_after_forward: bool | int
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
+    frees_buffer: bool = False
 
     @property
     def gathered_nbytes(self) -> int:
@@ -341,6 +342,7 @@ def _plan_units(
             ),
             forward_prefetch=ahead[unit.name].forward,
             backward_prefetch=ahead[unit.name].backward,
+            frees_buffer=ahead[unit.name].frees_buffer,
         )
         for unit in units
     ]

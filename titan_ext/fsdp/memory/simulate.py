@@ -162,7 +162,7 @@ class FSDPSimulation:
 
     def pre_forward(self, unit: SimulatedUnit, *, in_backward: bool = False) -> None:
         """Before a unit, or a part of it, runs. ``in_backward``: as a recompute."""
-        if in_backward:
+        if in_backward or unit.plan.frees_buffer:
             self.unshard(unit)  # fsdp.prefetch, before FSDP's own hook
         if not unit.roles_to_run:
             unit.roles_to_run = set(unit.roles)
