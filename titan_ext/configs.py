@@ -73,9 +73,9 @@ class ParallelismConfig(TitanParallelismConfig):
         default_factory=dict
     )
     """
-    The same for some units: by kind (embedding, attention, moe, feed_forward, block, head, vision)
-    or by pattern for their names ("layers.0.*", "layers.[0-3].moe"). A pattern beats a kind, a
-    later pattern beats an earlier one, and both beat fsdp_reshard_after_forward.
+    The same for some units: by kind (embedding, attention, moe, feed_forward, experts, block, head,
+    vision) or by pattern for their names ("layers.0.*", "layers.[0-3].moe"). A pattern beats a
+    kind, a later pattern beats an earlier one, and both beat fsdp_reshard_after_forward.
     """
 
     fsdp_prefetch: int | str = "auto"
