@@ -98,7 +98,7 @@ def plan_decisions(plan: BlockPlan, used_rules: set[Rule], *, key: str) -> Decis
 
 
 def none_decisions(is_exact: Callable[[str], str | None], *, key: str) -> Decisions:
-    """Recompute only what the compiler would not save; ``is_exact``: why a module's stays."""
+    """Those of mode "no_recompute"; ``is_exact`` says why what a module saves stays exact."""
 
     def decide(location: OpLocation, *_: Any) -> OpPolicy:
         return OpPolicy.SAVE if is_exact(location.module) else OpPolicy.SAVE_FLOAT8

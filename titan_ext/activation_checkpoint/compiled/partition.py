@@ -284,7 +284,7 @@ def store_in_float8(
 
 
 def _must_stay_exact(value: torch.Tensor) -> str:
-    """Why a tensor must stay exact, or None: the rules of ``titan_ext.fp8.keep_exact``.
+    """Why a tensor must stay exact, or "": the rules of ``titan_ext.fp8.keep_exact``.
 
     A size that is not known before the program runs counts as large.
     """
