@@ -239,7 +239,7 @@ def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> N
     if "dataloader" in trainer.config.checkpoint.exclude_from_loading:
         logger.warning(
             "checkpoint.exclude_from_loading has 'dataloader': the data starts from its "
-            "beginning, and samples that the saved run has seen are seen again."
+            "beginning, so this run repeats samples of the saved run."
         )
         return
     ranks = trainer.dataloader.dp_world_size
