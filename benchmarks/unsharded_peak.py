@@ -8,7 +8,7 @@ loss. Prefetch is "auto", the default (one unit ahead, in backward two from an a
 for sub-module units there is "one ahead", too. "logical": parameters of blocks between unshard
 and reshard. "with flat": live storages of blocks, gathered and all-gather buffers. Reduce-scatter
 buffers, and embedding and head (logical), have peaks of their own. Blocks with EP > 1 are gathered
-as stock TorchTitan gathers them; with EP = 1 stock leaves the prefetch in forward to the device's
+as stock TorchTitan gathers them. With EP = 1 stock leaves the prefetch in forward to the device's
 queue, which amounts to the same.
 """
 

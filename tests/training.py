@@ -113,9 +113,9 @@ class Run:
     """Sum in an order that does not depend on what else is in a bucket, or in the graph.
 
     gloo (NCCL too) adds the ranks' values in an order that depends on where in the bucket they
-    lie, which shows in the last bit from 3 ranks on; and torch's RMSNorm on CPU in fp32 sends its
-    input three gradients, not one, which are added in another order where a unit begins.
-    HSDP's all-reduce is left alone: over two copies it adds two numbers, which has one order.
+    lie. That shows in the last bit from 3 ranks on. And torch's RMSNorm on CPU in fp32 sends its
+    input three gradients, not one; where a unit begins they are added in another order. HSDP's
+    all-reduce is left alone: over two copies it adds two numbers, which has one order.
     Both sides of a comparison get it, or neither.
     """
     routing: str = "learned"

@@ -73,9 +73,9 @@ class ParallelismConfig(TitanParallelismConfig):
         default_factory=dict
     )
     """
-    The same for some units: by kind (embedding, attention, moe, feed_forward, block, head, vision)
-    or by pattern for their names ("layers.0.*", "layers.[0-3].moe"). A pattern beats a kind, a
-    later pattern beats an earlier one, and both beat fsdp_reshard_after_forward.
+    The same for some units: by kind (embedding, attention, moe, feed_forward, experts, block, head,
+    vision) or by pattern for their names ("layers.0.*", "layers.[0-3].moe"). A pattern beats a
+    kind, a later pattern beats an earlier one, and both beat fsdp_reshard_after_forward.
     """
 
     fsdp_prefetch: int | str = "auto"
@@ -295,7 +295,8 @@ def _check_experts_are_sharded(key: str, wrap: str, parallelism: TitanParallelis
     if ranks is not None and ranks <= 1:
         raise ValueError(
             f"{key} needs experts that FSDP shards: with parallelism.expert_parallel_degree = {ep} "
-            "each rank holds its experts whole and gathers nothing; expected fewer, or no such key."
+            "each rank holds its experts whole and gathers nothing; expected a smaller degree, or "
+            "no such key."
         )
 
 

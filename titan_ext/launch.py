@@ -87,7 +87,7 @@ def _take_terminal() -> int:
     if not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
         return 0
     had = os.getpgrp()
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # for who is in the background and takes it
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # stops a background process that takes it
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the shell would not see that we stopped
     if had != os.getpid():
         os.setpgid(0, 0)

@@ -119,7 +119,7 @@ def _state(info: RankInfo) -> str:
         return f"running on {info.host}, as far as its records say"
     match _process_state(info.pid):
         case "":
-            return f"died without a word (process {info.pid}): killed, or aborted by its backend"
+            return f"died without an error (process {info.pid}): killed, or aborted by its backend"
         case "T":
             return f"stopped by a signal (process {info.pid})"
         case _:

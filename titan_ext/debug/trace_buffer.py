@@ -33,7 +33,7 @@ class Record:
         outputs: The same of the output tensors.
         dtype: Of the first tensor.
         num_bytes: Bytes of all tensors.
-        root: Rank within the group that an asymmetric operation starts from or goes to; or -1.
+        root: Rank within the group that a broadcast or gather starts from or goes to; else -1.
         unit: The FSDP unit or module that issues it; "" where neither is on the stack.
         site: The function outside of torch that issues it.
         backward: Whether autograd's backward is running.

@@ -145,8 +145,8 @@ class CollectiveWatchdog:
             device: Of the tensors that the default process group reduces.
 
         Raises:
-            RuntimeError: on every rank, naming the rank that was the first to send others. Where
-                their sum overflows, gradients count as not finite.
+            RuntimeError: on every rank, naming the first rank that sent gradients that are not
+                finite. Gradients whose sum overflows count as such.
         """
         sent, self._sent = self._sent, []
         first = torch.full((), _NEVER, device=device)

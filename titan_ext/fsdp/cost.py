@@ -69,9 +69,9 @@ class Job:
         tp: Ranks of tensor parallelism.
         replicas: Of HSDP.
         ranks_per_node: Ranks of a machine.
-        recompute: The share of a block's forward that backward computes again, but of attention.
+        recompute: The share of a block's forward that backward computes again, attention aside.
         recompute_attention: The share of attention.
-        exchanges_again: Whether that has the exchanges of tokens in it.
+        exchanges_again: Whether the recompute sends tokens again.
         overlaps_shared: Whether shared experts run while tokens travel back.
     """
 

@@ -4,13 +4,13 @@
 FSDP2 prefetches by itself in backward, and in forward as far as the host runs ahead of the device.
 The device-to-host copy of the expert-parallel split lists stops the host in every MoE layer. So
 titan_ext gives FSDP2 explicit lists: a number of units ahead, or as many as fit into a number of
-bytes. "auto" is one unit, and two in backward from an attention unit: its own backward is too short
-to hide the gather of the unit before it and, behind that on the wire, a reduce-scatter.
+bytes. "auto" is one unit, and two in backward from an attention unit. The backward of attention is
+too short to hide the gather of the unit before it, and a reduce-scatter that follows on the wire.
 
 A recompute needs only the units of its own block. FSDP2 mistakes it for another forward and would
-gather the units ahead again. Also, if a pipeline kept a unit gathered since the previous
-microbatch, selective checkpointing would see FSDP's operations in the recompute but not in the
-forward. So before each forward a unit inside a block checks whether backward is running; if so, it
+gather the units ahead again. A pipeline may also have kept a unit gathered since the previous
+microbatch. Selective checkpointing would then see FSDP's operations in the recompute but not in the
+forward. So before each forward a unit inside a block checks whether backward is running. If so, it
 gathers only its own parameters.
 
 FSDP2 keeps the all-gather buffer of a unit in forward until it copies out the next unit, so that
@@ -121,8 +121,8 @@ def plan_prefetch(
         plans[unit.name] = Prefetch(plan.forward, plan.backward or behind)
     for unit in units:
         if unit.kind is UnitKind.HEAD and unit.module_names == ("lm_head",):
-            # Alone (its norm is replicated), it ends a backward with every chunk of the loss: what
-            # it gathered ahead would be freed, and gathered again for the next chunk.
+            # Alone (its norm is replicated), it ends a backward with every chunk of the loss. FSDP2
+            # would free what it gathered ahead, and gather it again for the next chunk.
             plans[unit.name] = Prefetch(plans[unit.name].forward)
     for name in _freeing(units, plans):
         plans[name] = replace(plans[name], frees_buffer=True)

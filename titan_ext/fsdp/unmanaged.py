@@ -212,8 +212,8 @@ def _check_place(
     for name, param in module.named_parameters(recurse=False):
         if (module, name) in managed and not isinstance(param, DTensor):
             raise ValueError(
-                f"{path}.{name} replaces a parameter of FSDP's, which would put its own back; "
-                "expected new parameters beside it."
+                f"{path}.{name} replaces a parameter that FSDP manages, and FSDP would put its own "
+                "back; expected new parameters beside it."
             )
     if isinstance(module, FSDPModule):
         raise ValueError(

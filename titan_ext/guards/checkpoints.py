@@ -239,7 +239,7 @@ def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> N
     if "dataloader" in trainer.config.checkpoint.exclude_from_loading:
         logger.warning(
             "checkpoint.exclude_from_loading has 'dataloader': the data starts from its "
-            "beginning, and samples that the saved run has seen are seen again."
+            "beginning, so this run repeats samples of the saved run."
         )
         return
     ranks = trainer.dataloader.dp_world_size
@@ -317,4 +317,5 @@ def _newest_whole(config: Trainer.Config, *, but: Path | None = None) -> str:
     newest = f"The newest whole checkpoint is {own}/step-{max(steps)}"
     if but is None:
         return f"{newest}."
-    return f"{newest}: move {but.name} away to resume from it, or --checkpoint.load_step."
+    step = f"--checkpoint.load_step {max(steps)}"
+    return f"{newest}: to resume from it, move {but.name} away or add {step}."

@@ -141,7 +141,8 @@ class StopOnSignal(RunCheck):
                 if signum[0] in self._before and not said:
                     said = True
                     name = signal.Signals(signum[0]).name
-                    logger.info(f"{name}: stopping after this step{ending}. Once more: at once.")
+                    again = "A second signal ends the run at once."
+                    logger.info(f"{name}: stopping after this step{ending}. {again}")
 
         threading.Thread(target=answer, name="stop", daemon=True).start()
 

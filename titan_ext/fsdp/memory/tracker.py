@@ -150,7 +150,7 @@ class _Group:
         finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def sample_with(self, temporaries: Iterable[torch.Tensor], tracker: MemoryTracker) -> None:
-        """Read what is live, with those of ``temporaries`` that are no gathered parameters."""
+        """Read what is live, and those of ``temporaries`` that are not gathered parameters."""
         gathered = {t.data_ptr() for p in self._group.fsdp_params for t in p.all_gather_outputs}
         extra = sum(
             t.untyped_storage().nbytes() for t in temporaries if t.data_ptr() not in gathered
