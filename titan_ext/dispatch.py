@@ -59,7 +59,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
 
     shared_experts: "_SharedExperts | None" = None
     """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
-    _tokens: torch.Tensor | None = None
+    _layer_tokens: torch.Tensor | None = None
 
     def combine(
         self,
@@ -68,11 +68,11 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
         """As Titan's: outputs of experts ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
-        self._tokens = x_TD
+        self._layer_tokens = x_TD
         try:
             return super().combine(routed_output_RD, metadata, x_TD)
         finally:
-            self._tokens = None
+            self._layer_tokens = None
 
     # Each exchange issues its collective itself: reports on hangs name the function that does.
 
@@ -107,10 +107,10 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         if spmd.is_type_checking():  # not in a recompute, which must do as the forward did
             self.shared_experts = None
         if self.shared_experts is not None:
-            assert self._tokens is not None, "set while combine() runs"
+            assert self._layer_tokens is not None, "set while combine() runs"
             exchange = _Exchange(self._ep_mesh, output_splits, input_splits)
             sent_RD = _Start.apply(routed_output_RD, exchange)
-            self.shared_experts.run_ahead(self._tokens)
+            self.shared_experts.run_ahead(self._layer_tokens)
             return _Finish.apply(sent_RD, exchange)
         with _unchecked(routed_output_RD, pg):
             received_ND = all_to_all_single(
