@@ -93,7 +93,7 @@ def test_a_rank_that_stops(fails, tmp_path: Path):
 @pytest.mark.slow
 def test_a_rank_that_dies(fails, tmp_path: Path):
     fails("killed")
-    report = _report_of(tmp_path, "rank 1: died without a word")
+    report = _report_of(tmp_path, "rank 1: died without an error")
     assert "rank 0 waits in collective" in report
 
 

@@ -46,11 +46,11 @@ from titan_ext.trainer import Trainer
 __all__ = ["DryRun", "dry_run"]
 
 _AT_ONCE = 128
-"""Parameters that clipping and the optimizer get at a time: a list of DTensors costs its square."""
+"""Parameters a call of clipping and optimizer: torch's time grows with the square of the list."""
 
 
 class BalancedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
-    """Our dispatcher, told how many tokens go where: a fake tensor cannot be asked. All alike."""
+    """Our dispatcher with equal splits: fake tensors cannot tell how many tokens go where."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FunctionalAllToAllTokenDispatcher.Config):

@@ -181,7 +181,7 @@ def extended_sections(config: TitanTrainer.Config) -> dict[str, Any]:
         owner = config._owner.__qualname__ if config._owner else type(config).__qualname__
         raise ValueError(
             f"cannot extend a config of {owner}: titan_ext extends configs of Titan's own trainer "
-            "(torchtitan.trainer.Trainer), and this one has a training loop of its own."
+            "(torchtitan.trainer.Trainer). This one has a training loop of its own."
         )
     if config.model_spec is None:
         raise ValueError("cannot extend a trainer config that has no model_spec.")

@@ -1,7 +1,7 @@
 """The layouts of the matrix, in groups: which models, axes and settings are tried together.
 
-Pairs rather than products: each axis with the others that it meets in the code, each SPMD backend
-and each kind of unit with every axis. ``rows`` makes the table of them.
+Pairs rather than products: each axis with the others that it meets in the code. Each SPMD backend
+and each kind of unit meets every axis. ``rows`` makes the table of them.
 """
 
 from dataclasses import replace

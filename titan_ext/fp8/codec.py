@@ -7,15 +7,15 @@
 
     quantize:    data = float8(x / scale)      dequantize:    x' = data * scale
 
-**Blocks** confine an outlier to its neighbours: e4m3 spans less than 2^18, so one scale for a whole
+**Blocks** confine an outlier to its neighbours. e4m3 spans less than 2^18, so one scale for a whole
 tensor would lose values 2^18 times smaller than the largest.
 
-**Scales** are powers of two, stored as one byte (e8m0, of the microscaling standard): the only
-error is the rounding to float8, and quantizing again changes nothing. Each is the smallest with
-max(abs(block)) / scale <= the largest float8, 448 or 57344. Both are 1.75 * 2^k, so the scale comes
-from integer arithmetic on the bits of an fp32: adding the distance from mantissa 1.75 to the next
-power of two carries into the exponent exactly when the mantissa is above 1.75. There is no
-logarithm and no rounding mode, so every device computes the same byte.
+**Scales** are powers of two, stored as one byte (e8m0, of the microscaling standard). The only
+error is then the rounding to float8, and quantizing again changes nothing. Each is the smallest
+with max(abs(block)) / scale <= the largest float8, 448 or 57344. Both are 1.75 * 2^k, so the scale
+comes from integer arithmetic on the bits of an fp32. We add the distance from mantissa 1.75 to the
+next power of two. That carries into the exponent exactly when the mantissa is above 1.75. There is
+no logarithm and no rounding mode, so every device computes the same byte.
 
 **Special values.** Zero comes back as zero, finite values as finite ones, NaN as NaN, infinity as
 NaN (e4m3 has no infinity). Neighbours of NaN and infinity are not affected.
@@ -63,10 +63,10 @@ class Codec:
 
     Attributes:
         dtype: "e4m3" (3 bits of mantissa) or "e5m2" (2 bits, more range).
-        block: How many neighbours along the last dimension share a scale: 64, 128 or 256 (the last
-            block of a row may be short), "row" (the last dimension) or "tensor".
-        scale: "e8m0": one byte, a power of two; or "fp32": four bytes, so that the largest value of
-            a block is exactly the largest of float8.
+        block: How many neighbours along the last dimension share a scale: 64, 128, 256, "row" (the
+            last dimension) or "tensor". The last block of a row may be short.
+        scale: "e8m0": one byte, a power of two. "fp32": four bytes, so that the largest value of a
+            block is exactly the largest of float8.
         stochastic: Round up with the probability of the remainder, so that the error is zero on
             average, instead of to nearest. Larger errors, no bias.
         seed: Seed of the stochastic rounding. The same seed, step and position round alike.
@@ -286,8 +286,8 @@ def _mix(state: torch.Tensor) -> torch.Tensor:
 
 
 # One kernel each way: the same as operations of torch. Dispatch modes (checkpointing's,
-# FlopCounterMode, memory trackers) see one operation and its outputs; inside it no mode is active,
-# under which torch.compile would leave the codec uncompiled without a word.
+# FlopCounterMode, memory trackers) see one operation and its outputs. Inside it no mode is active;
+# under one, torch.compile would silently leave the codec uncompiled.
 
 _BACKEND = "inductor"
 _codecs: dict[str, Codec] = {}

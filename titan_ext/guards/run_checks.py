@@ -174,11 +174,11 @@ class FiniteGradients(RunCheck):
 
     The reduction spreads one rank's NaN to all ranks, and the step to every weight. Titan checks
     only the loss, when it logs: too late if it saves a checkpoint first. This check waits for the
-    device, so it runs only on steps that are logged or saved anyway: weights that became NaN in
-    between make the next gradients NaN as well.
+    device, so it runs only on steps that are logged or saved anyway. Nothing escapes it: weights
+    that became NaN in between make the next gradients NaN as well.
 
-    Raises RuntimeError in the step, on the ranks that hold gradients that are not finite: after
-    clipping by a norm that is NaN, all of them.
+    Raises RuntimeError in the step, on the ranks that hold gradients that are not finite. Clipping
+    by a norm that is NaN makes that all of them.
     """
 
     def after_build(self, trainer: Any) -> None:
