@@ -287,8 +287,7 @@ def _check_experts_are_sharded(key: str, wrap: str, parallelism: TitanParallelis
     if ranks is not None and ranks <= 1:
         raise ValueError(
             f"{key} needs experts that FSDP shards: with parallelism.expert_parallel_degree = {ep} "
-            "each rank holds its experts whole and gathers nothing; expected a smaller degree, or "
-            "no such key."
+            "each rank holds its experts whole. Expected a smaller degree, or no such key."
         )
 
 
