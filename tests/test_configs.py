@@ -114,12 +114,6 @@ def test_unknown_wrap_in_python_is_refused():
         ParallelismConfig(fsdp_wrap="layer")  # pyrefly: ignore[bad-argument-type]
 
 
-def test_units_of_experts_in_a_pipeline_are_refused():
-    ParallelismConfig(fsdp_wrap="submodule", pipeline_parallel_degree=2)
-    with pytest.raises(ValueError, match=r"needs parallelism\.pipeline_parallel_degree = 1"):
-        ParallelismConfig(fsdp_wrap="experts", pipeline_parallel_degree=2)
-
-
 def test_full_dtensor_is_refused_by_name(capsys: pytest.CaptureFixture):
     with pytest.raises(ValueError, match="'full_dtensor', which titan_ext does not support"):
         ParallelismConfig(spmd_backend="full_dtensor")

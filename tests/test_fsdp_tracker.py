@@ -48,6 +48,7 @@ SLOW_LAYOUTS = [
     replace(TRACKED, world=4, parallelize="submodule", backend="partial_dtensor", reshard=2),
     replace(TRACKED, world=2, ep=2, parallelize="submodule", prefetch=2, prefetch_backward=0),
     replace(TRACKED, world=4, ep=2, parallelize="experts"),
+    replace(TRACKED, world=4, ep=2, pp=2, parallelize="experts"),
     replace(TRACKED, world=4, ep=2, parallelize="experts", prefetch=2, reduce_scatter_buffers=2),
     replace(
         TRACKED, world=4, ep=2, parallelize="submodule", prefetch="auto", reduce_scatter_buffers=3

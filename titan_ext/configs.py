@@ -47,8 +47,7 @@ class ParallelismConfig(TitanParallelismConfig):
     - "submodule": two units, attention with its norm, and MoE or feed-forward with its norm. Half a
       block is unsharded at a time. More, smaller collectives.
     - "experts": the routed experts, and all else in the block. As many collectives as "block" when
-      expert_parallel_degree > 1; the experts are gathered only while they run. Not with compile,
-      not in a pipeline.
+      expert_parallel_degree > 1; the experts are gathered only while they run. Not with compile.
     - "auto": "block" without expert parallelism. With it, "submodule" if the experts' shards lie on
       one node, or whole on a rank. Else the cheapest by a model of the step's time and bytes.
 
@@ -204,13 +203,6 @@ def check_parallelism(
             'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
             'gather the experts inside a compiled block; expected "submodule" or "block".'
         )
-    if settings.wrap == "experts" and parallelism.pipeline_parallel_degree > 1:
-        raise ValueError(
-            'parallelism.fsdp_wrap = "experts" needs parallelism.pipeline_parallel_degree = 1: a '
-            "microbatch may find the experts still gathered. Selective checkpointing would then "
-            "see other operations in the recompute than in the forward; expected "
-            '"submodule" or "block".'
-        )
     if settings.replicate:
         _check_replicate(parallelism, compiled)
     if settings.quantize_frozen and parallelism.tensor_parallel_degree > 1:
@@ -295,8 +287,7 @@ def _check_experts_are_sharded(key: str, wrap: str, parallelism: TitanParallelis
     if ranks is not None and ranks <= 1:
         raise ValueError(
             f"{key} needs experts that FSDP shards: with parallelism.expert_parallel_degree = {ep} "
-            "each rank holds its experts whole and gathers nothing; expected a smaller degree, or "
-            "no such key."
+            "each rank holds its experts whole. Expected a smaller degree, or no such key."
         )
 
 

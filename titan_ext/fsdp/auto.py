@@ -92,7 +92,7 @@ def choose(
         )
     candidates = [
         choice
-        for choice in _allowed(settings, no_experts=compiled or parallel_dims.pp_enabled)
+        for choice in _allowed(settings, no_experts=compiled)
         if parallel_dims.pp_enabled or _has_named_units(model, settings, choice.wrap)
     ] or [STOCK]
     per_node = ranks_per_node()

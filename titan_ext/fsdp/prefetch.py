@@ -140,7 +140,7 @@ def set_prefetch(model: nn.Module, units: Sequence["UnitPlan"]) -> None:
         behind = [modules[name] for name in unit.backward_prefetch] or [module]
         module.set_modules_to_backward_prefetch(behind)
         if unit.kind in SUBMODULE_KINDS or unit.frees_buffer:
-            hook = _BeforeForward(module, ahead, unit.frees_buffer)
+            hook = _BeforeForward(module, ahead, unit)
             for part in unit.modules(model):
                 part.register_forward_pre_hook(hook, prepend=True)
 
@@ -155,14 +155,20 @@ def prefetch_nothing_in_backward(modules: Sequence[nn.Module]) -> None:
 class _BeforeForward:
     """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit."""
 
-    def __init__(self, module: FSDPModule, ahead: list[FSDPModule], frees_buffer: bool) -> None:
+    def __init__(self, module: FSDPModule, ahead: list[FSDPModule], unit: "UnitPlan") -> None:
         self._module = module
         self._ahead = ahead
-        self._frees_buffer = frees_buffer
+        self._frees_buffer = unit.frees_buffer
+        # FSDP2 takes the experts of a recompute for a new forward's root and opens a profiler range
+        # for it. Selective checkpointing wants it in the forward too, also where they are gathered.
+        self._opens_range = unit.kind is UnitKind.EXPERTS
 
     @torch._dynamo.disable
     def __call__(self, part: nn.Module, args: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and self._opens_range:
+            with torch.profiler.record_function("titan_ext::before_forward"):
+                pass
         self._module.set_modules_to_forward_prefetch([] if in_backward else self._ahead)
         if in_backward or self._frees_buffer:
             with _out_of_sight_of_checkpointing():
