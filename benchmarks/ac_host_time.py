@@ -3,8 +3,8 @@
     python benchmarks/ac_host_time.py --rounds 40
 
 A MoE block of the DeepSeek-V3 debug model on a CPU, with so few tokens that Python dominates. The
-policies take turns in each round, and a ratio is the median over the rounds, so that other load on
-the machine falls on all of them. CPU time of the process, not wall time.
+policies take turns in each round, so that other load on the machine falls on all of them. A ratio
+is the median over the rounds. CPU time of the process, not wall time.
 """
 
 import argparse

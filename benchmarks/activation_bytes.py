@@ -4,13 +4,16 @@
     python benchmarks/activation_bytes.py --geometry deepseek_v3_16b --tokens 1024 --ep 1 \\
         --arms stock-none stock-selective memory speed --classes
 
-One row an arm: MiB kept (every storage alive after the forward that was not before, the block's
-input included, each once; kept_bytes.py), as a ratio to stock selective checkpointing under the
-same backend; FLOPs of the forward and of the recompute (the backward's less those of the backward
-without checkpointing); all-to-alls in forward and backward; and the least cosine of a parameter's
-gradient with that of the run without checkpointing, and whose it is. Attention is one op
-(fused_attention.py). With EP 2 there are two gloo processes; figures are rank 0's, cosines of the
-whole gradients.
+One row an arm:
+
+- MiB kept: every storage alive after the forward that was not before, the block's input included
+  (kept_bytes.py). Also as a ratio to stock selective checkpointing under the same backend;
+- FLOPs of the forward and of the recompute (the backward's less those without checkpointing);
+- all-to-alls in forward and backward;
+- the least cosine of a gradient with that of the run without checkpointing, and its parameter.
+
+Attention is one op (fused_attention.py). With EP 2 there are two gloo processes; figures are rank
+0's, cosines of the whole gradients.
 
 ``stock-*`` is Titan's own parallelization and dispatcher; the others are titan_ext's.
 ``selective`` is Titan's policy on our dispatcher. ``--logits 20`` scales the queries until the

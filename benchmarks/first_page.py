@@ -3,8 +3,8 @@
     python -m benchmarks.first_page      # writes docs/images/first_page.png (10 minutes on 2 cores)
 
 Left: one MoE block of DeepSeek-V3 16B, 1024 tokens, one rank; measured here (activation_bytes.py).
-Right: DeepSeek-V3 16B on 64 ranks, EP 8; predicted from shapes (unsharded_peak.py), a prediction
-that equals what the tracker measures for the debug model to the byte.
+Right: DeepSeek-V3 16B on 64 ranks, EP 8; predicted from shapes (unsharded_peak.py). For the debug
+model the prediction equals what the tracker measures, to the byte.
 """
 
 from pathlib import Path

@@ -6,15 +6,15 @@
     python benchmarks/fp8_ac_loss.py --ep 1 --output outputs/fp8_gather_loss \
         --arms selective noise float8-gather bad-gather       # experts gathered in float8
 
-The DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, 300 steps of Python's standard
-library, the parameters in fp32 and the computation in bf16. Training is chaotic: a relative change
+It trains the DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, for 300 steps on Python's
+standard library. Parameters are fp32, computation is bf16. Training is chaotic: a relative change
 of 1e-5 of every weight ("noise") moves single losses by hundredths. So every arm is compared with
 Titan's selective checkpointing of the same seed, by the mean of the last 50 steps. ``bad-codec``
 and ``bad-gather`` lose the sign: a comparison that they pass would prove nothing. With ``--ep 1``
 the experts are FSDP units that both ranks share, as the arms with "gather" need.
 
-At the debug model's own learning rate (8e-4) noise alone moves the mean by up to 0.08 nat, and no
-arm could be told from another within 0.01. So it is a quarter of that.
+At the debug model's own learning rate (8e-4) noise alone moves the mean by up to 0.08 nat. Nobody
+could then tell one arm from another within 0.01. So the rate here is a quarter of that.
 
 Each run writes ARM-SEED.json when it ends; a run that has one is not run again. The table and
 ``fp8_ac_loss.png`` are made of what is there.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.fsdp_cost                                    # the table, about a minute
     python -m benchmarks.fsdp_cost --experts           # seconds and GiB with experts in fewer bytes
-    python -m benchmarks.fsdp_cost --exchanges                        # saved or sent again
+    python -m benchmarks.fsdp_cost --exchanges         # saved or sent again; shared experts
     python -m benchmarks.fsdp_cost --picture docs/images/fsdp_streams.png
 
 Nothing runs and nothing is measured: times are of the model, on H100s of eight to a node. What
@@ -62,10 +62,13 @@ def arguments(name: str) -> tuple[Decoder, FSDPSettings, ShardSizes, Job, Any]:
     with torch.device("meta"):
         model = registry(size, attn_backend="flex").model.build()
     sizes = ShardSizes(dense=ranks, experts=ranks // ep, expert_ranks=ranks)
-    # As save_all_to_all = "auto" decides.
-    again = ep <= Job.ranks_per_node
     job = job_of(
-        model, tokens=tokens, seq_len=4096, ac_config=ac_config, ep=ep, exchanges_again=again
+        model,
+        tokens=tokens,
+        seq_len=4096,
+        ac_config=ac_config,
+        ep=ep,
+        exchanges_again=ep <= Job.ranks_per_node,  # as save_all_to_all = "auto" decides
     )
     return model, FSDPSettings(), sizes, job, MACHINES["h100"]
 
@@ -73,7 +76,8 @@ def arguments(name: str) -> tuple[Decoder, FSDPSettings, ShardSizes, Job, Any]:
 def step(choice: Choice, name: str) -> Estimate:
     """The modelled step of a job."""
     model, settings, sizes, job, machine = arguments(name)
-    units = local_plan(model, with_choice(settings, choice), sizes, job.ep).decoder_units
+    plan = local_plan(model, with_choice(settings, choice), sizes, job.ep)
+    units = [replace(unit, frees_buffer=False) for unit in plan.decoder_units]  # as stock
     return estimate(units, StepOrder(reduce_scatter_buffers=choice.buffers), job, machine)
 
 
@@ -92,13 +96,13 @@ def main() -> None:
     if args.exchanges:
         print_exchanges()
         return
-    rows = [STOCK, BEFORE, *(c for c in CANDIDATES if c != STOCK)]
-    print(f"{'time and bytes, of whole blocks':44}" + "".join(f"{_say(c):>22}" for c in rows))
+    rows = [BEFORE, *CANDIDATES]
+    print(f"{'time and bytes, of whole blocks in stock':44}", *(f"{_say(c):>21}" for c in rows))
     for name in JOBS:
         job = arguments(name)
         costs = {c: cost(c, *job) for c in rows}
         best, _ = cheapest(list(CANDIDATES), *job)
-        ms, nbytes = costs[STOCK]
+        ms, nbytes = cost(STOCK, *job, as_stock=True)
         cells = [
             f"{costs[c][0] / ms:.3f} {costs[c][1] / nbytes:.2f}{' *' if c == best else '  '}"
             for c in rows
@@ -124,7 +128,10 @@ def print_expert_collectives() -> None:
 
 
 def print_exchanges() -> None:
-    """The step's time with exchanges saved, over that with exchanges sent again; what it keeps."""
+    """The step's time with exchanges saved, over that with exchanges sent again; what it keeps.
+
+    Then its time with shared experts run while tokens travel, over that without.
+    """
     selective = {name: job for name, job in JOBS.items() if "full AC" not in name}
     across = {"671B, 512 ranks, EP 32, 4k tokens": (deepseek_v3, "671B", 512, 32, 4096)}
     across["16B, 64 ranks, EP 64, 16k tokens"] = (deepseek_v3, "16B", 64, 64, 16384)
@@ -136,8 +143,16 @@ def print_exchanges() -> None:
             cost(choice, model, settings, sizes, replace(job, exchanges_again=a), machine)[0]
             for a in (False, True)
         )
+        plain, overlapped = (
+            cost(choice, model, settings, sizes, replace(job, overlaps_shared=o), machine)[0]
+            for o in (False, True)
+        )
         kept = 2 * job.tokens * job.top_k * job.dim * 2
-        print(f"{name:36} {saved / again:.3f}  {kept / 2**20:7.0f} MiB a MoE layer", flush=True)
+        print(
+            f"{name:36} {saved / again:.3f}  {kept / 2**20:7.0f} MiB a MoE layer; "
+            f"shared experts overlapped {overlapped / plain:.3f}",
+            flush=True,
+        )
 
 
 def draw(picture: Path) -> None:

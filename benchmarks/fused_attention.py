@@ -1,11 +1,11 @@
 """Attention as one op on a CPU: it saves q, k, v, out and log-sum-exp, as FlashAttention does.
 
 torch's CPU flash kernel takes heads of one size only, and multi-head latent attention has 192 and
-128; what is left is the math kernel, whose S x S buffers would be the largest tensors of a block.
+128. The math kernel is left, whose S x S buffers would be the largest tensors of a block.
 ``aten._scaled_dot_product_fused_attention_overrideable`` is an op without a kernel, for backends
-out of tree to fill in. It has torch's own derivative, and stock selective checkpointing has it in
-its saved set, so a policy sees here what it sees in a flash kernel. The kernels below give it to
-CPU tensors of this process, one head at a time, in fp32.
+out of tree to fill in. It has torch's own derivative, and stock selective checkpointing saves it.
+So a policy sees here what it sees in a flash kernel. The kernels below give it to CPU tensors of
+this process, one head at a time, in fp32.
 """
 
 import contextlib

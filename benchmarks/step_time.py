@@ -4,9 +4,9 @@
     python benchmarks/step_time.py --cuda                # GPU: DeepSeek-V3 16B geometry, 4 layers
 
 On a CPU only the ratio means something, and little: a CPU converts float8 in software. On a GPU
-the model is 4 layers of the 16B geometry with embedding and head, one sequence of 4096 tokens;
-figures are tokens per second, peak memory, and both as ratios to stock selective. A round runs
-every arm, one after the other; ratios are of one round, and their median is given.
+the model is 4 layers of the 16B geometry with embedding and head, one sequence of 4096 tokens.
+Figures are tokens per second, peak memory, and both as ratios to stock selective. A round runs
+every arm, one after the other. Ratios are of one round; the median is printed.
 """
 
 import argparse

@@ -8,7 +8,7 @@ loss. Prefetch is "auto", the default (one unit ahead, in backward two from an a
 for sub-module units there is "one ahead", too. "logical": parameters of blocks between unshard
 and reshard. "with flat": live storages of blocks, gathered and all-gather buffers. Reduce-scatter
 buffers, and embedding and head (logical), have peaks of their own. Blocks with EP > 1 are gathered
-as stock TorchTitan gathers them; with EP = 1 stock leaves the prefetch in forward to the device's
+as stock TorchTitan gathers them. With EP = 1 stock leaves the prefetch in forward to the device's
 queue, which amounts to the same.
 """
 
@@ -71,13 +71,17 @@ def predicted(run: Run, model: Decoder, wrap: Wrap, prefetch: int | str = "auto"
         expert_ranks=run.world,
     )
     plan = local_plan(model, FSDPSettings(wrap=wrap, prefetch=prefetch), sizes, run.ep)
-    order = StepOrder(loss_chunks=8, copies_out_directly=wrap != "block")  # stock's blocks
-    return predict(plan.units, order)
+    is_stock = wrap == "block"
+    units = [replace(u, frees_buffer=u.frees_buffer and not is_stock) for u in plan.units]
+    return predict(units, StepOrder(loss_chunks=8, copies_out_directly=not is_stock))
 
 
 def measured(run: Run, wrap: Wrap, prefetch: int | str) -> Timeline:
     with tempfile.TemporaryDirectory() as folder:
-        run = replace(run, parallelize=wrap, prefetch=prefetch, tracked=True)
+        as_stock = wrap == "block"
+        run = replace(
+            run, parallelize=wrap, prefetch=prefetch, tracked=True, stock_copy_out=as_stock
+        )
         result = train(run, Path(folder))
     timeline = result.ranks[0].memory
     assert timeline is not None

@@ -3,10 +3,10 @@
     python -m benchmarks.watchdog_time
 
 Two gloo ranks train the DeepSeek-V3 debug model with EP 2. Every second step is recorded; on the
-others the hooks are gone. Ratios are of one round (a recorded step over the next one that is not),
-and their median is given: wall time on a shared machine says little, CPU time of the process more.
-"Inside" is the CPU time of the recorder's own calls, over that of a step without them: it has no
-noise of other work in it, and misses what a call costs beyond itself.
+others the hooks are gone. A ratio is of one round: a recorded step over the next one that is not.
+The median over rounds is printed. Wall time on a shared machine says little, CPU time of the
+process more. "Inside" is the CPU time of the recorder's own calls, over that of a step without
+them. It has no noise of other work in it, and misses what a call costs beyond itself.
 """
 
 import argparse

@@ -181,8 +181,8 @@ BAD_TOMLS = (
         'extends = "my_models.other_trainer"\n',
         (
             "bad.toml: extends: my_models.other_trainer: cannot extend a config of MyTrainer: "
-            "titan_ext extends configs of Titan's own trainer (torchtitan.trainer.Trainer), and "
-            "this one has a training loop of its own."
+            "titan_ext extends configs of Titan's own trainer (torchtitan.trainer.Trainer). "
+            "This one has a training loop of its own."
         ),
         files={
             "my_models.py": (

@@ -1,8 +1,8 @@
 """A trace of the collectives that a rank issues, below every API: at the dispatcher of c10d.
 
 FSDP2 calls process groups directly, Titan's dispatcher the functional collectives, spmd_types the
-plain ones: all of them end as ops of the ``c10d`` or ``_c10d_functional`` namespace, which a
-dispatch mode sees, in forward, recompute and backward.
+plain ones. All of them end as ops of the ``c10d`` or ``_c10d_functional`` namespace. A dispatch
+mode sees these, in forward, recompute and backward.
 """
 
 import contextlib

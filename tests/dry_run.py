@@ -1,7 +1,7 @@
 """Parallelize a config's model as one rank of a large job would, with no other rank.
 
-The process group is fake (collectives return at once), the model is on the meta device: every mesh,
-every unit and every shard is made as on the real cluster, and nothing is computed.
+The process group is fake (collectives return at once), and the model is on the meta device. Every
+mesh, unit and shard is made as on the real cluster, and nothing is computed.
 """
 
 import os

@@ -12,12 +12,11 @@ PAGE = Path(__file__).parent.parent / "docs" / "toml_errors.md"
 _INTRODUCTION = """\
 # Mistakes in TOML files, and what titan_ext says
 
-Each entry is a file and the message that it gets; all are tested. A message names the file, the
-dotted key, what was expected, and the nearest valid name. Several mistakes are shown together, ten
-at most. What can only be wrong together with other keys is checked after the flags of the command
-line, which may put it right. Under torchrun the message ends its summary ("Root Cause"), whichever
-rank failed first. This page is generated from `tests/bad_tomls.py` by
-`python -m tests.generate_toml_errors`.
+Each entry is a file and the message that it gets; a test checks each. A message names the file, the
+dotted key, what was expected, and the nearest valid name. One message shows up to ten mistakes.
+titan_ext checks keys that depend on each other after the command line's flags, which may put them
+right. Under torchrun the message ends its summary ("Root Cause"), whichever rank failed first.
+`python -m tests.generate_toml_errors` writes this page from `tests/bad_tomls.py`.
 """
 
 

@@ -114,12 +114,6 @@ def test_unknown_wrap_in_python_is_refused():
         ParallelismConfig(fsdp_wrap="layer")  # pyrefly: ignore[bad-argument-type]
 
 
-def test_units_of_experts_in_a_pipeline_are_refused():
-    ParallelismConfig(fsdp_wrap="submodule", pipeline_parallel_degree=2)
-    with pytest.raises(ValueError, match=r"needs parallelism\.pipeline_parallel_degree = 1"):
-        ParallelismConfig(fsdp_wrap="experts", pipeline_parallel_degree=2)
-
-
 def test_full_dtensor_is_refused_by_name(capsys: pytest.CaptureFixture):
     with pytest.raises(ValueError, match="'full_dtensor', which titan_ext does not support"):
         ParallelismConfig(spmd_backend="full_dtensor")
@@ -184,11 +178,13 @@ def test_a_config_without_a_model_is_refused():
         extend_config(TitanTrainer.Config())
 
 
-def test_memory_is_not_tracked_through_cuda_graphs(accelerator):
+@pytest.mark.parametrize("key", ["parallelism.fsdp_track_memory", "debug.record_collectives"])
+def test_what_needs_python_in_each_step_is_refused_with_cuda_graphs(key: str, accelerator):
+    section, name = key.split(".")
     ours = extend_config(titan_config("qwen3"))
-    tracked = ParallelismConfig(fsdp_track_memory=True)
     ours.training.disable_cuda_graphs = False
-    with pytest.raises(ValueError, match=r"fsdp_track_memory needs training\.disable_cuda_graphs"):
-        dataclasses.replace(ours, parallelism=tracked)
+    on = {section: dataclasses.replace(getattr(ours, section), **{name: True})}
+    with pytest.raises(ValueError, match=rf"{key} needs training\.disable_cuda_graphs = true"):
+        dataclasses.replace(ours, **on)
     ours.training.disable_cuda_graphs = True
-    assert dataclasses.replace(ours, parallelism=tracked).parallelism.fsdp_track_memory
+    assert getattr(getattr(dataclasses.replace(ours, **on), section), name)

@@ -332,6 +332,21 @@ def test_titan_dispatcher_exchanges(method: str, parameters: list[str]):
     assert _Code(stock).calls(f"self.{method}")
 
 
+def test_titan_calls_shared_experts_with_the_layers_tokens_after_the_routed_ones():
+    """dispatch.overlap_shared_experts runs them earlier, on what ``combine`` gets."""
+    layer = inspect.getsource(MoE.forward)
+    calls = [layer.index(f"self.{name}(") for name in ("routed_experts", "shared_experts")]
+    assert calls == sorted(calls)
+    routed = _Code(RoutedExperts.forward)
+    assert routed.has("x_TD = x_BLD.view(T, D)")
+    assert routed.has("self.token_dispatcher.combine(routed_output_RD, metadata, x_TD)")
+    assert _Code(token_dispatcher.AllToAllTokenDispatcher.combine).calls(
+        "self._combine_token_exchange"
+    )
+    waiting = torch.ones(2)
+    assert _functional_collectives.AsyncCollectiveTensor(waiting).elem is waiting
+
+
 def test_torch_partitioner_seam():
     """activation_checkpoint.partition: who calls it, with what, and what it calls."""
     assert torch._inductor.config.custom_partitioner_fn is None

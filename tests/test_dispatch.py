@@ -19,6 +19,7 @@ from tests.training import titan_config
 from titan_ext.configs import ParallelismConfig
 from titan_ext.dispatch import (
     FunctionalAllToAllTokenDispatcher,
+    overlap_shared_experts,
     saves_all_to_all,
     use_functional_all_to_all,
 )
@@ -126,6 +127,84 @@ def test_exchanges_what_titan_exchanges(splits: list[list[int]], tmp_path: Path)
     titan = run_ranks(_exchange, 2, False, splits, log_folder=tmp_path / "titan")
     assert ours == titan
     assert len(ours[0]["there"]) == splits[0][0] + splits[1][0]
+
+
+def _moe_layer(overlaps: bool, checkpoints: bool) -> dict[str, Any]:
+    """A step of a layer whose experts lie on two ranks; what ran between all-to-all and wait."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import checkpoint
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+
+    class Order(TorchDispatchMode):
+        names: list[str]
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.__name__.partition(".")[0]
+            if name in ("all_to_all_single", "wait_tensor") or name == "mm":
+                self.names.append(name)
+            return func(*args, **(kwargs or {}))
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    spec = titan_config("deepseek_v3").model_spec
+    assert spec is not None
+    use_functional_all_to_all(spec)
+    torch.manual_seed(0)
+    layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
+    experts = layer.routed_experts.inner_experts
+    for param in layer.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    for param in experts.parameters():
+        param.data = param.data.chunk(2)[rank].clone()
+    dispatcher = layer.routed_experts.token_dispatcher
+    dispatcher.ep_mesh = mesh
+    assert overlap_shared_experts(layer if overlaps else torch.nn.Module()) == overlaps
+    x_BLD = torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(rank))
+    x_BLD.requires_grad_()
+    order = Order()
+    phases = {}
+    with set_current_spmd_mesh(mesh), order:
+        order.names = phases["forward"] = []
+        out = checkpoint(layer, x_BLD, use_reentrant=False) if checkpoints else layer(x_BLD)
+        order.names = phases["backward"] = []
+        (out * torch.arange(256.0)).sum().backward()
+        with torch.no_grad():
+            order.names = []
+            again = layer(x_BLD)  # nothing is left over from the step before
+    assert x_BLD.grad is not None
+    grads = [param.grad for param in layer.parameters()]
+    result = {
+        "values": [t.tolist() for t in (out.detach(), again, x_BLD.grad, *grads)],
+        "overlapped": {phase: _between(names) for phase, names in phases.items()},
+    }
+    dist.destroy_process_group()
+    return result
+
+
+def _between(names: list[str]) -> list[int]:
+    """GEMMs between each all-to-all and a wait that follows them."""
+    exchanges = " ".join(names).split("all_to_all_single")[1:]
+    return [text.partition("wait_tensor")[0].count("mm") * ("wait" in text) for text in exchanges]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_shared_experts_run_while_outputs_travel_back(checkpoints: bool, tmp_path: Path):
+    arms = [
+        run_ranks(_moe_layer, 2, overlaps, checkpoints, log_folder=tmp_path / str(overlaps))
+        for overlaps in (False, True)
+    ]
+    for plain, overlapped in zip(*arms, strict=True):
+        assert plain["values"] == overlapped["values"]
+        # Counts, tokens out, tokens back; in backward the last first. Three GEMMs, and their six.
+        again = [0, 0, 3] if checkpoints else []
+        assert overlapped["overlapped"] == {"forward": [0, 0, 3], "backward": [*again, 6, 0]}
+        assert {n for counts in plain["overlapped"].values() for n in counts} == {0}
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ _SLOW = [name for name in JOBS if "235B" in name or "2048" in name]
 def test_auto_costs_no_time_and_no_bytes_across_nodes(job: str):
     given = arguments(job)
     choice, _ = cheapest(list(auto.CANDIDATES), *given)
-    stock, before, mine = (cost(c, *given) for c in (STOCK, BEFORE, choice))
+    stock = cost(STOCK, *given, as_stock=True)
+    before, mine = (cost(c, *given) for c in (BEFORE, choice))
     assert mine[0] <= 1.001 * min(stock[0], before[0])
     assert mine[1] <= stock[1]
     assert before[0] > 1.01 * stock[0], "small units alone would have cost time"
@@ -126,7 +127,6 @@ def test_auto_keeps_what_the_user_has_set(model: Decoder, monkeypatch):
     assert compiled.wrap != "experts"
     many = _dims(dp_shard=4096, ep=8)
     assert choose(model, FSDPSettings(), many).wrap == "experts"
-    assert choose(model, FSDPSettings(), _dims(dp_shard=4096, ep=8, pp=2)).wrap != "experts"
     assert choose(model, FSDPSettings(symm_mem=True), dims).reduce_scatter_buffers == 1
 
 

@@ -35,6 +35,8 @@ LAYOUTS = [
 OTHER_DIM = replace(TRACKED, world=2, parallelize="submodule", layers=2, expert_shard_dim=1)
 """Experts beside dense parameters in one group, as without EP."""
 LAYOUTS += [OTHER_DIM, replace(OTHER_DIM, stock_copy_out=True)]
+WHOLE = replace(TRACKED, world=2, parallelize="block", layers=4)
+LAYOUTS += [WHOLE, replace(WHOLE, stock_copy_out=True)]
 SLOW_LAYOUTS = [
     replace(OTHER_DIM, world=4, ep=2, layers=3),
     replace(OTHER_DIM, world=4, ep=2, layers=3, stock_copy_out=True),
@@ -46,6 +48,7 @@ SLOW_LAYOUTS = [
     replace(TRACKED, world=4, parallelize="submodule", backend="partial_dtensor", reshard=2),
     replace(TRACKED, world=2, ep=2, parallelize="submodule", prefetch=2, prefetch_backward=0),
     replace(TRACKED, world=4, ep=2, parallelize="experts"),
+    replace(TRACKED, world=4, ep=2, pp=2, parallelize="experts"),
     replace(TRACKED, world=4, ep=2, parallelize="experts", prefetch=2, reduce_scatter_buffers=2),
     replace(
         TRACKED, world=4, ep=2, parallelize="submodule", prefetch="auto", reduce_scatter_buffers=3
@@ -87,6 +90,19 @@ def test_experts_of_more_ranks_than_experts_are_copied_out_without_a_temporary(r
             if (before.action, after.action) == ("copying", "copied")
         ]
         assert temporary == 2 * 8 * 3 * 256 * 256  # bf16, 8 experts, 3 weights
+
+
+def test_whole_blocks_free_their_gather_buffers_at_once(runs: Runs):
+    """Stock holds the running block, the next one in its buffer, and the running one's buffer."""
+    ours, stock = (runs.get(replace(WHOLE, stock_copy_out=name)) for name in (False, True))
+    assert ours.losses == stock.losses
+    assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in stock.ranks]
+    for mine, torchs in zip(ours.ranks, stock.ranks, strict=True):
+        assert mine.memory is not None
+        assert torchs.memory is not None
+        held, stock_held = (t.peaks()["blocks_unsharded"] for t in (mine.memory, torchs.memory))
+        assert held * 3 == stock_held * 2
+        assert mine.memory.unshards() == torchs.memory.unshards()
 
 
 def test_a_tracked_run_is_bit_identical_and_leaves_files(runs: Runs, capsys, monkeypatch):

@@ -58,6 +58,24 @@ def test_config_is_adapted_once_and_says_so(caplog: pytest.LogCaptureFixture):
         assert sum(said in record.message for record in caplog.records) == 1, said
 
 
+def _onednn_capacity() -> str | None:
+    import os
+
+    no_accelerator.enable()
+    return os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+
+
+def test_onednn_keeps_few_kernels_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With 1,024, one for each number of an expert's tokens, a rank grew with every step."""
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    assert run_ranks(_onednn_capacity, 1, log_folder=tmp_path) == ["16"]
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    no_accelerator.enable()
+    assert _onednn_capacity() == "7"
+
+
 def test_no_other_module_rebinds_names_of_torch_or_titan():
     """As its docstring says; a data set goes into a table, and Inductor has an option for ours."""
     found = set()

@@ -54,7 +54,7 @@ from titan_ext.data.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
-from titan_ext.fsdp import copy_out
+from titan_ext.fsdp import copy_out, prefetch
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.log import MemoryLog
 from titan_ext.fsdp.plan import ShardSizes
@@ -113,9 +113,9 @@ class Run:
     """Sum in an order that does not depend on what else is in a bucket, or in the graph.
 
     gloo (NCCL too) adds the ranks' values in an order that depends on where in the bucket they
-    lie, which shows in the last bit from 3 ranks on; and torch's RMSNorm on CPU in fp32 sends its
-    input three gradients, not one, which are added in another order where a unit begins.
-    HSDP's all-reduce is left alone: over two copies it adds two numbers, which has one order.
+    lie. That shows in the last bit from 3 ranks on. And torch's RMSNorm on CPU in fp32 sends its
+    input three gradients, not one; where a unit begins they are added in another order. HSDP's
+    all-reduce is left alone: over two copies it adds two numbers, which has one order.
     Both sides of a comparison get it, or neither.
     """
     routing: str = "learned"
@@ -138,7 +138,7 @@ class Run:
     expert_shard_dim: int = 0
     """1: FSDP shards routed experts as it does where there are more ranks than experts."""
     stock_copy_out: bool = False
-    """FSDP2's own copy-out of such experts, with its temporary."""
+    """As FSDP2 by itself: such experts in a temporary, buffers freed with the next copy-out."""
     expert_all_gather: str | None = None
     """``parallelism.fsdp_expert_all_gather``; of ours only."""
     expert_reduce_scatter: str | None = None
@@ -438,6 +438,7 @@ def patched(run: Run) -> Iterator[None]:
             stack.enter_context(patch(ShardSizes, "expert_shard_dim", lambda *_: dim))
         if run.stock_copy_out:
             stack.enter_context(patch(copy_out, "copies_out_directly", lambda: False))
+            stack.enter_context(patch(prefetch, "_freeing", lambda *_: set()))
         if run.exact_sums:
             stack.enter_context(
                 patch(DefaultReduceScatter, "__call__", _reduce_scatter_in_rank_order)

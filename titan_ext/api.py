@@ -73,7 +73,7 @@ def build_decoder(
     if parallelism.pipeline_parallel_degree > 1:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; "
-            "build_decoder needs 1: a pipeline is run by Titan's trainer."
+            "build_decoder needs 1: Titan's trainer runs pipelines."
         )
     training = training or TrainingConfig()
     spec = extend_model_spec(spec)

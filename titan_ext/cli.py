@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = (
     "titan_ext: train mixture-of-experts models with TorchTitan in less memory. "
     "CONFIG is the path of a TOML file, the name of a shipped one (moe_debug), or a config "
-    "function of TorchTitan's models (deepseek_v3_16b); titan_ext list shows them. Titan's flags "
+    "function of TorchTitan's models (deepseek_v3_16b). titan_ext list shows them. Titan's flags "
     "(--training.steps 50) go after it and win over the file."
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]

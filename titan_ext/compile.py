@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torch.compile for the pieces that FSDP leaves whole, with activation checkpointing inside.
 
-FSDP's hooks cannot run inside a compiled region: with whole-block units the block is compiled, as
-in stock Titan; with sub-module units each module of a unit is. Both go through Titan's own
+FSDP's hooks cannot run inside a compiled region. With whole-block units we compile the block, as
+stock Titan does; with sub-module units each module of a unit. Both go through Titan's own
 ``apply_compile``, which sets the compiler flags and handles FlexAttention regions.
 
-A checkpoint around a block would then see compiled code instead of matrix multiplications, save
+A checkpoint around a block would see compiled code instead of matrix multiplications. It would save
 nothing, and so turn selective checkpointing into full. So the checkpoint goes *inside* what is
 compiled, where the compiler asks its policy about every operation. It saves its inputs, and a unit
 is a chain: norm -> attention (-> norm). So its main module runs the whole chain as one compiled
@@ -145,7 +145,7 @@ def compile_units(
         float8_arguments = compile_arguments(partitioner, compile_config.backend)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         # A block may be compiled once while its inputs are still in flight (AsyncCollectiveTensor)
-        # and again for plain tensors; times two for models that alternate kinds of attention.
+        # and again for plain tensors. Models that alternate kinds of attention need twice that.
         # From torchtitan/models/gpt_oss/parallelize.py, for every decoder.
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)

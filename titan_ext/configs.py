@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The configuration keys that titan_ext adds to Titan's sections.
 
-They subclass Titan's own dataclasses, so each is an ordinary Titan key: it has a command-line flag,
-Titan prints it with the config, and Titan's code reads the section as always.
+They subclass Titan's own dataclasses, so each is an ordinary Titan key with a command-line flag.
+Titan prints it with the config and reads the section as always.
 """
 
 import os
@@ -44,13 +44,12 @@ class ParallelismConfig(TitanParallelismConfig):
     What one FSDP unit of a transformer block is:
 
     - "block": the whole block, as in stock Titan.
-    - "submodule": attention (with its norm) and MoE or feed-forward (with its norm) are units of
-      their own, so that half a block is unsharded at a time. More, smaller collectives.
+    - "submodule": two units, attention with its norm, and MoE or feed-forward with its norm. Half a
+      block is unsharded at a time. More, smaller collectives.
     - "experts": the routed experts, and all else in the block. As many collectives as "block" when
-      expert_parallel_degree > 1; the experts are gathered only while they run. Not with compile,
-      not in a pipeline.
-    - "auto": "block" without expert parallelism; with it "submodule" if the experts' shards lie on
-      one node or whole on a rank; else the cheapest by a model of the step's time and bytes.
+      expert_parallel_degree > 1; the experts are gathered only while they run. Not with compile.
+    - "auto": "block" without expert parallelism. With it, "submodule" if the experts' shards lie on
+      one node, or whole on a rank. Else the cheapest by a model of the step's time and bytes.
 
     The losses and gradient norms do not depend on it. See docs/fsdp_units.md.
     """
@@ -73,16 +72,16 @@ class ParallelismConfig(TitanParallelismConfig):
         default_factory=dict
     )
     """
-    The same for some units: by kind (embedding, attention, moe, feed_forward, block, head, vision)
-    or by pattern for their names ("layers.0.*", "layers.[0-3].moe"). A pattern beats a kind, a
-    later pattern beats an earlier one, and both beat fsdp_reshard_after_forward.
+    The same for some units: by kind (embedding, attention, moe, feed_forward, experts, block, head,
+    vision) or by pattern for their names ("layers.0.*", "layers.[0-3].moe"). A pattern beats a
+    kind, a later pattern beats an earlier one, and both beat fsdp_reshard_after_forward.
     """
 
     fsdp_prefetch: int | str = "auto"
     """
     How far ahead of the running unit to gather: a number of units (0, 1, 2, ...), or a size
-    ("512MiB"): as many units as fit into it, by their gathered bytes on one rank. "auto": one unit;
-    in backward two from an attention unit.
+    ("512MiB"). A size takes as many units as fit, by their gathered bytes on one rank. "auto": one
+    unit; in backward two from an attention unit.
     """
 
     fsdp_prefetch_backward: int | str | None = None
@@ -92,9 +91,9 @@ class ParallelismConfig(TitanParallelismConfig):
     """
     How many inputs of reduce-scatters may live at the same time. 1 is FSDP2's default: backward
     waits for one reduce-scatter before it starts the next. More let backward go on, for the bytes
-    of a unit's gradients each, and give reduce-scatters a process group of their own, so that they
-    do not wait for all-gathers: on a GPU a second communicator (0.5 to 0.7 GiB with NCCL). "auto":
-    chosen with fsdp_wrap; 1 where gathers stay on a node.
+    of a unit's gradients each. They also give reduce-scatters a process group of their own, so that
+    these do not wait for all-gathers. On a GPU that is a second communicator (0.5 to 0.7 GiB with
+    NCCL). "auto": chosen with fsdp_wrap; 1 where gathers stay on a node.
     """
 
     save_all_to_all: SaveAllToAll = "auto"
@@ -106,6 +105,13 @@ class ParallelismConfig(TitanParallelismConfig):
     - "never": it sends all of them again.
     - "auto": saved if expert_parallel_degree spans nodes; else as in stock Titan, which sends again
       with spmd_backend "spmd_types" in eager mode, and saves otherwise.
+    """
+
+    overlap_shared_experts: bool = True
+    """
+    Run the shared experts of a MoE layer while the outputs of its routed experts travel back to
+    their ranks, in forward and backward. The results stay the same. Only with expert parallelism,
+    and without tensor parallelism and compile, which orders operations by itself.
     """
 
     fsdp_replicate: list[str] = field(default_factory=list)
@@ -133,9 +139,9 @@ class ParallelismConfig(TitanParallelismConfig):
     fsdp_expert_all_gather: Literal["float8"] | None = None
     """
     What FSDP's all-gathers of routed experts send. "float8": e4m3 and a byte of scale for 128
-    values, 0.504 of bfloat16's bytes; the gathered weights are rounded to it, the master weights
-    and checkpoints stay as they are. None: mixed_precision_param. Needs expert_parallel_degree > 1
-    or fsdp_wrap "experts". See docs/fsdp_units.md.
+    values, 0.504 of bfloat16's bytes. That rounds the gathered weights; master weights and
+    checkpoints stay as they are. None: mixed_precision_param. Needs expert_parallel_degree > 1 or
+    fsdp_wrap "experts". See docs/fsdp_units.md.
     """
 
     fsdp_expert_reduce_scatter: Literal["bfloat16"] | None = None
@@ -167,7 +173,7 @@ class DebugConfig(TitanDebugConfig):
     Record every collective of every rank outside its process before it is issued, and compare the
     ranks. Reports on a hang, an abort or a silent mismatch name the ranks, the position in the
     order and the units. Also checks gradients for NaN and infinity before a rank reduces them.
-    Costs time at every operation. See docs/hangs_and_faults.md.
+    Costs some 50 microseconds a collective. See docs/hangs_and_faults.md.
     """
 
 
@@ -196,13 +202,6 @@ def check_parallelism(
         raise ValueError(
             'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
             'gather the experts inside a compiled block; expected "submodule" or "block".'
-        )
-    if settings.wrap == "experts" and parallelism.pipeline_parallel_degree > 1:
-        raise ValueError(
-            'parallelism.fsdp_wrap = "experts" needs parallelism.pipeline_parallel_degree = 1: '
-            "where a microbatch finds the experts still gathered, selective checkpointing sees "
-            "other operations in the recompute than in the forward; expected "
-            '"submodule" or "block".'
         )
     if settings.replicate:
         _check_replicate(parallelism, compiled)
@@ -271,9 +270,8 @@ def _check_replicate(parallelism: TitanParallelismConfig, compiled: bool) -> Non
     if backend == "spmd_types" and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"{REPLICATE} needs parallelism.context_parallel_degree = 1 with spmd_backend "
-            '= "spmd_types": torch puts parameters sharded over two axes on another mesh than '
-            "replicated ones, and TorchTitan's gradient norm takes one mesh only. Use "
-            '"partial_dtensor".'
+            '= "spmd_types": torch would put sharded and replicated parameters on two meshes, and '
+            'TorchTitan\'s gradient norm takes one mesh only. Use "partial_dtensor".'
         )
 
 
@@ -289,7 +287,7 @@ def _check_experts_are_sharded(key: str, wrap: str, parallelism: TitanParallelis
     if ranks is not None and ranks <= 1:
         raise ValueError(
             f"{key} needs experts that FSDP shards: with parallelism.expert_parallel_degree = {ep} "
-            "each rank holds its experts whole and gathers nothing; expected fewer, or no such key."
+            "each rank holds its experts whole. Expected a smaller degree, or no such key."
         )
 
 

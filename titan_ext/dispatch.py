@@ -11,7 +11,11 @@ backends and under torch.compile.
 ``use_functional_all_to_all`` puts the class into the model config, as Titan's override mechanism
 would; it patches no Titan code.
 
-Saved exchanges cost memory, repeated ones time: ``saves_all_to_all`` decides.
+Saving what the exchanges deliver costs memory, repeating them costs time: ``saves_all_to_all``
+decides.
+
+The exchange that returns the experts' outputs has two halves. ``overlap_shared_experts`` lets a
+layer's shared experts run between them, in forward and, in reverse, in backward.
 """
 
 import contextlib
@@ -21,19 +25,29 @@ from typing import Any, Literal, cast
 
 import spmd_types as spmd
 import torch
-from torch.distributed._functional_collectives import all_to_all_single
+import torch.nn as nn
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_to_all_single,
+    wait_tensor,
+)
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.override import derive
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllDispatchMetadata,
+    AllToAllTokenDispatcher,
+)
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 SaveAllToAll = Literal["auto", "always", "never"]
 
-# Shape suffixes, as in torchtitan/models/common/moe.py: N = routed tokens of this rank (tokens x
-# top-k), R = routed tokens received by this rank's experts, D = model dimension, E = experts,
-# EP = ranks of the expert axis, e = experts of one rank.
+# Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
+# top-k), R = routed tokens received by this rank's experts, D = model dimension. T = tokens, E =
+# experts, EP = ranks of the expert axis, e = experts of one rank.
 
 
 class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
@@ -42,6 +56,23 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
         pass
+
+    shared_experts: "_SharedExperts | None" = None
+    """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
+    _layer_tokens: torch.Tensor | None = None
+
+    def combine(
+        self,
+        routed_output_RD: torch.Tensor,
+        metadata: AllToAllDispatchMetadata,
+        x_TD: torch.Tensor,
+    ) -> torch.Tensor:
+        """As Titan's: outputs of experts ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
+        self._layer_tokens = x_TD
+        try:
+            return super().combine(routed_output_RD, metadata, x_TD)
+        finally:
+            self._layer_tokens = None
 
     # Each exchange issues its collective itself: reports on hangs name the function that does.
 
@@ -73,11 +104,113 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         self, routed_output_RD: torch.Tensor, pg, input_splits: list[int], output_splits: list[int]
     ) -> torch.Tensor:
         """Send the experts' outputs back: ``(R, D)``, rank-major -> ``(N, D)``."""
+        if spmd.is_type_checking():  # not in a recompute, which must do as the forward did
+            self.shared_experts = None
+        if self.shared_experts is not None:
+            assert self._layer_tokens is not None, "set while combine() runs"
+            exchange = _Exchange(self._ep_mesh, output_splits, input_splits)
+            sent_RD = _Start.apply(routed_output_RD, exchange)
+            self.shared_experts.run_ahead(self._layer_tokens)
+            return _Finish.apply(sent_RD, exchange)
         with _unchecked(routed_output_RD, pg):
             received_ND = all_to_all_single(
                 routed_output_RD, input_splits, output_splits, self._ep_mesh
             )
         return _typed_like(routed_output_RD, received_ND)
+
+
+class _Exchange:
+    """An all-to-all of rows in two halves, ``start`` and ``wait_tensor``."""
+
+    def __init__(self, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> None:
+        self._mesh = mesh
+        self._sends, self._receives = sends, receives
+        self.arriving: torch.Tensor | None = None
+
+    def start(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """What will have arrived after ``wait_tensor``. ``back``: to where rows came from."""
+        sends, receives = self._sends, self._receives
+        if back:
+            sends, receives = receives, sends
+        received = all_to_all_single(rows.contiguous(), receives, sends, self._mesh)
+        return received.elem if isinstance(received, AsyncCollectiveTensor) else received
+
+
+class _Start(torch.autograd.Function):
+    """Starts an exchange, returns what it sends. Backward waits for what ``_Finish`` started."""
+
+    @staticmethod
+    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+        exchange.arriving = exchange.start(sent_RD)
+        return sent_RD.view_as(sent_RD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return wait_tensor(grad_RD), None
+
+
+class _Finish(torch.autograd.Function):
+    """Waits for an exchange. Its backward starts that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        arriving_ND, exchange.arriving = exchange.arriving, None
+        assert arriving_ND is not None, "_Start has run"
+        return wait_tensor(arriving_ND)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.exchange.start(grad_ND, back=True), None
+
+
+class _SharedExperts:
+    """The shared experts of a MoE layer, which may run before the layer calls them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._forward = module, module.forward
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None
+        # On the instance, as Titan's own Module.parallelize does.
+        module.forward = self._take_or_run
+
+    def run_ahead(self, tokens_TD: torch.Tensor) -> None:
+        """Run them on the layer's tokens and keep the result for the layer's call."""
+        self._ahead = None
+        if not isinstance(self._module, FSDPModule):  # whose hooks expect one forward
+            self._ahead = tokens_TD, self._module(tokens_TD)
+
+    def _take_or_run(self, x: torch.Tensor) -> torch.Tensor:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or _storage_of(ahead[0]) != _storage_of(x):
+            return self._forward(x)
+        return ahead[1].view_as(x)
+
+
+def _storage_of(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def overlap_shared_experts(model: nn.Module) -> int:
+    """Let shared experts run while the outputs of routed ones travel back to their ranks.
+
+    Results are the same, bit for bit: nothing is added up in another order.
+
+    Args:
+        model: After expert parallelism. Layers with a forward or a dispatcher of their own stay as
+            they are.
+
+    Returns:
+        How many layers do.
+    """
+    layers = 0
+    for layer in model.modules():
+        if not isinstance(layer, MoE) or type(layer).forward is not MoE.forward:
+            continue
+        dispatcher = layer.routed_experts.token_dispatcher
+        if isinstance(dispatcher, FunctionalAllToAllTokenDispatcher) and layer.shared_experts:
+            dispatcher.shared_experts = _SharedExperts(layer.shared_experts)
+            layers += 1
+    return layers
 
 
 def _unchecked(sent: torch.Tensor, pg) -> contextlib.AbstractContextManager[None]:
@@ -98,7 +231,7 @@ def _typed_like(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
 def use_functional_all_to_all(spec: ModelSpec) -> int:
     """Swap Titan's all-to-all dispatcher for ours in the model config of ``spec``, in place.
 
-    Only the exact stock class is swapped: DeepEP, HybridEP, the padded torchao dispatcher and a
+    It swaps the exact stock class only. DeepEP, HybridEP, the padded torchao dispatcher and a
     user's own subclass stay as they are.
 
     Returns:

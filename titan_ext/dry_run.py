@@ -41,7 +41,7 @@ from titan_ext.trainer import Trainer
 __all__ = ["DryRun", "dry_run"]
 
 _AT_ONCE = 128
-"""Parameters that clipping and the optimizer get at a time: a list of DTensors costs its square.
+"""Parameters a call of clipping and optimizer: torch's time grows with the square of the list.
 
 A foreach optimizer gets all, since it makes temporaries for all."""
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Exports to Hugging Face safetensors: supports HSDP, and tries the export before training.
 
-The adapters of TorchTitan 0.3 split stacked experts along the shard axes of their mesh and fail on
-an axis that replicates ("'Replicate' object has no attribute 'dim'"). ``for_replicated_weights``
-hands them each weight without its replicating axes, and gives the result the model's layout. LoRA
-weights, which no Hugging Face model has, are skipped, so that base weights load under them;
+The adapters of TorchTitan 0.3 split stacked experts along the shard axes of their mesh. They fail
+on an axis that replicates ("'Replicate' object has no attribute 'dim'"). ``for_replicated_weights``
+hands them each weight without its replicating axes, and gives the result the model's layout. It
+skips LoRA weights, which no Hugging Face model has, so that base weights load under them;
 ``titan_ext.peft`` exports them.
 
-Titan converts after the last step. A name that its adapter does not know, or a layout that it
-cannot split into experts, ends a run of weeks without the export; a weight that the adapter skips
-is silently missing. ``HuggingFaceExport`` tries the same conversions first.
+Titan converts after the last step. If its adapter does not know a name, or cannot split a layout
+into experts, a run of weeks ends without the export. A weight that the adapter skips is silently
+missing. ``HuggingFaceExport`` tries the same conversions first.
 """
 
 import contextlib

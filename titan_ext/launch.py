@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchrun for one machine, with an end in good order at Ctrl-C.
+"""torchrun for one machine, with an orderly end at Ctrl-C.
 
 ``python -m titan_ext.launch`` takes torchrun's arguments. torchrun itself passes a signal on to its
 workers and then fails, with a traceback and exit code 1, however well they end. This one asks the
 workers, which finish their step and save (``guards.stop``), and torchrun ends as they do: with 0. A
 second signal, or one before training begins, kills all of them.
 
-torchrun's own traceback, which says only that a worker failed, is left out. The last lines are the
+It leaves out torchrun's own traceback, which says only that a worker failed. The last lines are the
 message of the rank that failed first.
 """
 
@@ -87,7 +87,7 @@ def _take_terminal() -> int:
     if not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
         return 0
     had = os.getpgrp()
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # for who is in the background and takes it
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # stops a background process that takes it
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the shell would not see that we stopped
     if had != os.getpid():
         os.setpgid(0, 0)

@@ -12,6 +12,8 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model import BaseModel
 
+from titan_ext.names import and_more
+
 _ADAPTABLE = (dense_param_placement(tp=spmd.S(0)), dense_param_placement(tp=spmd.S(1)))
 
 
@@ -65,9 +67,8 @@ def check_lora_targets(model: BaseModel.Config, config: Any) -> None:
     others = sorted({name.rsplit(".", 1)[-1] for name, can in linears.items() if can})
     expected = f"expected some of {', '.join(others)}" if others else "expected other names"
     raise ValueError(
-        f"torchtitan.components.lora.LoRAConverter: {refused[0]} cannot have an adapter (nor can "
-        f"{len(refused) - 1} more linears), because tensor parallelism does not split it; "
-        f"target_modules: {expected}."
+        "torchtitan.components.lora.LoRAConverter adapts only linears that tensor parallelism "
+        f"splits, and not {and_more(refused, 1)}; target_modules: {expected}."
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Mistakes of users: all of them at once, and no traceback.
 
-A mistake is a ValueError that titan_ext or Titan raises on purpose. torchrun ends with the message
-in the error file of the rank that failed first; so the file gets the message alone.
+A mistake is a ValueError that titan_ext or Titan raises on purpose. torchrun's last lines are the
+error file of the rank that failed first, so that file gets the message alone.
 """
 
 import contextlib

@@ -104,7 +104,7 @@ def format_bytes(nbytes: int) -> str:
 
 _warned: set[str] = set()
 _NOISE = (
-    # Warns of a default. Whoever loads weights sets the path.
+    # Warns of a default. A run that loads weights sets the path anyway.
     ("__post_init__", "initial_load_model_only=True has no effect"),
     # guards.run_checks refuses a tokenizer that is missing; that of the corpus is made first.
     ("_validate_config", "HF assets path "),

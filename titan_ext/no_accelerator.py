@@ -16,18 +16,20 @@ the same two in the modules ``_HOLDERS_OF_A_COPY`` copied them at import
 =================================================  ===============================================
 
 No other module of titan_ext rebinds a name of torch's or Titan's. Elsewhere titan_ext sets only
-attributes of single objects: ``fsdp.memory.tracker`` replaces the two collectives of each FSDP
-parameter group while it measures, ``guards.stop`` sets the checkpointer's interval.
+attributes of single objects. ``fsdp`` gives FSDP parameter groups collectives and a copy-out of
+ours. ``guards.stop`` sets the checkpointer's interval, and ``dry_run`` tells pipeline stages their
+shapes.
 
 Other differences need no patch:
 
-- DTensor's random numbers do not support CPUs: every rank would draw the same values for its shard,
-    and expert-parallel ranks would start with the same experts. ``layout_independent_init`` fixes
-    that.
+- DTensor's random numbers do not support CPUs: every rank would draw the same values for its shard.
+    Expert-parallel ranks would start with the same experts. ``layout_independent_init`` fixes that.
 - FlexAttention has no CPU backward: the model config gets ``ScaledDotProductAttention`` instead.
 - CUDA graphs are switched off in the config.
 - gloo has no PREMUL_SUM: FSDP is told to use SUM (``reduce_without_premul_sum``).
 - gloo has no all-to-all of uneven lists: ``titan_ext.dispatch`` uses another.
+- oneDNN keeps 1,024 kernels, one for each shape of a GEMM. Experts get another number of tokens in
+    each step, and a process would grow by 50 to 100 MiB a step. An environment variable says 16.
 """
 
 import contextlib
@@ -93,6 +95,7 @@ def enable() -> bool:
         return True
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # read by the first GEMM
     device_module = CPUDeviceModule()
     titan_utils.get_peak_flops = lambda device_name: float("nan")
     dist_utils.init_distributed = _with_one_backend(dist_utils.init_distributed)
@@ -128,9 +131,9 @@ def as_with_an_accelerator() -> Iterator[None]:
 def adapt_config(config: Trainer.Config) -> None:
     """Replace, in place, what a CPU cannot do in a config, and log each change once.
 
-    FlexAttention and varlen attention become ScaledDotProductAttention (CausalAttention where a
-    model needs more), which is causal over the packed documents of a sequence: it attends across
-    their borders. CUDA graphs are switched off, and asynchronous saves do not pin memory. Nothing
+    FlexAttention and varlen attention become ScaledDotProductAttention, or CausalAttention where a
+    model needs more. These are causal over the packed documents of a sequence: they attend across
+    documents. CUDA graphs are switched off, and asynchronous saves do not pin memory. Nothing
     changes where an accelerator exists, and nothing the second time.
     """
     if not needed() or not _adapts:
@@ -177,9 +180,8 @@ class CausalAttention(ScaledDotProductAttention):
     """Causal attention in plain torch operations, where a model needs more than SDPA gives.
 
     gpt_oss rescales its attention output by learned sinks, for which it needs the log-sum-exp of
-    the scores and its gradient, and half of its layers see a sliding window only. SDPA runs on a
-    CPU and would leave both out silently. Memory is quadratic in the sequence: B x N x L x L
-    scores.
+    the scores and its gradient. Half of its layers see a sliding window only. SDPA runs on a CPU
+    and would leave both out silently. Memory is quadratic in the sequence: B x N x L x L scores.
 
     Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
     """

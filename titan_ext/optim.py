@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Titan's optimizers, with parameter groups that do not depend on how the model is wrapped.
 
-Titan matches the patterns of ``optimizer.param_groups`` on the ranks and on raw names, to which
-activation checkpointing adds a segment (``layers.0._checkpoint_wrapped_module.attention...``)
-unless the checkpoint is inside compiled code. Here names have no such segments, as in checkpoints.
-A pattern must match in the model, not in every pipeline stage, and is checked on the meta device
-before anything starts, as are the optimizers' keys: torch ignores a misspelt ``weight_decay``.
+Titan matches the patterns of ``optimizer.param_groups`` on the ranks, and on raw names. Activation
+checkpointing adds a segment to those (``layers.0._checkpoint_wrapped_module.attention...``), unless
+the checkpoint is inside compiled code. Here names have no such segments, as in checkpoints. A
+pattern must match in the model, not in every pipeline stage. ``check_param_groups`` checks patterns
+on the meta device before anything starts. It also checks the optimizers' keys, for torch ignores a
+misspelt ``weight_decay``.
 
 Muon orthogonalises whole matrices, and a rank holds a part of each. DistMuon needs to know, by
 parameter, where to compute the whole, on mesh axes by name; those differ between SPMD backends and
@@ -164,8 +165,8 @@ def check_param_groups(
 ) -> None:
     """Raise ValueError for a wrong key of ``optimizer.param_groups``, or what DistMuon cannot take.
 
-    Wrong is a pattern that is no regular expression or takes no parameter of the model, a parameter
-    that no group takes, an unknown optimizer, or a key that the optimizer does not have.
+    A pattern is wrong if it is no regular expression or takes no parameter of the model. Every
+    trainable parameter must be in a group, and every optimizer and its keys must exist.
     """
     for index, group in enumerate(config.param_groups):
         _check_group(f"optimizer.param_groups.{index}", group)

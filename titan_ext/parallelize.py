@@ -14,7 +14,7 @@ from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
 from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_to_all
 from titan_ext.compile import apply_activation_checkpointing, compile_units, compiles_model
 from titan_ext.configs import check_parallelism
-from titan_ext.dispatch import log_all_to_all, saves_all_to_all
+from titan_ext.dispatch import log_all_to_all, overlap_shared_experts, saves_all_to_all
 from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
@@ -62,6 +62,9 @@ def parallelize(
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
     saves = saves_all_to_all(parallelism, parallel_dims.ep, compiled=compiled)
+    overlaps = getattr(parallelism, "overlap_shared_experts", True) and (
+        parallel_dims.ep_enabled and not (parallel_dims.tp_enabled or compiled)
+    )
     settings = choose(
         model,
         FSDPSettings.from_config(parallelism, training, ignored),
@@ -71,12 +74,16 @@ def parallelize(
         ac_config=ac_config,
         compiled=compiled,
         exchanges_again=not saves,
+        overlaps_shared=overlaps,
     )
     units = plan_units(model, settings.resolved_wrap)
 
     # 1. Shard over the model-parallel axes: TP, EP, CP.
     with keep_frozen(model):
         _shard_model_axes(model, parallel_dims)
+
+    if overlaps:
+        overlap_shared_experts(model)
 
     # 2. Float8 and the other quantized linears: nothing to do. Titan's converters put them into
     #    the model config, and the model was built with them.

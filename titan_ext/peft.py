@@ -51,8 +51,8 @@ def export_adapters(
         The folder.
 
     Raises:
-        ValueError: if there is no such checkpoint, if its adapters are not those of ``config``, or
-            if TorchTitan has no Hugging Face name for a linear with an adapter.
+        ValueError: if there is no such checkpoint, or its adapters are not those of ``config``.
+            Also if TorchTitan has no Hugging Face name for a linear with an adapter.
     """
     spec = config.model_spec
     assert spec is not None

@@ -2,8 +2,8 @@
 """What a run's folder says about the run: its config, where it comes from, what it gained.
 
 Rank 0 writes ``config.toml``, which starts the same run again, and ``run.json``, with one entry for
-each start. At the end the log and that entry get what titan_ext saved, beside what stock TorchTitan
-would have needed: computed from FSDP's plan and from what was counted, without a second run.
+each start. At the end the log and that entry say what titan_ext saved, beside what stock TorchTitan
+would have needed. Both come from FSDP's plan and from what was counted, without a second run.
 Nothing here can fail a run.
 """
 
@@ -211,6 +211,7 @@ def with_whole_blocks(
             unit,
             forward_prefetch=ahead[unit.name].forward if unit.name in ahead else (),
             backward_prefetch=ahead[unit.name].backward if unit.name in ahead else (),
+            frees_buffer=False,
         )
         for unit in merged
     ]

@@ -30,10 +30,10 @@ _SPMD_TYPES_ONLY = ("muse_glimmer",)
 def extend_model_spec(spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with titan_ext's parallelize function and expert dispatcher.
 
-    The model, the pipelining function and the post-optimizer hook (expert load balancing) stay
-    Titan's, and so do checkpoints; its Hugging Face adapter is extended for HSDP and LoRA. The
-    model config of ``spec`` is shared with the result and its dispatchers are swapped in place, so
-    give it a fresh spec, as Titan's ``model_registry`` functions return.
+    Model, pipelining function, post-optimizer hook (expert load balancing) and checkpoints stay
+    Titan's. The Hugging Face adapter also learns HSDP and LoRA. The result shares the model config
+    of ``spec``, whose dispatchers are swapped in place. So give it a fresh spec, as Titan's
+    ``model_registry`` functions return.
 
     A model with LoRA adapters gets no load balancing. Balancing would keep changing the routers'
     bias, which belongs to the frozen base, and exported adapters would not fit that base.

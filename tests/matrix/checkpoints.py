@@ -1,8 +1,8 @@
 """The table of checkpoints: saved in one layout, loaded in another; exported from each.
 
 After loading, every tensor of model and optimizer must equal the saved one: each routed expert by
-its name, each as a whole tensor. Then a step on the same global batch must give the loss that the
-saved run went on with: to the bit where the arithmetic is the same, closely elsewhere. An export to
+its name, each as a whole tensor. Then a step on the same global batch must give the loss with which
+the saved run went on. It must do so to the bit where the arithmetic is the same. An export to
 safetensors must equal stock TorchTitan's and come back.
 """
 

@@ -1,7 +1,7 @@
 """The layouts of the matrix, in groups: which models, axes and settings are tried together.
 
-Pairs rather than products: each axis with the others that it meets in the code, each SPMD backend
-and each kind of unit with every axis. ``rows`` makes the table of them.
+Pairs rather than products: each axis with the others that it meets in the code. Each SPMD backend
+and each kind of unit meets every axis. ``rows`` makes the table of them.
 """
 
 from dataclasses import replace
@@ -288,6 +288,9 @@ _EXPERTS: list[dict[str, Any]] = [
     {"world": 2, "ep": 2, "tp": 2},
     {"world": 2, "ep": 2, "tp": 2, "backend": "partial_dtensor"},
     {"world": 4, "ep": 2, "dp_replicate": 2, **_TUNED},
+    {"world": 4, "ep": 2, "pp": 2, "layers": 4},
+    {"world": 4, "ep": 2, "pp": 2, "layers": 4, "backend": "partial_dtensor", "reshard": "always"},
+    {"world": 4, "ep": 2, "pp": 2, "layers": 4, "ac": "fp8"},
     {"world": 2, "ep": 2, "accumulate": 2},
     {"world": 2, "ep": 2, "reshard": "never"},
     {"world": 2, "ep": 2, "cpu_offload": True},

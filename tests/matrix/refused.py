@@ -1,7 +1,7 @@
 """Layouts that do not run, as data: who refuses them, in which words, and what stock Titan does.
 
-A layout that leaves ``ROWS`` comes here with its reproduction, so that a release that lifts the
-limit turns a test red and the layout can move back.
+A layout that leaves ``ROWS`` comes here with its reproduction. When a release lifts the limit, a
+test turns red and the layout can move back.
 """
 
 from dataclasses import dataclass, replace

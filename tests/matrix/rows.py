@@ -1,7 +1,7 @@
 """The table: every layout in which a run of ours must equal stock TorchTitan's, bit for bit.
 
-A row is one of our runs; its reference is the same run with Titan's own parallelize function, and
-rows that differ in nothing else share it. New features add ``layouts``, not code. What is lossy,
+A row is one of our runs; its reference is the same run with Titan's own parallelize function. Rows
+that differ in nothing else share it. New features add ``layouts``, not code. What is lossy,
 and so equals no stock run, has our own run with whole-block units as its reference: the units
 change nothing there either. Layouts that do not run at all are in ``tests.matrix.refused``.
 """

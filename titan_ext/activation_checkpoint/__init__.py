@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Activation checkpointing that can keep an activation in float8.
 
-``policy`` is the configuration and the entry point, ``op_policies`` decides for each operation,
-``blocks`` checkpoints one block, ``discards`` proves that nothing reads what is discarded,
-``no_recompute`` is a block that recomputes nothing, ``memory_report`` counts bytes. ``compiled``
-does the same under torch.compile, inside of what ``titan_ext.compile`` compiles.
+``policy`` is the configuration and the entry point. ``op_policies`` decides for each operation.
+``blocks`` checkpoints one block; ``no_recompute`` is a block that recomputes nothing. ``discards``
+proves that nothing reads what is discarded, and ``memory_report`` counts bytes. ``early_scores``
+changes Titan's experts so that more can be discarded. ``compiled`` does the same under
+torch.compile, inside of what ``titan_ext.compile`` compiles.
 """
 
 from titan_ext.activation_checkpoint.memory_report import (

@@ -2,9 +2,9 @@
 """One block under checkpointing, in eager mode: ask for each operation's policy, store outputs.
 
 The checkpoint and its selective contexts are torch's own. We add two things. The policy that they
-ask reads our rules. And saved-tensor hooks around the call receive the inputs of the block and
-every output that the policy saves, and store them in the form that the policy names. All state
-belongs to one call: a pipeline runs several forwards before the first backward.
+ask reads our rules. Saved-tensor hooks around the call receive the inputs of the block and every
+output that the policy saves. They store them in the form that the policy names. All state belongs
+to one call: a pipeline runs several forwards before the first backward.
 """
 
 from collections.abc import Callable, Iterable
@@ -303,12 +303,11 @@ class _Call:
         rules = [rule for rule in self._plan.user_rules if rule.policy is OpPolicy.DISCARD]
         if any(rule.matches(location, name) for rule in rules):
             raise ValueError(
-                f"activation_checkpoint.op_policies: {location} of {name} cannot be "
-                f"discarded: it is read by {entry.reader}. Expected save, save_float8 or "
-                "recompute."
+                f"activation_checkpoint.op_policies: {location} of {name} cannot be discarded: "
+                f"{entry.reader} reads it. Expected save, save_float8 or recompute."
             )
         self._owner.refused_discards.add(location)
-        logger.info(f"{name}: {location} is not discarded: it is read by {entry.reader}.")
+        logger.info(f"{name}: {location} is not discarded: {entry.reader} reads it.")
 
 
 def restore(entry: Any) -> torch.Tensor:
@@ -322,4 +321,4 @@ def restore(entry: Any) -> torch.Tensor:
 def _reason(location: OpLocation) -> str:
     if location.op == "aten.topk":
         return "routing"
-    return "attention" if "attention" in location.module.split(".") else "as asked"
+    return "attention" if "attention" in location.module.split(".") else "by policy"

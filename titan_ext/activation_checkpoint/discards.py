@@ -6,8 +6,8 @@ feed-forward, which is only added to something. Each forward keeps the output un
 decides anew. It discards the output only if all of this holds:
 
 1. No dispatched operation on its values, or on anything computed from them, has a derivative that
-    reads an operand (additions, copies, views and exchanges do not). Values are followed by
-    storage, through ``detach`` too.
+    reads an operand. (Those of additions, copies, views and exchanges do not.) The tracker follows
+    values by storage, through ``detach`` too.
 2. No custom ``torch.autograd.Function`` ran after it in the block: it may save anything, and its
     kernels may bypass dispatch. Every autograd node has a sequence number, so each later number
     must belong to one of torch's own nodes, found from the block's outputs.
@@ -16,8 +16,8 @@ decides anew. It discards the output only if all of this holds:
    list, as storages' reference counts show.
 
 Else that forward keeps the output and reports the reason. The proof may refuse a sound discard. It
-cannot see code of the block that reads a discarded output by its address, outside autograd and
-outside any custom Function (``Tensor.numpy``, a raw kernel under ``no_grad``).
+cannot see code that reads a discarded output by its address, outside autograd and outside any
+custom Function. Examples are ``Tensor.numpy`` and a raw kernel under ``no_grad``.
 """
 
 import functools
@@ -55,6 +55,7 @@ _READ_NO_VALUES = frozenset(
 # dispatched and so judged by name (torch.library's).
 _HARMLESS_FUNCTIONS = (
     "spmd_types.",
+    "titan_ext.dispatch.",
     "torch._library.autograd",
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.tensor._api",
@@ -105,9 +106,8 @@ class Discarded(StoredEntry):
         self.treatment = f"exact: read by {self.reader}"
         if self._value is not None and self._value._version != self._version:
             raise RuntimeError(
-                f"{self.name} cannot be discarded: it is read by {self.reader}, and it has "
-                "been modified in place since. Give it another policy, for example "
-                '"recompute".'
+                f"{self.name} cannot be discarded: {self.reader} reads it, and it has been "
+                'modified in place since. Give it another policy, for example "recompute".'
             )
 
     def restore(self) -> torch.Tensor:
@@ -226,7 +226,7 @@ class _Nodes:
     """The autograd nodes since number ``first``.
 
     ``found`` are the nodes that lead to the block's outputs, and those directly before them, by
-    number; ``of_ops`` are the numbers of other nodes that belong to dispatched operations.
+    number. ``of_ops`` are the numbers of other nodes, which belong to dispatched operations.
     """
 
     def __init__(self, first: int, outputs: Any, of_ops: set[int]) -> None:

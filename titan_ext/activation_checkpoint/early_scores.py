@@ -86,9 +86,9 @@ class EarlyScoreRoutedExperts(RoutedExperts):
 def use_early_scores(spec: ModelSpec, parallelism: ParallelismConfig) -> None:
     """Swap the routed experts in the model config of ``spec``, in place. Twice is harmless.
 
-    Raises ValueError for a model without Titan's routed experts or with experts of its own; and
-    under expert parallelism, where the exchange behind the last GEMM is kept in its place, or
-    tensor parallelism, where a rank has only a part of its output.
+    Raises ValueError for a model without Titan's routed experts, or with experts of its own. Also
+    under expert parallelism, which needs no early scores: checkpointing keeps the exchange behind
+    the last GEMM in its place. Also under tensor parallelism, which splits the output.
     """
     for degree in ("expert_parallel_degree", "tensor_parallel_degree"):
         if getattr(parallelism, degree) > 1:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What activation checkpointing keeps for backward, counted while it runs.
 
-Eager code is counted by block, in each block's first forward. A compiled graph serves every block
-of its kind, so compiled code is counted by graph; where it does not know how many tokens a rank's
-experts get, the bytes are per token.
+It counts eager code by block, in each block's first forward. A compiled graph serves every block of
+its kind, so it counts compiled code by graph. A graph may not know how many tokens a rank's experts
+get; those bytes are per token.
 """
 
 import json

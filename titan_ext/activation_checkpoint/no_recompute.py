@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Mode "no_recompute": what autograd saves in a block goes through the store.
 
-Some fp32 tensors are copies of bf16 values, and we keep them as bf16, without loss: Titan
-multiplies the routed experts' outputs by their scores in fp32, and autograd saves the fp32 copy. A
-dispatch mode notes such copies during the forward; it compares no values.
+Some fp32 tensors are copies of bf16 values, and we keep them as bf16, without loss. For example,
+Titan multiplies the routed experts' outputs by their scores in fp32, and autograd saves the fp32
+copy. A dispatch mode notes such copies during the forward; it compares no values.
 
 A copy may have changed unnoticed: a kernel that writes to its address leaves no trace. So we trust
 a copy only if one function of Titan's or ours makes it and has it saved, with no other module in
-between; then no user code has run on it. All other copies stay in fp32.
+between. Then no user code has run on it. All other copies stay in fp32.
 """
 
 import sys
@@ -76,7 +76,7 @@ class NoRecomputeBlock(ActivationWrapper):
             module = self._locator.module
             reason = self._is_exact(module)
             if reason is None and exact_storages.intersection(storage_ids(x)):
-                reason = "kept by another"
+                reason = "shares storage with an exact tensor"
             if reason is None and values.is_statistic(x):
                 reason = STATISTIC
             name = module or "(block)"
@@ -107,7 +107,7 @@ def why_exact(config: "FP8AC.Config", rules: Sequence[Rule], block: str, module:
         return "exempt"
     for rule in rules:
         if rule.matches_module(module, block):
-            return "as asked" if rule.policy is OpPolicy.SAVE else None
+            return "by op_policies" if rule.policy is OpPolicy.SAVE else None
     parts = module.split(".")
     if "inner_attention" in parts and config.attention != "save_float8":
         return "attention"

@@ -370,8 +370,8 @@ def _preset_rules(
 ) -> tuple[Rule, ...]:
     if preset == "stock":
         return ()
-    # Backward does not read these results: they are only added. The routed experts' is read by the
-    # gradient of the routing scores, unless the exchange behind it is saved.
+    # Backward does not read these results: they are only added. The gradient of the routing scores
+    # reads that of the routed experts, unless the exchange behind it is saved.
     rules = _for_modules(OpPolicy.DISCARD, "moe.shared_experts.w2", "feed_forward.w2")
     last_gemm = {"module": _EXPERTS, "op": "aten.*grouped_mm*", "operand": "w2*"}
     if (saves_all_to_all and _has_exchange(block)) or _scores_come_first(block):
@@ -380,7 +380,7 @@ def _preset_rules(
     if preset == "attention":
         return (*rules, *_for_modules(OpPolicy.RECOMPUTE, "attention", "attn"))
     if attention is OpPolicy.SAVE:
-        # Exact q, k and v in the recompute: exact projections, of a low rank where there is one.
+        # Exact projections make q, k and v exact in the recompute; low-rank ones where there are.
         exact = ("attention.wkv_a", "attention.wq_a", "attention.wq", "attention.qkv_linear")
         rules += _for_modules(OpPolicy.SAVE, *exact)
         rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
@@ -390,7 +390,7 @@ def _preset_rules(
         rules += _for_modules(OpPolicy.RECOMPUTE, *low_rank)
         rules.append(Rule(OpPolicy.RECOMPUTE, **last_gemm))
         if attention is OpPolicy.SAVE:
-            # From exact q, k and v they come out exact, and stock's bytes do not hold them.
+            # Exact q, k and v recompute them exactly; saved, they would exceed stock's bytes.
             rules += _for_modules(OpPolicy.RECOMPUTE, "attention.inner_attention", "attention.wo")
     return tuple(rules)
 

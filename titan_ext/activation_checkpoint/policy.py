@@ -69,9 +69,9 @@ class FP8AC(ActivationCheckpointing):
 
         preset: Preset = "memory"
         """
-        With mode "selective": "memory" (what stock selective saves, in float8), "speed" (few FLOPs
-        recomputed at about stock's bytes), "attention" (recompute attention only) or "stock" (what
-        stock selective saves, exactly: for ``op_policies`` to start from).
+        With mode "selective". "memory": what stock selective saves, in float8. "speed": few FLOPs
+        recomputed, at about stock's bytes. "attention": recompute attention only. "stock": what
+        stock selective saves, exactly, for ``op_policies`` to start from.
         """
 
         op_policies: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A text corpus that every machine with Python has: the source of its standard library.
 
-It is real text, so a small model can learn from it; it needs no download; and it is the same for
+It is real text, so a small model can learn from it, and it needs no download. It is the same for
 everyone with the same Python version. About 10 MB become a Hugging Face data set and a byte-level
 BPE tokenizer of 2,048 tokens, the vocabulary of Titan's debug models. Both lie under ``.data/`` of
 the checkout, or in the user's cache folder where titan_ext is installed. A row is some 50 lines of
@@ -66,7 +66,7 @@ def register_stdlib_corpus() -> None:
 def make_corpus(folder: Path | None = None) -> Path:
     """Write the data set and the tokenizer under ``folder`` unless they are there; return it.
 
-    Every rank of a job may call it at once: each writes into its own folder, and the first one to
+    Every rank of a job may call it at once: each writes into its own folder. The first one to
     finish moves it into place. It has ``dataset/``, ``tokenizer/`` and ``manifest.json`` (counts
     and a SHA-256 of the text and of the tokenizer).
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Finds where the ranks' collectives differ, and who waits for whom.
 
-All ranks of a process group must issue its collectives in the same order; the order between groups
-may differ (as it does between pipeline stages). So we compare group by group: position 57 of a
+All ranks of a process group must issue its collectives in the same order. The order between groups
+may differ, as it does between pipeline stages. So we compare group by group: position 57 of a
 group must be the same collective on all its ranks. Point-to-point operations pair up by sender and
 receiver: the recorder gives each pair its own group.
 """

@@ -2,11 +2,11 @@
 """A small process that outlives the ranks and reports which of them differ, wait or died.
 
 Local rank 0 of each machine starts one (``start``), which looks at the ranks of its machine; rank
-0's looks at all ranks. It reads the records while the ranks run, and
-reports on standard error and in ``report.txt`` beside the records:
+0's looks at all ranks. It reads the records while the ranks run. It reports on standard error and
+in ``report.txt`` beside the records:
 
 - when two ranks' collectives differ;
-- when some rank waits and no rank has issued anything for half the timeout: who waits for whom;
+- who waits for whom, when some rank waits and no rank has issued anything for half the timeout;
 - when a rank of this machine has died, or torch reported that its wait timed out. It then kills the
     machine's stopped ranks (SIGSTOP), so that the run can end.
 
@@ -119,7 +119,7 @@ def _state(info: RankInfo) -> str:
         return f"running on {info.host}, as far as its records say"
     match _process_state(info.pid):
         case "":
-            return f"died without a word (process {info.pid}): killed, or aborted by its backend"
+            return f"died without an error (process {info.pid}): killed, or aborted by its backend"
         case "T":
             return f"stopped by a signal (process {info.pid})"
         case _:

@@ -5,8 +5,8 @@ gloo ends the process with SIGABRT when two ranks' collectives do not match. Aft
 SIGKILL, no handler, thread or ``finally`` runs. But the kernel has what a process has written to a
 file, however the process ends (unless the machine goes down).
 
-A rank has ``rank_N.json``, facts of the whole run (process id, host, the process groups), and
-``rank_N.PART.trace``: the newest records, one a line, in two parts of ``PART_RECORDS`` each.
+A rank has ``rank_N.json`` with facts of the whole run (process id, host, the process groups). Its
+newest records are in ``rank_N.PART.trace``, one a line, in two parts of ``PART_RECORDS`` each.
 """
 
 import json
@@ -33,7 +33,7 @@ class Record:
         outputs: The same of the output tensors.
         dtype: Of the first tensor.
         num_bytes: Bytes of all tensors.
-        root: Rank within the group that an asymmetric operation starts from or goes to; or -1.
+        root: Rank within the group that a broadcast or gather starts from or goes to; else -1.
         unit: The FSDP unit or module that issues it; "" where neither is on the stack.
         site: The function outside of torch that issues it.
         backward: Whether autograd's backward is running.

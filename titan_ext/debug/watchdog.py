@@ -2,10 +2,10 @@
 """Records every collective of this rank before it is issued, and stops the run when ranks differ.
 
 torch calls a process group's pre-hooks (``ProcessGroup.register_pre_hook``) on the calling thread,
-before the backend sees the collective: in forward, backward and recompute, from eager and from
-compiled code, and for every backend, since the hook belongs to the group and not to the backend.
-The hook gets the tensors and no more. The Python stack tells who issues the collective, so FSDP2 is
-not patched, and has the split lists of an all-to-all, so no dispatch mode slows every operation.
+before the backend sees the collective. It does so in forward, backward and recompute, and from
+eager and compiled code. The hook belongs to the group, so it works with every backend. It gets the
+tensors and no more. The Python stack tells who issues the collective, so we need not patch FSDP2.
+It also has the split lists of an all-to-all, so no dispatch mode slows every operation.
 
 A hook never reads a value: on an accelerator the host would wait. Sums of the gradients that a rank
 sends stay on the device until ``check_gradients`` reads them, once a step.
@@ -145,8 +145,8 @@ class CollectiveWatchdog:
             device: Of the tensors that the default process group reduces.
 
         Raises:
-            RuntimeError: on every rank, naming the rank that was the first to send others. Where
-                their sum overflows, gradients count as not finite.
+            RuntimeError: on every rank, naming the first rank that sent gradients that are not
+                finite. Gradients whose sum overflows count as such.
         """
         sent, self._sent = self._sent, []
         first = torch.full((), _NEVER, device=device)

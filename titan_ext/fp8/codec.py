@@ -7,15 +7,15 @@
 
     quantize:    data = float8(x / scale)      dequantize:    x' = data * scale
 
-**Blocks** confine an outlier to its neighbours: e4m3 spans less than 2^18, so one scale for a whole
+**Blocks** confine an outlier to its neighbours. e4m3 spans less than 2^18, so one scale for a whole
 tensor would lose values 2^18 times smaller than the largest.
 
-**Scales** are powers of two, stored as one byte (e8m0, of the microscaling standard): the only
-error is the rounding to float8, and quantizing again changes nothing. Each is the smallest with
-max(abs(block)) / scale <= the largest float8, 448 or 57344. Both are 1.75 * 2^k, so the scale comes
-from integer arithmetic on the bits of an fp32: adding the distance from mantissa 1.75 to the next
-power of two carries into the exponent exactly when the mantissa is above 1.75. There is no
-logarithm and no rounding mode, so every device computes the same byte.
+**Scales** are powers of two, stored as one byte (e8m0, of the microscaling standard). The only
+error is then the rounding to float8, and quantizing again changes nothing. Each is the smallest
+with max(abs(block)) / scale <= the largest float8, 448 or 57344. Both are 1.75 * 2^k, so the scale
+comes from integer arithmetic on the bits of an fp32. We add the distance from mantissa 1.75 to the
+next power of two. That carries into the exponent exactly when the mantissa is above 1.75. There is
+no logarithm and no rounding mode, so every device computes the same byte.
 
 **Special values.** Zero comes back as zero, finite values as finite ones, NaN as NaN, infinity as
 NaN (e4m3 has no infinity). Neighbours of NaN and infinity are not affected.
@@ -30,7 +30,10 @@ bit.
 
 import functools
 import logging
-from collections.abc import Callable
+import math
+import types
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -60,10 +63,10 @@ class Codec:
 
     Attributes:
         dtype: "e4m3" (3 bits of mantissa) or "e5m2" (2 bits, more range).
-        block: How many neighbours along the last dimension share a scale: 64, 128 or 256 (the last
-            block of a row may be short), "row" (the last dimension) or "tensor".
-        scale: "e8m0": one byte, a power of two; or "fp32": four bytes, so that the largest value of
-            a block is exactly the largest of float8.
+        block: How many neighbours along the last dimension share a scale: 64, 128, 256, "row" (the
+            last dimension) or "tensor". The last block of a row may be short.
+        scale: "e8m0": one byte, a power of two. "fp32": four bytes, so that the largest value of a
+            block is exactly the largest of float8.
         stochastic: Round up with the probability of the remainder, so that the error is zero on
             average, instead of to nearest. Larger errors, no bias.
         seed: Seed of the stochastic rounding. The same seed, step and position round alike.
@@ -148,10 +151,19 @@ def quantize(x: torch.Tensor, codec: Codec, *, step: int | torch.Tensor = 0) -> 
         empty = torch.zeros(scales_shape, dtype=scale_dtype, device=x.device)
         return Quantized(torch.empty(x.shape, dtype=codec.float8, device=x.device), empty)
 
-    values = _fold(x.float(), codec)
+    values = _parts(x.float(), codec)
+    noise = _parts(_noise(x, codec.seed, step), codec) if codec.stochastic else values
+    stored = [_quantize_blocks(v, n, codec) for v, n in zip(values, noise, strict=True)]
+    data, scales = (_join(parts) for parts in zip(*stored, strict=True))
+    return Quantized(data.reshape(x.shape).contiguous(), scales.reshape(scales_shape))
+
+
+def _quantize_blocks(
+    values: torch.Tensor, noise: torch.Tensor, codec: Codec
+) -> tuple[torch.Tensor, torch.Tensor]:
     magnitude = values.abs()
     finite = magnitude < float("inf")  # False for NaN, too
-    largest = _largest_of_blocks(torch.where(finite, magnitude, 0.0), codec)
+    largest = torch.where(finite, magnitude, 0.0).amax(-1, keepdim=True)
 
     float8_max = torch.finfo(codec.float8).max
     if codec.scale == "e8m0":
@@ -165,13 +177,12 @@ def quantize(x: torch.Tensor, codec: Codec, *, step: int | torch.Tensor = 0) -> 
         scales = largest.clamp(min=float8_max * _SMALLEST_NORMAL) / float8_max
         inverse = 1.0 / scales
 
-    scaled = values * _spread(inverse, values, codec)
+    scaled = values * inverse
     if codec.stochastic:
-        scaled = _round_stochastically(scaled, codec, step)
+        scaled = _round_stochastically(scaled, codec, noise)
     # Does nothing to power-of-two scales; an fp32 scale may have been rounded down.
     scaled = scaled.clamp(-float8_max, float8_max)
-    data = torch.where(finite, scaled, float("nan")).to(codec.float8)
-    return Quantized(data.reshape(x.shape).contiguous(), scales.reshape(scales_shape))
+    return torch.where(finite, scaled, float("nan")).to(codec.float8), scales
 
 
 def dequantize(quantized: Quantized, codec: Codec, dtype: torch.dtype) -> torch.Tensor:
@@ -184,9 +195,15 @@ def dequantize(quantized: Quantized, codec: Codec, dtype: torch.dtype) -> torch.
         return torch.empty(data.shape, dtype=dtype, device=data.device)
 
     scale = _power_of_two(scales.to(torch.int32)) if codec.scale == "e8m0" else scales
-    values = _fold(data.float(), codec)
-    blocks = values.shape[1] if values.dim() == 3 else scales.shape[-1]
-    values = values * _spread(scale.reshape(values.shape[0], blocks), values, codec)
+    values = data.float()
+    if codec.block != "tensor" and data.dim():
+        width, size = data.shape[-1], codec.block_size(data.shape)
+        # Neighbours that surely share a scale, so that a kernel loads it once for all of them.
+        run = math.gcd(width, size)
+        scale = scale.unsqueeze(-1).expand(*scale.shape, size // run).flatten(-2)
+        scale = scale[..., : width // run].unsqueeze(-1)
+        values = values.reshape(*data.shape[:-1], width // run, run)
+    values = values * scale
     # The largest value of a block may have been rounded up to 2^128 (2^16 in fp16).
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype).reshape(data.shape).contiguous()
@@ -209,16 +226,20 @@ def _power_of_two(biased_exponent: torch.Tensor) -> torch.Tensor:
     return (biased_exponent << _MANTISSA_BITS).view(torch.float32)
 
 
-# Inside, a tensor is [rows, blocks, block size] if its blocks are whole, else [rows, n], and what
-# belongs to a block is [rows, blocks].
+def _parts(x: torch.Tensor, codec: Codec) -> list[torch.Tensor]:
+    """``x`` as [rows, blocks, block size]; the short blocks at the ends of its rows, if any, apart.
 
-
-def _fold(x: torch.Tensor, codec: Codec) -> torch.Tensor:
+    Each is one kernel of its own, with a constant block size.
+    """
     size = codec.block_size(x.shape)
     if codec.block == "tensor":
-        return x.reshape(1, 1, size)
+        return [x.reshape(1, 1, size)]
     x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
-    return x if x.shape[-1] % size else _split(x, size)
+    short = x.shape[-1] % size
+    if not short:
+        return [_split(x, size)]
+    whole = x.shape[-1] - short
+    return [_split(x[:, :whole], size), _split(x[:, whole:], short)]
 
 
 def _split(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -226,30 +247,11 @@ def _split(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.reshape(x.shape[0], x.shape[-1] // size, size)
 
 
-def _largest_of_blocks(values: torch.Tensor, codec: Codec) -> torch.Tensor:
-    if values.dim() == 2:
-        size = codec.block_size(values.shape)
-        # cat, as pad wants to know the number of rows, which a traced tensor may not.
-        padding = values.new_zeros(values.shape[0], -values.shape[-1] % size)
-        values = torch.cat((values, padding), -1)
-        values = _split(values, size)
-    return values.amax(-1)
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], -1)
 
 
-def _spread(per_block: torch.Tensor, values: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Expand one number per block to one per value (by broadcasting where possible)."""
-    if values.dim() == 3:
-        return per_block.unsqueeze(-1)
-    # Gathered. Padding the values and slicing the result would be simpler, but Inductor's CPU
-    # backend (2.15) then leaves the short block unwritten: pytorch issue 195582.
-    size = codec.block_size(values.shape)
-    block_of = torch.arange(values.shape[-1], device=values.device) >> (size.bit_length() - 1)
-    return per_block[:, block_of]
-
-
-def _round_stochastically(
-    scaled: torch.Tensor, codec: Codec, step: int | torch.Tensor
-) -> torch.Tensor:
+def _round_stochastically(scaled: torch.Tensor, codec: Codec, noise: torch.Tensor) -> torch.Tensor:
     """Round to a float8 value next to ``scaled``: up with the probability of the remainder.
 
     float8 values lie 2^(exponent - mantissa bits) apart, and below the smallest normal number as
@@ -259,7 +261,7 @@ def _round_stochastically(
     exponent = (scaled.view(torch.int32) >> _MANTISSA_BITS) & 0xFF
     spacing = exponent.clamp(min=127 + smallest_exponent) - mantissa_bits
     steps = scaled * _power_of_two(254 - spacing)
-    return torch.floor(steps + _noise(scaled, codec.seed, step)) * _power_of_two(spacing)
+    return torch.floor(steps + noise) * _power_of_two(spacing)
 
 
 def _noise(like: torch.Tensor, seed: int, step: int | torch.Tensor) -> torch.Tensor:
@@ -284,13 +286,15 @@ def _mix(state: torch.Tensor) -> torch.Tensor:
 
 
 # One kernel each way: the same as operations of torch. Dispatch modes (checkpointing's,
-# FlopCounterMode, memory trackers) see one operation and its outputs; inside it no mode is active,
-# under which torch.compile would leave the codec uncompiled without a word.
+# FlopCounterMode, memory trackers) see one operation and its outputs. Inside it no mode is active;
+# under one, torch.compile would silently leave the codec uncompiled.
 
 _BACKEND = "inductor"
 _codecs: dict[str, Codec] = {}
 _warned: list[str] = []
 _not_compiled: set[Callable[..., Any]] = set()
+_MOST_KINDS = 32
+_kinds: dict[Callable[..., Any], set[Any]] = defaultdict(set)
 
 
 @functools.cache
@@ -307,10 +311,8 @@ def _quantize(
     noise = 0 if step is None else step
     if not one_kernel or x.numel() == 0:
         return tuple(quantize(x, settings, step=noise))
-    if blocks := _whole_blocks(x, settings):
-        data, scales = _compile_and_run(_encode, [x.view(blocks, -1)], [0], settings, noise)
-    else:
-        data, scales = _compile_and_run(_encode_rows, [x], [0, 1], settings, noise)
+    blocks = _whole_blocks(x, settings)
+    data, scales = _compile_and_run(_encode, [x.view(blocks, -1) if blocks else x], settings, noise)
     return data.view(x.shape), scales.view(settings.scales_shape(x.shape))
 
 
@@ -320,16 +322,15 @@ def _dequantize(
     settings = _codecs[codec]
     if not one_kernel or data.numel() == 0:
         return dequantize(Quantized(data, scales), settings, dtype)
-    if blocks := _whole_blocks(data, settings):
-        tensors = [data.view(blocks, -1), scales.view(blocks, 1)]
-        return _compile_and_run(_decode, tensors, [0], settings, dtype).view(data.shape)
-    return _compile_and_run(_decode_rows, [data, scales], [0, 1], settings, dtype)
+    blocks = _whole_blocks(data, settings)
+    tensors = [data.view(blocks, -1), scales.view(blocks, 1)] if blocks else [data, scales]
+    return _compile_and_run(_decode, tensors, settings, dtype).view(data.shape)
 
 
 def _whole_blocks(x: torch.Tensor, codec: Codec) -> int:
     """The number of blocks of ``x``, if all are whole and contiguous; else 0.
 
-    All shapes share one kernel as [blocks, block size], with the block size a constant.
+    As [blocks, block size] all shapes share a kernel.
     """
     size = codec.block_size(x.shape)
     if isinstance(codec.block, str) or x.shape[-1] % size or not x.is_contiguous():
@@ -338,15 +339,24 @@ def _whole_blocks(x: torch.Tensor, codec: Codec) -> int:
 
 
 def _compile_and_run(
-    function: Callable[..., Any], tensors: list[torch.Tensor], varying: list[int], *settings: Any
+    function: Callable[..., Any], tensors: list[torch.Tensor], *settings: Any
 ) -> Any:
-    """Run ``function`` compiled; the dimensions ``varying`` of ``tensors`` may vary."""
+    """Run ``function`` compiled for any number of rows; all else is constant in its kernels.
+
+    With a width that varies, a kernel divides by it for every value, and reads one byte at a time.
+    So only a tensor whose width is new at every step gets such a kernel.
+    """
     if function in _not_compiled:
         return function(*tensors, *settings)
     for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, varying)
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    constant = tuple((t.shape[1:], t.stride(), t.dtype) for t in tensors)
+    kinds = _kinds[function]
+    if constant not in kinds and len(kinds) < _MOST_KINDS:
+        kinds.add(constant)
     try:
-        return _compiled(function)(*tensors, *settings)
+        compiled = _compiled(function, constant if constant in kinds else None)
+        return compiled(*tensors, *settings)
     except torch._dynamo.exc.TorchDynamoException as error:
         _not_compiled.add(function)
         _warn_of_eager(str(error))
@@ -354,11 +364,13 @@ def _compile_and_run(
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, backend=_BACKEND)
+def _compiled(function: Callable[..., Any], constant: Any) -> Callable[..., Any]:
+    """``function`` for tensors of which ``constant`` is true; None: for all tensors.
 
-
-# Functions of their own: torch.compile counts recompilations by function, and stops after 8.
+    A copy: torch.compile stops after 8 kinds of inputs of the same code.
+    """
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__)
+    return torch.compile(copy, backend=_BACKEND, dynamic=constant is None)
 
 
 def _encode(x: torch.Tensor, codec: Codec, step: int | torch.Tensor) -> Any:
@@ -367,18 +379,10 @@ def _encode(x: torch.Tensor, codec: Codec, step: int | torch.Tensor) -> Any:
     return tuple(quantize(x, codec, step=step))
 
 
-def _encode_rows(x: torch.Tensor, codec: Codec, step: int | torch.Tensor) -> Any:
-    return _encode(x, codec, step)
-
-
 def _decode(data: torch.Tensor, scales: torch.Tensor, codec: Codec, dtype: torch.dtype) -> Any:
     if not torch.compiler.is_dynamo_compiling():
         _warn_of_eager("torch.compile is switched off, or was asked for too many kinds of shapes")
     return dequantize(Quantized(data, scales), codec, dtype)
-
-
-def _decode_rows(data: torch.Tensor, scales: torch.Tensor, codec: Codec, dtype: torch.dtype) -> Any:
-    return _decode(data, scales, codec, dtype)
 
 
 def _warn_of_eager(reason: str) -> None:

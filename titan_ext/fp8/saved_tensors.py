@@ -17,7 +17,8 @@ How a saved tensor is treated; the first rule that applies:
 3. A tensor that is not bf16, fp16 or fp32, would not shrink, or that ``policy`` names is kept
    exactly, by reference, as autograd would.
 4. The rest is stored in float8: the local shard of a DTensor, an expanded view without its expanded
-   axes, permuted axes in the order in which they lie in memory. Shape and strides come back.
+   axes. Permuted axes are stored in the order in which they lie in memory. Shape and strides come
+   back.
 
 The store waits for every tensor: inside selective checkpointing the output of a running collective
 is a plain tensor. It stores a tensor once, however often it is saved. Like autograd it raises when

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What "auto" means: units, prefetch and reduce-scatter buffers chosen by cost.
 
-Smaller units hold less and gather more often. Whether that costs time depends on the network: where
-the experts' shards lie on one node, or whole on a rank, their gathers hide; across nodes they may
-not. There ``choose`` compares what the user left open by the model of ``fsdp.cost`` and takes the
-least memory among what is as fast as the fastest. All ranks compute the same from the same numbers.
+Smaller units hold less and gather more often. Whether that costs time depends on the network. If
+the experts' shards lie on one node, or whole on a rank, their gathers hide behind computation;
+across nodes they may not. There ``choose`` compares the settings that the user left open, by the
+model of ``fsdp.cost``. It takes the least memory among those as fast as the fastest. All ranks
+compute the same from the same numbers.
 """
 
 import logging
@@ -67,6 +68,7 @@ def choose(
     ac_config: Any = None,
     compiled: bool = False,
     exchanges_again: bool = False,
+    overlaps_shared: bool = False,
 ) -> FSDPSettings:
     """``settings`` with values in place of "auto", said in the log with the reason.
 
@@ -79,6 +81,7 @@ def choose(
         ac_config: The activation checkpointing policy's config, or None.
         compiled: Whether the model is compiled.
         exchanges_again: Whether selective activation checkpointing sends tokens again.
+        overlaps_shared: Whether shared experts run while tokens travel back.
     """
     if "auto" not in (settings.wrap, settings.reduce_scatter_buffers):
         return settings
@@ -89,7 +92,7 @@ def choose(
         )
     candidates = [
         choice
-        for choice in _allowed(settings, no_experts=compiled or parallel_dims.pp_enabled)
+        for choice in _allowed(settings, no_experts=compiled)
         if parallel_dims.pp_enabled or _has_named_units(model, settings, choice.wrap)
     ] or [STOCK]
     per_node = ranks_per_node()
@@ -110,6 +113,7 @@ def choose(
         ranks_per_node=per_node,
         ac_config=ac_config,
         exchanges_again=exchanges_again,
+        overlaps_shared=overlaps_shared,
     )
     sizes = ShardSizes(
         dense=parallel_dims.dp_shard * parallel_dims.cp, experts=shards // ep, expert_ranks=shards
@@ -139,11 +143,12 @@ def cheapest(
 
     Raises ValueError for a model whose order of units is not known.
     """
-    costs = {c: cost(c, model, settings, sizes, job, machine) for c in {*candidates, STOCK}}
+    costs = {c: cost(c, model, settings, sizes, job, machine) for c in candidates}
+    stock_cost = cost(STOCK, model, settings, sizes, job, machine, as_stock=True)
     fastest = min(costs[c][0] for c in candidates)
     fast = [c for c in candidates if costs[c][0] <= fastest * _AS_FAST]
     best = min(fast, key=lambda c: costs[c][1])
-    of_stock = [mine / stock for mine, stock in zip(costs[best], costs[STOCK], strict=True)]
+    of_stock = [mine / stock for mine, stock in zip(costs[best], stock_cost, strict=True)]
     return best, f"modelled at {of_stock[0]:.3f} of whole blocks' time, {of_stock[1]:.2f} of bytes"
 
 
@@ -154,13 +159,24 @@ def cost(
     sizes: ShardSizes,
     job: Job,
     machine: Machine,
+    *,
+    as_stock: bool = False,
 ) -> tuple[float, int]:
-    """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes."""
-    plan = local_plan(model, with_choice(settings, choice), sizes, job.ep)
-    order = StepOrder(recomputes=job.recompute > 0, reduce_scatter_buffers=choice.buffers)
-    ms = estimate(plan.decoder_units, order, job, machine).ms
+    """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes.
+
+    ``as_stock``: with buffers of all-gathers held as FSDP2 does by itself.
+    """
+    units = local_plan(model, with_choice(settings, choice), sizes, job.ep).decoder_units
+    order = StepOrder(
+        recomputes=job.recompute > 0,
+        reduce_scatter_buffers=choice.buffers,
+        copies_out_directly=not as_stock,
+    )
+    if as_stock:
+        units = [replace(unit, frees_buffer=False) for unit in units]
+    ms = estimate(units, order, job, machine).ms
     names = {name for name, _ in decoder_blocks(model)[-_BLOCKS:]}
-    few = [u for u in plan.decoder_units if u.block in names]
+    few = [u for u in units if u.block in names]
     inside = {u.name for u in few}
     few = [
         replace(
@@ -200,6 +216,7 @@ def job_of(
     seq_len: int,
     ac_config: Any = None,
     exchanges_again: bool = False,
+    overlaps_shared: bool = False,
     **sizes: int,
 ) -> Job:
     """What a rank computes; ``sizes`` are the fields of ``Job`` with numbers of ranks."""
@@ -224,6 +241,7 @@ def job_of(
         recompute=0.0 if ac_config is None else share,
         recompute_attention=0.0 if ac_config is None else (1.0 if full else 0.3),
         exchanges_again=full or exchanges_again,
+        overlaps_shared=overlaps_shared,
         **sizes,
     )
 

@@ -69,9 +69,10 @@ class Job:
         tp: Ranks of tensor parallelism.
         replicas: Of HSDP.
         ranks_per_node: Ranks of a machine.
-        recompute: The share of a block's forward that backward computes again, but of attention.
+        recompute: The share of a block's forward that backward computes again, attention aside.
         recompute_attention: The share of attention.
-        exchanges_again: Whether that has the exchanges of tokens in it.
+        exchanges_again: Whether the recompute sends tokens again.
+        overlaps_shared: Whether shared experts run while tokens travel back.
     """
 
     tokens: int
@@ -86,6 +87,7 @@ class Job:
     recompute: float = 0.65
     recompute_attention: float = 0.3
     exchanges_again: bool = False
+    overlaps_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -334,7 +336,10 @@ class _Clock:
         if job.ep > 1 and has_exchange and again:
             if phase != "backward" and part != "after":  # the host waits for the counts
                 self._host = self._compute = max(self._host, self._compute + _SYNC_MS)
-            ms += _exchange_ms(job, self._machine) * (2 if part == "all" else 1)
+            one_ms = _exchange_ms(job, self._machine)
+            ms += one_ms * (2 if part == "all" else 1)
+            if job.overlaps_shared and part != "before":
+                ms -= min(one_ms, work["shared"] * share)
         self._run(unit.name, ms)
 
     def _run(self, what: str, ms: float) -> None:

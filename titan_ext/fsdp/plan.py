@@ -149,14 +149,15 @@ class UnitPlan(Unit):
     Attributes:
         groups: Its parameter groups, in the order in which they are gathered.
         reshard_after_forward: True, False, or the size of the smaller world.
-        forward_prefetch: Units to gather while this one runs forward, by name.
-        backward_prefetch: The same in backward.
+        forward_prefetch, backward_prefetch: Units to gather while this one runs, by name.
+        frees_buffer: Whether forward frees its all-gather buffer before the next copy-out.
     """
 
     groups: tuple[GroupPlan, ...]
     reshard_after_forward: bool | int
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
+    frees_buffer: bool = False
 
     @property
     def gathered_nbytes(self) -> int:
@@ -270,8 +271,8 @@ def make_plan(
     Raises:
         ValueError: for a setting that does not fit the model, or a name that is not in it.
     """
-    # With pipeline parallelism a microbatch may have no images, and a unit that never runs trips
-    # FSDP2: there the parameters of a vision tower stay with the root.
+    # With pipeline parallelism a microbatch may have no images, and FSDP2 fails on a unit that
+    # never runs. So there the parameters of a vision tower stay with the root.
     towers = [] if is_chunk else vision_units(model)
     ignored = find_ignored(model, settings.ignored, is_chunk=is_chunk)
     replicated = find_replicated(model, settings.replicate, is_chunk=is_chunk)
@@ -341,6 +342,7 @@ def _plan_units(
             ),
             forward_prefetch=ahead[unit.name].forward,
             backward_prefetch=ahead[unit.name].backward,
+            frees_buffer=ahead[unit.name].frees_buffer,
         )
         for unit in units
     ]

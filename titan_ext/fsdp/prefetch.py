@@ -4,19 +4,23 @@
 FSDP2 prefetches by itself in backward, and in forward as far as the host runs ahead of the device.
 The device-to-host copy of the expert-parallel split lists stops the host in every MoE layer. So
 titan_ext gives FSDP2 explicit lists: a number of units ahead, or as many as fit into a number of
-bytes. "auto" is one unit, and two in backward from an attention unit: its own backward is too short
-to hide the gather of the unit before it and, behind that on the wire, a reduce-scatter.
+bytes. "auto" is one unit, and two in backward from an attention unit. The backward of attention is
+too short to hide the gather of the unit before it, and a reduce-scatter that follows on the wire.
 
 A recompute needs only the units of its own block. FSDP2 mistakes it for another forward and would
-gather the units ahead again. Also, if a pipeline kept a unit gathered since the previous
-microbatch, selective checkpointing would see FSDP's operations in the recompute but not in the
-forward. So before each forward a unit inside a block checks whether backward is running; if so, it
+gather the units ahead again. A pipeline may also have kept a unit gathered since the previous
+microbatch. Selective checkpointing would then see FSDP's operations in the recompute but not in the
+forward. So before each forward a unit inside a block checks whether backward is running. If so, it
 gathers only its own parameters.
+
+FSDP2 keeps the all-gather buffer of a unit in forward until it copies out the next unit. So that
+gather may overlap with the copy. But whole blocks are large and copies are short. So a block that
+was gathered ahead copies out before FSDP2's own hook, and its buffer is freed at once.
 """
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode
 
-from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind
+from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks
 from titan_ext.names import BYTES, parse_bytes
 
 if TYPE_CHECKING:
@@ -57,10 +61,14 @@ AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
 
 @dataclass(frozen=True)
 class Prefetch:
-    """The units to gather while one runs, nearest first, by name."""
+    """The units to gather while one runs, nearest first, by name.
+
+    ``frees_buffer`` says whether its own all-gather buffer is freed once it is copied out.
+    """
 
     forward: tuple[str, ...] = ()
     backward: tuple[str, ...] = ()
+    frees_buffer: bool = False
 
 
 def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
@@ -110,9 +118,11 @@ def plan_prefetch(
         plans[unit.name] = Prefetch(plan.forward, plan.backward or behind)
     for unit in units:
         if unit.kind is UnitKind.HEAD and unit.module_names == ("lm_head",):
-            # Alone (its norm is replicated), it ends a backward with every chunk of the loss: what
-            # it gathered ahead would be freed, and gathered again for the next chunk.
+            # Alone (its norm is replicated), it ends a backward with every chunk of the loss. FSDP2
+            # would free what it gathered ahead, and gather it again for the next chunk.
             plans[unit.name] = Prefetch(plans[unit.name].forward)
+    for name in _freeing(units, plans):
+        plans[name] = replace(plans[name], frees_buffer=True)
     return plans
 
 
@@ -126,9 +136,10 @@ def set_prefetch(model: nn.Module, units: Sequence["UnitPlan"]) -> None:
         # An empty list would mean FSDP2's own choice. The unit itself has been gathered already.
         behind = [modules[name] for name in unit.backward_prefetch] or [module]
         module.set_modules_to_backward_prefetch(behind)
-        if unit.kind in SUBMODULE_KINDS:
+        if unit.kind in SUBMODULE_KINDS or unit.frees_buffer:
+            hook = _BeforeForward(module, ahead, unit)
             for part in unit.modules(model):
-                part.register_forward_pre_hook(_BeforeForward(module, ahead), prepend=True)
+                part.register_forward_pre_hook(hook, prepend=True)
 
 
 def prefetch_nothing_in_backward(modules: Sequence[nn.Module]) -> None:
@@ -141,15 +152,22 @@ def prefetch_nothing_in_backward(modules: Sequence[nn.Module]) -> None:
 class _BeforeForward:
     """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit."""
 
-    def __init__(self, module: FSDPModule, ahead: list[FSDPModule]) -> None:
+    def __init__(self, module: FSDPModule, ahead: list[FSDPModule], unit: "UnitPlan") -> None:
         self._module = module
         self._ahead = ahead
+        self._frees_buffer = unit.frees_buffer
+        # FSDP2 takes the experts of a recompute for a new forward's root and opens a profiler range
+        # for it. Selective checkpointing wants it in the forward too, also where they are gathered.
+        self._opens_range = unit.kind is UnitKind.EXPERTS
 
     @torch._dynamo.disable
     def __call__(self, part: nn.Module, args: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and self._opens_range:
+            with torch.profiler.record_function("titan_ext::before_forward"):
+                pass
         self._module.set_modules_to_forward_prefetch([] if in_backward else self._ahead)
-        if in_backward:
+        if in_backward or self._frees_buffer:
             with _out_of_sight_of_checkpointing():
                 self._module.unshard()
 
@@ -170,6 +188,17 @@ def _backward_order(units: Sequence[Unit]) -> list[Unit]:
         inside = [u for u in order if u.name.startswith(f"{unit.name}.")]
         order.insert(order.index(inside[0]) if inside else len(order), unit)
     return order
+
+
+def _freeing(units: Sequence[Unit], plans: Mapping[str, Prefetch]) -> set[str]:
+    """The units whose buffers are freed at once: with whole blocks, all that are gathered ahead.
+
+    And the first one: nothing overlaps with its gather. Another one that is not gathered ahead
+    may be gathered while the host runs ahead, and is left to FSDP2.
+    """
+    ahead = {name for plan in plans.values() for name in plan.forward}
+    has_blocks = any(unit.kind is UnitKind.BLOCK and unit.name in ahead for unit in units)
+    return {units[0].name, *ahead} if has_blocks and not splits_blocks(units) else set()
 
 
 def _within(

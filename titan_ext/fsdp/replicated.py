@@ -2,10 +2,9 @@
 """Parameters that every rank holds whole, beside those that FSDP shards.
 
 A router or a norm is small: sharding it saves nothing, and gathering it costs. Replicated, it is an
-FSDP2 group that gathers nothing and sums gradients by one all-reduce over the data axes. Everything
-else is as for a sharded parameter, results included: the dtype of the computation, gradient
-accumulation, microbatches of a pipeline, and the placement that checkpoints and gradient clipping
-see.
+FSDP2 group that gathers nothing and sums gradients by one all-reduce over the data axes. Results
+are those of a sharded parameter. So are the dtype of the computation, gradient accumulation,
+microbatches of a pipeline, and the placement that checkpoints and gradient clipping see.
 """
 
 import dataclasses

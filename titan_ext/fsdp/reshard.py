@@ -121,9 +121,9 @@ def _check_world(
 ) -> None:
     if has_dtensors:
         raise ValueError(
-            f"{key} is {value}, a number of ranks, which torch does not offer for {unit.name}: "
-            "tensor or expert parallelism has split its parameters (FSDP2 reshards only plain "
-            f'tensors to a smaller world). Give it "always" or "never" in {_GROUPS_KEY}.'
+            f"{key} is {value}, a number of ranks. FSDP2 reshards only plain tensors to a smaller "
+            f"world, but tensor or expert parallelism has split the parameters of {unit.name}. "
+            f'Give it "always" or "never" in {_GROUPS_KEY}.'
         )
     for world in group_worlds:
         check_divides(key, value, world, f"{unit.name} is")

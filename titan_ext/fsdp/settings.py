@@ -165,7 +165,7 @@ class FSDPSettings:
 
     @property
     def reduce_scatter_inputs(self) -> int:
-        """Inputs of reduce-scatters that FSDP2 lets live; more than 1 with a group of their own."""
+        """Inputs of reduce-scatters that may live at once; several get a group of their own."""
         buffers = self.reduce_scatter_buffers
         return 1 if buffers == "auto" else buffers
 

@@ -4,9 +4,9 @@
 Stock Titan makes a unit of every transformer block. With expert parallelism the experts hold most
 of a block's parameters, and they stay gathered while attention runs, as attention does while the
 experts run. ``wrap="submodule"`` makes two units of a block instead: attention, and MoE or feed
-forward. ``wrap="experts"`` makes a unit of the routed experts and one of all else in the block: the
-collectives are those of stock, which gathers the two in groups of their own, and the experts are
-gathered only while they run.
+forward. ``wrap="experts"`` makes a unit of the routed experts and one of all else in the block. The
+collectives are then those of stock, which gathers the two in groups of their own. But the experts
+are gathered only while they run.
 
 Norms are never units of their own: a group of a few KiB costs the same collectives as a large one.
 So a unit may have several modules. FSDP2 gathers them before the first one runs and frees them
@@ -32,7 +32,7 @@ from torchtitan.protocols.model import BaseModel
 Wrap = Literal["submodule", "experts", "block"]
 FSDPWrap = Literal["auto", "submodule", "experts", "block"]
 
-# Children of a block in the order in which they run, by the names that Titan's decoders use: enorm,
+# Children of a block in the order in which they run, by the names that Titan's decoders use. enorm,
 # hnorm, eh_proj and mtp_norm belong to multi-token prediction (deepseek_v3/mtp.py), attn to
 # qwen3_5, the post norms to muse_glimmer.
 _ATTENTION_CHILDREN = (

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Parameters that FSDP2 does not manage: refuse them, or hand them to FSDP2.
 
-FSDP2 gathers, and reduces the gradients of, the parameters that a module has when ``fully_shard``
-is called. One that is added later (an adapter injected after wrapping, a new head) trains on each
-rank's own data, and the ranks' copies drift apart without an error. The model's first forward
-refuses such parameters, in any training loop.
+FSDP2 manages the parameters that a module has when ``fully_shard`` is called. One that is added
+later (an adapter injected after wrapping, a new head) trains on each rank's own data. The ranks'
+copies then drift apart without an error. The model's first forward refuses such parameters, in any
+training loop.
 
 Until the model has run, FSDP2 takes new units, so ``synchronize_unmanaged_parameters`` makes some.
 FSDP2 then shards the new parameters and sums, scales, accumulates and clips their gradients as
@@ -81,7 +81,7 @@ def refuse_unmanaged_parameters(models: Iterable[nn.Module]) -> None:
             "manage them, so their gradients would not be summed over the ranks. Add parameters "
             "before the model is parallelized: through its config "
             "(torchtitan.components.lora.LoRAConverter for LoRA) or before "
-            "titan_ext.api.parallelize; or give new ones to "
+            "titan_ext.api.parallelize. Or give new ones to "
             "titan_ext.api.synchronize_unmanaged_parameters before the optimizer is built."
         )
 
@@ -130,9 +130,9 @@ def synchronize_unmanaged_parameters(
         The names of what FSDP2 manages from now on; empty if it managed everything before.
 
     Raises:
-        ValueError: naming a parameter that cannot be given to FSDP: one that replaces a parameter
-            of FSDP's, belongs to a module that is a unit itself, is split over an axis that its
-            module does not declare, or is inside of what is compiled; or if the model has run.
+        ValueError: naming a parameter that FSDP cannot take. It replaces a parameter of FSDP's, is
+            on a module that is a unit itself, or is inside of what is compiled. Or an axis would
+            split it in a way that its module does not declare. Also if the model has run.
     """
     names = set(unmanaged_parameters(model))
     if not names:
@@ -212,8 +212,8 @@ def _check_place(
     for name, param in module.named_parameters(recurse=False):
         if (module, name) in managed and not isinstance(param, DTensor):
             raise ValueError(
-                f"{path}.{name} replaces a parameter of FSDP's, which would put its own back; "
-                "expected new parameters beside it."
+                f"{path}.{name} replaces a parameter that FSDP manages, and FSDP would put its own "
+                "back; expected new parameters beside it."
             )
     if isinstance(module, FSDPModule):
         raise ValueError(
@@ -277,9 +277,9 @@ def replicate_undeclared(
 ) -> None:
     """Declare parameters that no ``sharding_config`` mentions to be equal on every rank.
 
-    FSDP2 wants a declaration of every parameter under ``spmd_types``; where no axis splits modules,
-    there is one choice; where one may, it is a ValueError. Call it before ``fully_shard``. Names in
-    ``ignored`` are of parameters that FSDP leaves alone.
+    FSDP2 wants a declaration of every parameter under ``spmd_types``. Where no axis splits modules
+    there is one choice; where one may, we raise ValueError. Call it before ``fully_shard``. FSDP
+    leaves the parameters named in ``ignored`` alone.
     """
     for path, module in model.named_modules():
         path = canonical_fqn(path)

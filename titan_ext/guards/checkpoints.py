@@ -4,7 +4,7 @@
 Titan finds out while it loads, from the first missing tensor or an assertion about the data loader.
 It silently ignores tensors that the model does not have, and optimizer settings that the checkpoint
 overrides. torch.distributed.checkpoint stores every tensor as a zip archive with a CRC-32 for each
-member and never compares it, so a run would train on a flipped bit.
+member. It never compares them, so a run would train on a flipped bit.
 """
 
 import contextlib
@@ -101,8 +101,8 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
 
     None for a fresh start, for safetensors, and for a remote folder, which is not inspected.
 
-    Raises ValueError if the newest in the run's own folder is safetensors: an export, which Titan
-    would take for a checkpoint and fail on; or if ``initial_load_path`` is no checkpoint.
+    Raises ValueError if the newest in the run's own folder is safetensors, that is, an export:
+    Titan would take it for a checkpoint and fail. Also if ``initial_load_path`` is no checkpoint.
     """
     checkpoint = config.checkpoint
     if not checkpoint.enable or config.comm.mode != "default":
@@ -206,8 +206,8 @@ def _is_intact(stored: bytes, length: int) -> bool:
 def check_resume(trainer: Trainer) -> None:
     """Raise ValueError if the checkpoint that ``trainer`` is about to load lacks what it needs.
 
-    States may be missing, tensors of the model may be missing or have other shapes, or another
-    number of data-parallel ranks may have saved the data position.
+    States may be missing. Tensors of the model may be missing or have other shapes. Another number
+    of data-parallel ranks may have saved the data position.
     """
     if (found := checkpoint_to_load(trainer.config)) is None:
         return
@@ -239,7 +239,7 @@ def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> N
     if "dataloader" in trainer.config.checkpoint.exclude_from_loading:
         logger.warning(
             "checkpoint.exclude_from_loading has 'dataloader': the data starts from its "
-            "beginning, and samples that the saved run has seen are seen again."
+            "beginning, so this run repeats samples of the saved run."
         )
         return
     ranks = trainer.dataloader.dp_world_size
@@ -317,4 +317,5 @@ def _newest_whole(config: Trainer.Config, *, but: Path | None = None) -> str:
     newest = f"The newest whole checkpoint is {own}/step-{max(steps)}"
     if but is None:
         return f"{newest}."
-    return f"{newest}: move {but.name} away to resume from it, or --checkpoint.load_step."
+    step = f"--checkpoint.load_step {max(steps)}"
+    return f"{newest}: to resume from it, move {but.name} away or add {step}."

@@ -2,9 +2,9 @@
 """The run's folder: writable, with room on its disk, and of one run at a time.
 
 Two runs in one folder overwrite each other's checkpoints. Rank 0 holds a lock on ``run.lock`` as
-long as its process lives: the kernel, or the server of a shared file system, gives it back after
-any death. It is a POSIX lock, since NFS and Lustre have those, and a forked child, such as a worker
-of the data loader, does not keep it.
+long as its process lives. After any death the kernel, or the server of a shared file system, gives
+it back. It is a POSIX lock, because NFS and Lustre have those. A forked child, such as a worker of
+the data loader, does not keep it.
 """
 
 import errno

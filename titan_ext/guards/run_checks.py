@@ -174,11 +174,11 @@ class FiniteGradients(RunCheck):
 
     The reduction spreads one rank's NaN to all ranks, and the step to every weight. Titan checks
     only the loss, when it logs: too late if it saves a checkpoint first. This check waits for the
-    device, so it runs only on steps that are logged or saved anyway: weights that became NaN in
-    between make the next gradients NaN as well.
+    device, so it runs only on steps that are logged or saved anyway. Nothing escapes it: weights
+    that became NaN in between make the next gradients NaN as well.
 
-    Raises RuntimeError in the step, on the ranks that hold gradients that are not finite: after
-    clipping by a norm that is NaN, all of them.
+    Raises RuntimeError in the step, on the ranks that hold gradients that are not finite. Clipping
+    by a norm that is NaN makes that all of them.
     """
 
     def after_build(self, trainer: Any) -> None:
@@ -198,10 +198,12 @@ class FiniteGradients(RunCheck):
             try:
                 trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one
             finally:
+                graphs = not trainer.config.training.disable_cuda_graphs
                 raise RuntimeError(
                     f"step {trainer.step}: gradients are not finite. The optimizer's step was not "
                     "taken and nothing was saved since the last checkpoint. To learn which rank "
-                    "and unit they come from, run again with --debug.record_collectives."
+                    "and unit they come from, run again with --debug.record_collectives"
+                    + (" --training.disable_cuda_graphs." if graphs else ".")
                 )
 
         trainer.optimizers.register_step_pre_hook(check)

@@ -3,8 +3,8 @@
 
 A scheduler that takes a machine back sends SIGTERM, Ctrl-C sends SIGINT. A worker that gets one
 says so at once, finishes the step with all the others, saves a normal checkpoint, and ends. All
-ranks must do so after the same step, so they ask each other once a step, on their own gloo group: a
-message between hosts, for which no device waits.
+ranks must do so after the same step, so they ask each other once a step. The message goes over a
+gloo group of their own, from host to host, so no device waits for it.
 
 One request can arrive as several signals: Slurm signals every process of a job, and torchrun passes
 on its own signal. So only a signal that comes later means "now".
@@ -53,8 +53,8 @@ def end_with_launcher() -> None:
 def warn_of_restarts_that_hang() -> None:
     """Warn if ``torchrun --max-restarts`` is on but would hang.
 
-    torchrun keeps one store for all attempts, and torch 2.15 reads the first attempt's addresses
-    from it in the second: ``init_process_group`` then waits for processes that are gone.
+    torchrun keeps one store for all attempts. In the second one torch 2.15 reads the first one's
+    addresses from it, and ``init_process_group`` waits for processes that are gone.
     """
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -141,7 +141,8 @@ class StopOnSignal(RunCheck):
                 if signum[0] in self._before and not said:
                     said = True
                     name = signal.Signals(signum[0]).name
-                    logger.info(f"{name}: stopping after this step{ending}. Once more: at once.")
+                    again = "A second signal ends the run at once."
+                    logger.info(f"{name}: stopping after this step{ending}. {again}")
 
         threading.Thread(target=answer, name="stop", daemon=True).start()
 

@@ -118,7 +118,7 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
 def _with_flags(config: Any, flags: Sequence[str]) -> Any:
     """A new config with Titan's flags on top, not checked yet; ValueError in tyro's words.
 
-    Titan's ConfigManager does the same right after; there a wrong flag prints a box and exits, on
+    Titan's ConfigManager does the same right after. There a wrong flag prints a box and exits on
     every rank, and torchrun cannot tell why.
     """
     ConfigManager()  # registers Titan's rules, such as A,B,C for a list of strings

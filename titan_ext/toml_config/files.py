@@ -73,7 +73,7 @@ class KeyLocation:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note an error and go on, so that all are shown at once."""
+        """Note an error and go on: the user sees all at once."""
         try:
             yield
         except TomlConfigError as error:

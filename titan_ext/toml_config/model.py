@@ -195,7 +195,7 @@ def _arguments(base: Base, given: list[Given]) -> dict[str, Any]:
     if base.call is None:
         for at, _ in given:
             raise at.error(
-                f"{base.name} visibly calls no function named {_REGISTRY}, so [model] has "
+                f"{base.name} does not call a function named {_REGISTRY}, so [model] has "
                 "no choices; change the model in Python."
             )
         return {}

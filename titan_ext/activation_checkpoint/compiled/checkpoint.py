@@ -2,8 +2,8 @@
 """Policies in compiled code: the checkpoint that goes around a block, or a part of one.
 
 torch.compile does not run the checkpoint: it traces it, asks the policy about each operation, and
-recomputes what is not saved; ``partition`` then stores in float8 what the policy asks. So eager and
-compiled code share the policies, except that "discard" means "recompute" here: the compiler sees
+recomputes what is not saved. ``partition`` then stores in float8 what the policy asks. So eager and
+compiled code share the policies, except that "discard" means "recompute" here. The compiler sees
 the whole backward and recomputes only what backward reads.
 """
 
@@ -98,7 +98,7 @@ def plan_decisions(plan: BlockPlan, used_rules: set[Rule], *, key: str) -> Decis
 
 
 def none_decisions(is_exact: Callable[[str], str | None], *, key: str) -> Decisions:
-    """Recompute only what the compiler would not save; ``is_exact``: why a module's stays."""
+    """Those of mode "no_recompute"; ``is_exact`` says why what a module saves stays exact."""
 
     def decide(location: OpLocation, *_: Any) -> OpPolicy:
         return OpPolicy.SAVE if is_exact(location.module) else OpPolicy.SAVE_FLOAT8
@@ -154,8 +154,8 @@ def _policy(
 class TracedOpLocator:
     """Names the operations of a block, or of a part of one, while it is traced.
 
-    ``modules`` are traced, by name in the block ("" is the block itself); ``root`` is the one that
-    has the operations that are in no other module.
+    ``modules`` are traced, by name in the block ("" is the block itself). Operations that are in
+    none of them belong to ``root``.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], root: str) -> None:

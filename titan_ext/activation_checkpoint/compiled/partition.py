@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Saved tensors of compiled code in float8: the point where torch.compile decides what is saved.
 
-torch.compile traces forward and backward of a block as one graph and gives it to a *partitioner*,
-which cuts it into two: what crosses the cut is saved. ``Float8Partitioner`` lets torch's own
-min-cut partitioner cut, then puts the codec's operations into the two graphs, where the compiler
-fuses them with their neighbours:
+torch.compile traces forward and backward of a block as one graph and gives it to a *partitioner*.
+That cuts it into two: what crosses the cut is saved. ``Float8Partitioner`` lets torch's own min-cut
+partitioner cut. Then it puts the codec's operations into the two graphs, where the compiler fuses
+them with their neighbours:
 
     forward:   saved = x                 ->  saved = quantize(x)
     backward:  x = saved                 ->  x = dequantize(saved)
@@ -144,8 +144,8 @@ def compile_arguments(partitioner: Float8Partitioner, backend: str) -> dict[str,
 
     Raises:
         ValueError: for another backend, which would ignore the partitioner, or for a codec that
-            compiled code cannot run: stochastic rounding would repeat its noise in every step, and
-            one scale for a tensor needs its size, which for routed tokens is not known.
+            compiled code cannot run. Stochastic rounding would repeat its noise in every step. One
+            scale for a tensor needs its size, which is unknown for routed tokens.
     """
     if partitioner.codec.stochastic or partitioner.codec.block == "tensor":
         raise ValueError(
@@ -284,7 +284,7 @@ def store_in_float8(
 
 
 def _must_stay_exact(value: torch.Tensor) -> str:
-    """Why a tensor must stay exact, or None: the rules of ``titan_ext.fp8.keep_exact``.
+    """Why a tensor must stay exact, or "": the rules of ``titan_ext.fp8.keep_exact``.
 
     A size that is not known before the program runs counts as large.
     """

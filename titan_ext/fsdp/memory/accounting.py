@@ -58,10 +58,10 @@ class Event:
     """A change in live bytes.
 
     Attributes:
-        action: "unshard" (an all-gather is issued), "copying" (its copy-out has a temporary),
-            "copied" (its buffer goes), "forward" and "backward" (the unit is ready to run), "after
-            forward" and "after backward" (it has been resharded, or stays), "reduce" and "reduced"
-            (a reduce-scatter's input, output), "step" and "after step". What changes without an
+        action: Of an all-gather: "unshard" (issued), "copying" (its copy-out has a temporary) and
+            "copied" (its buffer goes). Of a unit: "forward" and "backward" (ready to run), "after
+            forward" and "after backward" (resharded, or staying). Of a reduce-scatter: "reduce"
+            (input) and "reduced" (output). Also "step" and "after step". What changes without an
             action of its own (a reshard at the very end of backward) shows in the next event.
         unit: The unit concerned; "" for the model.
         live: By kind of unit, after the change.

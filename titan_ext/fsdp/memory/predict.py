@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What FSDP will hold unsharded on a rank, before anything runs.
 
-Computed from a plan (``fsdp.plan``) and the order of a training step, without FSDP or a process
-group: a laptop answers for a job of 512 ranks. Tests compare it with what ``fsdp.memory.tracker``
-measures, event by event.
+It computes this from a plan (``fsdp.plan``) and the order of a training step, without FSDP or a
+process group. So a laptop answers for a job of 512 ranks. Tests compare it with what
+``fsdp.memory.tracker`` measures, event by event.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -215,7 +215,7 @@ class Step:
         if self.head is not None:
             chunked = bool(self.order.loss_chunks)
             if chunked:
-                # The norm's output is the model's, and a hook on it sees what the loss has freed.
+                # The norm's output is the model's: a hook on it records what the loss has freed.
                 fsdp.sample("backward", self.head.plan.name)
             fsdp.pre_backward(self.head, seen_by="" if chunked else self.head.plan.name)
             done = _params_of_head(self.head) if chunked else set()
@@ -225,7 +225,7 @@ class Step:
         for block in reversed(self.blocks):
             self._run_block_backward(block)
         if self.embedding is not None:
-            # Its inputs have no gradients: what ends its backward is the end of all backward.
+            # Its inputs have no gradients, so its backward ends with the whole backward.
             fsdp.pre_backward(self.embedding)
             fsdp.add_gradients(self.embedding, _trainable(self.embedding))
         if self.head is not None and self.is_tied:

@@ -2,9 +2,9 @@
 """FSDP2's bookkeeping, simulated on sizes.
 
 FSDP2's rules (torch 2.14, 2.15) for when it gathers parameters, copies them out of the buffer, and
-frees them: which buffers outlive the call that made them, what a unit of several modules does when
-only some of them run, what a recompute may change. ``predict`` decides the order of the units.
-Neither uses tensors, a process group or FSDP's own state.
+frees them. They say which buffers outlive the call that made them, and what a recompute may change.
+They also cover a unit of several modules of which only some run. ``predict`` decides the order of
+the units. Neither uses tensors, a process group or FSDP's own state.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py.
 """
@@ -162,7 +162,7 @@ class FSDPSimulation:
 
     def pre_forward(self, unit: SimulatedUnit, *, in_backward: bool = False) -> None:
         """Before a unit, or a part of it, runs. ``in_backward``: as a recompute."""
-        if in_backward:
+        if in_backward or unit.plan.frees_buffer:
             self.unshard(unit)  # fsdp.prefetch, before FSDP's own hook
         if not unit.roles_to_run:
             unit.roles_to_run = set(unit.roles)

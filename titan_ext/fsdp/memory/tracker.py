@@ -2,12 +2,12 @@
 """What FSDP holds unsharded on this rank, measured while it trains.
 
 This patches nothing in torch. FSDP2 lets a parameter group bring the object that allocates its
-buffers, modules take hooks before and after FSDP's own, and autograd nodes take hooks, too.
-Gathered parameters appear only at a copy-out and disappear only at a reshard, so reading the
-storages there is exact.
+buffers. Modules take hooks before and after FSDP's own, and so do autograd nodes. Gathered
+parameters appear only at a copy-out and disappear only at a reshard, so reading the storages there
+is exact.
 
-Of what lives only inside one of FSDP's calls it counts the temporaries of a copy-out, not the cast
-of the local shard before an all-gather.
+Some tensors live only inside one of FSDP's calls. Of these it counts the temporaries of a copy-out,
+not the cast of the local shard before an all-gather.
 """
 
 import weakref
@@ -133,7 +133,7 @@ class _Group:
     ) -> None:
         """Count ``buffer`` until FSDP frees it; for gradients, until the storage is freed.
 
-        A process group's thread may hold a buffer for an instant after its collective is over, so
+        A process group's thread may hold a buffer for an instant after its collective is over. So
         collectives get other tensors of the same storage (``_lend``).
         """
         storage = buffer.untyped_storage()
@@ -150,7 +150,7 @@ class _Group:
         finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def sample_with(self, temporaries: Iterable[torch.Tensor], tracker: MemoryTracker) -> None:
-        """Read what is live, with those of ``temporaries`` that are no gathered parameters."""
+        """Read what is live, and those of ``temporaries`` that are not gathered parameters."""
         gathered = {t.data_ptr() for p in self._group.fsdp_params for t in p.all_gather_outputs}
         extra = sum(
             t.untyped_storage().nbytes() for t in temporaries if t.data_ptr() not in gathered

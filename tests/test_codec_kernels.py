@@ -1,0 +1,122 @@
+"""The machine code of the codec that runs: what the store compiles, for GPUs that are not here."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from triton.compiler.errors import CompilationError
+
+from tests.gpu_kernels import GpuCompiler, Kernel
+from titan_ext.fp8 import Codec, SavedTensorStore, codec
+
+# An H100's 132 multiprocessors start 128 instructions of a thread in each of 1.76e9 cycles a
+# second, and its memory moves 3.35e12 bytes; the codec moves 3 a value.
+INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC = 132 * 128 * 1.76e9 / (3.35e12 / (3 + 1 / 128))
+
+WIDTHS = [2048, 640, 64, 576]
+"""The last block of a row of 576, as latent attention has it, is short."""
+
+
+def stored(x: torch.Tensor, settings: Codec) -> tuple[list[Kernel], list[Kernel]]:
+    """The kernels with which the store packs ``x`` and unpacks it; [] where it has them already."""
+    compiler = codec._BACKEND
+    assert isinstance(compiler, GpuCompiler)
+    store = SavedTensorStore(settings, policy=lambda x: None, one_kernel=True)
+    before = len(compiler.graphs)
+    store.unpack(store.pack(x))
+    assert codec._warned == []
+    new = compiler.graphs[before:]
+    return (new[0], new[1]) if new else ([], [])
+
+
+def with_compiler(function: Callable[[], Any]) -> Any:
+    codec._compiled.cache_clear()
+    torch._dynamo.reset()
+    try:
+        state: dict[str, Any] = {"_warned": [], "_not_compiled": set(), "_kinds": defaultdict(set)}
+        with mock.patch.multiple(codec, _BACKEND=GpuCompiler(), **state):
+            return function()
+    finally:
+        codec._compiled.cache_clear()
+        torch._dynamo.reset()
+
+
+@functools.cache
+def kernels(dtype: Any = "e4m3") -> dict[int, tuple[list[Kernel], list[Kernel]]]:
+    """By width, all in one process, as in a run."""
+
+    def run() -> dict[int, tuple[list[Kernel], list[Kernel]]]:
+        widths = WIDTHS if dtype == "e4m3" else WIDTHS[:1]
+        shapes = {width: torch.randn(8192, width).bfloat16() for width in widths}
+        return {width: stored(x, Codec(dtype=dtype)) for width, x in shapes.items()}
+
+    return with_compiler(run)
+
+
+def check(kernel: Kernel, compute_capability: int = 90) -> None:
+    """Memory is the limit, in that configuration that the autotuner would find the fastest."""
+    configurations = kernel.machine_code(compute_capability)
+    assert not any(code.count("LDL") + code.count("STL") for code in configurations), "spills"
+    code = min(configurations, key=lambda code: code.instructions_per_value)
+    assert code.instructions_per_value < INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC
+    # bf16 by 16 bytes a thread, float8 by 8 or 16; a scale for 8 values or more.
+    accesses = [op for op in code.opcodes.elements() if op.startswith(("LDG", "STG"))]
+    wide = [op for op in accesses if op.endswith((".128", ".64"))]
+    assert any(op.endswith(".128") for op in wide)
+    assert (len(accesses) - len(wide)) * 8 <= code.values_per_thread
+
+
+@pytest.mark.parametrize("width", [2048, 64, 576])
+def test_memory_is_the_limit(width: int):
+    store, load = kernels()[width]
+    short = width > 128 and width % 128
+    assert len(store) == (2 if short else 1), "whole blocks, and the short ones"
+    assert len(load) == 1
+    for kernel in store + load:
+        check(kernel)
+        assert "ks0" not in kernel.source, "only the number of rows may vary"
+
+
+def test_whole_blocks_of_any_width_share_kernels():
+    assert kernels()[640] == ([], [])
+
+
+def test_the_codec_as_it_was_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Its block size was a symbol: 2 kernels, an intermediate, a byte at a time."""
+
+    @functools.cache
+    def compiled(function: Any, constant: Any) -> Any:
+        return torch.compile(function, backend=codec._BACKEND, dynamic=True)
+
+    monkeypatch.setattr(codec, "_compiled", compiled)
+    store, load = with_compiler(lambda: stored(torch.randn(8192, 576).bfloat16(), Codec()))
+    for kernel in (store[0], load[0]):
+        with pytest.raises(AssertionError):
+            check(kernel)
+
+
+def test_blackwell():
+    for kernel in (*kernels()[2048][0], *kernels()[2048][1]):
+        check(kernel, 100)
+
+
+def test_an_a100_converts_to_e5m2_only():
+    """With e4m3 the codec runs there as eager operations, and says so."""
+    for kernel in (*kernels("e5m2")[2048][0], *kernels("e5m2")[2048][1]):
+        check(kernel, 80)
+    for kernel in (*kernels()[2048][0], *kernels()[2048][1]):
+        with pytest.raises(CompilationError, match="fp8e4nv not supported in this architecture"):
+            kernel.machine_code(80)
+
+
+@pytest.mark.parametrize(("arch", "converts"), [("gfx942", False), ("gfx950", True)])
+def test_amd(arch: str, converts: bool):
+    """The MI300's float8 has another bias (fnuz), so its conversions are of no use: software."""
+    for kernel in (*kernels()[2048][0], *kernels()[2048][1]):
+        for assembly in kernel.amd_assembly(arch):
+            assert "; ScratchSize: 0\n" in assembly, "spills"
+            assert ("_fp8" in assembly) == converts
