@@ -26,7 +26,7 @@ from titan_ext.data.stdlib_corpus import register_stdlib_corpus
 from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.memory_plan import LASTING, Budget, Kind, LiveBytes, MemoryPlan, Peak
 
-BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=128)
+BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=256, layers=4)
 RUNS = [
     replace(BASE, save_all_to_all="always"),
     replace(BASE, world=1, ep=1, parallelize="block", ac="none"),
@@ -211,6 +211,15 @@ def test_stand_ins_keep_what_a_gpus_kernels_keep():
         ((2, 4, 8, 12), "bfloat16"),  # the output
         ((2, 4, 8), "float32"),  # the log-sum-exp
     }
+
+
+def test_waiting_for_a_collective_makes_no_second_tensor():
+    """As on real tensors; torch's fake wait makes one."""
+    with torch._subclasses.FakeTensorMode(), LiveBytes([nn.Identity()], []) as live:
+        received = torch.empty(256)
+        waited = torch.ops._c10d_functional.wait_tensor(received)
+    assert waited.shape == received.shape
+    assert live.peak.nbytes == 1024
 
 
 PEAK = Peak(60, "loss", {Kind.PARAMETERS: 20, Kind.EXACT: 40})
