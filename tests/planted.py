@@ -6,14 +6,16 @@ import signal
 import sys
 import unittest.mock
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchtitan.tools.logging import init_logger
 
 from tests.training import Run, make_config
-from titan_ext.debug import watchdog
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.fsdp.settings import FSDPSettings
 
@@ -42,32 +44,76 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
 
 
 def train_and_count_reads(run: Run, folder: Path) -> dict[str, int]:
-    """Reads of device values by the recorder's functions: of a rank's whole watched run."""
+    """How often a rank's training steps read a value of the device, by the function that does."""
+    init_logger()
+    config: Any = make_config(run, folder)
+    config.debug.record_collectives = True
     found: Counter[str] = Counter()
-    with contextlib.ExitStack() as stack:
-        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__"):
-            counted = _counted(getattr(torch.Tensor, name), found)
-            stack.enter_context(unittest.mock.patch.object(torch.Tensor, name, counted))
-        train_watched(run, folder, "none")
+    trainer = config.build()
+    step = trainer.train_step
+
+    def counted_step(data_iterator: Any) -> None:
+        with reads(found):
+            step(data_iterator)
+
+    trainer.train_step = counted_step
+    trainer.train()
+    trainer.close()
     return dict(found)
 
 
-def _counted(read: Any, found: Counter[str]) -> Any:
-    """``read``, counted in ``found`` by the recorder's function that calls it.
+@contextlib.contextmanager
+def reads(found: Counter[str]) -> Iterator[None]:
+    """Counts reads of tensors' values, in forward and backward, by the function that reads.
 
-    A function mode would not see backward, where most hooks run.
+    At each of them a GPU's host would wait, and a CUDA graph could not be captured.
     """
+    with contextlib.ExitStack() as stack:
+        for name in ("tolist", "numpy", "cpu"):  # which no dispatch mode sees on a CPU
+            counted = _counted(getattr(torch.Tensor, name), found)
+            stack.enter_context(unittest.mock.patch.object(torch.Tensor, name, counted))
+        stack.enter_context(_Reads(found))
+        yield
 
+
+_READ = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class _Reads(TorchDispatchMode):
+    """item(), bool(), if and shapes that depend on values."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._opname
+        by_mask = name.startswith("index") and any(
+            isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in tree_leaves(args[1:])
+        )
+        repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in _READ or repeats or by_mask:
+            self.found[_caller()] += 1
+        return func(*args, **kwargs)
+
+
+def _counted(read: Any, found: Counter[str]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe()
-        while frame is not None:
-            if frame.f_code.co_filename == watchdog.__file__:
-                found[frame.f_code.co_qualname] += 1
-                break
-            frame = frame.f_back
+        found[_caller()] += 1
         return read(*args, **kwargs)
 
     return call
+
+
+def _caller() -> str:
+    """The innermost function outside of torch and this file."""
+    frame = sys._getframe(2)
+    while (code := frame.f_code).co_filename.startswith(_TORCH) or code.co_filename == __file__:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return code.co_qualname
 
 
 def _whole_blocks():

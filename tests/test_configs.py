@@ -178,11 +178,13 @@ def test_a_config_without_a_model_is_refused():
         extend_config(TitanTrainer.Config())
 
 
-def test_memory_is_not_tracked_through_cuda_graphs(accelerator):
+@pytest.mark.parametrize("key", ["parallelism.fsdp_track_memory", "debug.record_collectives"])
+def test_what_needs_python_in_each_step_is_refused_with_cuda_graphs(key: str, accelerator):
+    section, name = key.split(".")
     ours = extend_config(titan_config("qwen3"))
-    tracked = ParallelismConfig(fsdp_track_memory=True)
     ours.training.disable_cuda_graphs = False
-    with pytest.raises(ValueError, match=r"fsdp_track_memory needs training\.disable_cuda_graphs"):
-        dataclasses.replace(ours, parallelism=tracked)
+    on = {section: dataclasses.replace(getattr(ours, section), **{name: True})}
+    with pytest.raises(ValueError, match=rf"{key} needs training\.disable_cuda_graphs = true"):
+        dataclasses.replace(ours, **on)
     ours.training.disable_cuda_graphs = True
-    assert dataclasses.replace(ours, parallelism=tracked).parallelism.fsdp_track_memory
+    assert getattr(getattr(dataclasses.replace(ours, **on), section), name)

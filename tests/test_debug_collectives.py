@@ -10,13 +10,15 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cluster import PATIENCE_S, RankError, run_ranks
-from tests.planted import RUN, train_and_count_reads, train_watched
+from tests.planted import RUN, reads, train_and_count_reads, train_watched
 from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.debug import hang_report
 from titan_ext.debug.compare import Comparison
@@ -105,13 +107,53 @@ def test_gradients_that_are_not_finite_name_their_rank(fails, tmp_path: Path):
     assert "rank 0 sent" not in report  # though it sends what rank 1's gradients made of its own
 
 
-def test_hooks_never_wait_for_the_device(tmp_path: Path):
-    """Only ``check_gradients`` reads a value: once a step, before the optimizer's."""
+STOCK_READS = {
+    "AllToAllTokenDispatcher._sync_token_count_exchange",  # how many tokens go where
+    "Trainer.train_step",  # Titan's metrics
+    "_dist_reduce",
+    "_StatefulBaseDataLoaderIter.__init__",  # once
+}
+
+
+def test_a_step_never_waits_for_the_device(tmp_path: Path):
+    """Units, float8 activations, dispatcher, recorder, guards: they read two values a step.
+
+    Both just before the optimizer's step, for which Titan's own reads have waited already.
+    """
     make_corpus()
-    ranks = run_ranks(train_and_count_reads, 2, RUN, tmp_path, log_folder=tmp_path / "logs")
-    for reads in ranks:
-        reads.pop("_agree_on_folder", None)  # at the start
-        assert reads == {"CollectiveWatchdog.check_gradients": RUN.steps}
+    run = dataclasses.replace(RUN, ac="fp8")
+    for found in run_ranks(train_and_count_reads, 2, run, tmp_path, log_folder=tmp_path / "logs"):
+        assert {name: n for name, n in found.items() if name not in STOCK_READS} == {
+            "CollectiveWatchdog.check_gradients": RUN.steps,
+            "FiniteGradients.after_build.<locals>.check": RUN.steps,
+        }
+        assert found.keys() >= STOCK_READS, "Titan reads less than it did: shorten the list"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.isfinite().all()),
+        lambda x: x.cpu(),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: x if x.isnan().any() else -x,
+        lambda x: torch.equal(x, -x),
+    ],
+    ids=["item", "bool", "cpu", "tolist", "mask", "if", "equal"],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_read_is_counted(read: Any, backward: bool):
+    found: Counter[str] = Counter()
+    x = torch.randn(4, requires_grad=backward)
+    with reads(found):
+        if backward:
+            x.register_hook(lambda gradient: (read(gradient), gradient)[1])
+            x.sum().backward()
+        else:
+            read(x)
+    assert found.total() == 1
 
 
 def test_watching_changes_nothing(tmp_path: Path):

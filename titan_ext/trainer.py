@@ -110,11 +110,21 @@ class Trainer(TitanTrainer):
             mistakes.raise_all()
 
         def _check_cuda_graphs(self) -> None:
-            if self.parallelism.fsdp_track_memory and not self.training.disable_cuda_graphs:
-                raise ValueError(
-                    "parallelism.fsdp_track_memory needs training.disable_cuda_graphs = true: "
-                    "a replayed CUDA graph does not run FSDP, so there is nothing to measure."
-                )
+            if self.training.disable_cuda_graphs:
+                return
+            for key, value, why in (
+                ("parallelism.fsdp_track_memory", self.parallelism.fsdp_track_memory, "measure"),
+                (
+                    "debug.record_collectives",
+                    getattr(self.debug, "record_collectives", False),
+                    "record",
+                ),
+            ):
+                if value:
+                    raise ValueError(
+                        f"{key} needs training.disable_cuda_graphs = true: a replayed CUDA graph "
+                        f"runs no Python, neither FSDP's nor a hook, so there is nothing to {why}."
+                    )
 
     def __init__(self, config: Config) -> None:
         Mistakes(wrong_degrees(config, world_size(config))).raise_all()

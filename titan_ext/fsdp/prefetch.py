@@ -13,8 +13,8 @@ microbatch. Selective checkpointing would then see FSDP's operations in the reco
 forward. So before each forward a unit inside a block checks whether backward is running. If so, it
 gathers only its own parameters.
 
-FSDP2 keeps the all-gather buffer of a unit in forward until it copies out the next unit, so that
-this gather may overlap with the copy. Whole blocks are large and copies are short. So a block that
+FSDP2 keeps the all-gather buffer of a unit in forward until it copies out the next unit. So that
+gather may overlap with the copy. But whole blocks are large and copies are short. So a block that
 was gathered ahead copies out before FSDP2's own hook, and its buffer is freed at once.
 """
 

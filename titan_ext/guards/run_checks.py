@@ -198,10 +198,12 @@ class FiniteGradients(RunCheck):
             try:
                 trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one
             finally:
+                graphs = not trainer.config.training.disable_cuda_graphs
                 raise RuntimeError(
                     f"step {trainer.step}: gradients are not finite. The optimizer's step was not "
                     "taken and nothing was saved since the last checkpoint. To learn which rank "
-                    "and unit they come from, run again with --debug.record_collectives."
+                    "and unit they come from, run again with --debug.record_collectives"
+                    + (" --training.disable_cuda_graphs." if graphs else ".")
                 )
 
         trainer.optimizers.register_step_pre_hook(check)
