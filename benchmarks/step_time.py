@@ -4,7 +4,7 @@
     python benchmarks/step_time.py --cuda                # GPU: DeepSeek-V3 16B geometry, 4 layers
 
 On a CPU only the ratio means something, and little: a CPU converts float8 in software. On a GPU
-the model is 4 layers of the 16B geometry with embedding and head, one sequence of 4096 tokens.
+the model is 4 layers of the 16B geometry with embedding and head, 8 sequences of 4096 tokens.
 Figures are tokens per second, peak memory, and both as ratios to stock selective. A round runs
 every arm, one after the other. Ratios are of one round; the median is printed.
 """
@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,8 @@ from torchtitan.tools.utils import set_default_dtype
 
 from benchmarks.activation_bytes import ARMS
 from benchmarks.moe_blocks import BlockRun, Layout
+from titan_ext.activation_checkpoint.early_scores import use_early_scores
+from titan_ext.api import ParallelismConfig
 
 STOCK = "stock-selective"
 GIB = 2**30
@@ -49,31 +52,53 @@ def cpu_step(arm: str, tokens: int) -> Callable[[], None]:
     return step
 
 
-def cuda_step(arm: str, tokens: int, layers: int = 4) -> Callable[[], None]:
-    """One forward and backward of the first ``layers`` layers of the 16B model, bf16."""
+@dataclass(frozen=True)
+class Size:
+    """What a GPU times. ``blocks``: MoE layers alone, without embedding and head."""
+
+    geometry: str = "16B"
+    layers: int = 4
+    batch: int = 8
+    tokens: int = 4096
+    blocks: bool = False
+    device: str = "cuda"
+
+
+def model_step(arm: str, size: Size) -> Callable[[], None]:
+    """One forward and backward of the first layers of a DeepSeek-V3 model, bf16."""
     from torchtitan.models.deepseek_v3 import model_registry
 
-    spec = model_registry("16B")
+    spec = model_registry(size.geometry)
     config = cast(Decoder.Config, spec.model)
-    config.layers = config.layers[:layers]
+    first = 1 if size.blocks else 0  # the first layer is dense
+    config.layers = config.layers[first : first + size.layers]
     for _, _, parent, key in list(spec.traverse(FlexAttention.Config)):
         setattr(parent, str(key), ScaledDotProductAttention.Config())
+    ac_config = ARMS[arm]()
+    if getattr(ac_config, "score_before_last_gemm", False):
+        use_early_scores(spec, ParallelismConfig())
     with torch.device("meta"), set_default_dtype(torch.bfloat16):
         model = cast(Any, config.build())
-    ac_config = ARMS[arm]()
+    if size.blocks:
+        model.tok_embeddings = model.norm = model.lm_head = None
     if ac_config is not None:
         ac_config.build().apply(model)
-    model.to_empty(device="cuda")
+    model.to_empty(device=size.device)
     torch.manual_seed(0)
     with torch.no_grad():
-        model.init_weights(buffer_device=torch.device("cuda"))
-    ids_BL = torch.randint(config.vocab_size, (1, tokens + 1), device="cuda")
+        model.init_weights(buffer_device=torch.device(size.device))
+    shape = (size.batch, size.tokens)
+    ids_BL = torch.randint(config.vocab_size, (shape[0], shape[1] + 1), device=size.device)
+    h_BLD = torch.randn(*shape, config.dim, device=size.device).bfloat16().requires_grad_()
 
     def step() -> None:
-        logits_BLV = model(ids_BL[:, :-1])
-        nn.functional.cross_entropy(
-            logits_BLV.flatten(0, 1).float(), ids_BL[:, 1:].flatten()
-        ).backward()
+        if size.blocks:
+            model(h_BLD, None, None).float().mean().backward()
+            h_BLD.grad = None
+        else:
+            logits_BLV = model(ids_BL[:, :-1])
+            loss = nn.functional.cross_entropy
+            loss(logits_BLV.flatten(0, 1).float(), ids_BL[:, 1:].flatten()).backward()
         model.zero_grad()
 
     return step
@@ -90,10 +115,11 @@ def seconds(step: Callable[[], None], cuda: bool) -> float:
 
 
 def measure(
-    arms: list[str], *, tokens: int, rounds: int, warm_up: int, cuda: bool
+    arms: list[str], *, tokens: int, rounds: int, warm_up: int, size: Size | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of a step by arm, one value a round."""
-    steps = {arm: (cuda_step if cuda else cpu_step)(arm, tokens) for arm in arms}
+    """Seconds of a step by arm, one value a round; of a debug block, or of a model of ``size``."""
+    cuda = size is not None and size.device == "cuda"
+    steps = {arm: model_step(arm, size) if size else cpu_step(arm, tokens) for arm in arms}
     for step in steps.values():
         for _ in range(warm_up):
             step()
@@ -104,9 +130,9 @@ def measure(
     return times
 
 
-def peak_bytes(arm: str, tokens: int) -> int:
+def peak_bytes(arm: str, size: Size) -> int:
     """Peak memory of two steps on the GPU, the model of this arm alone."""
-    step = cuda_step(arm, tokens)
+    step = model_step(arm, size)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()
@@ -118,6 +144,10 @@ def peak_bytes(arm: str, tokens: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cuda", action="store_true", help="16B geometry, 4 layers, on a GPU")
+    parser.add_argument("--toy", action="store_true", help="what --cuda runs, tiny, on the CPU")
+    parser.add_argument("--blocks", action="store_true", help="on a GPU: MoE layers alone")
+    parser.add_argument("--layers", type=int, default=4, help="on a GPU (%(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="on a GPU: sequences (%(default)s)")
     parser.add_argument("--arms", nargs="+", default=["fp8-memory", "fp8-speed"], choices=ARMS)
     parser.add_argument("--tokens", type=int, help="default: 4096 on a GPU, 512 on a CPU")
     parser.add_argument("--rounds", type=int, default=7)
@@ -126,16 +156,23 @@ def main() -> None:
         parser.error("--cuda needs a GPU, and torch sees none here; without it, the CPU is timed.")
 
     tokens = args.tokens or (4096 if args.cuda else 512)
+    size = None
+    if args.cuda:
+        size = Size("16B", args.layers, args.batch, tokens, args.blocks)
+    elif args.toy:
+        tokens = 16
+        size = Size("debugmodel", 2, 2, tokens, args.blocks, device="cpu")
     arms = [STOCK, *(arm for arm in args.arms if arm != STOCK)]
     # One after another, before the timed models are all there together.
-    peaks = {arm: peak_bytes(arm, tokens) for arm in arms} if args.cuda else {}
-    times = measure(arms, tokens=tokens, rounds=args.rounds, warm_up=2, cuda=args.cuda)
+    peaks = {arm: peak_bytes(arm, size) for arm in arms} if args.cuda and size else {}
+    times = measure(arms, tokens=tokens, rounds=args.rounds, warm_up=2, size=size)
     device = torch.cuda.get_device_name() if args.cuda else "CPU"
-    print(f"{device}, torch {torch.__version__}, {tokens} tokens, {args.rounds} rounds")
+    batch = size.batch if size else 1
+    print(f"{device}, torch {torch.__version__}, {batch} x {tokens} tokens, {args.rounds} rounds")
     for arm, values in times.items():
         ratios = [a / b for a, b in zip(values, times[STOCK], strict=True)]
         line = (
-            f"{arm:20} {tokens / statistics.median(values):10.0f} tokens/s, step time "
+            f"{arm:20} {batch * tokens / statistics.median(values):10.0f} tokens/s, step time "
             f"{statistics.median(ratios):.3f} of stock ({min(ratios):.3f} to {max(ratios):.3f})"
         )
         if peaks:

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import fp8_ac_loss, step_time
+from benchmarks import fp8_ac_loss, gpu_receipts, step_time
 from benchmarks.activation_bytes import Measured, measure, table
 from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import Layout
@@ -93,14 +94,14 @@ def test_loss_table_and_plot_from_files(tmp_path: Path) -> None:
         fp8_ac_loss.train("fp8", 0, steps=61, batch=2, seq_len=64, lr=2e-4, output=tmp_path)
 
 
-def test_step_time_measures_every_arm() -> None:
+@pytest.mark.parametrize("what", ["debug block", "GPU's model", "GPU's blocks"])
+def test_step_time_measures_every_arm(what: str) -> None:
+    size = step_time.Size("debugmodel", 2, 2, 16, blocks="blocks" in what, device="cpu")
+    arms = ["stock-selective", "fp8-speed-early"]
     times = step_time.measure(
-        ["stock-selective", "fp8-memory"], tokens=32, rounds=2, warm_up=0, cuda=False
+        arms, tokens=32, rounds=2, warm_up=0, size=None if what == "debug block" else size
     )
-    assert {arm: len(values) for arm, values in times.items()} == {
-        "stock-selective": 2,
-        "fp8-memory": 2,
-    }
+    assert {arm: len(values) for arm, values in times.items()} == dict.fromkeys(arms, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -109,3 +110,45 @@ def test_step_time_refuses_cuda_without_a_gpu() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "--cuda needs a GPU" in done.stderr
+
+
+def _receipts(monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str) -> int:
+    monkeypatch.setattr("sys.argv", ["gpu_receipts", "--dry", "--out", str(out), *flags])
+    return gpu_receipts.main()
+
+
+def test_gpu_receipts_leave_results_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codec = gpu_receipts.ITEMS[0]
+    broken = gpu_receipts.Item("broken", "", 60, "", "-c 1/0")
+    slow = gpu_receipts.Item("slow", "", 1, "", "-m http.server --bind 127.0.0.1 0")
+    monkeypatch.setattr(gpu_receipts, "ITEMS", (codec, broken, slow))
+    assert _receipts(monkeypatch, tmp_path) == 1
+    results = json.loads((tmp_path / "results.json").read_text())["items"]
+    endings = [result["ending"] for result in results.values()]
+    assert endings == ["exit code 0", "exit code 1", "stopped after 1 s"]
+    assert {figure["kind"] for figure in results["codec"]["figures"]} == {"of a copy's bandwidth"}
+    log = (tmp_path / "log.md").read_text()
+    assert "ZeroDivisionError" in log
+    assert codec.goal in log
+    assert (tmp_path / "figures.png").stat().st_size > 1000
+    capsys.readouterr()
+    assert _receipts(monkeypatch, tmp_path, "--only", "codec") == 0
+    assert "codec: done before" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_gpu_receipt_runs_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _receipts(monkeypatch, tmp_path) == 0
+    results = json.loads((tmp_path / "results.json").read_text())["items"]
+    assert list(results) == [item.name for item in gpu_receipts.ITEMS]
+    assert all(result["figures"] for name, result in results.items() if name != "plan")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_gpu_receipts_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_receipts"])
+    with pytest.raises(SystemExit):
+        gpu_receipts.main()
+    assert "torch sees no GPU here" in capsys.readouterr().err

@@ -95,6 +95,8 @@ def test_the_stock_preset_is_stock(stock):
     [
         Config(),
         Config(preset="speed"),
+        Config(preset="balanced"),
+        Config(preset="gemms"),
         Config(preset="attention"),
         Config(mode="no_recompute"),
         Config(mode="full"),
@@ -167,6 +169,12 @@ def test_flops_of_a_block():
     assert memory.recomputed_flops == again
     none = measure_block(_block(), _input(), None, None, config=Config(mode="no_recompute"))
     assert none.recomputed_ops == 0
+
+    balanced = measure_block(_block(), _input(), None, None, config=Config(preset="balanced"))
+    assert balanced.recomputed_flops == 2 * _T * gate + 2 * _ROUTED * 3 * experts
+    all_gemms = measure_block(_block(), _input(), None, None, config=Config(preset="gemms"))
+    assert all_gemms.recomputed_flops == 2 * _T * gate
+    assert memory.nbytes < balanced.nbytes < all_gemms.nbytes < none.nbytes
 
 
 def test_attention_is_exact_by_default():

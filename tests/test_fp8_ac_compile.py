@@ -1,5 +1,6 @@
 """Policies in compiled code: what is saved how, what runs again, and what gradients come of it."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -452,8 +453,13 @@ class RespectingSelectiveAC(SelectiveAC):
         return wrapper
 
 
-@pytest.mark.parametrize("wrap", ["block", "submodule"])
-@pytest.mark.parametrize("preset", ["memory", "speed"])
+@pytest.mark.parametrize(
+    ("preset", "wrap"),
+    [
+        *itertools.product(("memory", "speed"), ("block", "submodule")),
+        *(pytest.param(name, "block", marks=pytest.mark.slow) for name in ("balanced", "gemms")),
+    ],
+)
 def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
     """Within 5 % of the bytes, in one graph for each kind of unit, with the same gradients."""
     policies = [FP8AC(FP8AC.Config(preset=preset)) for _ in range(2)]

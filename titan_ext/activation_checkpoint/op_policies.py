@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 INPUT = "input"
 """Stands for the floating-point inputs of the block, instead of an operation's name."""
 
-Preset = Literal["memory", "speed", "attention", "stock"]
+Preset = Literal["memory", "balanced", "speed", "gemms", "attention", "stock"]
 Attention = Literal["auto", "save", "save_float8", "recompute"]
 StockPolicy = Callable[..., CheckpointPolicy]
 """Titan's policy for torch's selective checkpointing; called for each operation, in order."""
@@ -329,7 +329,7 @@ def make_plan(
     contexts = wrapper.checkpoint_fn.keywords["context_fn"]
     attention = _resolve_attention(config.attention, preset, block)
     float8 = mode == "full" or preset != "stock"
-    base = "expensive" if preset in ("speed", "attention") else "stock"
+    base = "stock" if preset in ("memory", "stock") else "expensive"
     preset_rules = _preset_rules(preset, attention, block, saves_all_to_all)
     return BlockPlan(
         name=name,
@@ -347,17 +347,18 @@ def make_plan(
 
 
 def _resolve_attention(attention: Attention, preset: Preset, block: nn.Module) -> OpPolicy:
-    """Resolve "auto": "save", except for preset "speed", which has no room for that.
+    """Resolve "auto": "save", except for presets that have no room for that.
 
-    "speed" stores multi-head latent attention in float8. It recomputes grouped-query attention,
-    whose output is larger than the model dimension.
+    They store multi-head latent attention in float8. They recompute grouped-query attention, whose
+    output is larger than the model dimension; "gemms" saves it.
     """
     if attention != "auto":
         return OpPolicy(attention)
-    if preset != "speed":
+    if preset not in ("balanced", "speed", "gemms"):
         return OpPolicy.SAVE
-    latent = hasattr(getattr(block, "attention", None), "wkv_a")
-    return OpPolicy.SAVE_FLOAT8 if latent else OpPolicy.RECOMPUTE
+    if hasattr(getattr(block, "attention", None), "wkv_a"):
+        return OpPolicy.SAVE_FLOAT8
+    return OpPolicy.SAVE if preset == "gemms" else OpPolicy.RECOMPUTE
 
 
 def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
@@ -384,6 +385,9 @@ def _preset_rules(
         exact = ("attention.wkv_a", "attention.wq_a", "attention.wq", "attention.qkv_linear")
         rules += _for_modules(OpPolicy.SAVE, *exact)
         rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
+    if preset == "balanced":
+        # Most of the bytes: what the routed experts compute.
+        rules.append(Rule(OpPolicy.RECOMPUTE, **{**last_gemm, "operand": "*"}))
     if preset == "speed":
         # FLOPs saved per byte are the length of the dot products: a low rank goes first.
         low_rank = ("attention.wkv_a", "attention.wkv_b", "attention.wq_b")

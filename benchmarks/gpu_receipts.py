@@ -1,0 +1,265 @@
+"""Every figure that the docs leave open without a GPU, in one command on one.
+
+    make gpu-receipts                                           # all, within 30 minutes on one H100
+    python benchmarks/gpu_receipts.py --quick                   # the first 10 minutes of it
+    python benchmarks/gpu_receipts.py --dry --out outputs/dry  # every item, tiny, on a CPU
+
+The most valuable items come first. Each is one of the other benchmarks in a process of its own,
+with a time limit. After each, ``--out`` has ``results.json`` (commands, outputs, figures),
+``figures.png`` and ``log.md`` (a paragraph for benchmarks/LOG.md), so a run that is cut off leaves
+what it has. The same command goes on after the last item that succeeded.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+_ARMS = "fp8-memory fp8-speed fp8-speed-early fp8-no-recompute stock-none stock-full"
+_TRAIN = (
+    "-m titan_ext.launch --nproc_per_node=1 --local-ranks-filter 0 --role rank --tee 3 "
+    "-m torchtitan.train --module titan_ext --config train_configs/moe_debug_gpu.toml "
+    "--checkpoint.no-enable --dump_folder {out}/"
+)
+_TINY = " --training.steps 2 --training.seq_len 64 --training.local_batch_size 1"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One measurement.
+
+    Attributes:
+        goal: What the docs claim or predict.
+        seconds: After this it is stopped.
+        command: Arguments of Python; ``{out}`` is the folder of the results.
+        dry: The same, tiny and on a CPU.
+    """
+
+    name: str
+    goal: str
+    seconds: int
+    command: str
+    dry: str
+
+
+ITEMS = (
+    Item(
+        "codec",
+        "bandwidth as the store calls it, of a copy's: 0.80",
+        120,
+        "benchmarks/codec_bandwidth.py --device cuda --dtype e4m3 e5m2",
+        "benchmarks/codec_bandwidth.py --device cpu --rows 64 --cols 256 --rounds 1",
+    ),
+    Item(
+        "block of 8k tokens",
+        "step time of stock's: memory 1.03, speed 0.96, early scores 0.90, no recompute 0.88",
+        240,
+        f"benchmarks/step_time.py --cuda --blocks --layers 1 --batch 2 --arms {_ARMS}",
+        f"benchmarks/step_time.py --toy --blocks --rounds 1 --arms {_ARMS}",
+    ),
+    Item(
+        "4 layers, 4 x 4096 tokens",
+        "tokens a second with early scores 1.10 of stock selective's, and a lower peak",
+        300,
+        "benchmarks/step_time.py --cuda --batch 4 --arms fp8-memory fp8-speed-early stock-none",
+        "benchmarks/step_time.py --toy --rounds 1 --arms fp8-memory",
+    ),
+    Item(
+        "host time",
+        "CPU time of a block's forward, of stock selective's",
+        120,
+        "benchmarks/ac_host_time.py --rounds 40",
+        "benchmarks/ac_host_time.py --rounds 1",
+    ),
+    Item(
+        "codec, short blocks",
+        "the same bandwidth where rows are not whole blocks",
+        90,
+        "benchmarks/codec_bandwidth.py --device cuda --cols 2880 --no-eager",
+        "benchmarks/codec_bandwidth.py --device cpu --rows 64 --cols 192 --rounds 1 --no-eager",
+    ),
+    Item(
+        "block of 16k tokens",
+        "as the block of 8k tokens",
+        240,
+        f"benchmarks/step_time.py --cuda --blocks --layers 1 --batch 4 --arms {_ARMS}",
+        "benchmarks/step_time.py --toy --blocks --rounds 1",
+    ),
+    Item(
+        "training",
+        "Titan's trainer with units per sub-module: it trains",
+        240,
+        f"{_TRAIN}training --training.steps 20",
+        f"{_TRAIN}training{_TINY}",
+    ),
+    Item(
+        "training, compiled",
+        "the same, compiled: tokens a second above eager's",
+        420,
+        f"{_TRAIN}compiled --training.steps 20 --compile.enable",
+        f"{_TRAIN}compiled{_TINY}",
+    ),
+    Item(
+        "plan",
+        "dry-run's bytes beside those that 'training' logged",
+        120,
+        "-m titan_ext dry-run train_configs/moe_debug_gpu.toml --ranks 1 --verbose",
+        "-m titan_ext dry-run train_configs/moe_debug_gpu.toml --ranks 1 --verbose",
+    ),
+)
+
+_FIGURES = (
+    (re.compile(r"^(.+?): .*, ratio ([\d.]+) "), "of a copy's bandwidth"),
+    (re.compile(r"^(\S+) .*step time ([\d.]+) of stock"), "step time of stock selective's"),
+    (re.compile(r"^(\S+) .*GiB, ([\d.]+) of stock"), "peak of stock selective's"),
+    (re.compile(r"^((?:stock|fp8).*?) +[\d.]+ +([\d.]+)$"), "host time of stock selective's"),
+    (re.compile(r"(step: +\d+).* tps: ([\d,]+)"), "tokens a second"),
+    (re.compile(r"(step: +\d+).* memory: +([\d.]+)GiB"), "GiB reserved"),
+    (re.compile(r"(step: +\d+).* loss: +([\d.]+)"), "loss"),
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def figures(output: str) -> list[dict[str, Any]]:
+    """What the benchmarks print, as numbers: ``kind``, ``name`` and ``value``."""
+    found = []
+    for line in _COLOUR.sub("", output).splitlines():
+        for pattern, kind in _FIGURES:
+            if match := pattern.search(line):
+                value = float(match[2].replace(",", ""))
+                found.append({"kind": kind, "name": " ".join(match[1].split()), "value": value})
+    return found
+
+
+def measure(item: Item, out: Path, *, dry: bool, seconds: float) -> dict[str, Any]:
+    """Run ``item`` and say how it went; it may fail or be stopped."""
+    arguments = (item.dry if dry else item.command).format(out=out).split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if dry:  # a CPU's compiler takes minutes and says nothing of a GPU's
+        environment["TORCH_COMPILE_DISABLE"] = "1"
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+        )
+        ending, output = f"exit code {done.returncode}", done.stdout
+    except subprocess.TimeoutExpired as expired:
+        ending, output = f"stopped after {seconds:.0f} s", (expired.stdout or b"").decode()
+    return {
+        "command": " ".join(["python", *arguments]).replace(str(out), "OUT"),
+        "ending": ending,
+        "seconds": round(time.monotonic() - begin, 1),
+        "figures": figures(output),
+        "output": output[-20_000:],
+    }
+
+
+def machine() -> str:
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def succeeded(result: dict[str, Any]) -> bool:
+    return result["ending"] == "exit code 0"
+
+
+def write(results: dict[str, Any], out: Path) -> None:
+    """``results.json``, ``figures.png`` and ``log.md``, of what there is."""
+    partial = out / "results.json.part"
+    partial.write_text(json.dumps(results, indent=1) + "\n")
+    partial.replace(out / "results.json")
+    goals = {item.name: item.goal for item in ITEMS}
+    lines = [f"## {results['date']}: GPU receipts ({results['machine']})", ""]
+    for name, result in results["items"].items():
+        lines += [f"{name} (goal: {goals[name]}): `{result['command']}`", ""]
+        lines += [f"{result['ending']} after {result['seconds']} s.", ""]
+        lines += [f"    {f['name']}: {f['value']:g} {f['kind']}" for f in result["figures"]]
+        if not succeeded(result):
+            lines += ["    " + line for line in result["output"].splitlines()[-8:]]
+        lines.append("")
+    (out / "log.md").write_text("\n".join(lines))
+    plot(results, out / "figures.png")
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """A bar for each ratio; 1 is the copy, or stock selective."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars = [
+        (f"{name}: {f['name']}, {f['kind']}", f["value"])
+        for name, result in results["items"].items()
+        for f in result["figures"]
+        if " of " in f" {f['kind']}"
+    ]
+    figure, axes = plt.subplots(figsize=(11, 1 + 0.25 * len(bars)))
+    axes.barh([label for label, _ in bars], [value for _, value in bars])
+    axes.axvline(1, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_title(results["machine"])
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_receipts")
+    parser.add_argument("--quick", action="store_true", help="10 minutes instead of 30")
+    parser.add_argument("--dry", action="store_true", help="every item, tiny, on a CPU")
+    names = [item.name for item in ITEMS]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="ITEM")
+    args = parser.parse_args()
+    now = machine() + (", dry" if args.dry else "")
+    if now.startswith("no GPU") and not args.dry:
+        parser.error("torch sees no GPU here; --dry runs every item, tiny, on the CPU.")
+
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": now, "items": {}}
+    if (out / "results.json").exists():
+        before = json.loads((out / "results.json").read_text())
+        if before["machine"] != now:
+            parser.error(f"--out has results of another machine: {before['machine']}")
+        results["items"] = before["items"]
+    end = time.monotonic() + (10 if args.quick else 30) * 60
+    for item in ITEMS:
+        if item.name not in args.only:
+            continue
+        old = results["items"].get(item.name)
+        if old is not None and succeeded(old):
+            print(f"{item.name}: done before", flush=True)
+            continue
+        left = end - time.monotonic()
+        if left < 20:
+            print(f"{item.name}: no time left; the same command goes on", flush=True)
+            break
+        result = measure(item, out, dry=args.dry, seconds=min(left, item.seconds))
+        results["items"][item.name] = result
+        write(results, out)
+        print(f"{item.name}: {result['ending']}, {result['seconds']} s", flush=True)
+    print(f"Results are in {out}")
+    measured = [results["items"].get(name) for name in args.only]
+    return 0 if all(result is not None and succeeded(result) for result in measured) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
