@@ -147,6 +147,8 @@ def test_new_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFix
         (["list", "--all"], "unknown: --all"),
         (["report", "."], "no TensorBoard file"),
         (["dry-run", "moe_debug", "--ranks", "4", "--rank", "4"], "--rank is 4"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--allowance", "1GiB"], "needs --memory"),
     ],
 )
 def test_a_mistake_is_one_message(

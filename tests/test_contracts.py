@@ -87,7 +87,7 @@ from torchtitan.observability.structured_logger import jsonl_handler, structured
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
-from titan_ext import limits, optim
+from titan_ext import limits, memory_plan, optim
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_policies import make_plan
 from titan_ext.debug import watchdog
@@ -657,6 +657,30 @@ def test_fsdp2_takes_a_quantized_shard_at_the_first_forward():
     assert _Code(FSDPParamGroup.wait_for_unshard).has("fsdp_param.all_gather_inputs[0]")
     for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather", "get_original_weight"):
         assert hasattr(NF4Tensor, method)
+
+
+def test_torch_names_by_which_memory_plan_tells_storages_apart():
+    """memory_plan: by the functions that make them, and by operations of FSDP2's."""
+    made_in = _Code(FSDPParamGroup.post_backward)
+    assert made_in.calls("foreach_reduce")
+    assert _Code(FSDPParamGroup.unshard).calls("foreach_all_gather")
+    assert _Code(FSDPParamGroup.wait_for_unshard).calls("foreach_all_gather_copy_out")
+    assert len(memory_plan._MAKERS) == 3
+    assert torch.ops.fsdp.chunk_cat_mixed_dtype.default._schema.name.startswith(
+        memory_plan._TAKES_GRADIENTS
+    )
+    for name in (*memory_plan._MADE_BY, "_c10d_functional::wait_tensor"):
+        namespace, op = name.split("::")
+        assert getattr(getattr(torch.ops, namespace), op).default._schema.name == name
+    assert distributed_c10d._resolve_process_group
+
+
+def test_torch_has_an_attention_of_one_operation_without_a_kernel():
+    """stand_ins: its shapes, of heads of two sizes and of fewer keys than queries."""
+    q, k, v = (torch.empty(2, n, 8, h, device="meta") for n, h in ((4, 16), (2, 16), (2, 12)))
+    fused = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+    out, lse, *_ = fused(q, k, v, is_causal=True)
+    assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 8, 12), (2, 4, 8), torch.float32)
 
 
 def test_titan_checkpointer_replaces_tensors_of_another_dtype():

@@ -80,19 +80,19 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
 
 
 def test_every_stage_of_a_pipeline(folder: Path):
-    done = _dry_run(
-        folder,
-        "moe_debug",
-        "--ranks",
-        "4",
-        "--all-stages",
-        "--parallelism.pipeline_parallel_degree",
-        "2",
-    )
-    assert (done.code, done.error) == (0, "")
+    """Each with its verdict first. A step that does not fit has an exit status of its own."""
+    flags = ("--memory", "1GiB", "--parallelism.pipeline_parallel_degree", "2")
+    done = _dry_run(folder, "moe_debug", "--ranks", "4", "--all-stages", *flags)
+    assert (done.code, done.error) == (3, "")
     assert re.findall(r"^-- rank (\d)", done.out, re.M) == ["0", "2"]
     assert re.findall(r"^stage +(\d) of 2", done.out, re.M) == ["0", "1"]
     assert _line(done.out, "FSDP units")[1].endswith("1 head")
+    for stage, text in enumerate(done.out.split("-- rank ")[1:]):
+        verdict = rf"memory +does not fit in 1.00 GiB, .* of rank {2 * stage} \(stage {stage}\): "
+        assert re.match(verdict, text.splitlines()[1])
+        *parts, total, _ = map(float, re.findall(r"^ +([\d.]+)  [a-z]", text, re.M))
+        assert total == pytest.approx(sum(parts), abs=0.06)
+    assert "memory for activations" not in done.out
 
 
 def test_context_parallelism(folder: Path):
@@ -146,12 +146,13 @@ def test_every_shipped_file_at_its_size(
     name: str, ranks: int, flags: tuple[str, ...], folder: Path
 ):
     assert name in NAMES
-    done = _dry_run(folder, f"{name}.toml", "--ranks", str(ranks), *flags)
+    done = _dry_run(folder, f"{name}.toml", "--ranks", str(ranks), "--memory", "141GiB", *flags)
     recommends_hsdp = ranks > 1024 and not flags
     assert (done.code, "(HSDP) they have 64" in done.error) == (0, recommends_hsdp)
     assert len(done.error.splitlines()) == recommends_hsdp
     assert f"rank 0 of {ranks}" in done.out
     assert "optimizer, on fake tensors" in done.out
+    assert re.match(r"memory +fits in 141.00 GiB", done.out)
     assert _files(folder) == []
     assert done.peak_gib < 2
-    print(f"\n{name}, {ranks} ranks: {done.cpu_s:.0f} CPU s, {done.peak_gib:.2f} GiB")
+    print(f"\n{done.out}\n{name}, {ranks} ranks: {done.cpu_s:.0f} CPU s, {done.peak_gib:.2f} GiB")

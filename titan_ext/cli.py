@@ -29,6 +29,7 @@ from titan_ext.config_registry import (
     titan_configs,
 )
 from titan_ext.mistakes import Mistakes
+from titan_ext.names import BYTES, parse_bytes
 
 if TYPE_CHECKING:
     from titan_ext.toml_config import Resolved
@@ -40,6 +41,8 @@ _DESCRIPTION = (
     "(--training.steps 50) go after it and win over the file."
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
+_DOES_NOT_FIT = 3
+"""What dry-run ends with where a step needs more than --memory."""
 
 
 @dataclass
@@ -131,10 +134,17 @@ class DryRun:
     """Which of them to be; a pipeline's stages follow each other in blocks of ranks."""
     all_stages: bool = False
     """One rank of every pipeline stage, one after another."""
+    memory: str = ""
+    """Of each GPU, such as 80GiB: plan what a step holds, and whether that fits."""
+    allowance: str = ""
+    """For what is no tensor (CUDA's context, NCCL, cuBLAS, fragmentation), such as 4GiB."""
     verbose: bool = False
     """Print the log of the start as well, with FSDP's plan."""
 
     def run(self, flags: list[str]) -> None:
+        memory, allowance = _bytes("--memory", self.memory), _bytes("--allowance", self.allowance)
+        if allowance is not None and memory is None:
+            raise ValueError("--allowance needs --memory, from which it is taken.")
         if self.ranks < 1 or not 0 <= self.rank < self.ranks:
             raise ValueError(
                 f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 rank or more, and "
@@ -145,7 +155,9 @@ class DryRun:
         from titan_ext import no_accelerator
         from titan_ext.dry_run import as_rank, dry_run
         from titan_ext.limits import wrong_degrees
+        from titan_ext.memory_plan import Budget
 
+        budget = None if memory is None else Budget(memory=memory, allowance=allowance)
         with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
                 config = resolve_config(self.config, flags).config
@@ -153,16 +165,26 @@ class DryRun:
             if self.all_stages:
                 self._run_all_stages(config.parallelism.pipeline_parallel_degree, flags)
             else:
-                print(dry_run(config, self.ranks, self.rank).report())
+                run = dry_run(config, self.ranks, self.rank, budget=budget)
+                print(run.report())
+                if run.memory is not None and run.memory.spare < 0:
+                    raise SystemExit(_DOES_NOT_FIT)
 
     def _run_all_stages(self, pipeline: int, flags: Sequence[str]) -> None:
         """In processes of their own: Titan allows one layout in a process."""
         command = [sys.executable, "-m", "titan_ext", "dry-run", self.config]
         command += ["--ranks", str(self.ranks), *flags, *["--verbose"] * self.verbose]
+        for option, value in (("--memory", self.memory), ("--allowance", self.allowance)):
+            command += [option, value] if value else []
+        worst = 0
         for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
             print(f"-- rank {rank}", flush=True)
-            if code := subprocess.run([*command, "--rank", str(rank)], check=False).returncode:
+            code = subprocess.run([*command, "--rank", str(rank)], check=False).returncode
+            if code not in (0, _DOES_NOT_FIT):
                 raise SystemExit(code)
+            worst = max(worst, code)
+        if worst:
+            raise SystemExit(worst)
 
 
 @dataclass
@@ -224,6 +246,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _bytes(option: str, text: str) -> int | None:
+    if not text:
+        return None
+    if (nbytes := parse_bytes(text)) is None:
+        raise ValueError(
+            f"{option} is {text!r}; expected a size: 80GiB (units {', '.join(BYTES)})."
+        )
+    return nbytes
 
 
 def _refuse(flags: Sequence[str]) -> None:

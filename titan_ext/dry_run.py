@@ -14,7 +14,6 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,100 +21,29 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.pipelining.stage import PipelineStage
-from torch.nn.attention.flex_attention import BlockMask
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.attention import FlexAttention
 
 from titan_ext import no_accelerator
-from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.fp8.local import plain_tensors
 from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import predict
 from titan_ext.fsdp.plan import plan_of
 from titan_ext.guards.run_checks import LoRATargets
 from titan_ext.hf_export import HuggingFaceExport
+from titan_ext.memory_plan import LASTING, Budget, LiveBytes, MemoryPlan
 from titan_ext.names import format_bytes
+from titan_ext.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.trainer import Trainer
 
 __all__ = ["DryRun", "dry_run"]
 
 _AT_ONCE = 128
-"""Parameters a call of clipping and optimizer: torch's time grows with the square of the list."""
+"""Parameters a call of clipping and optimizer: torch's time grows with the square of the list.
 
-
-class BalancedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
-    """Our dispatcher with equal splits: fake tensors cannot tell how many tokens go where."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FunctionalAllToAllTokenDispatcher.Config):
-        pass
-
-    _tokens = 0
-
-    def dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
-        self._tokens = topk_expert_ids_TK.numel()
-        return super().dispatch(
-            x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
-        )
-
-    def _sync_token_count_exchange(
-        self,
-        num_local_tokens_per_expert_E: torch.Tensor,
-        num_global_tokens_per_local_expert_EP_e: torch.Tensor,
-        ep_size: int,
-    ) -> tuple[torch.Tensor, list[int], list[int]]:
-        splits = [self._tokens // ep_size] * ep_size
-        splits[0] += self._tokens - sum(splits)
-        return num_global_tokens_per_local_expert_EP_e.reshape(-1), splits, splits
-
-
-class FlexAttentionShapes(FlexAttention):
-    """FlexAttention by an operation that has a backward on a CPU. A mask changes no shape.
-
-    Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
-        pass
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: BlockMask,
-        enable_gqa: bool = False,
-        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        out_BNLH = nn.functional.scaled_dot_product_attention(
-            q_BNLH, k_BNLH, v_BNLH, enable_gqa=enable_gqa
-        )
-        out_BLNH = out_BNLH.transpose(1, 2)
-        return out_BLNH if out_transform is None else out_transform(out_BLNH, out_BLNH[..., 0])
-
-
-class _NoDataLoader:
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        def build(self, **_: Any) -> None:
-            return None
-
-
-class _NoTokenizer:
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        def build(self, **_: Any) -> None:
-            return None
+A foreach optimizer gets all, since it makes temporaries for all."""
 
 
 class DryRun(Trainer):
@@ -131,6 +59,7 @@ class DryRun(Trainer):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model_parameters = 0
         """Of the whole model."""
+        self.memory: MemoryPlan | None = None
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
         if self.parallel_dims.pp_enabled:
@@ -140,23 +69,14 @@ class DryRun(Trainer):
         """``config`` without what reads or writes files, with fake tensors once it is sharded."""
         spec = config.model_spec
         assert spec is not None
-        for _, dispatcher, parent, key in list(
-            spec.traverse(FunctionalAllToAllTokenDispatcher.Config)
-        ):
-            assert key is not None
-            balanced = derive(dispatcher, BalancedTokenDispatcher.Config)
-            if isinstance(parent, list):
-                parent[int(key)] = balanced
-            else:
-                setattr(parent, str(key), balanced)
         is_pipelined = config.parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn
         name = "pipelining_fn" if is_pipelined else "parallelize_fn"  # one calls the other
         functions: dict[str, Any] = {name: self._then_fake(getattr(spec, name))}
         return dataclasses.replace(
             config,
             model_spec=dataclasses.replace(spec, **functions),
-            dataloader=_NoDataLoader.Config(),
-            tokenizer=_NoTokenizer.Config(),
+            dataloader=NoDataLoader.Config(),
+            tokenizer=NoTokenizer.Config(),
             checkpoint=dataclasses.replace(config.checkpoint, enable=False),
             metrics=dataclasses.replace(
                 config.metrics, enable_tensorboard=False, enable_wandb=False
@@ -226,8 +146,9 @@ class DryRun(Trainer):
         schedule: Any = self.pp_schedule
         return getattr(schedule, "_stages", None) or [schedule._stage]
 
-    def run_step(self) -> None:
-        """One training step.
+    def run_step(self, at: Callable[[str], None] = lambda moment: None) -> None:
+        """One training step; ``at`` is told what follows backward. Later accumulation steps than
+        the second do as that does.
 
         Raises:
             ValueError: if a part of it needs values, which fake tensors do not have.
@@ -235,13 +156,24 @@ class DryRun(Trainer):
         try:
             for _ in range(min(self.gradient_accumulation_steps, 2)):
                 self.forward_backward()
+            at("clip")
             self.clip()
+            at("optimizer")
             self.optimize()
         except DataDependentOutputException as error:
             raise ValueError(
                 f"this model cannot be dry-run: a part of its step needs values ({error.func}), "
                 "and a dry run has shapes only."
             ) from error
+
+    def plan_memory(self, budget: Budget) -> None:
+        """Run another step, steady as all that follow, and count what it holds."""
+        self.optimizers.zero_grad()
+        offloads = self.config.training.enable_cpu_offload
+        live = LiveBytes(self.model_parts, self.optimizers, on_host=LASTING if offloads else ())
+        with live:
+            self.run_step(live.begin)
+        self.memory = MemoryPlan.of(live, budget)
 
     def forward_backward(self) -> None:
         """Forward, loss and backward of one batch, with Titan's own function."""
@@ -279,10 +211,17 @@ class DryRun(Trainer):
             optimizer.param_groups = [
                 {**group, "params": some}
                 for group in optimizer.param_groups
-                for some in _batches(group["params"])
+                for some in _batches(group["params"], everything=group.get("foreach"))
             ]
         with self.fake:
             self.optimizers.step()
+
+    def _indices(self) -> str:
+        return " and ".join(str(stage.stage_index) for stage in self.stages)
+
+    def _name(self) -> str:
+        stage = f" (stage {self._indices()})" if self.stages else ""
+        return f"rank {self.rank}{stage}"
 
     def report(self) -> str:
         """What was checked, and this rank's figures, in a few lines."""
@@ -291,6 +230,9 @@ class DryRun(Trainer):
     def _facts(self) -> Iterator[tuple[str, str]]:
         config, dims, spec = self.config, self.parallel_dims, self.config.model_spec
         assert spec is not None
+        if self.memory is not None:
+            yield "memory", self.memory.verdict(self._name())
+            yield from (("", line) for line in self.memory.table())
         yield "model", f"{spec.name} {spec.flavor}, {_count(self.model_parameters)} parameters"
         axes = {
             "replicated": dims.dp_replicate,
@@ -304,13 +246,12 @@ class DryRun(Trainer):
         backend = config.parallelism.spmd_backend
         yield "layout", f"rank {self.rank} of {self.ranks}: {shown or 'one rank'} ({backend})"
         if self.stages:
-            indices = " and ".join(str(stage.stage_index) for stage in self.stages)
             schedule = config.parallelism.pipeline_parallel_schedule
             count = self.num_pipeline_parallel_microbatches
             stages = self.stages[0].num_stages
             yield (
                 "stage",
-                f"{indices} of {stages}, counted from 0; {schedule}, {count} microbatches",
+                f"{self._indices()} of {stages}, counted from 0; {schedule}, {count} microbatches",
             )
         local, steps = config.training.local_batch_size, self.gradient_accumulation_steps
         total = local * steps * dims.dp_replicate * dims.dp_shard
@@ -351,14 +292,29 @@ class DryRun(Trainer):
         yield "unsharded", text
         yield "ran", "forward, loss, backward, gradient clipping, optimizer, on fake tensors"
         eager = "torch.compile (ran eagerly), " if config.compile.enable else ""
+        unplanned = "" if self.memory is not None else "memory for activations (--memory), "
         yield (
             "not tried",
-            f"{eager}kernels, memory for activations, data, tokenizer, checkpoints, the network",
+            f"{eager}kernels, {unplanned}data, tokenizer, checkpoints, the network",
         )
 
 
-def dry_run(config: Trainer.Config, ranks: int, rank: int = 0) -> DryRun:
+def dry_run(
+    config: Trainer.Config,
+    ranks: int,
+    rank: int = 0,
+    *,
+    budget: Budget | None = None,
+    as_on_a_gpu: bool = True,
+) -> DryRun:
     """Build the trainer of ``rank`` of ``ranks`` and run one step of it; one in a process.
+
+    Args:
+        config: It is changed.
+        ranks: Of the job.
+        rank: The one to be.
+        budget: Plan the memory, too, and hold it against this.
+        as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
 
     Raises:
         ValueError: for a config that would not start, or a machine whose accelerator is visible.
@@ -367,19 +323,20 @@ def dry_run(config: Trainer.Config, ranks: int, rank: int = 0) -> DryRun:
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
-    parallelism, spec = config.parallelism, config.model_spec
-    if (
-        parallelism.context_parallel_degree > 1
-        and parallelism.spmd_backend == "spmd_types"
-        and spec
-    ):
-        for _, attention, parent, key in list(spec.traverse(FlexAttention.Config)):
-            setattr(parent, str(key), derive(attention, FlexAttentionShapes.Config))
+    assert config.model_spec is not None
+    use_stand_ins(
+        config.model_spec,
+        context_parallel=config.parallelism.context_parallel_degree > 1,
+        backend=config.parallelism.spmd_backend,
+        as_on_a_gpu=as_on_a_gpu,
+    )
     no_accelerator.adapt_config(config)
     HuggingFaceExport().before_start(config)
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
     run.run_step()
+    if budget is not None:
+        run.plan_memory(budget)
     return run
 
 
@@ -403,8 +360,9 @@ def _leave_as_they_are(**_: Any) -> None:
     pass
 
 
-def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    return (items[start : start + _AT_ONCE] for start in range(0, len(items), _AT_ONCE))
+def _batches(items: Sequence[Any], everything: bool | None = False) -> Iterator[Sequence[Any]]:
+    at_once = len(items) if everything else _AT_ONCE
+    return (items[start : start + at_once] for start in range(0, len(items), at_once or 1))
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> str:

@@ -3,6 +3,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -81,6 +82,16 @@ def duration(seconds: float) -> str:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+"""Units of sizes that users give."""
+
+
+def parse_bytes(text: str) -> int | None:
+    """The bytes of a size such as "512MiB" or "80 GiB"; None if it is none."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(BYTES)})", text)
+    return int(float(match[1]) * BYTES[match[2]]) if match else None
 
 
 def format_bytes(nbytes: int) -> str:

@@ -19,7 +19,6 @@ was gathered ahead copies out before FSDP2's own hook, and its buffer is freed a
 """
 
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,11 +30,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks
+from titan_ext.names import BYTES, parse_bytes
 
 if TYPE_CHECKING:
     from titan_ext.fsdp.plan import UnitPlan
-
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -84,12 +82,11 @@ def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
     if isinstance(value, str):
         if value.isascii() and value.isdecimal():
             return PrefetchLimit(units=int(value))
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", value)
-        if match:
-            return PrefetchLimit(nbytes=int(float(match[1]) * _UNITS[match[2]]))
+        if (nbytes := parse_bytes(value)) is not None:
+            return PrefetchLimit(nbytes=nbytes)
     raise ValueError(
         f'{key} is {value!r}; expected "auto", a number of units (0, 1, 2, ...) or of bytes '
-        f'("512MiB"; units {", ".join(_UNITS)}).'
+        f'("512MiB"; units {", ".join(BYTES)}).'
     )
 
 

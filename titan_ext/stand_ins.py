@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parts of a model and of a trainer that a dry run has instead of the real ones.
+
+Fake tensors have no values, so a dispatcher is told how many tokens go where. And a CPU runs some
+modules otherwise than a GPU: its attention has S x S buffers, its RMSNorm keeps fp32 copies, its
+autocast leaves the router's gate in bf16. What stands in for them makes and keeps tensors of the
+shapes that the GPU's kernels make and keep, so that a dry run can count them (``live_bytes``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config.override import derive
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.protocols.model_spec import ModelSpec
+
+from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
+
+__all__ = ["NoDataLoader", "NoTokenizer", "use_stand_ins"]
+
+
+def use_stand_ins(
+    spec: ModelSpec, *, context_parallel: bool, backend: str, as_on_a_gpu: bool = True
+) -> None:
+    """Put them into the model config of ``spec``, in place.
+
+    Args:
+        spec: Whose.
+        context_parallel: Whether the sequence is split over ranks.
+        backend: ``parallelism.spmd_backend``.
+        as_on_a_gpu: False: only those without which no step runs.
+    """
+    dispatcher = FunctionalAllToAllTokenDispatcher.Config
+    _replace(spec, dispatcher, lambda config: derive(config, BalancedTokenDispatcher.Config))
+    if as_on_a_gpu:
+        _replace(spec, RMSNorm.Config, _rms_norm)
+        _replace(spec, TokenChoiceTopKRouter.Config, _router)
+    if not context_parallel and as_on_a_gpu:
+        for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
+            _replace(spec, kind.Config, lambda _: AttentionShapes.Config())
+    elif context_parallel and backend == "spmd_types":  # with its masks, which are split too
+        _replace(
+            spec, FlexAttention.Config, lambda config: derive(config, FlexAttentionShapes.Config)
+        )
+
+
+def _replace(spec: ModelSpec, kind: type, stand_in: Callable[[Any], Any]) -> None:
+    for _, config, parent, key in list(spec.traverse(kind)):
+        assert key is not None
+        if isinstance(parent, list):
+            parent[int(key)] = stand_in(config)
+        else:
+            setattr(parent, str(key), stand_in(config))
+
+
+def _rms_norm(config: Any) -> Any:
+    return derive(config, RMSNormShapes.Config) if type(config) is RMSNorm.Config else config
+
+
+def _router(config: Any) -> Any:
+    if type(config.gate) is Linear.Config:
+        config.gate = derive(config.gate, GateInFloat32.Config)
+    return config
+
+
+class BalancedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
+    """Our dispatcher, told how many tokens go where: a fake tensor cannot be asked. All alike."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FunctionalAllToAllTokenDispatcher.Config):
+        pass
+
+    _tokens = 0
+
+    def dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
+        self._tokens = topk_expert_ids_TK.numel()
+        return super().dispatch(
+            x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+        )
+
+    def _sync_token_count_exchange(
+        self,
+        num_local_tokens_per_expert_E: torch.Tensor,
+        num_global_tokens_per_local_expert_EP_e: torch.Tensor,
+        ep_size: int,
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        splits = [self._tokens // ep_size] * ep_size
+        splits[0] += self._tokens - sum(splits)
+        return num_global_tokens_per_local_expert_EP_e.reshape(-1), splits, splits
+
+
+class _OneKernel:
+    """Attention as one operation that keeps q, k, v, its output and a log-sum-exp.
+
+    torch has it for backends out of tree: a shape function and a backward, and no kernel. A mask
+    changes no shape. Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    """
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: BlockMask | None = None,
+        scale: float | None = None,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        fused: Any = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+        out_BNLH, lse_BNL = fused(q_BNLH, k_BNLH, v_BNLH, is_causal=True, scale=scale)[:2]
+        out_BLNH = out_BNLH.transpose(1, 2)
+        if out_transform is None:
+            return out_BLNH
+        return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
+
+
+class AttentionShapes(_OneKernel, ScaledDotProductAttention):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):
+        pass
+
+
+class FlexAttentionShapes(_OneKernel, FlexAttention):
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+
+class RMSNormShapes(RMSNorm):
+    """RMSNorm as one operation, which keeps its input and one fp32 number a row."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, DTensor):
+            return _RMSNorm.apply(x, self.weight)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        local = _RMSNorm.apply(x.to_local(), weight)
+        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32), weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, _, weight = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+class GateInFloat32(Linear):
+    """The router's gate under autocast to fp32, which copies input and weight first."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+class NoDataLoader:
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        def build(self, **_: Any) -> None:
+            return None
+
+
+class NoTokenizer:
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        def build(self, **_: Any) -> None:
+            return None
