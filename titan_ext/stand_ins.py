@@ -4,7 +4,7 @@
 Fake tensors have no values, so a dispatcher is told how many tokens go where. And a CPU runs some
 modules otherwise than a GPU: its attention has S x S buffers, its RMSNorm keeps fp32 copies, its
 autocast leaves the router's gate in bf16. What stands in for them makes and keeps tensors of the
-shapes that the GPU's kernels make and keep, so that a dry run can count them (``live_bytes``).
+shapes that the GPU's kernels make and keep, so that ``memory_plan`` can count them.
 """
 
 from collections.abc import Callable
