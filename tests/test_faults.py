@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import unittest.mock
 from collections.abc import Iterator
@@ -302,7 +303,7 @@ def test_what_is_saved_is_not_saved_again(
     assert caplog.messages[-1] == f"SIGTERM: {said}"
 
 
-def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
+def test_a_signal_is_answered_while_the_step_waits():
     """The main thread is in one long call into C, so no Python handler can run."""
     program = """if True:
         import ctypes, logging, os, signal, sys, threading
@@ -315,16 +316,23 @@ def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
         StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         libc = ctypes.CDLL(None)  # releases the GIL, and sleeps on after a signal
-        left = libc.sleep(8)
-        libc.sleep(left)
-        print("step done", flush=True)
-        os._exit(0)
+        left = 600
+        while left:
+            left = libc.sleep(left)
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.splitlines() == [
-        "SIGINT: stopping after this step; nothing is saved. A second signal ends the run at once.",
-        "step done",
-    ], done.stderr
+    waiting = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    too_late = threading.Timer(120, waiting.kill)
+    too_late.start()
+    assert waiting.stdout is not None
+    try:
+        said = waiting.stdout.readline()
+    finally:
+        too_late.cancel()
+        waiting.kill()
+        waiting.communicate()
+    assert said.strip() == (
+        "SIGINT: stopping after this step; nothing is saved. A second signal ends the run at once."
+    )
 
 
 def test_an_ignored_signal_stays_ignored(stop: StopOnSignal):
