@@ -76,9 +76,9 @@ def arguments(name: str) -> tuple[Decoder, FSDPSettings, ShardSizes, Job, Any]:
 def step(choice: Choice, name: str) -> Estimate:
     """The modelled step of a job."""
     model, settings, sizes, job, machine = arguments(name)
-    plan = local_plan(model, with_choice(settings, choice), sizes, job.ep)
-    units = [replace(unit, frees_buffer=False) for unit in plan.decoder_units]  # as stock
-    return estimate(units, StepOrder(reduce_scatter_buffers=choice.buffers), job, machine)
+    units = local_plan(model, with_choice(settings, choice), sizes, job.ep).decoder_units
+    order = StepOrder(reduce_scatter_buffers=choice.buffers, frees_buffers=False)  # as stock
+    return estimate(units, order, job, machine)
 
 
 def main() -> None:

@@ -71,9 +71,9 @@ def predicted(run: Run, model: Decoder, wrap: Wrap, prefetch: int | str = "auto"
         expert_ranks=run.world,
     )
     plan = local_plan(model, FSDPSettings(wrap=wrap, prefetch=prefetch), sizes, run.ep)
-    is_stock = wrap == "block"
-    units = [replace(u, frees_buffer=u.frees_buffer and not is_stock) for u in plan.units]
-    return predict(units, StepOrder(loss_chunks=8, copies_out_directly=not is_stock))
+    ours = wrap != "block"  # stock's blocks
+    order = StepOrder(loss_chunks=8, copies_out_directly=ours, frees_buffers=ours)
+    return predict(plan.units, order)
 
 
 def measured(run: Run, wrap: Wrap, prefetch: int | str) -> Timeline:

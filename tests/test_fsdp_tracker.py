@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from tests.cluster import run_ranks
 from tests.training import Run, Runs, make_config, observed
-from titan_ext.fsdp.memory.accounting import CLASSES
+from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
 from titan_ext.fsdp.memory.log import _CLASS_COLOURS, _KIND_COLOURS, FOLDER, main
 from titan_ext.fsdp.memory.tracker import MemoryTracker
 from titan_ext.fsdp.units import Unit, UnitKind
@@ -73,16 +73,21 @@ def test_measured_is_predicted(run: Run, runs: Runs):
         assert measured.peak("gathered") > 0
 
 
-def test_experts_of_more_ranks_than_experts_are_copied_out_without_a_temporary(runs: Runs):
-    """And to the same bits as by FSDP2, whose temporary is as large as a layer's experts."""
-    ours, stock = (runs.get(replace(OTHER_DIM, stock_copy_out=name)) for name in (False, True))
+def _with_each_copy_out(run: Run, runs: Runs) -> list[tuple[Timeline, Timeline]]:
+    """Each rank's timelines with our copy-out and with FSDP2's, which train to the same bits."""
+    ours, stock = (runs.get(replace(run, stock_copy_out=name)) for name in (False, True))
     assert ours.losses == stock.losses
     assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in stock.ranks]
-    for mine, torchs in zip(ours.ranks, stock.ranks, strict=True):
-        assert mine.memory is not None
-        assert torchs.memory is not None
-        assert not [event for event in mine.memory.events if event.action == "copying"]
-        events = torchs.memory.events
+    pairs = [(a.memory, b.memory) for a, b in zip(ours.ranks, stock.ranks, strict=True)]
+    assert all(timeline is not None for pair in pairs for timeline in pair)
+    return cast(Any, pairs)
+
+
+def test_experts_of_more_ranks_than_experts_are_copied_out_without_a_temporary(runs: Runs):
+    """And to the same bits as by FSDP2, whose temporary is as large as a layer's experts."""
+    for mine, torchs in _with_each_copy_out(OTHER_DIM, runs):
+        assert not [event for event in mine.events if event.action == "copying"]
+        events = torchs.events
         assert [e.unit for e in events if e.action == "copying"] == ["layers.1.moe"] * 2
         (temporary,) = [
             before.bytes_of().all_gather - after.bytes_of().all_gather
@@ -94,15 +99,9 @@ def test_experts_of_more_ranks_than_experts_are_copied_out_without_a_temporary(r
 
 def test_whole_blocks_free_their_gather_buffers_at_once(runs: Runs):
     """Stock holds the running block, the next one in its buffer, and the running one's buffer."""
-    ours, stock = (runs.get(replace(WHOLE, stock_copy_out=name)) for name in (False, True))
-    assert ours.losses == stock.losses
-    assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in stock.ranks]
-    for mine, torchs in zip(ours.ranks, stock.ranks, strict=True):
-        assert mine.memory is not None
-        assert torchs.memory is not None
-        held, stock_held = (t.peaks()["blocks_unsharded"] for t in (mine.memory, torchs.memory))
-        assert held * 3 == stock_held * 2
-        assert mine.memory.unshards() == torchs.memory.unshards()
+    for mine, torchs in _with_each_copy_out(WHOLE, runs):
+        assert mine.peaks()["blocks_unsharded"] * 3 == torchs.peaks()["blocks_unsharded"] * 2
+        assert mine.unshards() == torchs.unshards()
 
 
 def test_a_tracked_run_is_bit_identical_and_leaves_files(runs: Runs, capsys, monkeypatch):

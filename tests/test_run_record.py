@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -92,9 +92,8 @@ def test_whole_blocks_are_those_of_a_plan_of_blocks(ep: int, ahead: int):
     merged = with_whole_blocks(split, *settings.prefetch_limits)
     assert [unit.name for unit in merged] == [unit.name for unit in whole]
     assert [unit.gathered_nbytes for unit in merged] == [unit.gathered_nbytes for unit in whole]
-    order = StepOrder()
-    # Stock frees a block's gather buffer later than ours.
-    expected = _peak_and_collectives([replace(u, frees_buffer=False) for u in whole], order)
+    order = StepOrder(frees_buffers=False)
+    expected = _peak_and_collectives(whole, order)
     assert _peak_and_collectives(merged, order) == expected
     assert _peak_and_collectives(split, order) != expected
     blocks, moe = 6, 5

@@ -152,7 +152,7 @@ def _parameters(trainer: Any) -> list[str]:
     if not splits_blocks(units):
         return [f"parameters unsharded at once: at most {peak} (predicted)"]
     limits = FSDPSettings.from_config(trainer.config.parallelism).prefetch_limits
-    stock = replace(order, copies_out_directly=False)
+    stock = replace(order, copies_out_directly=False, frees_buffers=False)
     whole_peak, whole_counts = _peak_and_collectives(with_whole_blocks(units, *limits), stock)
     return [
         f"parameters unsharded at once: at most {peak}; with whole blocks {whole_peak} (predicted)",
@@ -211,7 +211,6 @@ def with_whole_blocks(
             unit,
             forward_prefetch=ahead[unit.name].forward if unit.name in ahead else (),
             backward_prefetch=ahead[unit.name].backward if unit.name in ahead else (),
-            frees_buffer=False,
         )
         for unit in merged
     ]

@@ -171,9 +171,8 @@ def cost(
         recomputes=job.recompute > 0,
         reduce_scatter_buffers=choice.buffers,
         copies_out_directly=not as_stock,
+        frees_buffers=not as_stock,
     )
-    if as_stock:
-        units = [replace(unit, frees_buffer=False) for unit in units]
     ms = estimate(units, order, job, machine).ms
     names = {name for name, _ in decoder_blocks(model)[-_BLOCKS:]}
     few = [u for u in units if u.block in names]

@@ -64,6 +64,8 @@ class StepOrder:
         reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
         copies_out_directly: Whether parameters that are sharded along another dim than 0 are copied
             out without a temporary (``fsdp.copy_out``); FSDP2 by itself makes one.
+        frees_buffers: Whether units whose plan says so free their all-gather buffers once copied
+            out (``fsdp.prefetch``); FSDP2 by itself keeps each until the next copy-out of forward.
     """
 
     recomputes: bool = True
@@ -73,6 +75,7 @@ class StepOrder:
     grad_dtype: torch.dtype = torch.float32
     reduce_scatter_buffers: int = 1
     copies_out_directly: bool = True
+    frees_buffers: bool = True
 
 
 def predict(units: Sequence[UnitPlan], order: StepOrder) -> Timeline:
@@ -118,6 +121,7 @@ class Step:
             order.grad_dtype,
             order.reduce_scatter_buffers,
             order.copies_out_directly,
+            order.frees_buffers,
         )
         found = list(self.fsdp.units.values())
         self.embedding = next((u for u in found if u.plan.kind == "embedding"), None)

@@ -98,7 +98,7 @@ class FSDPSimulation:
         roles: Names of the parts that run forward separately, by unit; other units have one.
         grad_dtype: Of sharded gradients, which is that of the sharded parameters.
         reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
-        copies_out_directly: As of ``predict.StepOrder``.
+        copies_out_directly, frees_buffers: As of ``predict.StepOrder``.
     """
 
     def __init__(
@@ -108,12 +108,14 @@ class FSDPSimulation:
         grad_dtype: torch.dtype,
         reduce_scatter_buffers: int = 1,
         copies_out_directly: bool = True,
+        frees_buffers: bool = True,
     ) -> None:
         self.timeline = Timeline()
         self.records = True
         self._grad_dtype = grad_dtype
         self._reduce_scatter_buffers = reduce_scatter_buffers
         self._copies_out_directly = copies_out_directly
+        self._frees_buffers = frees_buffers
         self._buffers: list[Buffer] = []
         self._retained: Buffer | None = None  # the last all-gather of a forward
         self._reduce_inputs: list[Buffer] = []
@@ -162,7 +164,7 @@ class FSDPSimulation:
 
     def pre_forward(self, unit: SimulatedUnit, *, in_backward: bool = False) -> None:
         """Before a unit, or a part of it, runs. ``in_backward``: as a recompute."""
-        if in_backward or unit.plan.frees_buffer:
+        if in_backward or (self._frees_buffers and unit.plan.frees_buffer):
             self.unshard(unit)  # fsdp.prefetch, before FSDP's own hook
         if not unit.roles_to_run:
             unit.roles_to_run = set(unit.roles)
