@@ -18,14 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.compiled.partition import Saved
 from titan_ext.activation_checkpoint.op_policies import OpPolicy
 from titan_ext.fp8 import Codec, MemoryRow, memory_rows
-from titan_ext.fp8.local import local_tensor
 
 _KEY = "activation_checkpoint"
 
@@ -263,19 +260,6 @@ def log_memory_report(trainer: Any) -> None:
         _REPORTERS[part].check_graphs()
     if parts:
         trainer.metrics_processor.logger.log(memory_report_of(parts).metrics(), trainer.step)
-
-
-def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of one call on this rank, by torch's formulas; 0 for what has none."""
-    packet = getattr(func, "overloadpacket", func)
-    if packet is torch.ops.aten._grouped_mm:
-        a, b = local_tensor(args[0]), local_tensor(args[1])
-        return 2 * a.shape[0] * a.shape[1] * b.shape[-1]  # torch has no formula for it
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    local = tree_map_only(torch.Tensor, local_tensor, (args, kwargs or {}, out))
-    return int(formula(*local[0], **local[1], out_val=local[2]))
 
 
 def _rank() -> int:
