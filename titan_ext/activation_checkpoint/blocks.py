@@ -25,7 +25,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
-from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, count_flops
+from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_policies import (
     GEMMS,
     INPUT,
@@ -39,6 +39,7 @@ from titan_ext.activation_checkpoint.op_policies import (
 )
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
 from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids
+from titan_ext.op_cost import count_flops
 
 _CODEC_BLOCK = 128
 _TO_COPY = torch.ops.aten._to_copy.default

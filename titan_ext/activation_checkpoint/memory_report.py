@@ -18,16 +18,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.compiled.partition import Saved
 from titan_ext.activation_checkpoint.op_policies import OpPolicy
 from titan_ext.fp8 import Codec, MemoryRow, memory_rows
-from titan_ext.fp8.local import local_tensor
 
 _KEY = "activation_checkpoint"
+_COULD_NOT = tuple(f"exact: {why}" for why in ("float", "small", "expanded", "would not shrink"))
+"""How ``MemoryRow.treatment`` begins where float8 was asked for and not possible."""
 
 
 @dataclass(frozen=True)
@@ -233,9 +232,16 @@ class MemoryReporter:
             self.check(row for rows in self.graphs for row in rows)
 
     def check(self, rows: Iterable[MemoryRow | GraphRow]) -> None:
-        """Raise RuntimeError if the policy stores in float8, and nothing in ``rows`` is in it."""
+        """Raise RuntimeError if float8 was asked for, and nothing in ``rows`` could be stored so.
+
+        Where a preset keeps nothing in float8 (grouped-query attention and routed experts, with
+        "memory"), the log says that all is exact.
+        """
         kept = sorted({row.treatment for row in rows})
         if self._wants_float8() and not any(kind.startswith("float8") for kind in kept):
+            if kept and not any(kind.startswith(_COULD_NOT) for kind in kept):
+                logger.info(f"{_KEY}: of these blocks the policy keeps nothing in float8.")
+                return
             raise RuntimeError(
                 f"{_KEY}: the policy stores in float8, but nothing was stored in it. Kept: "
                 f"{', '.join(kept) or 'nothing'}. fp32 activations need {_KEY}.fp32 = "
@@ -263,19 +269,6 @@ def log_memory_report(trainer: Any) -> None:
         _REPORTERS[part].check_graphs()
     if parts:
         trainer.metrics_processor.logger.log(memory_report_of(parts).metrics(), trainer.step)
-
-
-def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of one call on this rank, by torch's formulas; 0 for what has none."""
-    packet = getattr(func, "overloadpacket", func)
-    if packet is torch.ops.aten._grouped_mm:
-        a, b = local_tensor(args[0]), local_tensor(args[1])
-        return 2 * a.shape[0] * a.shape[1] * b.shape[-1]  # torch has no formula for it
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    local = tree_map_only(torch.Tensor, local_tensor, (args, kwargs or {}, out))
-    return int(formula(*local[0], **local[1], out_val=local[2]))
 
 
 def _rank() -> int:

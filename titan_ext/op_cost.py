@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What one operation costs: its FLOPs, the bytes that it moves, and milliseconds at given rates.
+
+A roofline of single kernels, from shapes alone: a matrix product takes the longer of its arithmetic
+and its traffic, everything else its traffic. The planners of a step's time and of activation
+checkpointing choose by it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from titan_ext.fp8.local import local_tensor, plain_tensors
+
+__all__ = ["RATES", "OpCost", "Rates", "count_flops", "moves_nothing", "op_cost"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Rates that single kernels of an accelerator reach.
+
+    Attributes:
+        gemm: Of large bf16 matrix products, FLOP/s.
+        attention: Of fused attention, FLOP/s.
+        fp32: Of fp32 matrix products, FLOP/s.
+        memory: Of its memory, bytes/s.
+        all_to_all: Of a rank's exchange of tokens with the others of its node, bytes/s.
+        launch: Of the shortest kernel, seconds.
+    """
+
+    gemm: float
+    attention: float
+    fp32: float
+    memory: float
+    all_to_all: float
+    launch: float = 3e-6
+
+
+RATES = {
+    "h100": Rates(gemm=798e12, attention=450e12, fp32=60e12, memory=3.0e12, all_to_all=300e9),
+}
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One operation on one rank; ``nbytes`` are read and written."""
+
+    flops: int
+    nbytes: int
+    ms: float
+
+
+def op_cost(func: Any, args: Any, kwargs: Any, out: Any, rates: Rates) -> OpCost:
+    """The cost of one call, from the shapes of what went in and came out.
+
+    Args:
+        func: The operation (``torch._ops.OpOverload``), as a dispatch mode sees it.
+        args: Its arguments, any tensors: real, fake, meta or DTensors.
+        kwargs: And those by name.
+        out: What it returned.
+        rates: Of the accelerator.
+    """
+    if moves_nothing(func):
+        return OpCost(0, 0, 0.0)
+    made, read = _nbytes(out), _nbytes((args, kwargs))
+    if _is_exchange(func):
+        return OpCost(0, made + read, 2e-2 + max(made, read) / rates.all_to_all * 1e3)
+    flops = count_flops(func, args, kwargs, out)
+    seconds = max((made + read) / rates.memory, rates.launch)
+    if flops:
+        first = next(x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        rate = rates.fp32 if first.dtype == torch.float32 else rates.gemm
+        if func.overloadpacket in _ATTENTION:
+            rate = 2 * rates.attention  # causal: half of the products are not computed
+        seconds = max(seconds, flops / rate)
+    return OpCost(flops, made + read, seconds * 1e3)
+
+
+def moves_nothing(func: Any) -> bool:
+    """Whether an operation only makes a view, waits, or leaves memory as it is."""
+    namespace, name = func._schema.name.split("::")
+    return (
+        func.is_view
+        or namespace == "prim"
+        or name in ("wait_tensor", "record_stream", "_unsafe_view", "_reshape_alias", "lift_fresh")
+        or "empty" in name
+    )
+
+
+def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of one call on this rank, by torch's formulas; 0 for what has none."""
+    packet = getattr(func, "overloadpacket", func)
+    if packet is torch.ops.aten._grouped_mm:
+        a, b = local_tensor(args[0]), local_tensor(args[1])
+        return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]  # torch has no formula for it
+    if packet in _ATTENTION:
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        return _ATTENTION[packet](*(local_tensor(x).shape for x in tensors))
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    local = tree_map_only(torch.Tensor, local_tensor, (args, kwargs or {}, out))
+    return int(formula(*local[0], **local[1], out_val=local[2]))
+
+
+_ops: Any = torch.ops.aten
+_ATTENTION: dict[Any, Callable[..., int]] = {
+    _ops._scaled_dot_product_fused_attention_overrideable: lambda q, k, v, *_: sdpa_flop_count(
+        q, k, v
+    ),
+    _ops._scaled_dot_product_fused_attention_overrideable_backward: (
+        lambda grad, q, k, v, *_: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+"""Attention as one operation, which torch's registry does not know."""
+
+
+def _is_exchange(func: Any) -> bool:
+    return func._schema.name.endswith("all_to_all_single")
+
+
+def _nbytes(tree: Any) -> int:
+    """Of all tensors in ``tree`` on this rank; an expanded dimension is read once."""
+    return sum(
+        part.element_size() * _numel(part)
+        for x in tree_leaves(tree)
+        if isinstance(x, torch.Tensor)
+        for part in plain_tensors(x)
+    )
+
+
+def _numel(x: torch.Tensor) -> int:
+    numel = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        numel *= size if stride else 1
+    return numel
