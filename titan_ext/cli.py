@@ -125,7 +125,7 @@ class DryRun:
     """Try the start and one step of a large job on this machine, at its real size.
 
     The model is parallelized as on the cluster and one step runs on tensors without data. Nothing
-    is allocated, loaded, downloaded or written, and no GPU is used.
+    is allocated, loaded or downloaded, no GPU is used, and nothing is written without --out.
     """
 
     config: tyro.conf.Positional[_Config]
