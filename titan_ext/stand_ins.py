@@ -98,6 +98,8 @@ class BalancedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
         num_global_tokens_per_local_expert_EP_e: torch.Tensor,
         ep_size: int,
     ) -> tuple[torch.Tensor, list[int], list[int]]:
+        for counts in (num_local_tokens_per_expert_E, num_global_tokens_per_local_expert_EP_e):
+            counts.view(ep_size, -1).sum(dim=1)  # as Titan's: policies count operations
         splits = [self._tokens // ep_size] * ep_size
         splits[0] += self._tokens - sum(splits)
         return num_global_tokens_per_local_expert_EP_e.reshape(-1), splits, splits
@@ -161,7 +163,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32), weight)
-        return torch.empty_like(x)
+        return x * 1  # one kernel that reads all values, as the norm does
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
