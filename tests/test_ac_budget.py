@@ -24,6 +24,7 @@ from titan_ext.activation_checkpoint.op_policies import (
     parse_rules,
 )
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
+from titan_ext.fp8.local import local_tensor
 from titan_ext.memory_plan import fsdp_kind
 from titan_ext.op_cost import RATES
 
@@ -135,9 +136,10 @@ class Block:
             loss = self.run.forward(model, leaf)
         nbytes = kept_total(kept.classes())
         loss.backward()
-        found = {canonical_fqn(name): p.grad for name, p in model.named_parameters()}
-        assert leaf.grad is not None
-        return nbytes, {**found, "(input)": leaf.grad}
+        found = {
+            canonical_fqn(n): p.grad for n, p in [*model.named_parameters(), ("(input)", leaf)]
+        }
+        return nbytes, {n: gradient for n, gradient in found.items() if gradient is not None}
 
     def plan(self, **keys):
         return make_plan(self.module, self.name, FP8AC.Config(**keys))
@@ -190,8 +192,10 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, list[str]]:
                 loss = run.forward(model, leaf)
             nbytes = kept_total(kept.classes())
             loss.backward()
-        found = {canonical_fqn(n): p.grad.to_local() for n, p in model.named_parameters()}
-        return nbytes, {**found, "(input)": leaf.grad}
+        found = {
+            canonical_fqn(n): p.grad for n, p in [*model.named_parameters(), ("(input)", leaf)]
+        }
+        return nbytes, {n: local_tensor(g) for n, g in found.items() if g is not None}
 
     model = run.build(None, stock=False)
     ((name, module),) = model.get_submodule("layers").named_children()
@@ -231,8 +235,8 @@ def test_float8_where_it_pays(block):
     nbytes, gradients = block.measure(config)
     assert nbytes == pytest.approx(solved, rel=0.01)
     for name, gradient in gradients.items():
-        both = (x.double().flatten() for x in (gradient, block.gradients[name]))
-        close = torch.cosine_similarity(*both, 0)
+        a, b = (x.double().flatten() for x in (gradient, block.gradients[name]))
+        close = torch.cosine_similarity(a, b, 0)
         assert close > 0.998, name
 
 

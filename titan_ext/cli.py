@@ -8,6 +8,7 @@ parses again over the config. Nothing here imports torch before a command needs 
 import contextlib
 import gc
 import itertools
+import json
 import logging
 import os
 import subprocess
@@ -32,6 +33,7 @@ from titan_ext.mistakes import Mistakes
 from titan_ext.names import BYTES, parse_bytes
 
 if TYPE_CHECKING:
+    from titan_ext.memory_plan import Budget
     from titan_ext.toml_config import Resolved
 
 _DESCRIPTION = (
@@ -80,21 +82,15 @@ class New:
             raise ValueError(f"{self.file} exists; choose another name, or edit it.")
         if not self.file.parent.is_dir():
             raise ValueError(f"{self.file}: there is no folder {self.file.parent}.")
-        base = self._extends()
+        base = _extends(self.config, self.file.parent)
         resolved = resolve_config(self.config, flags)
-        given = {key for key, origin in resolved.origins.items() if origin == "command line"}
+        given = _given(resolved)
         lines = [f"extends = {to_toml(base)}"]
         if "dump_folder" not in given:
             lines += [f"dump_folder = {to_toml(f'./outputs/{self.file.stem}')}"]
         lines += [f"{key} = {value}" for key, value, _ in _as_toml(resolved, given)]
         self.file.write_text("\n".join(lines) + "\n")
         print(f"{self.file} extends {base}; titan_ext show {self.file} prints all its values.")
-
-    def _extends(self) -> str:
-        found = find_config(self.config)
-        if isinstance(found, Path):
-            return os.path.relpath(found, self.file.parent)
-        return extends_name(found)
 
 
 @dataclass
@@ -138,6 +134,11 @@ class DryRun:
     """Of each GPU, such as 80GiB: plan what a step holds, and whether that fits."""
     allowance: str = ""
     """For what is no tensor (CUDA's context, NCCL, cuBLAS, fragmentation), such as 4GiB."""
+    activations: str = ""
+    """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
+    the best activation checkpointing for that. With --out FOLDER it is FOLDER/budget.toml."""
+    out: Path | None = None
+    """Folder to write into."""
     verbose: bool = False
     """Print the log of the start as well, with FSDP's plan."""
 
@@ -145,6 +146,12 @@ class DryRun:
         memory, allowance = _bytes("--memory", self.memory), _bytes("--allowance", self.allowance)
         if allowance is not None and memory is None:
             raise ValueError("--allowance needs --memory, from which it is taken.")
+        fits = self.activations == "fit"
+        activations = None if fits else _bytes("--activations", self.activations)
+        if fits and memory is None:
+            raise ValueError("--activations fit needs --memory: what it leaves is the budget.")
+        if self.activations and self.all_stages:
+            raise ValueError("--activations plans one rank: expected --rank, not --all-stages.")
         if self.ranks < 1 or not 0 <= self.rank < self.ranks:
             raise ValueError(
                 f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 rank or more, and "
@@ -160,8 +167,12 @@ class DryRun:
         budget = None if memory is None else Budget(memory=memory, allowance=allowance)
         with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
-                config = resolve_config(self.config, flags).config
+                resolved = resolve_config(self.config, flags)
+                config = resolved.config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
+            if self.activations:
+                self._plan_activations(resolved, activations, budget)
+                return
             if self.all_stages:
                 self._run_all_stages(config.parallelism.pipeline_parallel_degree, flags)
             else:
@@ -169,6 +180,25 @@ class DryRun:
                 print(run.report())
                 if run.memory is not None and run.memory.spare < 0:
                     raise SystemExit(_DOES_NOT_FIT)
+
+    def _plan_activations(
+        self, resolved: "Resolved", activations: int | None, memory: "Budget | None"
+    ) -> None:
+        from titan_ext.budget_plan import plan_activations
+
+        changed = [f"{key} = {value}" for key, value, _ in _as_toml(resolved, _given(resolved))]
+        plan = plan_activations(
+            resolved.config, self.ranks, self.rank, budget=activations, memory=memory
+        )
+        print(plan.report())
+        if self.out is None:
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        file = self.out / "budget.toml"
+        first = [f"extends = {json.dumps(_extends(self.config, self.out))}"]
+        kept = [line for line in changed if not line.startswith("activation_checkpoint")]
+        file.write_text("\n".join([*first, *kept, "", *plan.toml_lines()]) + "\n")
+        print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
 
     def _run_all_stages(self, pipeline: int, flags: Sequence[str]) -> None:
         """In processes of their own: Titan allows one layout in a process."""
@@ -256,6 +286,17 @@ def _bytes(option: str, text: str) -> int | None:
             f"{option} is {text!r}; expected a size: 80GiB (units {', '.join(BYTES)})."
         )
     return nbytes
+
+
+def _extends(config: str, folder: Path) -> str:
+    """What a file in ``folder`` says to extend ``config``."""
+    found = find_config(config)
+    return os.path.relpath(found, folder) if isinstance(found, Path) else extends_name(found)
+
+
+def _given(resolved: "Resolved") -> set[str]:
+    """The keys that the command line gave."""
+    return {key for key, origin in resolved.origins.items() if origin == "command line"}
 
 
 def _refuse(flags: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_ext.activation_checkpoint.blocks import OpLocator, attention_statistics, block_store
@@ -60,7 +61,7 @@ class Node:
         policies: What it can have.
         reads: The nodes whose values it reads.
         passes: Whether backward needs none of the values that it reads, as for a sum.
-        is_read: Whether backward reads what it makes.
+        is_read: Whether backward reads what it makes, or may by the rules of ``discards``.
         is_attention: Whether it is the attention operation.
     """
 
@@ -228,6 +229,8 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
         if func._schema.name == _WAIT and type(args[0]) is FakeTensor:
             return args[0]  # as on real tensors; the fake one is new
         out = func(*args, **kwargs)
@@ -258,16 +261,19 @@ class _Tracer(TorchDispatchMode):
         nodes[0] = replace(nodes[0], policies=nodes[0].policies & {SAVE, FLOAT8}, ms=0.0)
         calls = []
         kept: dict[int, int] = {}
+        looked_at: set[int] = set()
         for call, foreign, entries in zip(
             self._calls, self._is_foreign, self._entries, strict=True
         ):
             given = set(storage_ids((call.args, call.kwargs)))
             made = _unless(parts_in(call.out), {*makers, *given})
             writes = [x for x in _written(call) if x.untyped_storage()._cdata in makers]
+            reads = frozenset().union(*(makers.get(storage, set()) for storage in given))
             if foreign or not (made or writes):  # also what only writes to a buffer of the model
                 calls.append(call)
+                if call.location.op not in READ_NO_VALUES:
+                    looked_at |= reads
                 continue
-            reads = (makers.get(storage, set()) for storage in given)
             index = len(nodes)
             node = sizes.node(call.out, call.location, op_cost(*_cost_args(call), rates).ms)
             attends = _is_attention(call.func)
@@ -284,7 +290,7 @@ class _Tracer(TorchDispatchMode):
                 replace(
                     node,
                     policies=frozenset(policies),
-                    reads=frozenset().union(*reads) - {index},
+                    reads=reads - {index},
                     passes=call.location.op in READ_NO_VALUES,
                     is_read=any(storage in self._saved for storage in storage_ids((made, writes))),
                     is_attention=attends,
@@ -295,6 +301,10 @@ class _Tracer(TorchDispatchMode):
             kept |= {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in made}
             calls.append(replace(call, node=index))
         kept |= {s._cdata: s.nbytes() for x in parts_in(self._inputs) if (s := x.untyped_storage())}
+        nodes = [
+            replace(node, is_read=node.is_read or index in looked_at)
+            for index, node in enumerate(nodes)
+        ]
         none = sum(nbytes for storage, nbytes in kept.items() if storage in self._saved)
         return BlockGraph(tuple(nodes), tuple(calls), none)
 

@@ -26,7 +26,6 @@ from titan_ext.activation_checkpoint.op_policies import (
     ROOT,
     BlockPlan,
     OpPolicy,
-    Rule,
     parse_rules,
 )
 from titan_ext.names import format_bytes
@@ -326,7 +325,7 @@ def _names(graph: BlockGraph) -> dict[int, str]:
             continue
         module, op, operand = call.location
         pattern = f"{module or ROOT}:{op}:{operand or '*'}"
-        rule = Rule(SAVE, *pattern.split(":"))
+        (rule,) = parse_rules({pattern: SAVE.value})
         before = 0
         for other in graph.calls:
             before += rule.matches(other.location)

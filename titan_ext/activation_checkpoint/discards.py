@@ -44,10 +44,11 @@ READ_NO_VALUES = frozenset(
     aten.flatten aten.index aten.index_put aten.index_put_ aten.narrow aten.neg aten.new_empty
     aten.new_zeros aten.permute aten.reshape aten.select aten.slice aten.split
     aten.split_with_sizes aten.squeeze aten.stack aten.sub aten.sub_ aten.sum aten.t
-    aten.transpose aten.unsqueeze aten.view aten.zeros_like
+    aten.transpose aten.unsqueeze aten.view aten.view_as_complex aten.view_as_real aten.zeros_like
     _c10d_functional.all_gather_into_tensor _c10d_functional.all_reduce
     _c10d_functional.all_to_all_single _c10d_functional.reduce_scatter_tensor
-    _c10d_functional.wait_tensor torchtitan.deterministic_scatter_add
+    _c10d_functional._wrap_tensor_autograd _c10d_functional.wait_tensor
+    torchtitan.deterministic_scatter_add
     """.split()  # noqa: SIM905  one name a line would be a page
 )
 
@@ -85,7 +86,7 @@ class Discarded(StoredEntry):
 
     def __init__(self, x: torch.Tensor, name: str, modules_left: int, op: str = "") -> None:
         self.name = name
-        self.known_functions = _GEMM_FUNCTIONS
+        self.known_functions: tuple[str, ...] = _GEMM_FUNCTIONS
         if op in READ_NO_VALUES:  # nor does their backward read what they return
             self.known_functions += _PASSING_FUNCTIONS
         self.treatment = "exact: not known to be unread"
