@@ -202,7 +202,7 @@ class _Program:
     def _tie_what_one_rule_names(self) -> None:
         by_name: dict[str, list[dict[OpPolicy, int]]] = defaultdict(list)
         for kind, policies in zip(self.kinds, self._policies, strict=True):
-            for index, name in _names(kind.graph).items():
+            for index, name in {0: INPUT, **_names(kind.graph)}.items():
                 by_name[name].append(policies[index])
         for first, *others in by_name.values():
             for other in others:
