@@ -222,7 +222,13 @@ class BudgetPlan:
 
 
 def plan_activations(
-    config: Any, ranks: int, rank: int = 0, *, budget: int | None, memory: Budget | None = None
+    config: Any,
+    ranks: int,
+    rank: int = 0,
+    *,
+    budget: int | None,
+    memory: Budget | None = None,
+    imbalance: float = 1.0,
 ) -> BudgetPlan:
     """Solve for the blocks of one rank of a job, in a dry run without checkpointing.
 
@@ -232,13 +238,15 @@ def plan_activations(
         rank: The one to plan.
         budget: Bytes for activations; None: what is left of ``memory``.
         memory: Of the GPU.
+        imbalance: Tokens that this rank's experts get, for one if routing were balanced.
 
     Raises:
         ValueError: if it cannot be met, or the config has a table already.
     """
     settings = settings_of(config.activation_checkpoint)
     config.activation_checkpoint = None
-    run = dry_run(config, ranks, rank, budget=memory if budget is None else None)
+    planned = memory if budget is None else None
+    run = dry_run(config, ranks, rank, budget=planned, imbalance=imbalance)
     traced = TracedBlocks(run, settings)
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"

@@ -13,6 +13,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -136,9 +137,14 @@ class DryRun:
     """For what is no tensor (CUDA's context, NCCL, cuBLAS, fragmentation), such as 4GiB."""
     activations: str = ""
     """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
-    the best activation checkpointing for that. With --out FOLDER it is FOLDER/budget.toml."""
+    the best activation checkpointing for that."""
+    imbalance: float = 1.0
+    """Tokens that the rank's experts get, for one if routing were balanced."""
     out: Path | None = None
-    """Folder to write into."""
+    """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
+    dump_folder it is compares itself with its plan. With --activations: budget.toml."""
+    suggest: int = 0
+    """How many of the nearest changes to try, best first; with --memory. Each takes as long."""
     verbose: bool = False
     """Print the log of the start as well, with FSDP's plan."""
 
@@ -152,6 +158,9 @@ class DryRun:
             raise ValueError("--activations fit needs --memory: what it leaves is the budget.")
         if self.activations and self.all_stages:
             raise ValueError("--activations plans one rank: expected --rank, not --all-stages.")
+        if (self.out is not None or self.suggest) and memory is None and not self.activations:
+            option = "--out" if self.out is not None else "--suggest"
+            raise ValueError(f"{option} needs --memory: without it there is no plan.")
         if self.ranks < 1 or not 0 <= self.rank < self.ranks:
             raise ValueError(
                 f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 rank or more, and "
@@ -163,6 +172,9 @@ class DryRun:
         from titan_ext.dry_run import as_rank, dry_run
         from titan_ext.limits import wrong_degrees
         from titan_ext.memory_plan import Budget
+        from titan_ext.plan_report import to_json, write
+        from titan_ext.plan_search import suggest
+        from titan_ext.toml_config.dump import dump, identity
 
         budget = None if memory is None else Budget(memory=memory, allowance=allowance)
         with as_rank(self.ranks, self.rank):
@@ -170,16 +182,36 @@ class DryRun:
                 resolved = resolve_config(self.config, flags)
                 config = resolved.config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
+            self._check_imbalance(config.parallelism.expert_parallel_degree)
             if self.activations:
                 self._plan_activations(resolved, activations, budget)
                 return
+            asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
-                self._run_all_stages(config.parallelism.pipeline_parallel_degree, flags)
+                plans = self._plan_all_stages(config.parallelism.pipeline_parallel_degree, flags)
             else:
-                run = dry_run(config, self.ranks, self.rank, budget=budget)
-                print(run.report())
-                if run.memory is not None and run.memory.spare < 0:
-                    raise SystemExit(_DOES_NOT_FIT)
+                run = dry_run(
+                    config, self.ranks, self.rank, budget=budget, imbalance=self.imbalance
+                )
+                print(run.report(), flush=True)
+                plans = [] if run.memory is None else [to_json(run, asked)]
+                if self.out is not None:
+                    write(plans[0], self.out)
+        if not plans:
+            return
+        fullest = min(plans, key=lambda plan: plan["spare"])
+        if self.all_stages:
+            print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
+        if self.suggest:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "config.toml"
+                file.write_text(source)
+                for line in suggest(file, fullest, self._options(), self.suggest):
+                    print(line, flush=True)
+        elif not (fullest["fits"] or self.all_stages):
+            print("            --suggest 5 tries the nearest changes, with a dry run for each")
+        if not fullest["fits"]:
+            raise SystemExit(_DOES_NOT_FIT)
 
     def _plan_activations(
         self, resolved: "Resolved", activations: int | None, memory: "Budget | None"
@@ -188,7 +220,12 @@ class DryRun:
 
         changed = [f"{key} = {value}" for key, value, _ in _as_toml(resolved, _given(resolved))]
         plan = plan_activations(
-            resolved.config, self.ranks, self.rank, budget=activations, memory=memory
+            resolved.config,
+            self.ranks,
+            self.rank,
+            budget=activations,
+            memory=memory,
+            imbalance=self.imbalance,
         )
         print(plan.report())
         if self.out is None:
@@ -200,21 +237,38 @@ class DryRun:
         file.write_text("\n".join([*first, *kept, "", *plan.toml_lines()]) + "\n")
         print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
 
-    def _run_all_stages(self, pipeline: int, flags: Sequence[str]) -> None:
+    def _check_imbalance(self, expert_parallel: int) -> None:
+        if self.imbalance == 1 or 0 <= self.imbalance <= expert_parallel:
+            return
+        raise ValueError(
+            f"--imbalance is {self.imbalance:g}; expected 0 to {expert_parallel}, the "
+            "expert-parallel degree: more than all tokens cannot come."
+        )
+
+    def _options(self) -> list[str]:
+        """Those that a dry run of another rank or config has, too."""
+        given = (("--memory", self.memory), ("--allowance", self.allowance))
+        options = [word for option, value in given if value for word in (option, value)]
+        return ["--ranks", str(self.ranks), "--imbalance", str(self.imbalance), *options]
+
+    def _plan_all_stages(self, pipeline: int, flags: Sequence[str]) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
-        command = [sys.executable, "-m", "titan_ext", "dry-run", self.config]
-        command += ["--ranks", str(self.ranks), *flags, *["--verbose"] * self.verbose]
-        for option, value in (("--memory", self.memory), ("--allowance", self.allowance)):
-            command += [option, value] if value else []
-        worst = 0
-        for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
-            print(f"-- rank {rank}", flush=True)
-            code = subprocess.run([*command, "--rank", str(rank)], check=False).returncode
-            if code not in (0, _DOES_NOT_FIT):
-                raise SystemExit(code)
-            worst = max(worst, code)
-        if worst:
-            raise SystemExit(worst)
+        from titan_ext.plan_report import file_name
+
+        command = [sys.executable, "-m", "titan_ext", "dry-run", self.config, *self._options()]
+        command += [*flags, *["--verbose"] * self.verbose]
+        plans = []
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = self.out or Path(temporary)
+            command += ["--out", str(folder)] if self.memory else []
+            for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
+                print(f"-- rank {rank}", flush=True)
+                code = subprocess.run([*command, "--rank", str(rank)], check=False).returncode
+                if code not in (0, _DOES_NOT_FIT):
+                    raise SystemExit(code)
+                if self.memory:
+                    plans.append(json.loads((folder / file_name(rank)).read_text()))
+        return plans
 
 
 @dataclass
