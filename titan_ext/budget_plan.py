@@ -182,10 +182,11 @@ class BudgetPlan:
             rows.append(("this budget", self.solution.nbytes, self.solution.ms))
         rows.sort(key=lambda row: -row[1])
         lines = [
-            f"activations of the blocks, budget {_gib(self.budget)} GiB a rank: {self._verdict()}",
+            f"activations of this rank's blocks, budget {format_bytes(self.budget)}: "
+            f"{self._verdict()}",
             self.traced.words(),
-            f"{'':24}{'GiB held':>10}{'ms recomputed, codec included':>32}",
-            *(f"{name:24}{_gib(nbytes):>10}{ms:>32.1f}" for name, nbytes, ms in rows),
+            f"{'':24}{'held':>10}{'ms recomputed, codec included':>32}",
+            *(f"{name:24}{format_bytes(nbytes):>10}{ms:>32.1f}" for name, nbytes, ms in rows),
         ]
         if self.table:
             lines += ["", *self.toml_lines()]
@@ -285,7 +286,3 @@ def _counting(kind: Any, waiting: Counter[Any], most: Counter[Any]) -> Any:
         out.register_hook(end)
 
     return hook
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f}"
