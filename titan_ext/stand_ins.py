@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.override import derive
 from torchtitan.models.common.attention import (
@@ -30,6 +29,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.titan import BaseDataLoader
 
 __all__ = ["NoDataLoader", "NoTokenizer", "use_stand_ins"]
 
