@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_ext.fp8.local import plain_tensors
 
-__all__ = ["LASTING", "Budget", "Kind", "LiveBytes", "MemoryPlan", "Peak"]
+__all__ = ["LASTING", "Budget", "Kind", "LiveBytes", "MemoryPlan", "Peak", "fsdp_kind"]
 
 
 class Kind(StrEnum):
@@ -83,6 +83,16 @@ _MADE_BY = {
 _PLAIN = {torch.Tensor, nn.Parameter, FakeTensor}
 _PASSING = (Kind.TEMPORARY, Kind.LOSS)
 _TAKES_GRADIENTS = "fsdp::chunk_cat"
+
+
+def fsdp_kind() -> Kind | None:
+    """What FSDP makes a storage for, inside the operation that makes it; None for others."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _MAKERS:
+            return _MAKERS[frame.f_code]
+        frame = frame.f_back
+    return None
 
 
 class LiveBytes(TorchDispatchMode):
@@ -191,11 +201,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _kind_by_maker(self) -> Kind:
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code in _MAKERS:
-                return _MAKERS[frame.f_code]
-            frame = frame.f_back
+        if (kind := fsdp_kind()) is not None:
+            return kind
         if self.moments[-1].moment == "loss":
             return Kind.LOSS
         return Kind.EXACT if self._depth and not _in_backward() else Kind.TEMPORARY
