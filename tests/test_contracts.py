@@ -37,7 +37,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining import stage as pipeline_stage
-from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _ComputationType,
+    get_schedule_class,
+)
 from torch.distributed.tensor import Replicate
 from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -673,6 +678,19 @@ def test_torch_names_by_which_memory_plan_tells_storages_apart():
         namespace, op = name.split("::")
         assert getattr(getattr(torch.ops, namespace), op).default._schema.name == name
     assert distributed_c10d._resolve_process_group
+
+
+def test_torch_names_by_which_a_steps_clock_tells_streams_and_stages_apart():
+    stream = torch.cpu.Stream()
+    with torch.cpu.stream(stream):
+        assert torch.cpu.current_stream() is stream
+    assert torch.cpu.current_stream() is not stream
+    assert "device_handle.stream(" in inspect.getsource(_fsdp_collectives.foreach_all_gather)
+    assert "device_handle.stream(" in inspect.getsource(_fsdp_collectives.foreach_reduce)
+    assert "self.pipeline_order" in inspect.getsource(PipelineScheduleMulti.__init__)
+    fields = ("stage_index", "computation_type", "microbatch_index", "sub_actions")
+    assert _Action._fields == fields
+    assert {"F", "B", "I", "W"} <= {kind.value for kind in _ComputationType}
 
 
 def test_torch_has_an_attention_of_one_operation_without_a_kernel():

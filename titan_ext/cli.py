@@ -29,7 +29,7 @@ from titan_ext.config_registry import (
     titan_configs,
 )
 from titan_ext.mistakes import Mistakes
-from titan_ext.names import BYTES, parse_bytes
+from titan_ext.names import BYTES, did_you_mean, parse_bytes
 
 if TYPE_CHECKING:
     from titan_ext.toml_config import Resolved
@@ -138,6 +138,12 @@ class DryRun:
     """Of each GPU, such as 80GiB: plan what a step holds, and whether that fits."""
     allowance: str = ""
     """For what is no tensor (CUDA's context, NCCL, cuBLAS, fragmentation), such as 4GiB."""
+    machine: str = ""
+    """Time a step on this: h100, h200, b200 or mi300x."""
+    measured: Path | None = None
+    """Folder of a run on that machine: its kernels are so much slower than ideal ones."""
+    slower: float = 1.0
+    """Times that kernels are slower than ideal ones, as --measured has said before."""
     verbose: bool = False
     """Print the log of the start as well, with FSDP's plan."""
 
@@ -157,24 +163,46 @@ class DryRun:
         from titan_ext.limits import wrong_degrees
         from titan_ext.memory_plan import Budget
 
+        slower = self._slower()
         budget = None if memory is None else Budget(memory=memory, allowance=allowance)
         with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
                 config = resolve_config(self.config, flags).config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
             if self.all_stages:
-                self._run_all_stages(config.parallelism.pipeline_parallel_degree, flags)
+                self._run_all_stages(config.parallelism.pipeline_parallel_degree, slower, flags)
             else:
-                run = dry_run(config, self.ranks, self.rank, budget=budget)
+                run = dry_run(config, self.ranks, self.rank, budget=budget, machine=self.machine)
                 print(run.report())
                 if run.memory is not None and run.memory.spare < 0:
                     raise SystemExit(_DOES_NOT_FIT)
 
-    def _run_all_stages(self, pipeline: int, flags: Sequence[str]) -> None:
+    def _slower(self) -> float:
+        from titan_ext.measured_step import calibrate
+        from titan_ext.op_cost import MACHINES
+
+        if self.machine and self.machine not in MACHINES:
+            raise ValueError(
+                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
+                f"{did_you_mean(self.machine, MACHINES)}"
+            )
+        if not self.machine and (self.measured is not None or self.slower != 1.0):
+            raise ValueError("--measured and --slower need --machine, whose kernels they are of.")
+        if self.slower <= 0:
+            raise ValueError(f"--slower is {self.slower}; expected a positive factor: 1.3.")
+        if self.measured is None:
+            return self.slower
+        calibration = calibrate(self.measured, self.machine)
+        print(f"{'measured':12}{calibration}")
+        return calibration.slower
+
+    def _run_all_stages(self, pipeline: int, slower: float, flags: Sequence[str]) -> None:
         """In processes of their own: Titan allows one layout in a process."""
         command = [sys.executable, "-m", "titan_ext", "dry-run", self.config]
         command += ["--ranks", str(self.ranks), *flags, *["--verbose"] * self.verbose]
-        for option, value in (("--memory", self.memory), ("--allowance", self.allowance)):
+        given = {"--memory": self.memory, "--allowance": self.allowance, "--machine": self.machine}
+        given["--slower"] = str(slower) if self.machine else ""
+        for option, value in given.items():
             command += [option, value] if value else []
         worst = 0
         for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
