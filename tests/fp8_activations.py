@@ -15,9 +15,11 @@ from tests.training import titan_config
 STEPS = 3
 
 
-def debug_model(layers: int = 3, converters: tuple[str, ...] = ()) -> Decoder:
+def debug_model(
+    layers: int = 3, converters: tuple[str, ...] = (), name: str = "deepseek_v3"
+) -> Decoder:
     """In bf16, initialised, on one process; ``converters`` as in ``tests.converters``."""
-    spec = titan_config("deepseek_v3").model_spec
+    spec = titan_config(name).model_spec
     assert spec is not None
     for _, _, parent, key in list(spec.traverse(FlexAttention.Config)):
         setattr(parent, str(key), ScaledDotProductAttention.Config())

@@ -69,10 +69,10 @@ class FP8AC(ActivationCheckpointing):
 
         preset: Preset = "memory"
         """
-        With mode "selective". "memory": what stock selective saves, in float8. "balanced": GEMMs in
-        float8, but those of routed experts. "speed": few FLOPs recomputed, at about stock's bytes.
-        "gemms": no GEMM is recomputed. "attention": recompute attention only. "stock": what stock
-        selective saves, exactly, for ``op_policies`` to start from.
+        With mode "selective". "memory": at most what stock selective saves, in float8. "balanced":
+        GEMMs in float8, but those of routed experts. "speed": few FLOPs recomputed, at about
+        stock's bytes. "gemms": no GEMM is recomputed. "attention": recompute attention only.
+        "stock": what stock selective saves, exactly, for ``op_policies`` to start from.
         """
 
         op_policies: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)

@@ -1,0 +1,67 @@
+"""Nothing takes CUDA for granted: names in the code, and a run on a device that torch never saw."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_PACKAGE = Path(__file__).parents[1] / "titan_ext"
+_NAMED = {
+    ("cli.py", "CUDA_VISIBLE_DEVICES"),  # hides the accelerator from a dry run; ROCm reads it too
+}
+"""Names of CUDA that may stand in the code, by file; messages and docstrings may name it."""
+
+
+def _cuda_names(source: str) -> list[str]:
+    """``torch.cuda``, ``x.cuda()``, "cuda", "cuda:0", "nccl" and names of its variables."""
+    tree = ast.parse(source)
+    found = [
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "cudart", "nccl")
+    ]
+    strings = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return found + [
+        text
+        for text in strings
+        if text.split(":")[0].lower() in _DEVICES or text.startswith("CUDA_")
+    ]
+
+
+_DEVICES = ("cuda", "nccl")
+
+
+def test_no_code_names_cuda_but_a_list():
+    found = {
+        (str(path.relative_to(_PACKAGE)), name)
+        for path in _PACKAGE.rglob("*.py")
+        for name in _cuda_names(path.read_text())
+    }
+    assert found == _NAMED
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.cuda.synchronize()", "x.cuda()", 'f(device="cuda:0")', 'init("nccl")']
+)
+def test_such_code_would_be_found(line: str):
+    assert _cuda_names(line)
+
+
+@pytest.mark.parametrize(("ep", "backend"), [(2, "spmd_types"), (1, "partial_dtensor")])
+def test_a_model_runs_on_a_device_that_is_not_cuda(ep: int, backend: str):
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.stand_in_device", str(ep), backend],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "device standin, gradients on {'standin'}" in run.stdout
+    assert "float8 e4m3" in run.stdout
