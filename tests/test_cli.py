@@ -149,6 +149,9 @@ def test_new_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFix
         (["dry-run", "moe_debug", "--ranks", "4", "--rank", "4"], "--rank is 4"),
         (["dry-run", "moe_debug", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
         (["dry-run", "moe_debug", "--ranks", "4", "--allowance", "1GiB"], "needs --memory"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--out", "plans"], "--out needs --memory"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--suggest", "1"], "--suggest needs --memory"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--imbalance", "3"], "expected 0 to 2"),
     ],
 )
 def test_a_mistake_is_one_message(

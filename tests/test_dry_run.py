@@ -1,5 +1,6 @@
 """`titan_ext dry-run`: large jobs, one rank, nothing of their size."""
 
+import json
 import os
 import re
 import subprocess
@@ -87,16 +88,43 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
 
 
 def test_every_stage_of_a_pipeline(folder: Path):
-    """Each with its verdict first. A step that does not fit has an exit status of its own."""
+    """Each with its verdict first, and with a file; the fullest comes last.
+
+    A step that does not fit has an exit status of its own.
+    """
     flags = ("--memory", "1GiB", "--parallelism.pipeline_parallel_degree", "2")
-    done = _dry_run(folder, "moe_debug", "--ranks", "4", "--all-stages", *flags)
+    done = _dry_run(
+        folder,
+        "moe_debug",
+        "--ranks",
+        "4",
+        "--all-stages",
+        "--out",
+        "plans",
+        "--suggest",
+        "1",
+        *flags,
+    )
     assert (done.code, done.error) == (3, "")
+    files = [f"plans/plan_rank{rank}.{kind}" for rank in (0, 2) for kind in ("json", "png")]
+    assert _files(folder) == ["plans", *files]
+    plans = [json.loads((folder / name).read_text()) for name in files[::2]]
+    fullest = min(plans, key=lambda plan: plan["spare"])
+    *_, last, heading, _, found, tried = done.out.splitlines()
+    assert last == f"-- the fullest of 2 stages: {fullest['verdict']}"
+    assert heading.startswith(f"-- what would fit on rank {fullest['rank']}: ")
+    assert re.match(
+        r'does not fit, saves [\d.]+ MiB: activation_checkpoint.policy = "fp8", ', found
+    )
+    assert re.fullmatch(r"1 tried, \d+ CPU seconds", tried)
     assert re.findall(r"^-- rank (\d)", done.out, re.M) == ["0", "2"]
     assert re.findall(r"^stage +(\d) of 2", done.out, re.M) == ["0", "1"]
     assert _line(done.out, "FSDP units")[1].endswith("1 head")
     for stage, text in enumerate(done.out.split("-- rank ")[1:]):
         verdict = rf"memory +does not fit in 1.00 GiB, .* of rank {2 * stage} \(stage {stage}\): "
         assert re.match(verdict, text.splitlines()[1])
+        assert plans[stage]["verdict"] in text
+        assert plans[stage]["config"]["parallelism.pipeline_parallel_degree"] == 2
         *parts, total, _ = map(float, re.findall(r"^ +([\d.]+)  [a-z]", text, re.M))
         assert total == pytest.approx(sum(parts), abs=0.06)
     assert "memory for activations" not in done.out

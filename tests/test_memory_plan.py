@@ -109,11 +109,18 @@ def _nbytes(tensors: Any) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in plain}.values())
 
 
-def _plan(run: Run, rank: int, folder: Path) -> tuple[Peak, list[Peak]]:
+def _plan(run: Run, rank: int, folder: Path, imbalance: float = 1.0) -> tuple[Peak, list[Peak]]:
     """The peak of the step, and of each of its moments."""
     with as_rank(run.world, rank):
         config = _config(run, folder)
-        done = dry_run(config, run.world, rank, budget=Budget(memory=0), as_on_a_gpu=False)
+        done = dry_run(
+            config,
+            run.world,
+            rank,
+            budget=Budget(memory=0),
+            as_on_a_gpu=False,
+            imbalance=imbalance,
+        )
     assert done.memory is not None
     return done.memory.peak, list(done.memory.moments)
 
@@ -145,6 +152,19 @@ def test_planned_is_measured(run: Run, tmp_path: Path):
         # threads free their copy of a reduce-scatter's input when they come to it.
         copies = 0.03 * planned.nbytes + planned.by_kind.get(Kind.REDUCE, 0)
         assert 0.99 * planned.nbytes < _allocated(measured) < 1.01 * planned.nbytes + copies
+
+
+def test_an_imbalance_is_more_of_what_experts_get_and_no_more_of_what_they_send(tmp_path: Path):
+    """Kept after forward: tokens that came, 1.5 times as many, and tokens that came back."""
+    run = replace(BASE, layers=2, save_all_to_all="always")
+    kept = []
+    for imbalance in (1.0, 1.5):
+        logs = tmp_path / str(imbalance)
+        ((_, moments),) = run_ranks(_plan, 1, run, 0, tmp_path, imbalance, log_folder=logs)
+        kept.append(next(moment.by_kind for moment in moments if moment.moment == "loss"))
+    balanced, more = kept
+    assert more[Kind.ALL_TO_ALL] / balanced[Kind.ALL_TO_ALL] == pytest.approx(1.25, rel=0.01)
+    assert more[Kind.PARAMETERS] == balanced[Kind.PARAMETERS]
 
 
 def _allocated(measured: Measured) -> int:

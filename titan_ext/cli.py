@@ -8,10 +8,12 @@ parses again over the config. Nothing here imports torch before a command needs 
 import contextlib
 import gc
 import itertools
+import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -144,6 +146,13 @@ class DryRun:
     """Folder of a run on that machine: its kernels are so much slower than ideal ones."""
     slower: float = 1.0
     """Times that kernels are slower than ideal ones, as --measured has said before."""
+    imbalance: float = 1.0
+    """Tokens that the rank's experts get, for one if routing were balanced."""
+    out: Path | None = None
+    """Folder to write plan_rank0.json and a picture of it into; with --memory. A run whose
+    dump_folder it is compares itself with its plan."""
+    suggest: int = 0
+    """How many of the nearest changes to try, best first; with --memory. Each takes as long."""
     verbose: bool = False
     """Print the log of the start as well, with FSDP's plan."""
 
@@ -151,6 +160,9 @@ class DryRun:
         memory, allowance = _bytes("--memory", self.memory), _bytes("--allowance", self.allowance)
         if allowance is not None and memory is None:
             raise ValueError("--allowance needs --memory, from which it is taken.")
+        if (self.out is not None or self.suggest) and memory is None:
+            option = "--out" if self.out is not None else "--suggest"
+            raise ValueError(f"{option} needs --memory: without it there is no plan.")
         if self.ranks < 1 or not 0 <= self.rank < self.ranks:
             raise ValueError(
                 f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 rank or more, and "
@@ -162,6 +174,9 @@ class DryRun:
         from titan_ext.dry_run import as_rank, dry_run
         from titan_ext.limits import wrong_degrees
         from titan_ext.memory_plan import Budget
+        from titan_ext.plan_report import to_json, write
+        from titan_ext.plan_search import suggest
+        from titan_ext.toml_config.dump import dump, identity
 
         slower = self._slower()
         budget = None if memory is None else Budget(memory=memory, allowance=allowance)
@@ -169,13 +184,41 @@ class DryRun:
             with no_accelerator.as_with_an_accelerator():
                 config = resolve_config(self.config, flags).config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
+            self._check_imbalance(config.parallelism.expert_parallel_degree)
+            asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
-                self._run_all_stages(config.parallelism.pipeline_parallel_degree, slower, flags)
+                plans = self._plan_all_stages(
+                    config.parallelism.pipeline_parallel_degree, slower, flags
+                )
             else:
-                run = dry_run(config, self.ranks, self.rank, budget=budget, machine=self.machine)
-                print(run.report())
-                if run.memory is not None and run.memory.spare < 0:
-                    raise SystemExit(_DOES_NOT_FIT)
+                run = dry_run(
+                    config,
+                    self.ranks,
+                    self.rank,
+                    budget=budget,
+                    machine=self.machine,
+                    slower=slower,
+                    imbalance=self.imbalance,
+                )
+                print(run.report(), flush=True)
+                plans = [] if run.memory is None else [to_json(run, asked)]
+                if self.out is not None:
+                    write(plans[0], self.out)
+        if not plans:
+            return
+        fullest = min(plans, key=lambda plan: plan["spare"])
+        if self.all_stages:
+            print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
+        if self.suggest:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "config.toml"
+                file.write_text(source)
+                for line in suggest(file, fullest, self._options(), self.suggest):
+                    print(line, flush=True)
+        elif not (fullest["fits"] or self.all_stages):
+            print("            --suggest 5 tries the nearest changes, with a dry run for each")
+        if not fullest["fits"]:
+            raise SystemExit(_DOES_NOT_FIT)
 
     def _slower(self) -> float:
         from titan_ext.measured_step import calibrate
@@ -196,23 +239,41 @@ class DryRun:
         print(f"{'measured':12}{calibration}")
         return calibration.slower
 
-    def _run_all_stages(self, pipeline: int, slower: float, flags: Sequence[str]) -> None:
+    def _check_imbalance(self, expert_parallel: int) -> None:
+        if self.imbalance == 1 or 0 <= self.imbalance <= expert_parallel:
+            return
+        raise ValueError(
+            f"--imbalance is {self.imbalance:g}; expected 0 to {expert_parallel}, the "
+            "expert-parallel degree: more than all tokens cannot come."
+        )
+
+    def _options(self) -> list[str]:
+        """Those that a dry run of another rank or config has, too."""
+        given = (("--memory", self.memory), ("--allowance", self.allowance))
+        options = [word for option, value in given if value for word in (option, value)]
+        return ["--ranks", str(self.ranks), "--imbalance", str(self.imbalance), *options]
+
+    def _plan_all_stages(
+        self, pipeline: int, slower: float, flags: Sequence[str]
+    ) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
-        command = [sys.executable, "-m", "titan_ext", "dry-run", self.config]
-        command += ["--ranks", str(self.ranks), *flags, *["--verbose"] * self.verbose]
-        given = {"--memory": self.memory, "--allowance": self.allowance, "--machine": self.machine}
-        given["--slower"] = str(slower) if self.machine else ""
-        for option, value in given.items():
-            command += [option, value] if value else []
-        worst = 0
-        for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
-            print(f"-- rank {rank}", flush=True)
-            code = subprocess.run([*command, "--rank", str(rank)], check=False).returncode
-            if code not in (0, _DOES_NOT_FIT):
-                raise SystemExit(code)
-            worst = max(worst, code)
-        if worst:
-            raise SystemExit(worst)
+        from titan_ext.plan_report import file_name
+
+        command = [sys.executable, "-m", "titan_ext", "dry-run", self.config, *self._options()]
+        command += [*flags, *["--verbose"] * self.verbose]
+        command += ["--machine", self.machine, "--slower", str(slower)] if self.machine else []
+        plans = []
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = self.out or Path(temporary)
+            command += ["--out", str(folder)] if self.memory else []
+            for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
+                print(f"-- rank {rank}", flush=True)
+                code = subprocess.run([*command, "--rank", str(rank)], check=False).returncode
+                if code not in (0, _DOES_NOT_FIT):
+                    raise SystemExit(code)
+                if self.memory:
+                    plans.append(json.loads((folder / file_name(rank)).read_text()))
+        return plans
 
 
 @dataclass

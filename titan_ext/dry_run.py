@@ -66,6 +66,7 @@ class DryRun(Trainer):
         """Of the whole model."""
         self.memory: MemoryPlan | None = None
         self.time: StepTime | None = None
+        self.imbalance = 1.0
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
         if self.parallel_dims.pp_enabled:
@@ -259,7 +260,8 @@ class DryRun(Trainer):
     def _indices(self) -> str:
         return " and ".join(str(stage.stage_index) for stage in self.stages)
 
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The rank, and in a pipeline its stages."""
         stage = f" (stage {self._indices()})" if self.stages else ""
         return f"rank {self.rank}{stage}"
 
@@ -271,7 +273,7 @@ class DryRun(Trainer):
         config, dims, spec = self.config, self.parallel_dims, self.config.model_spec
         assert spec is not None
         if self.memory is not None:
-            yield "memory", self.memory.verdict(self._name())
+            yield "memory", self.memory.verdict(self.name())
             yield from (("", line) for line in self.memory.table())
         if self.time is not None:
             yield "time", self.time.verdict()
@@ -304,6 +306,8 @@ class DryRun(Trainer):
             f"({total * config.training.seq_len:,} tokens) a step"
             + (f" in {steps} accumulation steps" if steps > 1 else ""),
         )
+        if self.imbalance != 1:
+            yield "", f"this rank's experts get {self.imbalance:g} times the balanced tokens"
         plans = [plan_of(part) for part in self.model_parts]
         units = [unit for plan in plans for unit in plan.decoder_units]
         kinds = Counter(unit.kind.value for unit in units)
@@ -351,6 +355,7 @@ def dry_run(
     machine: str = "",
     slower: float = 1.0,
     as_on_a_gpu: bool = True,
+    imbalance: float = 1.0,
 ) -> DryRun:
     """Build the trainer of ``rank`` of ``ranks`` and run one step of it; one in a process.
 
@@ -362,6 +367,7 @@ def dry_run(
         machine: Time the step, too, on this one of ``MACHINES``.
         slower: Factor on the ideal time of its kernels.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
+        imbalance: Tokens that this rank's experts get, for one if routing were balanced.
 
     Raises:
         ValueError: for a config that would not start, or a machine whose accelerator is visible.
@@ -376,11 +382,13 @@ def dry_run(
         context_parallel=config.parallelism.context_parallel_degree > 1,
         backend=config.parallelism.spmd_backend,
         as_on_a_gpu=as_on_a_gpu,
+        imbalance=imbalance,
     )
     no_accelerator.adapt_config(config)
     HuggingFaceExport().before_start(config)
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
+    run.imbalance = imbalance
     run.run_step()
     if budget is not None or machine:
         run.plan(budget, machine, slower)

@@ -107,13 +107,14 @@ def origin() -> dict[str, Any]:
             for name, at in (("titan_ext", Path(titan_ext.__file__).parent), (".", Path.cwd()))
             if (commit := _commit(at))
         },
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version()} | versions(),
         "host": socket.gethostname(),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that a run depends on, by name."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -7,6 +7,7 @@ autocast leaves the router's gate in bf16. What stands in for them makes and kee
 shapes that the GPU's kernels make and keep, so that ``memory_plan`` can count them.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,12 @@ __all__ = ["NoDataLoader", "NoTokenizer", "use_stand_ins"]
 
 
 def use_stand_ins(
-    spec: ModelSpec, *, context_parallel: bool, backend: str, as_on_a_gpu: bool = True
+    spec: ModelSpec,
+    *,
+    context_parallel: bool,
+    backend: str,
+    as_on_a_gpu: bool = True,
+    imbalance: float = 1.0,
 ) -> None:
     """Put them into the model config of ``spec``, in place.
 
@@ -43,9 +49,11 @@ def use_stand_ins(
         context_parallel: Whether the sequence is split over ranks.
         backend: ``parallelism.spmd_backend``.
         as_on_a_gpu: False: only those without which no step runs.
+        imbalance: Tokens that this rank's experts get, for one if routing were balanced.
     """
     dispatcher = FunctionalAllToAllTokenDispatcher.Config
-    _replace(spec, dispatcher, lambda config: derive(config, BalancedTokenDispatcher.Config))
+    told = functools.partial(derive, target_cls=PlannedTokenDispatcher.Config, imbalance=imbalance)
+    _replace(spec, dispatcher, told)
     if as_on_a_gpu:
         _replace(spec, RMSNorm.Config, _rms_norm)
         _replace(spec, TokenChoiceTopKRouter.Config, _router)
@@ -77,14 +85,22 @@ def _router(config: Any) -> Any:
     return config
 
 
-class BalancedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
-    """Our dispatcher, told how many tokens go where: a fake tensor cannot be asked. All alike."""
+class PlannedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
+    """Our dispatcher, told how many tokens go where: a fake tensor cannot be asked.
+
+    This rank sends as many to each rank, and gets as many from each: what it sends to one, times
+    ``imbalance``.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(FunctionalAllToAllTokenDispatcher.Config):
-        pass
+        imbalance: float = 1.0
 
     _tokens = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._imbalance = config.imbalance
 
     def dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
         self._tokens = topk_expert_ids_TK.numel()
@@ -98,9 +114,15 @@ class BalancedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
         num_global_tokens_per_local_expert_EP_e: torch.Tensor,
         ep_size: int,
     ) -> tuple[torch.Tensor, list[int], list[int]]:
-        splits = [self._tokens // ep_size] * ep_size
-        splits[0] += self._tokens - sum(splits)
-        return num_global_tokens_per_local_expert_EP_e.reshape(-1), splits, splits
+        sent = _split(self._tokens, ep_size)
+        received = _split(round(self._tokens * self._imbalance), ep_size)
+        return num_global_tokens_per_local_expert_EP_e.reshape(-1), sent, received
+
+
+def _split(tokens: int, ranks: int) -> list[int]:
+    splits = [tokens // ranks] * ranks
+    splits[0] += tokens - sum(splits)
+    return splits
 
 
 class _OneKernel:

@@ -32,6 +32,7 @@ from titan_ext.guards.stop import StopOnSignal
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.lora import check_lora_targets
 from titan_ext.names import duration, ranks_in_words
+from titan_ext.plan_report import PlanCheck
 from titan_ext.run_record import RunRecord
 
 _PACKAGES = (torch, torchtitan, titan_ext)
@@ -292,5 +293,6 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     FiniteGradients,
     FSDPMemory,
     ActivationMemory,
+    PlanCheck,
     Progress,
 )

@@ -29,11 +29,21 @@ def dump(config: Any) -> str:
 
     A config that was made in Python gets a comment in place of ``extends``.
     """
-    _, base, model = _BASES.get(id(getattr(config.model_spec, "model", None)), (None, "", {}))
+    base, model = _base_of(config)
     first = "# made in Python: to load this, say in extends = ... which config function it changes"
     lines = [f"extends = {to_toml(base)}" if base else first]
     lines += [f"{line.key} = {to_toml(line.value)}" for line in lines_of(config, model)]
     return "\n".join(lines) + "\n"
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """``extends``, empty for a config made in Python, and every value by its dotted key."""
+    base, model = _base_of(config)
+    return {"extends": base, **leaves(config, model)}
+
+
+def _base_of(config: Any) -> tuple[str, dict[str, Any]]:
+    return _BASES.get(id(getattr(config.model_spec, "model", None)), (None, "", {}))[1:]
 
 
 class Line(NamedTuple):

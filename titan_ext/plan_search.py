@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What to change so that a step fits: the nearest changes, each planned in a process of its own.
+
+``titan_ext dry-run CONFIG --ranks N --memory 80GiB --suggest 5`` tries five of ``CHANGES``, those
+that change anything first. A config that does not start is an answer, too: with its reason.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_ext.names import format_bytes
+from titan_ext.plan_report import file_name
+from titan_ext.toml_config.files import to_toml
+
+__all__ = ["CHANGES", "suggest"]
+
+_REASON = 160
+"""Characters of a reason, at most."""
+
+_Config = Mapping[str, Any]
+"""Every value of a config by its dotted key, and "ranks"."""
+_BATCH, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
+_EP = "parallelism.expert_parallel_degree"
+
+
+def _float8(preset: str) -> dict[str, Any]:
+    return {"activation_checkpoint.policy": "fp8", "activation_checkpoint.preset": preset}
+
+
+def _half_the_batch(now: _Config) -> dict[str, Any]:
+    others = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+    copies = now["ranks"]
+    for name in others:
+        copies //= now[f"parallelism.{name}"]
+    total = now[_GLOBAL] if now[_GLOBAL] > 0 else now[_BATCH] * copies
+    return {} if now[_BATCH] % 2 else {_BATCH: now[_BATCH] // 2, _GLOBAL: total}
+
+
+CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (
+    (lambda _: _float8("balanced"), "activations in float8, a part recomputed"),
+    (_half_the_batch, "the same global batch in twice the passes"),
+    (lambda _: {"activation_checkpoint.policy": "full"}, "every block recomputed"),
+    (lambda now: {_EP: 2 * now[_EP]}, "tokens travel between twice the ranks"),
+    (lambda _: {"training.enable_cpu_offload": True}, "weights and optimizer on the host"),
+    (lambda _: _float8("memory"), "activations in float8, most recomputed"),
+    (lambda _: _float8("speed"), "activations in float8, little recomputed"),
+    (lambda _: {"parallelism.save_all_to_all": "never"}, "tokens sent again in the recompute"),
+    (lambda _: {"parallelism.fsdp_wrap": "submodule"}, "smaller collectives, and more of them"),
+    (lambda _: {"parallelism.fsdp_reshard_after_forward": "always"}, "gathered twice a step"),
+)
+"""What is tried, in this order: keys and values for a config, and their price."""
+
+
+def suggest(
+    file: Path, plan: Mapping[str, Any], options: Sequence[str], count: int
+) -> Iterator[str]:
+    """Try ``count`` changes: a line for each before it is tried, and the results, best first.
+
+    Args:
+        file: A TOML file of the config; others go beside it.
+        plan: Of that config, as ``plan_report.to_json`` made it. The same rank is planned.
+        options: Of the command, such as ``--memory 80GiB``.
+        count: How many.
+    """
+    before_s, found, failed = _cpu_s(), [], []
+    yield f"-- what would fit on rank {plan['rank']}: {count} changes, a dry run each"
+    for change, price in _changes({**plan["config"], "ranks": plan["ranks"]}, count):
+        lines = [f"{key} = {to_toml(value)}" for key, value in change.items()]
+        text = f"{', '.join(lines)} ({price})"
+        yield f"trying {text}"
+        changed, planned = file.with_name("changed.toml"), file.with_name(file_name(plan["rank"]))
+        planned.unlink(missing_ok=True)
+        changed.write_text("\n".join([f"extends = {to_toml(file.name)}", *lines]) + "\n")
+        command = [sys.executable, "-m", "titan_ext", "dry-run", str(changed), *options]
+        command += ["--rank", str(plan["rank"]), "--out", str(file.parent)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if planned.exists():
+            found.append((json.loads(planned.read_text())["spare"], text))
+        else:
+            failed.append(f"does not start: {text}: {_reason(done.stderr, changed)}")
+    for spare, text in sorted(found, reverse=True):
+        saved = spare - plan["spare"]
+        moved = f"{'saves' if saved >= 0 else 'needs'} {format_bytes(abs(saved))}"
+        yield f"{'fits' if spare >= 0 else 'does not fit'}, {moved}: {text}"
+    yield from failed
+    yield f"{len(found) + len(failed)} tried, {_cpu_s() - before_s:.0f} CPU seconds"
+
+
+def _changes(now: _Config, count: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """The first ``count`` of ``CHANGES`` that are not so ``now``."""
+    for make, price in CHANGES:
+        change = make(now)
+        if count and any(now.get(key) != value for key, value in change.items()):
+            count -= 1
+            yield change, price
+
+
+def _reason(error: str, file: Path) -> str:
+    """The first line of an error, without the file that nobody wrote."""
+    lines = [line for line in error.splitlines() if line.strip()] or ["no message"]
+    words = lines[0].removeprefix(f"{file}: ")
+    return words if len(words) <= _REASON else f"{words[: _REASON - 4]} ..."
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
