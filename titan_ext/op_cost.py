@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one operation costs: its FLOPs, the bytes that it moves, and milliseconds at given machine.
+"""What one operation costs: its FLOPs, the bytes that it moves, and milliseconds at given rates.
 
 A roofline of single kernels, from shapes alone: a matrix product takes the longer of its arithmetic
 and its traffic, everything else its traffic. The planners of a step's time and of activation
 checkpointing choose by it.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +117,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
     return OpCost(flops, made + read, seconds * 1e3)
 
 
+@functools.cache
 def moves_nothing(func: Any) -> bool:
     """Whether an operation only makes a view, waits, or leaves memory as it is."""
     namespace, name = func._schema.name.split("::")
@@ -163,13 +165,20 @@ def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
     """Bytes written and read. What is written in place may not be returned."""
     if func._schema.name == "fsdp::all_gather_copy_in":
         return (nbytes := _nbytes(args[0])), nbytes
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
-    written = [given.get(a.name) for a in func._schema.arguments if a.is_write]
-    unread = [given.get(a.name) for a in func._schema.arguments if a.is_out]
-    if func.overloadpacket in _OVERWRITE:
-        unread = written
-    made = _nbytes(written) if written else _nbytes(out)
-    return made, _nbytes(given) - _nbytes(unread)
+    names, written, unread = _arguments(func)
+    given = dict(zip(names, args, strict=False)) | (kwargs or {})
+    made = _nbytes([given.get(name) for name in written] if written else out)
+    return made, _nbytes([value for name, value in given.items() if name not in unread])
+
+
+@functools.cache
+def _arguments(func: Any) -> tuple[Sequence[str], Collection[str], Collection[str]]:
+    """Names of an operation's arguments: all, those that it writes, those that it does not read."""
+    arguments = func._schema.arguments
+    written = [a.name for a in arguments if a.is_write]
+    overwrites = func.overloadpacket in _OVERWRITE
+    unread = [a.name for a in arguments if a.is_out or (a.is_write and overwrites)]
+    return [a.name for a in arguments], written, unread
 
 
 _OVERWRITE = (_ops.copy_, _ops._foreach_copy_, _ops.fill_, _ops.zero_, _ops._foreach_zero_)

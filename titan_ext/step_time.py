@@ -195,7 +195,8 @@ class StepClock(TorchDispatchMode):
         start = max(self._host, self._free[stream], self._free[group.group_name])
         if not is_functional and not all(self._known(x) for x in sent):
             start = max(start, self._free[self._compute])  # which made what is sent
-        start = self._links.take(link, start, ms)
+        if not is_functional:  # exchanges do not slow FSDP down, nor it them: at best
+            start = self._links.take(link, start, ms)
         end = self._free[group.group_name] = start + ms
         why = Part.EXCHANGES if is_functional and kind == "alltoall" else Part.COLLECTIVES
         if not is_functional and (kind == "allgather" or stream is not self._compute):
