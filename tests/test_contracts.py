@@ -652,7 +652,7 @@ def test_fsdp2_takes_new_units_until_the_model_runs():
 
 
 def test_fsdp2_takes_a_quantized_shard_at_the_first_forward():
-    """fsdp.quantized: a parameter swapped before it; the freed one is not compared with NF4."""
+    """fsdp.nf4: a parameter swapped before it; the freed one is not compared with NF4."""
     assert _Code(FSDPParamGroup.lazy_init).has(
         "fsdp_param.reset_sharded_param()", "fsdp_param._init_extensions()"
     )
@@ -702,7 +702,7 @@ def test_torch_has_an_attention_of_one_operation_without_a_kernel():
 
 
 def test_titan_checkpointer_replaces_tensors_of_another_dtype():
-    """fsdp.quantized gives it the dequantised weight; the old one has no storage any more."""
+    """fsdp.nf4 gives it the dequantised weight; the old one has no storage any more."""
     assert _Code(ModelWrapper.state_dict).has("cached.dtype != value.dtype")
 
 

@@ -15,7 +15,9 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from tests.test_train_configs import NAMES, world_size
 from tests.toml_files import DEBUG
-from titan_ext.config_registry import shipped_configs
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.cli import main
+from titan_ext.config_registry import resolve_config, shipped_configs
 from titan_ext.fp8.local import is_plain
 
 
@@ -57,6 +59,45 @@ def _line(text: str, name: str) -> list[str]:
 
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_the_best_policies_for_a_budget(folder: Path):
+    flags = ["--training.local_batch_size", "2"]
+    options = ["--ranks", "8", "--activations", "10MiB", "--out", "plan"]
+    done = _dry_run(folder, "moe_debug", *options, *flags, "activation_checkpoint:fp8")
+    assert (done.code, done.error) == (0, "")
+    assert "1 like layers.0, 5 like layers.1; milliseconds at h100 rates" in done.out
+    held = {
+        m[1].strip(): float(m[2]) for m in re.finditer(r"^(.+?) +([\d.]+) MiB ", done.out, re.M)
+    }
+    assert held["this budget"] <= 10 < held["stock selective"] < held["no checkpointing"]
+    assert _files(folder) == ["plan", "plan/budget.toml"]
+    config = resolve_config(str(folder / "plan" / "budget.toml"), []).config
+    policy = config.activation_checkpoint
+    assert isinstance(policy, FP8AC.Config)
+    assert (policy.preset, config.training.local_batch_size) == ("stock", 2)
+    assert list(policy.op_policies)[-1] == "*"
+    for pattern, how in policy.op_policies.items():
+        assert f'"{pattern}" = "{how}"' in done.out
+
+    # As an ordinary config it holds as much, and every pattern has an effect.
+    done = _dry_run(folder, "plan/budget.toml", "--ranks", "8", "--verbose")
+    assert "has no effect" not in done.out + done.error
+    (stored,) = re.findall(r"stored\(MiB\): ([\d.]+)", done.out + done.error)
+    assert float(stored) == pytest.approx(held["this budget"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--activations", "20"], "--activations is '20'; expected a size"),
+        (["--activations", "fit"], "--activations fit needs --memory"),
+        (["--activations", "1GiB", "--all-stages"], "--activations plans one rank"),
+    ],
+)
+def test_a_budget_is_refused(options, message, capsys):
+    assert main(["dry-run", "moe_debug", "--ranks", "8", *options]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):

@@ -34,6 +34,7 @@ from titan_ext.mistakes import Mistakes
 from titan_ext.names import BYTES, did_you_mean, parse_bytes
 
 if TYPE_CHECKING:
+    from titan_ext.memory_plan import Budget
     from titan_ext.toml_config import Resolved
 
 _DESCRIPTION = (
@@ -82,21 +83,15 @@ class New:
             raise ValueError(f"{self.file} exists; choose another name, or edit it.")
         if not self.file.parent.is_dir():
             raise ValueError(f"{self.file}: there is no folder {self.file.parent}.")
-        base = self._extends()
+        base = _extends(self.config, self.file.parent)
         resolved = resolve_config(self.config, flags)
-        given = {key for key, origin in resolved.origins.items() if origin == "command line"}
+        given = _given(resolved)
         lines = [f"extends = {to_toml(base)}"]
         if "dump_folder" not in given:
             lines += [f"dump_folder = {to_toml(f'./outputs/{self.file.stem}')}"]
         lines += [f"{key} = {value}" for key, value, _ in _as_toml(resolved, given)]
         self.file.write_text("\n".join(lines) + "\n")
         print(f"{self.file} extends {base}; titan_ext show {self.file} prints all its values.")
-
-    def _extends(self) -> str:
-        found = find_config(self.config)
-        if isinstance(found, Path):
-            return os.path.relpath(found, self.file.parent)
-        return extends_name(found)
 
 
 @dataclass
@@ -146,11 +141,14 @@ class DryRun:
     """Folder of a run on that machine: its kernels are so much slower than ideal ones."""
     slower: float = 1.0
     """Times that kernels are slower than ideal ones, as --measured has said before."""
+    activations: str = ""
+    """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
+    the best activation checkpointing for that."""
     imbalance: float = 1.0
     """Tokens that the rank's experts get, for one if routing were balanced."""
     out: Path | None = None
-    """Folder to write plan_rank0.json and a picture of it into; with --memory. A run whose
-    dump_folder it is compares itself with its plan."""
+    """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
+    dump_folder it is compares itself with its plan. With --activations: budget.toml."""
     suggest: int = 0
     """How many of the nearest changes to try, best first; with --memory. Each takes as long."""
     verbose: bool = False
@@ -160,7 +158,13 @@ class DryRun:
         memory, allowance = _bytes("--memory", self.memory), _bytes("--allowance", self.allowance)
         if allowance is not None and memory is None:
             raise ValueError("--allowance needs --memory, from which it is taken.")
-        if (self.out is not None or self.suggest) and memory is None:
+        fits = self.activations == "fit"
+        activations = None if fits else _bytes("--activations", self.activations)
+        if fits and memory is None:
+            raise ValueError("--activations fit needs --memory: what it leaves is the budget.")
+        if self.activations and self.all_stages:
+            raise ValueError("--activations plans one rank: expected --rank, not --all-stages.")
+        if (self.out is not None or self.suggest) and memory is None and not self.activations:
             option = "--out" if self.out is not None else "--suggest"
             raise ValueError(f"{option} needs --memory: without it there is no plan.")
         if self.ranks < 1 or not 0 <= self.rank < self.ranks:
@@ -182,9 +186,13 @@ class DryRun:
         budget = None if memory is None else Budget(memory=memory, allowance=allowance)
         with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
-                config = resolve_config(self.config, flags).config
+                resolved = resolve_config(self.config, flags)
+                config = resolved.config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
             self._check_imbalance(config.parallelism.expert_parallel_degree)
+            if self.activations:
+                self._plan_activations(resolved, activations, budget)
+                return
             asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
                 plans = self._plan_all_stages(
@@ -238,6 +246,31 @@ class DryRun:
         calibration = calibrate(self.measured, self.machine)
         print(f"{'measured':12}{calibration}")
         return calibration.slower
+
+    def _plan_activations(
+        self, resolved: "Resolved", activations: int | None, memory: "Budget | None"
+    ) -> None:
+        from titan_ext.budget_plan import plan_activations
+
+        changed = [f"{key} = {value}" for key, value, _ in _as_toml(resolved, _given(resolved))]
+        plan = plan_activations(
+            resolved.config,
+            self.ranks,
+            self.rank,
+            budget=activations,
+            memory=memory,
+            imbalance=self.imbalance,
+            machine=self.machine or "h100",
+        )
+        print(plan.report())
+        if self.out is None:
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        file = self.out / "budget.toml"
+        first = [f"extends = {json.dumps(_extends(self.config, self.out))}"]
+        kept = [line for line in changed if not line.startswith("activation_checkpoint")]
+        file.write_text("\n".join([*first, *kept, "", *plan.toml_lines()]) + "\n")
+        print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
 
     def _check_imbalance(self, expert_parallel: int) -> None:
         if self.imbalance == 1 or 0 <= self.imbalance <= expert_parallel:
@@ -345,6 +378,17 @@ def _bytes(option: str, text: str) -> int | None:
             f"{option} is {text!r}; expected a size: 80GiB (units {', '.join(BYTES)})."
         )
     return nbytes
+
+
+def _extends(config: str, folder: Path) -> str:
+    """What a file in ``folder`` says to extend ``config``."""
+    found = find_config(config)
+    return os.path.relpath(found, folder) if isinstance(found, Path) else extends_name(found)
+
+
+def _given(resolved: "Resolved") -> set[str]:
+    """The keys that the command line gave."""
+    return {key for key, origin in resolved.origins.items() if origin == "command line"}
 
 
 def _refuse(flags: Sequence[str]) -> None:

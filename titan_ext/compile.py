@@ -3,7 +3,8 @@
 
 FSDP's hooks cannot run inside a compiled region. With whole-block units we compile the block, as
 stock Titan does; with sub-module units each module of a unit. Both go through Titan's own
-``apply_compile``, which sets the compiler flags and handles FlexAttention regions.
+``apply_compile``, which sets the compiler flags and handles FlexAttention regions. The recompile
+limit is raised here, too.
 
 A checkpoint around a block would see compiled code instead of matrix multiplications. It would save
 nothing, and so turn selective checkpointing into full. So the checkpoint goes *inside* what is

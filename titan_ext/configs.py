@@ -17,7 +17,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
 from titan_ext.dispatch import SaveAllToAll
-from titan_ext.fsdp.quantized import find_frozen_linears
+from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.replicated import find_replicated, units_without
 from titan_ext.fsdp.reshard import Reshard, check_divides, check_reshard_groups, read_reshard
 from titan_ext.fsdp.settings import (

@@ -37,6 +37,7 @@ __all__ = [
     "LiveBytes",
     "MemoryPlan",
     "Peak",
+    "fsdp_kind",
     "groups_of",
     "in_backward",
     "tensors_in",
@@ -94,6 +95,16 @@ _MADE_BY = {
 PLAIN_TYPES = {torch.Tensor, nn.Parameter, FakeTensor}
 _PASSING = (Kind.TEMPORARY, Kind.LOSS)
 _TAKES_GRADIENTS = "fsdp::chunk_cat"
+
+
+def fsdp_kind() -> Kind | None:
+    """What FSDP makes a storage for, inside the operation that makes it; None for others."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _MAKERS:
+            return _MAKERS[frame.f_code]
+        frame = frame.f_back
+    return None
 
 
 class LiveBytes(TorchDispatchMode):
@@ -202,11 +213,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _kind_by_maker(self) -> Kind:
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code in _MAKERS:
-                return _MAKERS[frame.f_code]
-            frame = frame.f_back
+        if (kind := fsdp_kind()) is not None:
+            return kind
         if self.moments[-1].moment == "loss":
             return Kind.LOSS
         return Kind.EXACT if self._depth and not in_backward() else Kind.TEMPORARY

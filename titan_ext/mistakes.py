@@ -2,7 +2,8 @@
 """Mistakes of users: all of them at once, and no traceback.
 
 A mistake is a ValueError that titan_ext or Titan raises on purpose. torchrun's last lines are the
-error file of the rank that failed first, so that file gets the message alone.
+error file of the rank that failed first, so that file gets the message alone. Most are raised in
+``toml_config`` (keys and values of a file) and ``limits`` (what does not go together).
 """
 
 import contextlib

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
-from torchtitan.distributed.context_parallel import apply_cp_to_forward
-from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
@@ -22,6 +20,7 @@ from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
 from titan_ext.limits import check_schedule
 from titan_ext.lora import keep_frozen
+from titan_ext.titan import apply_cp_to_forward, validate_config
 
 
 def parallelize(

@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.override import derive
 from torchtitan.models.common.attention import (
@@ -30,6 +29,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.titan import BaseDataLoader
 
 __all__ = ["NoDataLoader", "NoTokenizer", "use_stand_ins"]
 
@@ -114,6 +114,8 @@ class PlannedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
         num_global_tokens_per_local_expert_EP_e: torch.Tensor,
         ep_size: int,
     ) -> tuple[torch.Tensor, list[int], list[int]]:
+        for counts in (num_local_tokens_per_expert_E, num_global_tokens_per_local_expert_EP_e):
+            counts.view(ep_size, -1).sum(dim=1)  # as Titan's: policies count operations
         sent = _split(self._tokens, ep_size)
         received = _split(round(self._tokens * self._imbalance), ep_size)
         return num_global_tokens_per_local_expert_EP_e.reshape(-1), sent, received
@@ -183,7 +185,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32), weight)
-        return x.clone()  # which reads and writes what the kernel does
+        return x * 1  # one kernel that reads all values, as the norm does
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -260,7 +260,7 @@ class _Call:
         """Store one tensor: torch passes every input of the block and every saved output."""
         policy, location = self._policy, self._location
         if policy is OpPolicy.DISCARD and x.is_floating_point():
-            entry: Any = Discarded(x, str(location), len(self._locator.left))
+            entry: Any = Discarded(x, str(location), len(self._locator.left), location.op)
             self._discards.add(entry, x)
             self._discard_locations[entry] = location
         elif policy is not OpPolicy.SAVE_FLOAT8 and self._may_stay(x):

@@ -37,17 +37,18 @@ from titan_ext.activation_checkpoint.op_policies import op_name
 from titan_ext.fp8.local import parts_in, plain_tensors, storage_ids
 from titan_ext.fp8.saved_tensors import StoredEntry, storages_of
 
-_READ_NO_VALUES = frozenset(
+READ_NO_VALUES = frozenset(
     """
     aten._to_copy aten._unsafe_view aten.add aten.add_ aten.alias aten.as_strided aten.cat
     aten.clone aten.constant_pad_nd aten.copy_ aten.detach aten.empty_like aten.expand
     aten.flatten aten.index aten.index_put aten.index_put_ aten.narrow aten.neg aten.new_empty
     aten.new_zeros aten.permute aten.reshape aten.select aten.slice aten.split
     aten.split_with_sizes aten.squeeze aten.stack aten.sub aten.sub_ aten.sum aten.t
-    aten.transpose aten.unsqueeze aten.view aten.zeros_like
+    aten.transpose aten.unsqueeze aten.view aten.view_as_complex aten.view_as_real aten.zeros_like
     _c10d_functional.all_gather_into_tensor _c10d_functional.all_reduce
     _c10d_functional.all_to_all_single _c10d_functional.reduce_scatter_tensor
-    _c10d_functional.wait_tensor torchtitan.deterministic_scatter_add
+    _c10d_functional._wrap_tensor_autograd _c10d_functional.wait_tensor
+    torchtitan.deterministic_scatter_add
     """.split()  # noqa: SIM905  one name a line would be a page
 )
 
@@ -61,15 +62,20 @@ _HARMLESS_FUNCTIONS = (
     "torch.distributed.tensor._api",
     "torch.distributed.tensor._redistribute",
     "torch.nn.modules._functions.BackwardHookFunction",
+    "titan_ext.stand_ins.",
 )
 # And those that compute a GEMM inside and save its operands, not its result.
 _GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
+# And those around an operation that only passes values on: torch.library's, and an exchange's.
+_PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.dispatch.")
 # Hooks defined in these packages do nothing that the other proofs do not see.
 _KNOWN_HOOKS = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
 
 
 class Discarded(StoredEntry):
     """A ``StoredEntry`` that keeps nothing once ``finish`` finds its output unread.
+
+    ``op`` is the operation that made it.
 
     Attributes:
         reader: Who reads it; "" if nobody does.
@@ -78,13 +84,16 @@ class Discarded(StoredEntry):
         modules_left: How many modules of the block had returned.
     """
 
-    def __init__(self, x: torch.Tensor, name: str, modules_left: int) -> None:
+    def __init__(self, x: torch.Tensor, name: str, modules_left: int, op: str = "") -> None:
         self.name = name
+        self.known_functions: tuple[str, ...] = _GEMM_FUNCTIONS
+        if op in READ_NO_VALUES:  # nor does their backward read what they return
+            self.known_functions += _PASSING_FUNCTIONS
         self.treatment = "exact: not known to be unread"
         self.original = storages_of(x)
         self.reader = ""
         self.in_graph = torch.is_grad_enabled()
-        self.node = _last_node()
+        self.node = last_node()
         self.modules_left = modules_left
         self._stand_in = _stand_in(x)
         self._value: torch.Tensor | None = x  # detached by torch, with the version of the output
@@ -133,15 +142,15 @@ class DiscardTracker:
         """An operation has run; ``recomputed``: it runs again, on the stand-ins."""
         if not self._holders:
             return
-        if torch.is_grad_enabled() and _is_differentiable(func, args, out):
-            self._nodes_of_ops.add(_last_node())
+        if torch.is_grad_enabled() and makes_node(func, args, out):
+            self._nodes_of_ops.add(last_node())
         entries: set[Discarded] = set()
         for storage in storage_ids(args):
             if (holder := self._holders.get(storage)) is not None:
                 entries |= holder[1]
         if not entries:
             return
-        if op_name(func) not in _READ_NO_VALUES:
+        if op_name(func) not in READ_NO_VALUES:
             _blame(entries, f"{op_name(func)} in {module or 'the block'}")
         elif recomputed:
             self._follow(entries, out)
@@ -159,7 +168,8 @@ class DiscardTracker:
             entry.reader = entry.reader or next(filter(None, hooked), "")
         if not _nodes_of(outputs):
             return  # no backward, or outputs that we cannot inspect: all values stay
-        nodes = _Nodes(min(entry.node for entry in self.discarded), outputs, self._nodes_of_ops)
+        first = min(entry.node for entry in self.discarded)
+        nodes = AutogradNodes(first, outputs, self._nodes_of_ops)
         for entry in self.discarded:
             entry.reader = entry.reader or nodes.reader(entry)
         self._blame_keepers(outputs)
@@ -222,7 +232,7 @@ def _stand_in(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     )
 
 
-class _Nodes:
+class AutogradNodes:
     """The autograd nodes since number ``first``.
 
     ``found`` are the nodes that lead to the block's outputs, and those directly before them, by
@@ -232,7 +242,7 @@ class _Nodes:
     def __init__(self, first: int, outputs: Any, of_ops: set[int]) -> None:
         self.found: dict[int, Any] = {}
         self.of_ops = of_ops
-        self._last = _last_node()
+        self._last = last_node()
         waiting = _nodes_of(outputs)
         while waiting:
             node = waiting.pop()
@@ -254,7 +264,7 @@ class _Nodes:
             node = self.found.get(before)
             if not isinstance(node, BackwardCFunction):
                 return "code that runs without autograd"
-            if why := _custom_function(node, _GEMM_FUNCTIONS):
+            if why := _custom_function(node, entry.known_functions):
                 return why
         for number in range(entry.node + 1, self._last + 1):
             node = self.found.get(number)
@@ -266,12 +276,12 @@ class _Nodes:
         return ""
 
 
-def _last_node() -> int:
+def last_node() -> int:
     """The number of autograd's newest node; inside a dispatched operation, that operation's."""
     return torch._C._autograd._get_sequence_nr() - 1
 
 
-def _is_differentiable(func: Any, args: Any, out: Any) -> bool:
+def makes_node(func: Any, args: Any, out: Any) -> bool:
     """Whether autograd has made a node for a dispatched operation, if it is enabled."""
     name = op_name(func).partition(".")[2]
     return (

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 INPUT = "input"
 """Stands for the floating-point inputs of the block, instead of an operation's name."""
 
+ROOT = "(block)"
+"""Stands for the block without the modules inside it, instead of a module's name."""
+
 Preset = Literal["memory", "balanced", "speed", "gemms", "attention", "stock"]
 Attention = Literal["auto", "save", "save_float8", "recompute"]
 StockPolicy = Callable[..., CheckpointPolicy]
@@ -71,7 +74,7 @@ class OpLocation(NamedTuple):
     operand: str = ""
 
     def __str__(self) -> str:
-        return ":".join(part for part in (self.module or "(block)", self.op, self.operand) if part)
+        return ":".join(part for part in (self.module or ROOT, self.op, self.operand) if part)
 
 
 @functools.cache
@@ -88,7 +91,7 @@ class Rule:
     Attributes:
         policy: The policy of their outputs.
         module: Glob for the name of a module, within the block or in the model: it and all modules
-            inside it.
+            inside it. "(block)" is the block without them.
         op: Glob for the operation; "*" for whatever is expensive (GEMMs, attention, exchanges).
         operand: Glob for the parameter.
         occurrence: Which of the matching operations in one forward is meant, from 1; 0 for all.
@@ -114,6 +117,8 @@ class Rule:
 
     def matches_module(self, module: str, block: str = "") -> bool:
         """Whether a module matches, by its name in the block or by its name in the model."""
+        if self.module == ROOT:
+            return not module
         return matches(module, self.module) or matches(join(block, module), self.module)
 
 

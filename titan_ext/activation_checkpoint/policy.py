@@ -31,6 +31,7 @@ from titan_ext.activation_checkpoint.memory_report import (
 from titan_ext.activation_checkpoint.no_recompute import NoRecomputeBlock, why_exact
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
+    ROOT,
     Attention,
     BlockPlan,
     OpPolicy,
@@ -79,7 +80,7 @@ class FP8AC(ActivationCheckpointing):
         """
         "module[:op[:operand[:occurrence]]]" -> save, save_float8, recompute or discard. These are
         globs; the module is named within the block or in the model. The first that matches decides,
-        before the preset. "input" names the blocks' inputs.
+        before the preset. "input" names the blocks' inputs, "(block)" a block without its modules.
         """
 
         attention: Attention = "auto"
@@ -366,7 +367,7 @@ def _check_names(config: FP8AC.Config, model: nn.Module) -> None:
                     f"{did_you_mean(pattern, known)}"
                 )
 
-    rules = [rule.module for rule in config.rules() if rule.module != INPUT]
+    rules = [rule.module for rule in config.rules() if rule.module not in (INPUT, ROOT)]
     check("op_policies", rules, inside, "a block")
     check("exempt", config.exempt, in_model, "the model")
 

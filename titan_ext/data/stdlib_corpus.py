@@ -19,13 +19,12 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
-from operator import itemgetter
 from pathlib import Path
 
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS
+
+from titan_ext.titan import register_dataset
 
 STDLIB_CORPUS = "python_stdlib"
 """The name of the data set in Titan's registry (``--dataloader.dataset``)."""
@@ -58,9 +57,7 @@ def default_tokenizer_path() -> Path:
 
 def register_stdlib_corpus() -> None:
     """Add the corpus to Titan's table of data sets, the way its docs/datasets.md describes."""
-    DATASETS[STDLIB_CORPUS] = DatasetConfig(
-        path=str(default_folder()), loader=_load, sample_processor=itemgetter("text")
-    )
+    register_dataset(STDLIB_CORPUS, str(default_folder()), _load)
 
 
 def make_corpus(folder: Path | None = None) -> Path:

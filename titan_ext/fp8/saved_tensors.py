@@ -235,6 +235,15 @@ class SavedTensorStore:
         """
         return entry.restore()
 
+    def float8_nbytes(self, x: torch.Tensor) -> int | None:
+        """The bytes that ``pack`` would keep of a plain tensor in float8; None if exactly."""
+        if x.dtype not in SUPPORTED_DTYPES or not x.numel():
+            return None
+        dense, _ = _as_in_memory(x)
+        nbytes = self.codec.nbytes(dense.shape)
+        would_shrink = nbytes < x.untyped_storage().nbytes()
+        return nbytes if would_shrink and not self._policy(dense) else None
+
     def _store(self, x: torch.Tensor, exact: str | None) -> StoredEntry:
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
             return _Kept(x, "passed through: parameter", owns_bytes=False)

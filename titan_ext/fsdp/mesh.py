@@ -20,11 +20,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
-from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.fsdp.plan import GroupKind, ShardSizes
 from titan_ext.no_accelerator import reduce_without_premul_sum
+from titan_ext.titan import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 

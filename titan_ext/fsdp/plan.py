@@ -20,8 +20,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.fp8 import Codec
+from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.prefetch import NOTHING_AHEAD, PrefetchLimit, plan_prefetch
-from titan_ext.fsdp.quantized import find_frozen_linears
 from titan_ext.fsdp.replicated import (
     find_ignored,
     find_replicated,
@@ -172,7 +172,7 @@ class FSDPPlan:
     Attributes:
         units: What FSDP shards; vision towers first.
         replicated: Parameters that every rank holds whole (``fsdp.replicated``); in no unit.
-        quantized: Names of the linears whose shards are quantized (``fsdp.quantized``).
+        quantized: Names of the linears whose shards are quantized (``fsdp.nf4``).
         ignored: Names of the parameters that FSDP leaves alone.
         unmanaged: Names of the parameters that FSDP got later (``fsdp.unmanaged``); in no unit.
         reduce_scatter_buffers: Inputs of reduce-scatters that may live at the same time.

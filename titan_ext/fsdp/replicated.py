@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parameters that every rank holds whole, beside those that FSDP shards.
+"""Parameters that every rank holds whole, and those that FSDP ignores.
 
 A router or a norm is small: sharding it saves nothing, and gathering it costs. Replicated, it is an
 FSDP2 group that gathers nothing and sums gradients by one all-reduce over the data axes. Results

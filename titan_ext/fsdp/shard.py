@@ -22,9 +22,9 @@ from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.copy_out import copy_out_directly
 from titan_ext.fsdp.expert_collectives import set_expert_collectives
 from titan_ext.fsdp.mesh import FSDPMeshes
+from titan_ext.fsdp.nf4 import quantize_at_first_forward
 from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, make_plan, remember_plan
 from titan_ext.fsdp.prefetch import set_prefetch
-from titan_ext.fsdp.quantized import quantize_at_first_forward
 from titan_ext.fsdp.replicated import replicate_modules
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (

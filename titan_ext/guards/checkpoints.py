@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
-from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -30,6 +29,7 @@ from torchtitan.trainer import Trainer
 from titan_ext.guards import RunCheck
 from titan_ext.names import and_more, did_you_mean
 from titan_ext.run_folder import whole_checkpoint_steps
+from titan_ext.titan import ParallelAwareDataloader
 
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
 _STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")

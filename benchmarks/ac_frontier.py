@@ -1,0 +1,158 @@
+"""Bytes against milliseconds of activation checkpointing: presets, stock, and what is possible.
+
+    python benchmarks/ac_frontier.py --out docs/images/frontier.png
+
+One MoE block of DeepSeek-V3 16B with 4096 tokens a rank, traced in a dry run of 8 ranks at EP 1 and
+EP 8. Figures are priced, not measured: bytes are those that a real block holds (tests), the
+milliseconds of recompute and codec come from ``op_cost`` at an H100's rates.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+MIB = 2**20
+RANKS = 8
+CURVES: dict[str, dict[str, Any]] = {
+    "budget, nothing in float8": {"float8": False},
+    "budget, attention exact": {},
+    "budget, attention in float8": {"exact_attention": False},
+}
+PRESETS = {
+    "stock selective": "stock",
+    "memory": "memory",
+    "balanced": "balanced",
+    "speed": "speed",
+    "gemms": "gemms",
+}
+
+
+def frontier(ep: int) -> dict[str, Any]:
+    """Points ``[MiB, ms]`` of policies and of curves; one layout in a process."""
+    from titan_ext import no_accelerator
+    from titan_ext.activation_checkpoint import FP8AC
+    from titan_ext.activation_checkpoint.budget import BudgetTooSmallError, Kind, solve
+    from titan_ext.activation_checkpoint.op_policies import make_plan
+    from titan_ext.budget_plan import TracedBlocks, settings_of
+    from titan_ext.config_registry import resolve_config
+    from titan_ext.dry_run import as_rank, dry_run
+    from titan_ext.op_cost import MACHINES
+
+    flags = ["--training.local_batch_size", "1", "--training.seq_len", "4096"]
+    flags += ["--parallelism.expert_parallel_degree", str(ep), "activation_checkpoint:none"]
+    with as_rank(RANKS, 0):
+        with no_accelerator.as_with_an_accelerator():
+            config = resolve_config("deepseek_v3_16b", flags).config
+        model = config.model_spec.model
+        model.layers = model.layers[:2]  # a dense block, and one with experts
+        traced = TracedBlocks(dry_run(config, RANKS), settings_of(None))
+    block, launch_ms = traced.blocks[-1], MACHINES["h100"].launch * 1e3
+    kinds = [Kind(block.graph)]
+
+    def price(preset: Any, saves: bool) -> list[float]:
+        plan = make_plan(
+            block.module, block.name, FP8AC.Config(preset=preset), saves_all_to_all=saves
+        )
+        nbytes, ms = block.graph.price(block.graph.policies_of(plan))
+        return [nbytes / MIB, ms]
+
+    def best(mib: float, **options: Any) -> list[float] | None:
+        try:
+            found = solve(kinds, int(mib * MIB), rule_ms=launch_ms, **options)
+        except BudgetTooSmallError:
+            return None
+        return [mib, found.ms]
+
+    sent_again = {name: price(preset, False) for name, preset in PRESETS.items()}
+    saved = {name: price(preset, True) for name, preset in PRESETS.items()} if ep > 1 else {}
+    forward = sum(node.ms for node in block.graph.nodes)
+    policies = {
+        **sent_again,
+        **{f"{name}, all-to-alls saved": point for name, point in saved.items()},
+        "no checkpointing": [block.graph.none_nbytes / MIB, 0.0],
+    }
+    grid = {*(mib for mib, _ in policies.values()), *(10 * 1.25**k for k in range(21))}
+    points = sorted(mib for mib in grid if mib <= block.graph.none_nbytes / MIB)
+    curves = {
+        name: [point for mib in points if (point := best(mib, **options)) is not None]
+        for name, options in CURVES.items()
+    }
+    return {"ep": ep, "forward_ms": forward, "policies": policies, "curves": curves}
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line a policy, and what is possible at its bytes."""
+    curves = {name: dict(points) for name, points in result["curves"].items()}
+    lines = [
+        f"EP {result['ep']}: forward {result['forward_ms']:.2f} ms",
+        f"{'':34}{'MiB':>7}{'ms':>7}" + "".join(f"{name:>32}" for name in curves),
+    ]
+    for name, (mib, ms) in sorted(result["policies"].items(), key=lambda item: item[1]):
+        cells = (
+            f"{curve[mib]:.2f} ({curve[mib] / ms:.0%})" if mib in curve and ms else ""
+            for curve in curves.values()
+        )
+        lines.append(f"{name:34}{mib:7.1f}{ms:7.2f}" + "".join(f"{cell:>32}" for cell in cells))
+    return "\n".join(lines)
+
+
+def draw(results: list[dict[str, Any]], file: Path) -> None:
+    """Two panels, one a layout."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(results), figsize=(13, 5.5), sharey=True, squeeze=False)
+    for axes, result in zip(panels[0], results, strict=True):
+        for name, points in result["curves"].items():
+            axes.plot(*zip(*points, strict=True), label=name, linewidth=1.8)
+        for name, (mib, ms) in result["policies"].items():
+            is_stock = name.startswith(("stock", "no "))
+            axes.plot(mib, ms, "k^" if is_stock else "rs", markersize=6)
+            axes.annotate(name, (mib, ms), textcoords="offset points", xytext=(6, 4), fontsize=7)
+        axes.axhline(result["forward_ms"], color="grey", linestyle=":", linewidth=0.8)
+        axes.text(500, result["forward_ms"] + 0.03, "one forward", color="grey", fontsize=8)
+        axes.set_title(f"DeepSeek-V3 16B, one MoE block, 4096 tokens, EP {result['ep']}")
+        axes.set_xlabel("MiB held until backward")
+        axes.set_xlim(0, 900)
+        axes.set_ylim(0, 3.2)
+        axes.grid(alpha=0.3)
+    axes = panels[0][0]
+    axes.plot([], [], "k^", label="stock TorchTitan")
+    axes.plot([], [], "rs", label="presets of titan_ext")
+    axes.set_ylabel("milliseconds of recompute and float8 codec (priced, H100)")
+    axes.legend(loc="upper right", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ep", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--out", type=Path, help="where to draw; a JSON of all points goes beside")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        print(json.dumps(frontier(arguments.one)))
+        return
+    results = []
+    for ep in arguments.ep:
+        command = [sys.executable, __file__, "--one", str(ep)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+        print(table(results[-1]), flush=True)
+    if arguments.out is not None:
+        arguments.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        draw(results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""titan_ext on a checkout of TorchTitan's main: names, imports, and training runs.
+
+    make main TITAN=path/to/torchtitan
+
+installs a checkout into an environment of its own (``.venv-main``, which sees what ``.venv`` has)
+and prints a table for docs/titan_main.md. Two gloo ranks train the DeepSeek-V3 debug model with
+main's own trainer: with main's model spec, and with titan_ext's. Losses and weights are compared
+bit for bit where nothing is lossy.
+"""
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import unittest.mock
+import venv
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.on_cpu import list_all_to_all
+
+ROOT = Path(__file__).parents[1]
+TOKENS, STEPS, LAYERS = 256, 3, 3
+
+ARMS: dict[str, dict[str, Any]] = {
+    "block": {"fsdp_wrap": "block"},
+    "submodule": {"fsdp_wrap": "submodule"},
+    "experts": {"fsdp_wrap": "experts"},
+    "submodule, prefetch 2 ahead, reshard never": {
+        "fsdp_wrap": "submodule",
+        "fsdp_prefetch": 2,
+        "fsdp_reshard_after_forward": "never",
+    },
+    "submodule, shared experts not overlapped": {
+        "fsdp_wrap": "submodule",
+        "overlap_shared_experts": False,
+    },
+    "submodule, float8 activations": {"fsdp_wrap": "submodule", "ac": "fp8"},
+    "block, float8 activations, preset stock": {"fsdp_wrap": "block", "ac": "stock"},
+}
+"""Keys of ``parallelism``; "ac" is float8 checkpointing instead of Titan's selective."""
+LOSSY = ("submodule, float8 activations",)
+
+
+def missing_names(titan: Path) -> dict[str, list[str]]:
+    """Names that titan_ext imports from TorchTitan and that a checkout does not define, by file.
+
+    The seam (``titan_ext/titan.py``), which asks for both, is left out.
+    """
+    found = defaultdict(list)
+    for path in sorted((ROOT / "titan_ext").rglob("*.py")):
+        if path.name == "titan.py":
+            continue
+        for module, name in _titan_imports(path):
+            if not _defines(titan, module, name):
+                found[str(path.relative_to(ROOT))].append(f"{module}.{name}")
+    return dict(found)
+
+
+def _titan_imports(path: Path) -> list[tuple[str, str]]:
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+    return [
+        (node.module, alias.name)
+        for node in nodes
+        if node.module and node.module.split(".")[0] == "torchtitan"
+        for alias in node.names
+    ]
+
+
+def _defines(titan: Path, module: str, name: str) -> bool:
+    base = titan.joinpath(*module.split("."))
+    if (base / name).is_dir() or (base / f"{name}.py").exists():
+        return True
+    source = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.exists()), None)
+    if source is None:
+        return False
+    words = {
+        getattr(node, attribute)
+        for node in ast.walk(ast.parse(source.read_text()))
+        for attribute in ("name", "id", "asname")
+        if isinstance(getattr(node, attribute, None), str)
+    }
+    return name in words
+
+
+def failed_imports() -> dict[str, str]:
+    """Modules of titan_ext that do not import with the TorchTitan that is first on the path."""
+    import titan_ext
+
+    failed = {}
+    for module in pkgutil.walk_packages(titan_ext.__path__, "titan_ext."):
+        if module.name.endswith("__main__"):
+            continue
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            failed[module.name] = str(error)
+    return failed
+
+
+def train(arm: str, folder: Path) -> None:
+    """One rank under main's own trainer, which saves its losses and weights in ``folder``.
+
+    "stock": with main's own model spec, else with titan_ext's.
+    """
+    from torchtitan.components.data import ConcatThenSplitPackingConfig  # type: ignore
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+
+    from titan_ext import api, no_accelerator
+    from titan_ext.activation_checkpoint import FP8AC
+    from titan_ext.data import stdlib_corpus
+
+    no_accelerator.enable()
+    stdlib_corpus.register_stdlib_corpus()
+    keys = dict(ARMS.get(arm, {}))
+    kinds = {"fp8": FP8AC.Config(), "stock": FP8AC.Config(preset="stock")}
+    config: Any = deepseek_v3_debugmodel()
+    config.activation_checkpoint = kinds.get(keys.pop("ac", ""), SelectiveAC.Config())
+    config.parallelism = api.ParallelismConfig(expert_parallel_degree=2, **keys)
+    if arm != "stock":
+        config.model_spec = api.extend_model_spec(config.model_spec)
+    _use_cpu_attention(config.model_spec)
+    no_accelerator.adapt_config(config)
+    config.model_spec.model.layers = config.model_spec.model.layers[:LAYERS]
+    config.hf_assets_path = str(stdlib_corpus.default_tokenizer_path())
+    config.dataloader.dataset = ConcatThenSplitPackingConfig(
+        dataset=DATASETS[stdlib_corpus.STDLIB_CORPUS]
+    )
+    config.dump_folder = str(folder / arm.replace(" ", "_"))
+    config.training.num_tokens_per_microbatch_per_dp_rank = 2 * TOKENS
+    config.training.max_context_length = TOKENS
+    config.training.steps = STEPS
+    config.checkpoint.enable = False
+    config.debug.seed, config.debug.deterministic = 42, True
+    losses: list[torch.Tensor] = []
+    # gloo has no all-to-all of uneven lists, which main's own dispatcher calls.
+    with (
+        unittest.mock.patch.object(dist, "all_to_all", list_all_to_all),
+        unittest.mock.patch("torchtitan.trainer.time.sleep"),
+    ):
+        trainer = config.build()
+        no_accelerator.reduce_without_premul_sum(trainer.model_parts[0])  # main's own, for gloo
+        step = trainer.forward_backward_step
+
+        def forward_backward_step(**arguments: Any) -> torch.Tensor:
+            loss = step(**arguments)
+            losses.append(loss.detach().clone())
+            return loss
+
+        trainer.forward_backward_step = forward_backward_step
+        trainer.train()
+    weights = {
+        name.replace("_checkpoint_wrapped_module.", ""): p.detach().to_local()
+        for name, p in trainer.model_parts[0].named_parameters()
+    }
+    result = {"losses": torch.stack(losses), **weights}
+    torch.save(result, folder / f"{arm.replace(' ', '_')}-{dist.get_rank()}.pt")
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def _use_cpu_attention(spec: Any) -> None:
+    """Attention over folded tokens as main calls it, which has no kernel for a CPU's backward."""
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+    class CausalAttention(ScaledDotProductAttention):
+        @dataclass(kw_only=True, slots=True)
+        class Config(ScaledDotProductAttention.Config):
+            pass
+
+        def forward(self, q_TNH, k_TNH, v_TNH, *, scale=None, **kwargs):  # type: ignore[override]
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_TNH, v_TNH))
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale
+            )
+            return out.squeeze(0).transpose(0, 1)
+
+    for _, _, parent, key in list(spec.model.traverse(FlexAttention.Config)):
+        setattr(parent, str(key), CausalAttention.Config())
+
+
+def _trained(arm: str, folder: Path) -> list[dict[str, torch.Tensor]] | str:
+    """The results of both ranks, or the last line of what went wrong."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", "-m", "tests.titan_main", "--arm", arm, str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if run.returncode:
+        lines = [line for line in run.stderr.splitlines() if "Error" in line]
+        return (lines or ["no message"])[0].partition(": ")[2][:200]
+    names = [f"{arm.replace(' ', '_')}-{rank}.pt" for rank in range(2)]
+    return [torch.load(folder / name) for name in names]
+
+
+def _verdict(stock: Any, ours: Any, lossy: bool) -> str:
+    if isinstance(ours, str):
+        return f"broken: {ours}"
+    if isinstance(stock, str):
+        return f"trains; main's own does not: {stock}"
+    pairs = [(a[name], b[name]) for a, b in zip(stock, ours, strict=True) for name in a]
+    if all(torch.equal(a, b) for a, b in pairs):
+        return "equal, bit for bit"
+    cosine = min(
+        torch.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
+        for a, b in pairs
+        if a.numel() > 1
+    )
+    return f"{'trains' if lossy else 'DIFFERS'}; smallest cosine {cosine:.5f}"
+
+
+def environment(titan: Path) -> Path:
+    """The Python of an environment with a checkout, what only it needs, and all of this one."""
+    folder = ROOT / ".venv-main"
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.check_output(where, text=True).strip())
+    (packages / "titan_ext_base.pth").write_text(sysconfig.get_path("purelib"))
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, "--force-reinstall", "--no-deps", titan], check=True)
+    subprocess.run([*install, titan], check=True)
+    return python
+
+
+def compare(titan: Path) -> int:
+    """Print the table, with the TorchTitan of the environment; 1 if something is broken."""
+    lines = ["| what | on main |", "|---|---|"]
+    missing = missing_names(titan)
+    lines += [f"| {path} | names gone: {', '.join(names)} |" for path, names in missing.items()]
+    failed = failed_imports()
+    lines += [f"| {name} | does not import: {why} |" for name, why in failed.items()]
+    if not missing and not failed:
+        lines.append("| names and imports of every module | all there |")
+    with tempfile.TemporaryDirectory() as folder:
+        stock = _trained("stock", Path(folder))
+        for arm in ARMS:
+            verdict = _verdict(stock, _trained(arm, Path(folder)), arm in LOSSY)
+            lines.append(f"| {arm} | {verdict} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    print("\n".join(lines))
+    return int(any("broken" in x or "DIFFERS" in x or " gone" in x for x in lines))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--arm":
+        train(sys.argv[2], Path(sys.argv[3]))
+    elif sys.argv[1] == "--compare":
+        sys.exit(compare(Path(sys.argv[2])))
+    else:
+        checkout = Path(sys.argv[1]).resolve()
+        again = [environment(checkout), "-m", "tests.titan_main", "--compare", checkout]
+        sys.exit(subprocess.run(again, cwd=ROOT).returncode)

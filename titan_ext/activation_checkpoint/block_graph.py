@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One forward of a block as a graph: what each operation makes, costs and reads.
+
+``trace`` watches a real forward of a block without checkpointing, on real or fake tensors. The
+``budget`` solver and the prices of presets work on what it saw. Operations have the names that a
+checkpoint gives them, so a solution is a table of ordinary ``op_policies``.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
+from titan_ext.activation_checkpoint.blocks import OpLocator, attention_statistics, block_store
+from titan_ext.activation_checkpoint.discards import (
+    READ_NO_VALUES,
+    AutogradNodes,
+    Discarded,
+    last_node,
+    makes_node,
+)
+from titan_ext.activation_checkpoint.op_policies import (
+    INPUT,
+    BlockPlan,
+    OpLocation,
+    OpPolicy,
+    Resolver,
+    is_exempt,
+    op_name,
+)
+from titan_ext.fp8 import Codec
+from titan_ext.fp8.local import parts_in, storage_ids
+from titan_ext.op_cost import Machine, op_cost
+
+__all__ = ["BlockGraph", "Call", "Node", "trace"]
+
+SAVE, FLOAT8, RECOMPUTE, DISCARD = OpPolicy
+_NORMS = (nn.RMSNorm, nn.LayerNorm)
+_KEPT_EXACTLY = ("aten.topk",)
+_TO_COPY = torch.ops.aten._to_copy.default
+_WAIT = "_c10d_functional::wait_tensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What one operation makes; the first node of a graph is the input of the block.
+
+    Attributes:
+        ms: To run it again.
+        nbytes: To save it exactly; ``float8_nbytes``: in float8, with what stays exact of it.
+        codec_ms: To write and read it in float8.
+        policies: What it can have.
+        reads: The nodes whose values it reads.
+        passes: Whether backward needs none of the values that it reads, as for a sum.
+        is_read: Whether backward reads what it makes, or may by the rules of ``discards``.
+        is_attention: Whether it is the attention operation.
+    """
+
+    ms: float = 0.0
+    nbytes: int = 0
+    float8_nbytes: int = 0
+    codec_ms: float = 0.0
+    policies: frozenset[OpPolicy] = frozenset(OpPolicy)
+    reads: frozenset[int] = frozenset()
+    passes: bool = False
+    is_read: bool = False
+    is_attention: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of the forward; ``node`` is that of what it makes, -1 for views and such."""
+
+    location: OpLocation
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    out: Any
+    node: int
+
+
+@dataclass(frozen=True)
+class BlockGraph:
+    """One kind of block.
+
+    Attributes:
+        nodes: In the order in which they were made.
+        calls: Every operation, in order.
+        none_nbytes: What the block holds without checkpointing.
+    """
+
+    nodes: tuple[Node, ...]
+    calls: tuple[Call, ...]
+    none_nbytes: int
+
+    def policies_of(self, plan: BlockPlan) -> list[OpPolicy]:
+        """The policy of each node under a plan, a preset's for example.
+
+        As in a run: a preset's discard that something reads is recomputed.
+        """
+        resolver = Resolver(plan)
+        chosen = [resolver.resolve_input()] + [RECOMPUTE] * (len(self.nodes) - 1)
+        for call in self.calls:
+            context = SimpleNamespace(is_recompute=False, op_output=call.out)
+            policy = resolver.resolve(
+                call.location, context, call.func, call.args, call.kwargs, call.out
+            )
+            if call.node >= 0:
+                chosen[call.node] = policy
+        while unsound := self.unsound_discards(chosen):
+            for index in unsound:
+                chosen[index] = RECOMPUTE
+        return chosen
+
+    def unsound_discards(self, chosen: list[OpPolicy]) -> list[int]:
+        """Discarded nodes whose values something reads under these policies."""
+        readers: list[list[int]] = [[] for _ in self.nodes]
+        for index, node in enumerate(self.nodes):
+            for read in node.reads:
+                readers[read].append(index)
+        is_read = [False] * len(self.nodes)
+        for index in reversed(range(len(self.nodes))):
+            is_read[index] = self.nodes[index].is_read or any(
+                not self.nodes[j].passes or (chosen[j] is RECOMPUTE and is_read[j])
+                for j in readers[index]
+            )
+        return [
+            index
+            for index, policy in enumerate(chosen)
+            if policy is DISCARD and (is_read[index] or DISCARD not in self.nodes[index].policies)
+        ]
+
+    def price(self, chosen: list[OpPolicy]) -> tuple[int, float]:
+        """Bytes held until backward, and milliseconds to have the rest again, codec included."""
+        nbytes, ms = 0, 0.0
+        for node, policy in zip(self.nodes, chosen, strict=True):
+            if policy is RECOMPUTE:
+                ms += node.ms
+            elif policy is FLOAT8:
+                nbytes, ms = nbytes + node.float8_nbytes, ms + node.codec_ms
+            elif policy is SAVE:
+                nbytes += node.nbytes
+        return nbytes, ms
+
+
+@contextlib.contextmanager
+def trace(
+    block: nn.Module,
+    rates: Machine,
+    *,
+    codec: Codec | None = None,
+    compress_fp32: bool = False,
+    exempt: tuple[str, ...] = (),
+    name: str = "",
+    foreign: Callable[[], bool] = lambda: False,
+) -> Iterator[list[BlockGraph]]:
+    """Trace the first forward of ``block`` inside this context; the list then has its graph.
+
+    Args:
+        block: A block without checkpointing, parallelized as it will run.
+        rates: Of the accelerator.
+        codec: How float8 tensors are stored.
+        compress_fp32: Whether fp32 tensors may be.
+        exempt: Globs for modules that use no float8.
+        name: Of the block in the model, for ``exempt``.
+        foreign: Tells, inside of an operation, whether it is none of the block's: FSDP's.
+    """
+    had, forward = "forward" in block.__dict__, block.forward
+    store = block_store(block, codec or Codec(), compress_fp32=compress_fp32)
+    graphs: list[BlockGraph] = []
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if graphs:
+            return forward(*args, **kwargs)
+        tracer = _Tracer(block, args, foreign)
+        try:
+            out = tracer.run(forward, args, kwargs)
+        finally:
+            tracer.locator.remove()
+        is_float8 = _Sizes(store, rates, lambda module: is_exempt(exempt, name, module))
+        graphs.append(tracer.graph(out, rates, is_float8))
+        return out
+
+    block.forward = traced
+    try:
+        yield graphs
+    finally:
+        if had:
+            block.forward = forward
+        else:
+            del block.forward
+
+
+class _Tracer(TorchDispatchMode):
+    """Records the operations of one forward."""
+
+    def __init__(self, block: nn.Module, args: Any, foreign: Callable[[], bool]) -> None:
+        super().__init__()
+        self.locator = OpLocator(block)
+        self._foreign = foreign
+        self._norms = {canonical_fqn(n) for n, m in block.named_modules() if isinstance(m, _NORMS)}
+        self._inputs = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+        self._calls: list[Call] = []
+        self._is_foreign: list[bool] = []
+        self._entries: list[list[Discarded]] = []
+        self._nodes_of_ops: set[int] = set()
+        self._saved: set[int] = set()
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.locator.begin(with_operands=True)
+        alive: list[torch.Tensor] = []  # so that no storage gets the address of another
+
+        def see(x: torch.Tensor) -> torch.Tensor:
+            alive.append(x)
+            self._saved.update(storage_ids(x))
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x), self:
+            return forward(*args, **kwargs)
+
+    def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        if func._schema.name == _WAIT and type(args[0]) is FakeTensor:
+            return args[0]  # as on real tensors; the fake one is new
+        out = func(*args, **kwargs)
+        if func is _TO_COPY:
+            self.locator.see_cast(args[0], out)
+        if torch.is_grad_enabled() and makes_node(func, args, out):
+            self._nodes_of_ops.add(last_node())
+        location = self.locator.locate(func, args)
+        self._calls.append(Call(location, func, args, kwargs, out, -1))
+        self._is_foreign.append(self._foreign())
+        floats = [x for x in _tensors(out) if x.is_floating_point()]
+        left = len(self.locator.left)
+        self._entries.append([Discarded(x, "", left, location.op) for x in floats])
+        return out
+
+    def graph(self, out: Any, rates: Machine, sizes: "_Sizes") -> BlockGraph:
+        """What has been recorded; ``out`` is the block's output."""
+        written = {  # in place; then neither is saved, because torch writes to it again
+            storage
+            for call, foreign in zip(self._calls, self._is_foreign, strict=True)
+            if not foreign
+            for storage in storage_ids(_written(call))
+        }
+        first = min((e.node for entries in self._entries for e in entries), default=0)
+        autograd = AutogradNodes(first, out, self._nodes_of_ops)
+        makers = {storage: {0} for storage in storage_ids(self._inputs)}
+        nodes = [sizes.node(self._inputs, OpLocation("", INPUT))]
+        nodes[0] = replace(nodes[0], policies=nodes[0].policies & {SAVE, FLOAT8}, ms=0.0)
+        calls = []
+        kept: dict[int, int] = {}
+        looked_at: set[int] = set()
+        for call, foreign, entries in zip(
+            self._calls, self._is_foreign, self._entries, strict=True
+        ):
+            given = set(storage_ids((call.args, call.kwargs)))
+            made = _unless(parts_in(call.out), {*makers, *given})
+            writes = [x for x in _written(call) if x.untyped_storage()._cdata in makers]
+            reads = frozenset().union(*(makers.get(storage, set()) for storage in given))
+            if foreign or not (made or writes):  # also what only writes to a buffer of the model
+                calls.append(call)
+                if call.location.op not in READ_NO_VALUES:
+                    looked_at |= reads
+                continue
+            index = len(nodes)
+            node = sizes.node(call.out, call.location, op_cost(*_cost_args(call), rates).ms)
+            attends = _is_attention(call.func)
+            policies = set(node.policies)
+            if len(entries) < len(_tensors(call.out)) or any(map(autograd.reader, entries)):
+                policies.discard(DISCARD)
+            if call.location.op in _KEPT_EXACTLY or _is_exchange_of_counts(call):
+                policies = {SAVE}
+            elif self._runs_again(call, attends):
+                policies = {RECOMPUTE}
+            elif any(storage in written for storage in storage_ids((made, writes))):
+                policies &= {RECOMPUTE, DISCARD} if writes else {RECOMPUTE}
+            nodes.append(
+                replace(
+                    node,
+                    policies=frozenset(policies),
+                    reads=reads - {index},
+                    passes=call.location.op in READ_NO_VALUES,
+                    is_read=any(storage in self._saved for storage in storage_ids((made, writes))),
+                    is_attention=attends,
+                )
+            )
+            for storage in storage_ids((made, writes)):
+                makers.setdefault(storage, set()).add(index)
+            kept |= {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in made}
+            calls.append(replace(call, node=index))
+        kept |= {s._cdata: s.nbytes() for x in parts_in(self._inputs) if (s := x.untyped_storage())}
+        nodes = [
+            replace(node, is_read=node.is_read or index in looked_at)
+            for index, node in enumerate(nodes)
+        ]
+        none = sum(nbytes for storage, nbytes in kept.items() if storage in self._saved)
+        return BlockGraph(tuple(nodes), tuple(calls), none)
+
+    def _runs_again(self, call: Call, attends: bool) -> bool:
+        """Whether an operation always does: kernels of norms and around attention differ between
+        backends, and random ones would draw other numbers."""
+        in_attention = "inner_attention" in call.location.module.split(".")
+        is_random = torch.Tag.nondeterministic_seeded in call.func.tags
+        return call.location.module in self._norms or ((in_attention or is_random) and not attends)
+
+
+class _Sizes:
+    """Bytes of what an operation makes, saved and in float8."""
+
+    def __init__(self, store: Any, rates: Machine, is_exempt: Callable[[str], bool]) -> None:
+        self._store, self._rates, self._is_exempt = store, rates, is_exempt
+
+    def node(self, out: Any, location: OpLocation, ms: float = 0.0) -> Node:
+        statistics = set(storage_ids(attention_statistics(location.module, location.op, out)))
+        nbytes = float8_nbytes = moved = 0
+        for storage, x in {x.untyped_storage()._cdata: x for x in parts_in(out)}.items():
+            whole = x.untyped_storage().nbytes()
+            small = None if storage in statistics else self._store.float8_nbytes(x)
+            nbytes, float8_nbytes = nbytes + whole, float8_nbytes + (small or whole)
+            moved += 2 * (x.numel() * x.element_size() + small) if small else 0
+        policies = set(OpPolicy)
+        if not moved or self._is_exempt(location.module):
+            policies.discard(FLOAT8)
+        return Node(
+            ms=ms,
+            nbytes=nbytes,
+            float8_nbytes=float8_nbytes,
+            codec_ms=max(moved / self._rates.memory, 2 * self._rates.launch) * 1e3,
+            policies=frozenset(policies),
+        )
+
+
+def _cost_args(call: Call) -> tuple[Any, Any, Any, Any]:
+    return call.func, call.args, call.kwargs, call.out
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _written(call: Call) -> list[torch.Tensor]:
+    """The arguments that an operation writes to."""
+    if not call.func._schema.is_mutable:
+        return []
+    given = dict(zip((a.name for a in call.func._schema.arguments), call.args, strict=False))
+    given |= call.kwargs
+    return [
+        x
+        for argument in call.func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for x in _tensors(given.get(argument.name))
+    ]
+
+
+def _unless(tensors: Iterable[torch.Tensor], known: set[int]) -> list[torch.Tensor]:
+    return [x for x in tensors if x.untyped_storage()._cdata not in known]
+
+
+def _is_exchange_of_counts(call: Call) -> bool:
+    is_exchange = call.location.op.endswith("all_to_all_single")
+    return is_exchange and not any(x.is_floating_point() for x in _tensors(call.out))
+
+
+def _is_attention(func: Any) -> bool:
+    return "attention" in op_name(func) or "attn" in op_name(func)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The best policy for every operation of a block within a budget of bytes.
+
+A mixed integer program over traced blocks (``block_graph``), which SciPy's HiGHS solves. It knows
+the rules of our checkpoint. What is not saved runs again, read or not, unless it is discarded. A
+discard is sound where its values only pass through operations that backward does not look into.
+The solution becomes an ordinary ``op_policies`` table for ``preset = "stock"``.
+"""
+
+import contextlib
+import math
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from titan_ext.activation_checkpoint.block_graph import BlockGraph, Call, Node
+from titan_ext.activation_checkpoint.op_policies import (
+    INPUT,
+    ROOT,
+    BlockPlan,
+    OpPolicy,
+    parse_rules,
+)
+from titan_ext.names import format_bytes
+
+__all__ = ["BudgetTooSmallError", "Kind", "Solution", "solve", "table_of"]
+
+SAVE, FLOAT8, RECOMPUTE, DISCARD = OpPolicy
+_US = 1e3
+"""Microseconds a millisecond: the unit of the objective, so that tolerances suit it."""
+_A_RULE_US = 1e-3
+"""What a policy other than "recompute" costs at least: no rules that gain nothing."""
+_GAP = 1e-4
+_TIME_LIMIT_S = 60.0
+
+
+class BudgetTooSmallError(ValueError):
+    """No choice holds as few bytes; ``least`` is the least possible."""
+
+    def __init__(self, budget: int, least: int) -> None:
+        super().__init__(
+            f"{format_bytes(budget)} for activations cannot be met: the least possible is "
+            f"{format_bytes(least)}. It keeps the blocks' inputs and what fixes the routing."
+        )
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Blocks of one kind; ``count`` forwards of them wait for their backward at once."""
+
+    graph: BlockGraph
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Policies by kind and node, and their price over all blocks."""
+
+    chosen: list[list[OpPolicy]]
+    nbytes: int
+    ms: float
+
+    @classmethod
+    def of(cls, kinds: Sequence[Kind], chosen: list[list[OpPolicy]]) -> "Solution":
+        prices = [kind.graph.price(c) for kind, c in zip(kinds, chosen, strict=True)]
+        nbytes = sum(kind.count * price[0] for kind, price in zip(kinds, prices, strict=True))
+        ms = sum(kind.count * price[1] for kind, price in zip(kinds, prices, strict=True))
+        return cls(chosen, nbytes, ms)
+
+
+def solve(
+    kinds: Sequence[Kind],
+    budget: int,
+    *,
+    float8: bool = True,
+    exact_attention: bool = True,
+    rule_ms: float = 0.0,
+) -> Solution:
+    """The policies with the least milliseconds of recompute and codec.
+
+    Args:
+        kinds: Of one model. Operations that one rule names have one policy in all of them.
+        budget: Bytes held until backward, over all blocks.
+        float8: Whether anything may be stored in float8.
+        exact_attention: Whether what attention's backward reads must be exact.
+        rule_ms: What an operation must save at least for a policy other than "recompute": so a
+            table has no rules for tiny kernels.
+
+    Raises:
+        BudgetTooSmallError: if nothing holds so little.
+    """
+    program = _Program(
+        kinds,
+        float8=float8,
+        exact_attention=exact_attention,
+        rule_us=max(rule_ms * _US, _A_RULE_US),
+    )
+    limit = budget
+    while (found := program.solve(limit)) is not None:
+        solution = Solution.of(kinds, found)
+        if solution.nbytes <= budget:
+            return solution
+        limit -= solution.nbytes - budget  # the solver's tolerance
+    least = program.solve(None)
+    assert least is not None, "without a budget there is a solution"
+    raise BudgetTooSmallError(budget, Solution.of(kinds, least).nbytes)
+
+
+@dataclass
+class _Program:
+    """Columns: for each node its policies (0 or 1), whether its values may be NaN in the recompute
+    (tainted), and whether they may differ from the forward's (inexact)."""
+
+    kinds: Sequence[Kind]
+    float8: bool
+    exact_attention: bool
+    rule_us: float
+    _costs: list[float] = field(default_factory=list)
+    _nbytes: list[float] = field(default_factory=list)
+    _upper: list[float] = field(default_factory=list)
+    _integer: list[int] = field(default_factory=list)
+    _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._policies = [self._choices(kind) for kind in self.kinds]
+        for kind, policies in zip(self.kinds, self._policies, strict=True):
+            self._keep_discards_sound(kind.graph.nodes, policies)
+            if self.float8 and self.exact_attention:
+                self._keep_attention_exact(kind.graph.nodes, policies)
+        self._tie_what_one_rule_names()
+
+    def _column(self, cost: float = 0.0, nbytes: float = 0.0, *, most: int = 1, whole=0) -> int:
+        self._costs.append(cost)
+        self._nbytes.append(nbytes)
+        self._upper.append(most)
+        self._integer.append(whole)
+        return len(self._costs) - 1
+
+    def _row(self, columns: dict[int, float], low: float, high: float) -> None:
+        self._rows.append((columns, low, high))
+
+    def _choices(self, kind: Kind) -> list[dict[OpPolicy, int]]:
+        """One policy for each node."""
+        found = []
+        for node in kind.graph.nodes:
+            allowed = set(node.policies)
+            if not self.float8 or (node.is_attention and self.exact_attention):
+                allowed.discard(FLOAT8)
+            if not node.ms and RECOMPUTE in allowed:
+                allowed = {RECOMPUTE}
+            price = {
+                SAVE: (self.rule_us, node.nbytes),
+                FLOAT8: (self.rule_us + node.codec_ms * _US, node.float8_nbytes),
+                RECOMPUTE: (node.ms * _US, 0),
+                DISCARD: (self.rule_us, 0),
+            }
+            columns = {
+                policy: self._column(*(kind.count * x for x in price[policy]), whole=1)
+                for policy in OpPolicy
+                if policy in allowed
+            }
+            self._row(dict.fromkeys(columns.values(), 1.0), 1, 1)
+            found.append(columns)
+        return found
+
+    def _keep_discards_sound(self, nodes: Sequence[Node], policies: Any) -> None:
+        may_taint = [not node.is_read for node in nodes]
+        for node in nodes:
+            for read in node.reads if not node.passes else ():
+                may_taint[read] = False
+        tainted = [self._column(most=int(may)) for may in may_taint]
+        for index, node in enumerate(nodes):
+            if DISCARD in policies[index]:
+                self._at_least(tainted[index], policies[index][DISCARD])
+            for read in node.reads:
+                if node.passes and may_taint[read] and RECOMPUTE in policies[index]:
+                    self._at_least(tainted[index], tainted[read], policies[index][RECOMPUTE])
+
+    def _keep_attention_exact(self, nodes: Sequence[Node], policies: Any) -> None:
+        exact = {read for node in nodes if node.is_attention for read in node.reads}
+        exact |= {index for index, node in enumerate(nodes) if node.is_attention}
+        inexact = [self._column(most=int(index not in exact)) for index in range(len(nodes))]
+        for index, node in enumerate(nodes):
+            if FLOAT8 in policies[index]:
+                self._at_least(inexact[index], policies[index][FLOAT8])
+            for read in node.reads if RECOMPUTE in policies[index] else ():
+                self._at_least(inexact[index], inexact[read], policies[index][RECOMPUTE])
+
+    def _at_least(self, column: int, *conditions: int) -> None:
+        """``column`` is 1 if all of ``conditions`` are."""
+        terms = {column: 1.0} | dict.fromkeys(conditions, -1.0)
+        self._row(terms, 1 - len(conditions), math.inf)
+
+    def _tie_what_one_rule_names(self) -> None:
+        by_name: dict[str, list[dict[OpPolicy, int]]] = defaultdict(list)
+        for kind, policies in zip(self.kinds, self._policies, strict=True):
+            for index, name in {0: INPUT, **_names(kind.graph)}.items():
+                by_name[name].append(policies[index])
+        for first, *others in by_name.values():
+            for other in others:
+                for policy in first.keys() | other.keys():
+                    terms = {}
+                    if policy in first:
+                        terms[first[policy]] = 1.0
+                    if policy in other:
+                        terms[other[policy]] = -1.0
+                    self._row(terms, 0, 0)
+
+    def solve(self, budget: int | None) -> list[list[OpPolicy]] | None:
+        """None if there is no solution; without ``budget`` the one with the fewest bytes."""
+        unit = max(self._nbytes)  # so that the solver's tolerances suit the rows
+        nbytes = np.array(self._nbytes) / unit
+        costs = np.array(self._costs) if budget is not None else nbytes
+        rows = list(self._rows)
+        if budget is not None:
+            rows.append((dict(enumerate(nbytes)), -math.inf, budget / unit))
+        entries = [(r, c, v) for r, (terms, *_) in enumerate(rows) for c, v in terms.items()]
+        row, column, value = zip(*entries, strict=True)
+        matrix = coo_array((value, (row, column)), shape=(len(rows), len(costs))).tocsr()
+        low, high = ([r[side] for r in rows] for side in (1, 2))
+        with _silent():
+            found = milp(
+                costs,
+                integrality=self._integer,
+                bounds=Bounds(0, self._upper),
+                constraints=LinearConstraint(matrix, low, high),
+                options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": _GAP},
+            )
+        if found.x is None:
+            return None
+        return [
+            [max(columns, key=lambda policy: found.x[columns[policy]]) for columns in policies]
+            for policies in self._policies
+        ]
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without standard output: HiGHS prints a line there whatever its options are."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def table_of(
+    kinds: Sequence[Kind], chosen: Sequence[list[OpPolicy]], plans: Sequence[BlockPlan]
+) -> dict[str, str]:
+    """The ``op_policies`` that choose so, in the order of the operations.
+
+    Args:
+        kinds: The blocks.
+        chosen: The policies of their nodes.
+        plans: Of each kind, for the config to which the table is added.
+    """
+    (input_policy,) = {policies[0] for policies in chosen}
+    ends = {INPUT: str(input_policy)}, {"*": str(RECOMPUTE)}
+    default = _rules_as_user(plans, ends[0] | ends[1])
+    without = [k.graph.policies_of(p) for k, p in zip(kinds, default, strict=True)]
+    calls = [
+        (call, kind_index, chosen[kind_index][call.node] if call.node >= 0 else None)
+        for kind_index, kind in enumerate(kinds)
+        for call in kind.graph.calls
+    ]
+    middle: dict[str, str] = {}
+    for index, kind in enumerate(kinds):
+        names = _names(kind.graph)
+        for call in kind.graph.calls:
+            if call.node < 0 or chosen[index][call.node] is without[index][call.node]:
+                continue
+            policy = chosen[index][call.node]
+            is_expensive = plans[index].is_expensive(call.location.op)
+            for pattern in _patterns(call, names[call.node], is_expensive):
+                (rule,) = parse_rules({pattern: str(policy)})
+                same = rule.occurrence or all(
+                    p is policy
+                    for other, k, p in calls
+                    if rule.matches(
+                        other.location, expensive=plans[k].is_expensive(other.location.op)
+                    )
+                )
+                if same:
+                    middle[pattern] = str(policy)
+                    break
+    table = ends[0] | middle | ends[1]
+    for kind, policies, plan in zip(kinds, chosen, _rules_as_user(plans, table), strict=True):
+        assert kind.graph.policies_of(plan) == policies, "the table says what was solved"
+    return table
+
+
+def _rules_as_user(plans: Sequence[BlockPlan], table: Mapping[str, str]) -> list[BlockPlan]:
+    rules = parse_rules(table)
+    return [replace(plan, user_rules=rules, _by_location={}, _by_op={}) for plan in plans]
+
+
+def _patterns(call: Call, full: str, is_expensive: bool) -> Iterator[str]:
+    """Patterns for an operation, the shortest first."""
+    module, op, operand, _ = full.split(":")
+    if is_expensive:
+        yield module
+    yield f"{module}:{op}"
+    if operand != "*":
+        yield f"{module}:{op}:{operand}"
+    yield full
+
+
+def _names(graph: BlockGraph) -> dict[int, str]:
+    """Nodes by the pattern that matches nothing else of the block."""
+    names = {}
+    for call in graph.calls:
+        if call.node < 0:
+            continue
+        module, op, operand = call.location
+        pattern = f"{module or ROOT}:{op}:{operand or '*'}"
+        (rule,) = parse_rules({pattern: SAVE.value})
+        before = 0
+        for other in graph.calls:
+            before += rule.matches(other.location)
+            if other is call:
+                break
+        names[call.node] = f"{pattern}:{before}"
+    return names

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Activation checkpointing by budget, for a job of any size: ``dry-run --activations 20GiB``.
+
+A dry run without checkpointing traces one block of each kind as the job will run it: sharded, on
+fake tensors, with the kernels of a GPU. The solver then chooses a policy for every operation. The
+result is a TOML file with an ordinary ``op_policies`` table, for all ranks alike.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.block_graph import BlockGraph, trace
+from titan_ext.activation_checkpoint.budget import Kind, Solution, solve, table_of
+from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt, make_plan
+from titan_ext.compile import compiles_model
+from titan_ext.dispatch import saves_all_to_all
+from titan_ext.dry_run import DryRun, dry_run
+from titan_ext.memory_plan import Budget, fsdp_kind
+from titan_ext.names import format_bytes
+from titan_ext.op_cost import MACHINES
+from titan_ext.toml_config.files import to_toml
+
+__all__ = ["BudgetPlan", "TracedBlocks", "plan_activations", "settings_of"]
+
+_KEY = "activation_checkpoint"
+_PRESETS = ("stock", "memory", "balanced", "speed")
+
+
+def settings_of(config: Any) -> FP8AC.Config:
+    """The policy of a config as a base for a table: its codec, exemptions and such.
+
+    Raises ValueError if it has a table already.
+    """
+    if not isinstance(config, FP8AC.Config):
+        return FP8AC.Config(preset="stock")
+    if config.op_policies:
+        raise ValueError(
+            f"--activations solves for {_KEY}.op_policies, and this config has a table already; "
+            "expected a config without one."
+        )
+    return replace(config, mode="selective", preset="stock")
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The first block of a kind."""
+
+    name: str
+    module: nn.Module
+    graph: BlockGraph
+    blocks: int
+    waiting: int
+
+
+class TracedBlocks:
+    """The blocks of one rank, by kind, as a dry run without checkpointing has them.
+
+    Args:
+        run: The dry run.
+        settings: ``settings_of`` its config.
+        machine: A name in ``op_cost.MACHINES``.
+    """
+
+    def __init__(self, run: DryRun, settings: FP8AC.Config, machine: str = "h100") -> None:
+        self._settings, self._rates, self._machine = settings, MACHINES[machine], machine
+        self.blocks = list(self._trace(run))
+        if not self.blocks:
+            raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
+        self.kinds = [Kind(block.graph, block.waiting) for block in self.blocks]
+        self._saves = saves_all_to_all(
+            run.config.parallelism,
+            run.parallel_dims.ep,
+            compiled=compiles_model(run.config.compile),
+        )
+
+    def _trace(self, run: DryRun) -> Iterator[_Block]:
+        first: dict[Any, tuple[str, nn.Module]] = {}
+        kinds: dict[nn.Module, Any] = {}
+        for part in run.model_parts:
+            for name, block in part.get_submodule("layers").named_children():
+                kind = kinds[block] = _kind(block, f"layers.{name}", self._settings.exempt)
+                first.setdefault(kind, (f"layers.{name}", block))
+        waiting: Counter[Any] = Counter()
+        most: Counter[Any] = Counter()
+        traced = {}
+        with contextlib.ExitStack() as stack:
+            for block, kind in kinds.items():
+                stack.callback(block.register_forward_hook(_counting(kind, waiting, most)).remove)
+            for kind, (name, block) in first.items():
+                traced[kind] = stack.enter_context(
+                    trace(
+                        block,
+                        self._rates,
+                        codec=self._settings.codec(),
+                        compress_fp32=self._settings.fp32 != "save",
+                        exempt=tuple(self._settings.exempt),
+                        name=name,
+                        foreign=lambda: fsdp_kind() is not None,
+                    )
+                )
+            run.forward_backward()
+        for kind, (name, block) in first.items():
+            (graph,) = traced[kind]
+            yield _Block(name, block, graph, list(kinds.values()).count(kind), most[kind])
+
+    @property
+    def none_nbytes(self) -> int:
+        """What the blocks hold without checkpointing."""
+        return sum(kind.count * kind.graph.none_nbytes for kind in self.kinds)
+
+    @property
+    def temporary_nbytes(self) -> int:
+        """What a recompute has at most beside what is held: one block's activations."""
+        return max(kind.graph.none_nbytes for kind in self.kinds)
+
+    def price(self, **keys: Any) -> Solution:
+        """What a policy of ours holds and recomputes; ``keys`` are its config's."""
+        chosen = [
+            block.graph.policies_of(self._plan(block, FP8AC.Config(**keys)))
+            for block in self.blocks
+        ]
+        return Solution.of(self.kinds, chosen)
+
+    def solve(self, budget: int) -> Solution:
+        """The best policies; raises BudgetTooSmallError."""
+        allowed = self._settings.attention in ("save_float8", "recompute")
+        ms = self._rates.launch * 1e3
+        return solve(self.kinds, budget, exact_attention=not allowed, rule_ms=ms)
+
+    def table(self, solution: Solution) -> dict[str, str]:
+        """The solution as ``op_policies``."""
+        plans = [self._plan(block, self._settings) for block in self.blocks]
+        return table_of(self.kinds, solution.chosen, plans)
+
+    def _plan(self, block: _Block, config: FP8AC.Config) -> Any:
+        return make_plan(block.module, block.name, config, saves_all_to_all=self._saves)
+
+    def words(self) -> str:
+        """What was traced."""
+        kinds = ", ".join(
+            f"{block.blocks} like {block.name}"
+            + (f" ({block.waiting} forwards wait at once)" if block.waiting > block.blocks else "")
+            for block in self.blocks
+        )
+        return f"{kinds}; milliseconds at {self._machine} rates"
+
+
+@dataclass(frozen=True)
+class BudgetPlan:
+    """A solved budget; ``table`` is empty where no checkpointing is needed."""
+
+    budget: int
+    traced: TracedBlocks
+    settings: FP8AC.Config
+    solution: Solution | None
+    table: dict[str, str]
+
+    @classmethod
+    def of(cls, traced: TracedBlocks, settings: FP8AC.Config, budget: int) -> "BudgetPlan":
+        """Raises BudgetTooSmallError."""
+        if traced.none_nbytes <= budget:
+            return cls(budget, traced, settings, None, {})
+        solution = traced.solve(budget)
+        return cls(budget, traced, settings, solution, traced.table(solution))
+
+    def report(self) -> str:
+        """The verdict, a line a policy, and the table."""
+        none = self.traced.none_nbytes
+        rows = [("no checkpointing", none, 0.0)]
+        for preset in _PRESETS:
+            name = "stock selective" if preset == "stock" else f'fp8, preset "{preset}"'
+            price = self.traced.price(preset=preset)
+            rows.append((name, price.nbytes, price.ms))
+        if self.solution is not None:
+            rows.append(("this budget", self.solution.nbytes, self.solution.ms))
+        rows.sort(key=lambda row: -row[1])
+        lines = [
+            f"activations of this rank's blocks, budget {format_bytes(self.budget)}: "
+            f"{self._verdict()}",
+            self.traced.words(),
+            f"{'':24}{'held':>10}{'ms recomputed, codec included':>32}",
+            *(f"{name:24}{format_bytes(nbytes):>10}{ms:>32.1f}" for name, nbytes, ms in rows),
+        ]
+        if self.table:
+            lines += ["", *self.toml_lines()]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.solution is None:
+            return "met without recompute, by no checkpointing at all."
+        kept = Counter(policy for chosen in self.solution.chosen for policy in chosen)
+        counts = ", ".join(
+            f"{kept[policy]} {policy.value.replace('_', ' in ')}" for policy in OpPolicy
+        )
+        return f"met. Operations by policy: {counts}."
+
+    def toml_lines(self) -> list[str]:
+        """The section ``[activation_checkpoint]`` of a TOML file."""
+        if self.solution is None:
+            return [f"[{_KEY}]", 'policy = "none"']
+        base = FP8AC.Config()
+        changed = [
+            f"{f.name} = {to_toml(value)}"
+            for f in fields(FP8AC.Config)
+            if f.name not in ("op_policies", "_owner")
+            and (value := getattr(self.settings, f.name)) != getattr(base, f.name)
+        ]
+        return [
+            f"[{_KEY}]",
+            'policy = "fp8"',
+            *changed,
+            "",
+            f"[{_KEY}.op_policies]",
+            *(f"{to_toml(pattern)} = {to_toml(policy)}" for pattern, policy in self.table.items()),
+        ]
+
+
+def plan_activations(
+    config: Any,
+    ranks: int,
+    rank: int = 0,
+    *,
+    budget: int | None,
+    memory: Budget | None = None,
+    imbalance: float = 1.0,
+    machine: str = "h100",
+) -> BudgetPlan:
+    """Solve for the blocks of one rank of a job, in a dry run without checkpointing.
+
+    Args:
+        config: A trainer's; it is changed.
+        ranks: Of the job.
+        rank: The one to plan.
+        budget: Bytes for activations; None: what is left of ``memory``.
+        memory: Of the GPU.
+        imbalance: Tokens that this rank's experts get, for one if routing were balanced.
+        machine: Whose milliseconds count, a name in ``op_cost.MACHINES``.
+
+    Raises:
+        ValueError: if it cannot be met, or the config has a table already.
+    """
+    settings = settings_of(config.activation_checkpoint)
+    config.activation_checkpoint = None
+    planned = memory if budget is None else None
+    run = dry_run(config, ranks, rank, budget=planned, imbalance=imbalance)
+    traced = TracedBlocks(run, settings, machine)
+    if budget is None:
+        assert run.memory is not None, "without a budget there is a memory to fill"
+        # A recompute needs room for the block that it runs again.
+        budget = run.memory.spare + traced.none_nbytes - traced.temporary_nbytes
+        if budget <= 0:
+            raise ValueError(
+                f"without activations a step needs {format_bytes(-budget)} more than there is: no "
+                "policy makes it fit."
+            )
+    return BudgetPlan.of(traced, settings, budget)
+
+
+def _kind(block: nn.Module, name: str, exempt: Sequence[str]) -> Any:
+    """Equal for blocks that run alike."""
+    return tuple(
+        (
+            inner,
+            type(module),
+            tuple((key, p.shape, p.dtype) for key, p in module.named_parameters(recurse=False)),
+            is_exempt(exempt, name, inner),
+        )
+        for inner, module in block.named_modules()
+    )
+
+
+def _counting(kind: Any, waiting: Counter[Any], most: Counter[Any]) -> Any:
+    """A forward hook that counts the forwards of a kind that wait for their backward."""
+
+    def end(gradient: torch.Tensor) -> None:
+        waiting[kind] -= 1
+
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        waiting[kind] += 1
+        most[kind] = max(most[kind], waiting[kind])
+        out.register_hook(end)
+
+    return hook

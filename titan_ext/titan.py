@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# pyrefly: ignore-errors
+"""What TorchTitan's main has moved since 0.3, imported from where it is.
+
+titan_ext imports all other names from TorchTitan directly: 0.3 and main have them in one place
+(``python -m tests.titan_main`` compares). When 0.3 is no longer served, this file goes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from torchtitan.distributed import ParallelDims
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
+__all__ = [
+    "BaseDataLoader",
+    "ParallelAwareDataloader",
+    "apply_cp_to_forward",
+    "register_dataset",
+    "resolve_fsdp_mesh",
+    "resolve_sparse_fsdp_mesh",
+    "validate_config",
+]
+
+try:  # 0.3
+    from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
+    from torchtitan.distributed.context_parallel import apply_cp_to_forward
+    from torchtitan.distributed.full_dtensor import (
+        resolve_fsdp_mesh,
+        resolve_sparse_fsdp_mesh,
+        validate_config,
+    )
+    from torchtitan.hf_datasets import DatasetConfig
+
+    def _dataset(path: str, loader: Callable[[str], Any]) -> Any:
+        return DatasetConfig(path=path, loader=loader, sample_processor=itemgetter("text"))
+
+except ModuleNotFoundError:  # main of August 2026
+    from torchtitan.components.data.dataset import SingleDatasetConfig
+    from torchtitan.components.data.loader import BaseDataLoader
+    from torchtitan.distributed.fsdp import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
+    from torchtitan.hf_datasets.text_datasets import TextProcessor
+
+    ParallelAwareDataloader: Any = ()  # no class: nothing is an instance of it
+
+    # Main refuses context parallelism under partial_dtensor, and both in the model's config.
+    apply_cp_to_forward: Any = None
+
+    def validate_config(parallel_dims: ParallelDims, model: Any) -> None: ...
+
+    @dataclass(frozen=True)
+    class _Source:
+        path: str
+        loader: Callable[[str], Any]
+
+        def build(self, *, dataset_iteration_policy: Any) -> Any:
+            return self.loader(self.path)
+
+    def _dataset(path: str, loader: Callable[[str], Any]) -> Any:
+        return SingleDatasetConfig(source=_Source(path, loader), processor=TextProcessor.Config())
+
+
+def register_dataset(name: str, path: str, loader: Callable[[str], Any]) -> None:
+    """Add to Titan's table of data sets what ``loader(path)`` returns: rows with "text"."""
+    DATASETS[name] = _dataset(path, loader)
