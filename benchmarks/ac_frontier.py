@@ -34,6 +34,10 @@ PRESETS = {
 }
 
 
+_LABELS = {"memory": ("right", 3), "speed": ("left", -10), "no checkpointing": ("right", 6)}
+"""Where a label goes: its aligned side, and points above."""
+
+
 def frontier(ep: int) -> dict[str, Any]:
     """Points ``[MiB, ms]`` of policies and of curves; one layout in a process."""
     from titan_ext import no_accelerator
@@ -115,9 +119,19 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
         for name, points in result["curves"].items():
             axes.plot(*zip(*points, strict=True), label=name, linewidth=1.8)
         for name, (mib, ms) in result["policies"].items():
-            is_stock = name.startswith(("stock", "no "))
-            axes.plot(mib, ms, "k^" if is_stock else "rs", markersize=6)
-            axes.annotate(name, (mib, ms), textcoords="offset points", xytext=(6, 4), fontsize=7)
+            base, _, saves = name.partition(", ")
+            color, marker = ("k", "^") if base.startswith(("stock", "no ")) else ("r", "s")
+            fill = "none" if saves else color
+            axes.plot(mib, ms, marker, color=color, markerfacecolor=fill, markersize=6)
+            side, height = _LABELS.get(base, ("left", 3))
+            axes.annotate(
+                base,
+                (mib, ms),
+                textcoords="offset points",
+                xytext=(6 if side == "left" else -6, height),
+                horizontalalignment=side,
+                fontsize=8,
+            )
         axes.axhline(result["forward_ms"], color="grey", linestyle=":", linewidth=0.8)
         axes.text(500, result["forward_ms"] + 0.03, "one forward", color="grey", fontsize=8)
         axes.set_title(f"DeepSeek-V3 16B, one MoE block, 4096 tokens, EP {result['ep']}")
@@ -128,6 +142,7 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
     axes = panels[0][0]
     axes.plot([], [], "k^", label="stock TorchTitan")
     axes.plot([], [], "rs", label="presets of titan_ext")
+    axes.plot([], [], "s", color="grey", markerfacecolor="none", label="hollow: all-to-alls saved")
     axes.set_ylabel("milliseconds of recompute and float8 codec (priced, H100)")
     axes.legend(loc="upper right", fontsize=8)
     figure.tight_layout()
@@ -137,7 +152,7 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ep", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--out", type=Path, help="where to draw; a JSON of all points goes beside")
+    parser.add_argument("--out", type=Path, help="where to draw")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
@@ -150,7 +165,6 @@ def main() -> None:
         results.append(json.loads(done.stdout.splitlines()[-1]))
         print(table(results[-1]), flush=True)
     if arguments.out is not None:
-        arguments.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
         draw(results, arguments.out)
 
 

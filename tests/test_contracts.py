@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torchtitan.distributed.compile
 import torchtitan.trainer
@@ -89,6 +90,7 @@ from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.observability.structured_logger import jsonl_handler, structured_logging
+from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
@@ -744,6 +746,30 @@ def test_torch_looks_up_parameters_when_backward_begins():
     """titan_ext.limits refuses what makes FSDP2 hold other parameters by then."""
     backward = _Code(pipeline_stage._PipelineStageBase.backward_maybe_with_nosync)
     assert backward.calls("self.submod.parameters") == 2
+
+
+def test_operations_that_pass_values_on_save_none_for_backward():
+    """titan_ext.activation_checkpoint.discards: neither operands nor results, in a Function of
+    torch.library's."""
+    x = torch.ones(4, 2, requires_grad=True)
+    index = torch.zeros(4, 2, dtype=torch.int64)
+    dist.init_process_group("fake", rank=0, world_size=1)
+    try:
+        group = distributed_c10d._get_default_group().group_name
+        functional: Any = torch.ops._c10d_functional
+        calls = {
+            "all_to_all_single": lambda: functional.all_to_all_single(x, [4], [4], group),
+            "_wrap_tensor_autograd": lambda: functional._wrap_tensor_autograd(x),
+            "deterministic_scatter_add": lambda: deterministic_scatter_add(x, index, x),
+        }
+        for name, call in calls.items():
+            saved: list[torch.Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: _):
+                node = call().grad_fn
+            assert not any(tensor.is_floating_point() for tensor in saved), name
+            assert node._forward_cls.__module__ == "torch._library.autograd", name
+    finally:
+        dist.destroy_process_group()
 
 
 def test_autograd_nodes_are_numbered():

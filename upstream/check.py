@@ -189,7 +189,7 @@ class Verdict:
     def row(self) -> str:
         package, version = self.patch.applies_to
         cells = [self.patch.name, f"{package} {version}", str(self.tests), self.before, self.after]
-        return "| " + " | ".join(cells) + " |"
+        return "| " + " | ".join(" ".join(cell.split()) for cell in cells) + " |"
 
 
 HEADER = "| patch | on | tests | before | after |\n|---|---|---|---|---|"
