@@ -264,7 +264,7 @@ def test_a_result_that_its_own_backward_reads_is_not_discarded():
             return x + torch.sigmoid(x)
 
     gate = Gate()
-    with trace(gate, RATES["h100"]) as graphs:
+    with trace(gate, MACHINES["h100"]) as graphs:
         gate(torch.ones(64, 128, requires_grad=True)).sum().backward()
     (graph,) = graphs
     names = [call.location.op for call in graph.calls if call.node > 0]
