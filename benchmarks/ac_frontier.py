@@ -47,7 +47,7 @@ def frontier(ep: int) -> dict[str, Any]:
     from titan_ext.budget_plan import TracedBlocks, settings_of
     from titan_ext.config_registry import resolve_config
     from titan_ext.dry_run import as_rank, dry_run
-    from titan_ext.op_cost import RATES
+    from titan_ext.op_cost import MACHINES
 
     flags = ["--training.local_batch_size", "1", "--training.seq_len", "4096"]
     flags += ["--parallelism.expert_parallel_degree", str(ep), "activation_checkpoint:none"]
@@ -57,7 +57,7 @@ def frontier(ep: int) -> dict[str, Any]:
         model = config.model_spec.model
         model.layers = model.layers[:2]  # a dense block, and one with experts
         traced = TracedBlocks(dry_run(config, RANKS), settings_of(None))
-    block, launch_ms = traced.blocks[-1], RATES["h100"].launch * 1e3
+    block, launch_ms = traced.blocks[-1], MACHINES["h100"].launch * 1e3
     kinds = [Kind(block.graph)]
 
     def price(preset: Any, saves: bool) -> list[float]:

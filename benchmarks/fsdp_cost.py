@@ -30,10 +30,11 @@ from titan_ext.fsdp.auto import (
     local_plan,
     with_choice,
 )
-from titan_ext.fsdp.cost import MACHINES, Estimate, Job, estimate
+from titan_ext.fsdp.cost import Estimate, Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder
 from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.op_cost import MACHINES
 
 # Model, size, ranks, EP, tokens of a microbatch on a rank, activation checkpointing.
 JOBS: dict[str, tuple[Any, str, int, int, int, Any]] = {

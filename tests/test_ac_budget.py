@@ -27,7 +27,7 @@ from titan_ext.activation_checkpoint.op_policies import (
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.fp8.local import local_tensor
 from titan_ext.memory_plan import fsdp_kind
-from titan_ext.op_cost import RATES
+from titan_ext.op_cost import MACHINES
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = OpPolicy
 KIB = 2**10
@@ -120,7 +120,7 @@ class Block:
         ((self.name, self.module),) = model.get_submodule("layers").named_children()
         self.name = f"layers.{self.name}"
         # At this size every kernel would take the same time: that of its launch.
-        with trace(self.module, replace(RATES["h100"], launch=1e-9)) as graphs:
+        with trace(self.module, replace(MACHINES["h100"], launch=1e-9)) as graphs:
             self.run.forward(model, self.run.input_BLD.clone().requires_grad_())
         (self.graph,) = graphs
         self.kinds = [Kind(self.graph)]
@@ -202,7 +202,7 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, list[str]]:
     leaf = run.input_BLD.clone().requires_grad_()
     with run.context():
         run.forward(model, leaf).backward()
-        rates = replace(RATES["h100"], launch=1e-9)
+        rates = replace(MACHINES["h100"], launch=1e-9)
         with trace(module, rates, foreign=lambda: fsdp_kind() is not None) as graphs:
             run.forward(model, leaf).backward()
     (graph,) = graphs
@@ -264,7 +264,7 @@ def test_a_result_that_its_own_backward_reads_is_not_discarded():
             return x + torch.sigmoid(x)
 
     gate = Gate()
-    with trace(gate, RATES["h100"]) as graphs:
+    with trace(gate, MACHINES["h100"]) as graphs:
         gate(torch.ones(64, 128, requires_grad=True)).sum().backward()
     (graph,) = graphs
     names = [call.location.op for call in graph.calls if call.node > 0]

@@ -165,12 +165,20 @@ def test_flux_is_refused_by_name():
         ("kimi_k2_5", {"context_parallel_degree": 2}, "context_parallel_degree is 2; kimi_k2_5"),
         ("qwen3_5", {"context_parallel_degree": 2}, "context_parallel_degree is 2; qwen3_5"),
         ("muse_glimmer", {"spmd_backend": "partial_dtensor"}, "muse_glimmer supports only 'spmd"),
+        ("gpt_oss", {"tensor_parallel_degree": 2}, "the bias of gpt_oss' experts once for each of"),
     ],
 )
 def test_limits_of_titan_models_are_refused_by_key(name: str, parallelism: dict, message: str):
     with pytest.raises(ValueError, match=message):
         check_model_limits(name, ParallelismConfig(**parallelism))
     check_model_limits("qwen3", ParallelismConfig(**parallelism))
+
+
+@pytest.mark.parametrize(
+    "other", [{"expert_parallel_degree": 2}, {"spmd_backend": "partial_dtensor"}]
+)
+def test_gpt_oss_under_tensor_parallelism_is_refused_only_where_it_is_wrong(other: dict):
+    check_model_limits("gpt_oss", ParallelismConfig(tensor_parallel_degree=2, **other))
 
 
 def test_a_config_without_a_model_is_refused():

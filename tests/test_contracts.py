@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torchtitan.distributed.compile
 import torchtitan.trainer
@@ -37,7 +38,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining import stage as pipeline_stage
-from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _ComputationType,
+    get_schedule_class,
+)
 from torch.distributed.tensor import Replicate
 from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -84,6 +90,7 @@ from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.observability.structured_logger import jsonl_handler, structured_logging
+from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
@@ -675,6 +682,19 @@ def test_torch_names_by_which_memory_plan_tells_storages_apart():
     assert distributed_c10d._resolve_process_group
 
 
+def test_torch_names_by_which_a_steps_clock_tells_streams_and_stages_apart():
+    stream = torch.cpu.Stream()
+    with torch.cpu.stream(stream):
+        assert torch.cpu.current_stream() is stream
+    assert torch.cpu.current_stream() is not stream
+    assert "device_handle.stream(" in inspect.getsource(_fsdp_collectives.foreach_all_gather)
+    assert "device_handle.stream(" in inspect.getsource(_fsdp_collectives.foreach_reduce)
+    assert "self.pipeline_order" in inspect.getsource(PipelineScheduleMulti.__init__)
+    fields = ("stage_index", "computation_type", "microbatch_index", "sub_actions")
+    assert _Action._fields == fields
+    assert {"F", "B", "I", "W"} <= {kind.value for kind in _ComputationType}
+
+
 def test_torch_has_an_attention_of_one_operation_without_a_kernel():
     """stand_ins: its shapes, of heads of two sizes and of fewer keys than queries."""
     q, k, v = (torch.empty(2, n, 8, h, device="meta") for n, h in ((4, 16), (2, 16), (2, 12)))
@@ -726,6 +746,30 @@ def test_torch_looks_up_parameters_when_backward_begins():
     """titan_ext.limits refuses what makes FSDP2 hold other parameters by then."""
     backward = _Code(pipeline_stage._PipelineStageBase.backward_maybe_with_nosync)
     assert backward.calls("self.submod.parameters") == 2
+
+
+def test_operations_that_pass_values_on_save_none_for_backward():
+    """titan_ext.activation_checkpoint.discards: neither operands nor results, in a Function of
+    torch.library's."""
+    x = torch.ones(4, 2, requires_grad=True)
+    index = torch.zeros(4, 2, dtype=torch.int64)
+    dist.init_process_group("fake", rank=0, world_size=1)
+    try:
+        group = distributed_c10d._get_default_group().group_name
+        functional: Any = torch.ops._c10d_functional
+        calls = {
+            "all_to_all_single": lambda: functional.all_to_all_single(x, [4], [4], group),
+            "_wrap_tensor_autograd": lambda: functional._wrap_tensor_autograd(x),
+            "deterministic_scatter_add": lambda: deterministic_scatter_add(x, index, x),
+        }
+        for name, call in calls.items():
+            saved: list[torch.Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: _):
+                node = call().grad_fn
+            assert not any(tensor.is_floating_point() for tensor in saved), name
+            assert node._forward_cls.__module__ == "torch._library.autograd", name
+    finally:
+        dist.destroy_process_group()
 
 
 def test_autograd_nodes_are_numbered():

@@ -101,7 +101,8 @@ def test_a_budget_is_refused(options, message, capsys):
 
 
 def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
-    done = _dry_run(folder, "moe_debug", "--ranks", "64", "activation_checkpoint:fp8")
+    options = ("--ranks", "64", "--machine", "h100")
+    done = _dry_run(folder, "moe_debug", *options, "activation_checkpoint:fp8")
     assert (done.code, done.error) == (0, "")
     assert _files(folder) == []
     # Figures of the same model in a run, and of the arithmetic: fp32, Adam.
@@ -119,6 +120,12 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
     assert parameters == gradients
     assert states == pytest.approx(2 * parameters, rel=0.05)
     assert "forward, loss, backward, gradient clipping, optimizer" in done.out
+    (ms,) = re.findall(
+        r"^time +at most [\d,]+ tokens/s a GPU, MFU .* ([\d.]+) ms a step on h100$", done.out, re.M
+    )
+    *parts, total = map(float, re.findall(r"^ +([\d.]+)  [a-z]", done.out, re.M))
+    assert total == float(ms) == pytest.approx(sum(parts), abs=0.7)
+    assert re.search(r" float8 codec$", done.out, re.M)
 
 
 def test_every_stage_of_a_pipeline(folder: Path):
@@ -183,6 +190,18 @@ def test_what_the_cluster_would_refuse_is_refused_here(folder: Path):
     assert done.code == 1
     assert "CUDA graphs support only expert parallel token dispatcher" in done.error
     assert "Traceback" not in done.error
+
+
+def test_options_of_the_clock_are_checked(folder: Path):
+    for options, message in (
+        (("--machine", "h10"), "expected one of h100, h200, b200, mi300x; did you mean 'h100'?"),
+        (("--slower", "1.5"), "--measured and --slower need --machine"),
+        (("--machine", "h100", "--slower", "0"), "--slower is 0.0; expected a positive factor"),
+        (("--machine", "h100", "--measured", "nowhere"), "expected the folder of a run"),
+    ):
+        done = _dry_run(folder, "moe_debug", "--ranks", "8", *options)
+        assert (done.code, done.out) == (1, "")
+        assert message in done.error
 
 
 def test_a_fake_tensor_is_stored_as_a_plain_one():

@@ -14,10 +14,11 @@ from benchmarks.fsdp_cost import BEFORE, JOBS, arguments
 from tests.training import Run, Runs, observed, titan_config
 from titan_ext.fsdp import auto
 from titan_ext.fsdp.auto import STOCK, cheapest, choose, cost, local_plan
-from titan_ext.fsdp.cost import MACHINES, Job, estimate
+from titan_ext.fsdp.cost import Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder
 from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.op_cost import MACHINES
 
 TRACED = observed(Run(world=4, ep=2))
 TUNED: dict[str, Any] = {"prefetch": "auto", "reduce_scatter_buffers": 3}

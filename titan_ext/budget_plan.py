@@ -24,7 +24,7 @@ from titan_ext.dispatch import saves_all_to_all
 from titan_ext.dry_run import DryRun, dry_run
 from titan_ext.memory_plan import Budget, fsdp_kind
 from titan_ext.names import format_bytes
-from titan_ext.op_cost import RATES
+from titan_ext.op_cost import MACHINES
 from titan_ext.toml_config.files import to_toml
 
 __all__ = ["BudgetPlan", "TracedBlocks", "plan_activations", "settings_of"]
@@ -65,11 +65,11 @@ class TracedBlocks:
     Args:
         run: The dry run.
         settings: ``settings_of`` its config.
-        machine: A name in ``op_cost.RATES``.
+        machine: A name in ``op_cost.MACHINES``.
     """
 
     def __init__(self, run: DryRun, settings: FP8AC.Config, machine: str = "h100") -> None:
-        self._settings, self._rates, self._machine = settings, RATES[machine], machine
+        self._settings, self._rates, self._machine = settings, MACHINES[machine], machine
         self.blocks = list(self._trace(run))
         if not self.blocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
@@ -230,6 +230,7 @@ def plan_activations(
     budget: int | None,
     memory: Budget | None = None,
     imbalance: float = 1.0,
+    machine: str = "h100",
 ) -> BudgetPlan:
     """Solve for the blocks of one rank of a job, in a dry run without checkpointing.
 
@@ -240,6 +241,7 @@ def plan_activations(
         budget: Bytes for activations; None: what is left of ``memory``.
         memory: Of the GPU.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
+        machine: Whose milliseconds count, a name in ``op_cost.MACHINES``.
 
     Raises:
         ValueError: if it cannot be met, or the config has a table already.
@@ -248,7 +250,7 @@ def plan_activations(
     config.activation_checkpoint = None
     planned = memory if budget is None else None
     run = dry_run(config, ranks, rank, budget=planned, imbalance=imbalance)
-    traced = TracedBlocks(run, settings)
+    traced = TracedBlocks(run, settings, machine)
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"
         # A recompute needs room for the block that it runs again.

@@ -31,7 +31,7 @@ from titan_ext.config_registry import (
     titan_configs,
 )
 from titan_ext.mistakes import Mistakes
-from titan_ext.names import BYTES, parse_bytes
+from titan_ext.names import BYTES, did_you_mean, parse_bytes
 
 if TYPE_CHECKING:
     from titan_ext.memory_plan import Budget
@@ -135,6 +135,12 @@ class DryRun:
     """Of each GPU, such as 80GiB: plan what a step holds, and whether that fits."""
     allowance: str = ""
     """For what is no tensor (CUDA's context, NCCL, cuBLAS, fragmentation), such as 4GiB."""
+    machine: str = ""
+    """Time a step on this: h100, h200, b200 or mi300x."""
+    measured: Path | None = None
+    """Folder of a run on that machine: its kernels are so much slower than ideal ones."""
+    slower: float = 1.0
+    """Times that kernels are slower than ideal ones, as --measured has said before."""
     activations: str = ""
     """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
     the best activation checkpointing for that."""
@@ -176,6 +182,7 @@ class DryRun:
         from titan_ext.plan_search import suggest
         from titan_ext.toml_config.dump import dump, identity
 
+        slower = self._slower()
         budget = None if memory is None else Budget(memory=memory, allowance=allowance)
         with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
@@ -188,10 +195,18 @@ class DryRun:
                 return
             asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
-                plans = self._plan_all_stages(config.parallelism.pipeline_parallel_degree, flags)
+                plans = self._plan_all_stages(
+                    config.parallelism.pipeline_parallel_degree, slower, flags
+                )
             else:
                 run = dry_run(
-                    config, self.ranks, self.rank, budget=budget, imbalance=self.imbalance
+                    config,
+                    self.ranks,
+                    self.rank,
+                    budget=budget,
+                    machine=self.machine,
+                    slower=slower,
+                    imbalance=self.imbalance,
                 )
                 print(run.report(), flush=True)
                 plans = [] if run.memory is None else [to_json(run, asked)]
@@ -213,6 +228,25 @@ class DryRun:
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
 
+    def _slower(self) -> float:
+        from titan_ext.measured_step import calibrate
+        from titan_ext.op_cost import MACHINES
+
+        if self.machine and self.machine not in MACHINES:
+            raise ValueError(
+                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
+                f"{did_you_mean(self.machine, MACHINES)}"
+            )
+        if not self.machine and (self.measured is not None or self.slower != 1.0):
+            raise ValueError("--measured and --slower need --machine, whose kernels they are of.")
+        if self.slower <= 0:
+            raise ValueError(f"--slower is {self.slower}; expected a positive factor: 1.3.")
+        if self.measured is None:
+            return self.slower
+        calibration = calibrate(self.measured, self.machine)
+        print(f"{'measured':12}{calibration}")
+        return calibration.slower
+
     def _plan_activations(
         self, resolved: "Resolved", activations: int | None, memory: "Budget | None"
     ) -> None:
@@ -226,6 +260,7 @@ class DryRun:
             budget=activations,
             memory=memory,
             imbalance=self.imbalance,
+            machine=self.machine or "h100",
         )
         print(plan.report())
         if self.out is None:
@@ -251,12 +286,15 @@ class DryRun:
         options = [word for option, value in given if value for word in (option, value)]
         return ["--ranks", str(self.ranks), "--imbalance", str(self.imbalance), *options]
 
-    def _plan_all_stages(self, pipeline: int, flags: Sequence[str]) -> list[dict[str, Any]]:
+    def _plan_all_stages(
+        self, pipeline: int, slower: float, flags: Sequence[str]
+    ) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
         from titan_ext.plan_report import file_name
 
         command = [sys.executable, "-m", "titan_ext", "dry-run", self.config, *self._options()]
         command += [*flags, *["--verbose"] * self.verbose]
+        command += ["--machine", self.machine, "--slower", str(slower)] if self.machine else []
         plans = []
         with tempfile.TemporaryDirectory() as temporary:
             folder = self.out or Path(temporary)

@@ -22,11 +22,13 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.pipelining.stage import PipelineStage
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
 from titan_ext import no_accelerator
+from titan_ext.dispatch import ranks_per_node
 from titan_ext.fp8.local import plain_tensors
 from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import predict
@@ -35,7 +37,10 @@ from titan_ext.guards.run_checks import LoRATargets
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.memory_plan import LASTING, Budget, LiveBytes, MemoryPlan
 from titan_ext.names import format_bytes
+from titan_ext.op_cost import MACHINES
+from titan_ext.pipeline_idle import actions_of, idle_share
 from titan_ext.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
+from titan_ext.step_time import Part, StepClock, StepTime
 from titan_ext.trainer import Trainer
 
 __all__ = ["DryRun", "dry_run"]
@@ -60,6 +65,7 @@ class DryRun(Trainer):
         self.model_parameters = 0
         """Of the whole model."""
         self.memory: MemoryPlan | None = None
+        self.time: StepTime | None = None
         self.imbalance = 1.0
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
@@ -148,7 +154,7 @@ class DryRun(Trainer):
         return getattr(schedule, "_stages", None) or [schedule._stage]
 
     def run_step(self, at: Callable[[str], None] = lambda moment: None) -> None:
-        """One training step; ``at`` is told what follows backward. Later accumulation steps than
+        """One training step; ``at`` is told of what no module shows. Later accumulation steps than
         the second do as that does.
 
         Raises:
@@ -156,6 +162,7 @@ class DryRun(Trainer):
         """
         try:
             for _ in range(min(self.gradient_accumulation_steps, 2)):
+                at("start")
                 self.forward_backward()
             at("clip")
             self.clip()
@@ -167,14 +174,47 @@ class DryRun(Trainer):
                 "and a dry run has shapes only."
             ) from error
 
-    def plan_memory(self, budget: Budget) -> None:
-        """Run another step, steady as all that follow, and count what it holds."""
+    def plan(self, budget: Budget | None, machine: str = "", slower: float = 1.0) -> None:
+        """Run another step, steady as all that follow; count what it holds, or its time."""
         self.optimizers.zero_grad()
         offloads = self.config.training.enable_cpu_offload
         live = LiveBytes(self.model_parts, self.optimizers, on_host=LASTING if offloads else ())
-        with live:
+        clock = None
+        if machine:
+            clock = StepClock(
+                self.model_parts,
+                live,
+                MACHINES[machine],
+                ranks_per_node=ranks_per_node(),
+                slower=slower,
+            )
+        with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
-        self.memory = MemoryPlan.of(live, budget)
+        if budget is not None:
+            self.memory = MemoryPlan.of(live, budget)
+        if clock is not None:
+            self.time = self._step_time(clock, machine)
+
+    def _step_time(self, clock: StepClock, machine: str) -> StepTime:
+        training, spec = self.config.training, self.config.model_spec
+        assert spec is not None
+        flops = self.metrics_processor.num_flops_per_token
+        one = clock.passes[0].ms
+        forward = one[Part.FORWARD] / sum(
+            one[part] for part in (Part.FORWARD, Part.LOSS, Part.RECOMPUTE, Part.BACKWARD)
+        )
+        idle = idle_share(actions_of(self.pp_schedule), forward) if self.stages else 0.0
+        steps, dims = self.gradient_accumulation_steps, self.parallel_dims
+        tokens = training.local_batch_size * training.seq_len * steps
+        return StepTime.of(
+            clock.passes,
+            accumulation=steps,
+            idle=idle,
+            machine=machine,
+            tokens=tokens / dims.non_data_parallel_size,
+            flops_per_token=None if has_quantization(spec.model) else flops,
+            slower=clock.slower,
+        )
 
     def forward_backward(self) -> None:
         """Forward, loss and backward of one batch, with Titan's own function."""
@@ -235,6 +275,9 @@ class DryRun(Trainer):
         if self.memory is not None:
             yield "memory", self.memory.verdict(self.name())
             yield from (("", line) for line in self.memory.table())
+        if self.time is not None:
+            yield "time", self.time.verdict()
+            yield from (("", line) for line in self.time.table())
         yield "model", f"{spec.name} {spec.flavor}, {_count(self.model_parameters)} parameters"
         axes = {
             "replicated": dims.dp_replicate,
@@ -309,6 +352,8 @@ def dry_run(
     rank: int = 0,
     *,
     budget: Budget | None = None,
+    machine: str = "",
+    slower: float = 1.0,
     as_on_a_gpu: bool = True,
     imbalance: float = 1.0,
 ) -> DryRun:
@@ -319,6 +364,8 @@ def dry_run(
         ranks: Of the job.
         rank: The one to be.
         budget: Plan the memory, too, and hold it against this.
+        machine: Time the step, too, on this one of ``MACHINES``.
+        slower: Factor on the ideal time of its kernels.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
 
@@ -343,8 +390,8 @@ def dry_run(
     run = DryRun(config, ranks, rank)
     run.imbalance = imbalance
     run.run_step()
-    if budget is not None:
-        run.plan_memory(budget)
+    if budget is not None or machine:
+        run.plan(budget, machine, slower)
     return run
 
 

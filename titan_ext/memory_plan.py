@@ -29,7 +29,19 @@ from torch.utils._pytree import tree_leaves
 
 from titan_ext.fp8.local import plain_tensors
 
-__all__ = ["LASTING", "Budget", "Kind", "LiveBytes", "MemoryPlan", "Peak", "fsdp_kind"]
+__all__ = [
+    "LASTING",
+    "PLAIN_TYPES",
+    "Budget",
+    "Kind",
+    "LiveBytes",
+    "MemoryPlan",
+    "Peak",
+    "fsdp_kind",
+    "groups_of",
+    "in_backward",
+    "tensors_in",
+]
 
 
 class Kind(StrEnum):
@@ -80,7 +92,7 @@ _MADE_BY = {
     "titan_ext::float8_quantize": Kind.FLOAT8,
     "_c10d_functional::all_to_all_single": Kind.ALL_TO_ALL,
 }
-_PLAIN = {torch.Tensor, nn.Parameter, FakeTensor}
+PLAIN_TYPES = {torch.Tensor, nn.Parameter, FakeTensor}
 _PASSING = (Kind.TEMPORARY, Kind.LOSS)
 _TAKES_GRADIENTS = "fsdp::chunk_cat"
 
@@ -177,26 +189,26 @@ class LiveBytes(TorchDispatchMode):
         self._handles.clear()
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
-        if not _PLAIN.issuperset(types):
+        if not PLAIN_TYPES.issuperset(types):
             return NotImplemented  # the class then runs its own operations, which come here
         kwargs, name = kwargs or {}, func._schema.name
         if name == "_c10d_functional::wait_tensor" and type(args[0]) is FakeTensor:
             return args[0]  # as on real tensors; the fake one is new
         out = func(*args, **kwargs)
         self._operations += 1
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             storage = self._live.get(tensor.untyped_storage()._cdata)
             if storage is not None:
                 self._see(tensor, storage.kind)
                 if name.startswith(_TAKES_GRADIENTS) and storage.kind in _PASSING:
                     self._turn_into(storage, Kind.REDUCE)
         kind = _MADE_BY.get(name)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             if tensor.untyped_storage()._cdata not in self._live:
                 kind = kind or self._kind_by_maker()
             self._see(tensor, kind or Kind.TEMPORARY)
         if "c10d" in name:
-            self.groups.update(_groups(args))
+            self.groups.update(group.group_name for group in groups_of(args))
         self._see_peak()
         return out
 
@@ -205,7 +217,7 @@ class LiveBytes(TorchDispatchMode):
             return kind
         if self.moments[-1].moment == "loss":
             return Kind.LOSS
-        return Kind.EXACT if self._depth and not _in_backward() else Kind.TEMPORARY
+        return Kind.EXACT if self._depth and not in_backward() else Kind.TEMPORARY
 
     # -- storages
 
@@ -236,7 +248,7 @@ class LiveBytes(TorchDispatchMode):
     def _end(self, key: int) -> _Storage:
         storage = self._live.pop(key)
         self._full.discard(key)
-        if storage.kind is Kind.EXACT and not _in_backward():
+        if storage.kind is Kind.EXACT and not in_backward():
             self._turn_into(storage, Kind.TEMPORARY)  # forward was over with it: not kept
         self._add(storage.kind, -storage.nbytes)
         if storage.made_at <= self._peak[2]:
@@ -271,13 +283,13 @@ class LiveBytes(TorchDispatchMode):
 
     def _watch(self, part: nn.Module) -> None:
         def begin(name: str, *_: Any) -> None:
-            if not _in_backward() and (self._depth or name != "lm_head"):
+            if not in_backward() and (self._depth or name != "lm_head"):
                 self.begin("loss" if name == "lm_head" else f"forward of {name}")
 
         def end(name: str, _module: nn.Module, _args: Any, out: Any) -> None:
-            if _in_backward() or name == "lm_head":
+            if in_backward() or name == "lm_head":
                 return
-            for tensor in _tensors(out):
+            for tensor in tensors_in(out):
                 if tensor.requires_grad:
                     tensor.register_hook(functools.partial(backward, name))
 
@@ -382,16 +394,16 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f}"
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     return (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
 
 
-def _groups(args: Sequence[Any]) -> Iterator[str]:
-    """Names of the process groups of more than one rank in the arguments of a collective."""
+def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
+    """The process groups of more than one rank in the arguments of a collective."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             group = dist.ProcessGroup.unbox(value)
@@ -400,4 +412,4 @@ def _groups(args: Sequence[Any]) -> Iterator[str]:
         else:
             continue
         if group.size() > 1:
-            yield group.group_name
+            yield group

@@ -63,7 +63,7 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
-    """Raise ValueError for what Titan's own parallelize function refuses for the model ``name``."""
+    """Raise ValueError for what Titan refuses for the model ``name``, or computes wrongly."""
     if name in _NO_CONTEXT_PARALLEL and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"parallelism.context_parallel_degree is {parallelism.context_parallel_degree}; "
@@ -73,4 +73,12 @@ def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
         raise ValueError(
             f"parallelism.spmd_backend is {parallelism.spmd_backend!r}; {name} supports only "
             "'spmd_types', as in TorchTitan."
+        )
+    tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    if name == "gpt_oss" and tp > 1 and ep == 1 and parallelism.spmd_backend == "spmd_types":
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree is {tp} and expert_parallel_degree 1; under "
+            "'spmd_types' TorchTitan 0.3 then adds the bias of gpt_oss' experts once for each of "
+            f"the {tp} ranks, and the loss is wrong. Expected spmd_backend = 'partial_dtensor', or "
+            "expert_parallel_degree > 1."
         )

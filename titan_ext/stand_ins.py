@@ -190,7 +190,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, _, weight = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+        return x + grads[0], None if weight is None else torch.empty_like(weight)
 
 
 class GateInFloat32(Linear):

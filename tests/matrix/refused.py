@@ -187,6 +187,13 @@ REFUSALS: list[Refusal] = [
         address=f"{_TITAN}/models/muse_glimmer/parallelize.py",
     ),
     Refusal(
+        run=Run(model="gpt_oss", world=2, tp=2, parallelize="submodule", steps=1),
+        by="titan_ext",
+        message="the bias of gpt_oss' experts once for each of the 2 ranks",
+        stock_message=None,
+        reason="TorchTitan 0.3 adds a bias once for each rank: the loss is wrong.",
+    ),
+    Refusal(
         run=Run(world=2, ep=2, backend="full_dtensor", parallelize="submodule", steps=1),
         by="titan_ext",
         message="spmd_backend is 'full_dtensor', which titan_ext does not support",

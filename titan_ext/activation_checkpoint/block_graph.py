@@ -39,7 +39,7 @@ from titan_ext.activation_checkpoint.op_policies import (
 )
 from titan_ext.fp8 import Codec
 from titan_ext.fp8.local import parts_in, storage_ids
-from titan_ext.op_cost import Rates, op_cost
+from titan_ext.op_cost import Machine, op_cost
 
 __all__ = ["BlockGraph", "Call", "Node", "trace"]
 
@@ -155,7 +155,7 @@ class BlockGraph:
 @contextlib.contextmanager
 def trace(
     block: nn.Module,
-    rates: Rates,
+    rates: Machine,
     *,
     codec: Codec | None = None,
     compress_fp32: bool = False,
@@ -246,7 +246,7 @@ class _Tracer(TorchDispatchMode):
         self._entries.append([Discarded(x, "", left, location.op) for x in floats])
         return out
 
-    def graph(self, out: Any, rates: Rates, sizes: "_Sizes") -> BlockGraph:
+    def graph(self, out: Any, rates: Machine, sizes: "_Sizes") -> BlockGraph:
         """What has been recorded; ``out`` is the block's output."""
         written = {  # in place; then neither is saved, because torch writes to it again
             storage
@@ -319,7 +319,7 @@ class _Tracer(TorchDispatchMode):
 class _Sizes:
     """Bytes of what an operation makes, saved and in float8."""
 
-    def __init__(self, store: Any, rates: Rates, is_exempt: Callable[[str], bool]) -> None:
+    def __init__(self, store: Any, rates: Machine, is_exempt: Callable[[str], bool]) -> None:
         self._store, self._rates, self._is_exempt = store, rates, is_exempt
 
     def node(self, out: Any, location: OpLocation, ms: float = 0.0) -> Node:

@@ -334,7 +334,7 @@ def make_plan(
     contexts = wrapper.checkpoint_fn.keywords["context_fn"]
     attention = _resolve_attention(config.attention, preset, block)
     float8 = mode == "full" or preset != "stock"
-    from_input = mode == "selective" and _recomputes_qkv(preset, attention, block)
+    exact = mode == "selective" and _recomputes_qkv(preset, attention, block)
     base = "stock" if preset in ("memory", "stock") else "expensive"
     preset_rules = _preset_rules(preset, attention, block, saves_all_to_all)
     return BlockPlan(
@@ -344,7 +344,7 @@ def make_plan(
         base="routing" if mode == "full" else base,
         saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
         attention=attention if float8 else None,
-        input=OpPolicy.SAVE_FLOAT8 if float8 and not from_input else OpPolicy.SAVE,
+        input=OpPolicy.SAVE_FLOAT8 if float8 and not exact else OpPolicy.SAVE,
         saves_all_to_all=saves_all_to_all,
         exempt=tuple(config.exempt),
         stock_policy=lambda: contexts()[0].policy_fn,
@@ -388,12 +388,11 @@ def _preset_rules(
         return (*rules, *_for_modules(OpPolicy.RECOMPUTE, "attention", "attn"))
     if attention is OpPolicy.SAVE:
         # Exact projections make q, k and v exact in the recompute; low-rank ones where there are.
-        exact = ("attention.wkv_a", "attention.wq_a", "attention.wq", "attention.qkv_linear")
-        again = ("attention.wkv_b", "attention.wq_b")
-        if _recomputes_qkv(preset, attention, block):
-            exact, again = exact[:3], (*again, exact[3])
-        rules += _for_modules(OpPolicy.SAVE, *exact)
-        rules += _for_modules(OpPolicy.RECOMPUTE, *again)
+        again = _recomputes_qkv(preset, attention, block)
+        qkv = OpPolicy.RECOMPUTE if again else OpPolicy.SAVE
+        rules += _for_modules(qkv, "attention.qkv_linear")
+        rules += _for_modules(OpPolicy.SAVE, "attention.wkv_a", "attention.wq_a", "attention.wq")
+        rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
     if preset == "balanced":
         # Most of the bytes: what the routed experts compute.
         rules.append(Rule(OpPolicy.RECOMPUTE, **{**last_gemm, "operand": "*"}))
@@ -409,11 +408,7 @@ def _preset_rules(
 
 
 def _recomputes_qkv(preset: Preset, attention: OpPolicy, block: nn.Module) -> bool:
-    """Whether q, k and v are computed again, exactly, from an exact input of the block.
-
-    Grouped-query attention has no low-rank projection to save, and q, k and v are more than twice
-    the input.
-    """
+    """Whether q, k and v, which no low-rank projection gives, come from an exact block input."""
     has_qkv = hasattr(getattr(block, "attention", None), "qkv_linear")
     return preset == "memory" and attention is OpPolicy.SAVE and has_qkv
 

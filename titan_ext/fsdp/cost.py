@@ -20,39 +20,13 @@ from titan_ext.fsdp.memory.predict import Step, StepOrder
 from titan_ext.fsdp.memory.simulate import FSDPSimulation, Group, SimulatedUnit
 from titan_ext.fsdp.plan import GroupPlan, UnitPlan
 from titan_ext.fsdp.units import UnitKind
+from titan_ext.op_cost import Machine
 
 _LAUNCH_MS = 0.015  # of a collective
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
 _TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
-_SYNC_MS = 0.05  # the host reads how many tokens each expert gets
+SYNC_MS = 0.05  # the host reads how many tokens each expert gets
 _ROUTER_MS = 0.1  # small operations of a router
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """An accelerator and its links, by rates that jobs reach, not by their data sheets.
-
-    Attributes:
-        flops: Of bf16 matrix products in a transformer block, FLOP/s.
-        memory: Of its memory, bytes/s.
-        in_node: Of a rank's link to the others of its node, bytes/s each way.
-        network: Of a rank's share of the network, bytes/s each way.
-    """
-
-    flops: float
-    memory: float
-    in_node: float
-    network: float
-
-
-# 350 TFLOP/s on an H100 gives 13.0k tokens/s for DeepSeek-V3 16B on 8 of them; TorchTitan reports
-# 11.6k. The others are scaled by data sheets: reasoned, not measured.
-MACHINES = {
-    "h100": Machine(flops=350e12, memory=3.0e12, in_node=360e9, network=45e9),
-    "h200": Machine(flops=350e12, memory=4.3e12, in_node=360e9, network=45e9),
-    "b200": Machine(flops=800e12, memory=7.0e12, in_node=720e9, network=45e9),
-    "mi300x": Machine(flops=380e12, memory=4.3e12, in_node=340e9, network=45e9),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +151,52 @@ class _TimedSimulation(FSDPSimulation):
         super()._reduce(group)
 
 
+class Links:
+    """When each link between ranks is taken, in ms."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def take(self, link: str, start: float, ms: float) -> float:
+        """The first time from ``start`` on at which ``link`` is free for ``ms``; takes it."""
+        taken = self._taken[link]
+        index = bisect.bisect_left(taken, (start, start))
+        if index and taken[index - 1][1] > start:
+            start = taken[index - 1][1]
+        while index < len(taken) and taken[index][0] < start + ms:
+            start = max(start, taken[index][1])
+            index += 1
+        bisect.insort(taken, (start, start + ms))
+        return start
+
+
+def collective_ms(
+    machine: Machine, nbytes: int, world: int, per_node: int, *, is_exchange: bool = False
+) -> tuple[float, str]:
+    """Time of a collective, and the link that it takes: "node" or "network".
+
+    Args:
+        machine: Whose links.
+        nbytes: Of the whole buffer.
+        world: Ranks that take part.
+        per_node: Of them, on a node.
+        is_exchange: Whether it is an all-to-all, where no rank of a node adds for others.
+    """
+    nodes = max(1, world // per_node)
+    share = nbytes * (world - 1) / world if per_node > 1 else 0
+    in_node_ms = share / machine.in_node * 1e3
+    if nodes == 1:
+        return _LAUNCH_MS + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
+    sharing = 1 if is_exchange else per_node
+    network_ms = nbytes * (nodes - 1) / nodes / sharing / machine.network * 1e3
+    latency = nodes * _HOP_MS + (world - nodes) * _HOP_IN_NODE_MS
+    if per_node == 1:
+        latency = math.log2(world) * _TREE_STEP_MS
+    if is_exchange:  # no ring: all messages are on their way at once
+        latency = _HOP_MS + (world - 1) * _HOP_IN_NODE_MS
+    return _LAUNCH_MS + latency + max(in_node_ms, network_ms), "network"
+
+
 class _Clock:
     """The time at which each stream, communicator and link is free, in ms."""
 
@@ -185,7 +205,7 @@ class _Clock:
         self._reduce_suffix = " reduce" if own_reduce_group else ""
         self._host = self._compute = 0.0
         self._free: dict[str, float] = defaultdict(float)
-        self._links: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._links = Links()
         self._gathered: dict[int, float] = {}
         self._reductions: list[float] = []
         self._last_copy_out = 0.0
@@ -193,7 +213,7 @@ class _Clock:
 
     def start_again(self) -> None:
         """Count from here: the first step gathers as no later one does."""
-        self._links.clear()
+        self._links = Links()
         self._started = self._compute
         self._busy = 0.0
         self._exposed: dict[str, float] = defaultdict(float)
@@ -253,7 +273,7 @@ class _Clock:
             ms = _LAUNCH_MS + 2 * math.log2(replicas) * _TREE_STEP_MS
             shard = 2 * nbytes / world * (replicas - 1) / replicas
             ms += shard / self._machine.network * 1e3
-            start = self._on_link("network", max(end, self._free["all-reduces"]), ms)
+            start = self._links.take("network", max(end, self._free["all-reduces"]), ms)
             self._free["all-reduces"] = start + ms
 
     def join(self) -> None:
@@ -268,41 +288,16 @@ class _Clock:
         """Put a collective over ``nbytes`` of full buffer on its communicator; returns its end."""
         is_exchange = kind == "reduce-scatter" and group.plan.reduce_scatter is not None
         ms, link = self._collective_ms(group.plan, nbytes, is_exchange)
-        start = self._on_link(link, max(start, self._free[communicator]), ms)
+        start = self._links.take(link, max(start, self._free[communicator]), ms)
         self._free[communicator] = start + ms
         self._spans.append(Span(f"{communicator}: {kind}", group.name, start, start + ms))
         return start + ms
 
     def _collective_ms(self, plan: GroupPlan, nbytes: int, is_exchange: bool) -> tuple[float, str]:
-        """Time and link; an exchange is an all-to-all, where no rank of a node adds for others."""
         job, world = self._job, plan.shard_world
         stride = job.ep if plan.kind == "experts" else job.tp
         per_node = max(1, min(job.ranks_per_node // stride, world))
-        nodes = max(1, world // per_node)
-        share = nbytes * (world - 1) / world if per_node > 1 else 0
-        in_node_ms = share / self._machine.in_node * 1e3
-        if nodes == 1:
-            return _LAUNCH_MS + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
-        sharing = 1 if is_exchange else per_node
-        network_ms = nbytes * (nodes - 1) / nodes / sharing / self._machine.network * 1e3
-        latency = nodes * _HOP_MS + (world - nodes) * _HOP_IN_NODE_MS
-        if per_node == 1:
-            latency = math.log2(world) * _TREE_STEP_MS
-        if is_exchange:  # no ring: all messages are on their way at once
-            latency = _HOP_MS + (world - 1) * _HOP_IN_NODE_MS
-        return _LAUNCH_MS + latency + max(in_node_ms, network_ms), "network"
-
-    def _on_link(self, link: str, start: float, ms: float) -> float:
-        """The first time from ``start`` on at which ``link`` is free for ``ms``; takes it."""
-        taken = self._links[link]
-        index = bisect.bisect_left(taken, (start, start))
-        if index and taken[index - 1][1] > start:
-            start = taken[index - 1][1]
-        while index < len(taken) and taken[index][0] < start + ms:
-            start = max(start, taken[index][1])
-            index += 1
-        bisect.insort(taken, (start, start + ms))
-        return start
+        return collective_ms(self._machine, nbytes, world, per_node, is_exchange=is_exchange)
 
     def _wait_until(self, time: float, unit: str) -> None:
         if time > self._compute:
@@ -335,7 +330,7 @@ class _Clock:
         has_exchange = part != "all" or (work["experts"] and unit.kind is not UnitKind.EXPERTS)
         if job.ep > 1 and has_exchange and again:
             if phase != "backward" and part != "after":  # the host waits for the counts
-                self._host = self._compute = max(self._host, self._compute + _SYNC_MS)
+                self._host = self._compute = max(self._host, self._compute + SYNC_MS)
             one_ms = _exchange_ms(job, self._machine)
             ms += one_ms * (2 if part == "all" else 1)
             if job.overlaps_shared and part != "before":
@@ -370,7 +365,7 @@ def _forward_ms(unit: UnitPlan, job: Job, machine: Machine) -> dict[str, float]:
     flops["experts"] *= job.top_k * job.ep / job.num_experts
     if numel["attention"]:
         flops["attention"] += job.attention_flops * 1.4  # slower than matrix products
-    ms = {name: f / machine.flops * 1e3 for name, f in flops.items()}
+    ms = {name: f / machine.block * 1e3 for name, f in flops.items()}
     activation = job.tokens * job.dim * 2 / machine.memory * 1e3
     if numel["attention"]:
         ms["attention"] += 8 * activation  # norms, rotary embeddings, residual adds
