@@ -229,6 +229,16 @@ def test_what_nothing_reads_is_discarded(use):
     assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
 
 
+@pytest.mark.parametrize("op", ["sigmoid", "tanh", "exp", "softmax"])
+def test_an_operation_whose_backward_reads_its_own_output_is_no_discard(op: str):
+    def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        return x + (o.softmax(-1) if op == "softmax" else getattr(o, op)())
+
+    name = "_softmax" if op == "softmax" else op
+    with pytest.raises(ValueError, match=rf"aten\.{name} .*cannot be discarded.*own backward"):
+        _run(use, _config(**{f"*:aten.{name}": "discard"}))
+
+
 @pytest.mark.parametrize("where", ["feed_forward.w2", "feed_forward", "identity", ""])
 def test_a_forward_hook_reads_what_it_may_see(where):
     seen: list[float] = []

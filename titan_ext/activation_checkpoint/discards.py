@@ -6,7 +6,8 @@ feed-forward, which is only added to something. Each forward keeps the output un
 decides anew. It discards the output only if all of this holds:
 
 1. No dispatched operation on its values, or on anything computed from them, has a derivative that
-    reads an operand. (Those of additions, copies, views and exchanges do not.) The tracker follows
+    reads an operand. (Those of additions, copies, views and exchanges do not.) Nor does the
+    derivative of the operation itself read its result, as a sigmoid's does. The tracker follows
     values by storage, through ``detach`` too.
 2. No custom ``torch.autograd.Function`` ran after it in the block: it may save anything, and its
     kernels may bypass dispatch. Every autograd node has a sequence number, so each later number
@@ -68,6 +69,8 @@ _HARMLESS_FUNCTIONS = (
 _GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
 # And those around an operation that only passes values on: torch.library's, and an exchange's.
 _PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.dispatch.")
+# How torch calls what the node of an operation has saved of its own results (sigmoid, softmax).
+_SAVED_OUTPUTS = ("_saved_result", "_saved_output", "_saved_out")
 # Hooks defined in these packages do nothing that the other proofs do not see.
 _KNOWN_HOOKS = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
 
@@ -259,6 +262,8 @@ class AutogradNodes:
         if entry.in_graph:
             if entry.node not in self.found:
                 return "code outside the block's autograd graph"
+            if any(name.startswith(_SAVED_OUTPUTS) for name in dir(self.found[entry.node])):
+                return "the operation's own backward"
         else:
             before = max((number for number in self.found if number <= entry.node), default=-1)
             node = self.found.get(before)
