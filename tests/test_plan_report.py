@@ -16,6 +16,7 @@ from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.memory_plan import Budget, Kind, MemoryPlan, Peak
 from titan_ext.plan_report import PlanCheck, draw, file_name, to_json, write
 from titan_ext.run_folder import read_scalar
+from titan_ext.step_time import Part, StepTime
 from titan_ext.toml_config.dump import identity
 
 RUN = Run(world=1, parallelize="block", layers=2, steps=2)
@@ -26,10 +27,17 @@ MOMENTS = (
 )
 
 
-def _plan(memory: int, config: dict[str, Any] | None = None, ranks: int = 4) -> dict[str, Any]:
+def _plan(
+    memory: int,
+    config: dict[str, Any] | None = None,
+    ranks: int = 4,
+    time: StepTime | None = None,
+) -> dict[str, Any]:
     budget = Budget(memory=memory, allowance=10)
     plan = MemoryPlan(budget, MOMENTS[1], MOMENTS, communicators=0, on_host=frozenset())
-    run = SimpleNamespace(memory=plan, ranks=ranks, rank=0, imbalance=1.0, name=lambda: "rank 0")
+    run = SimpleNamespace(
+        memory=plan, time=time, ranks=ranks, rank=0, imbalance=1.0, name=lambda: "rank 0"
+    )
     return to_json(run, config or {})
 
 
@@ -43,6 +51,15 @@ def test_a_plan_as_json_has_every_figure():
         assert moment["moment"] == planned.moment
         assert moment["sum"] == sum(moment[kind] for kind in kinds) == planned.nbytes
     assert json.loads(json.dumps(plan)) == plan
+
+
+def test_a_timed_plan_has_its_milliseconds():
+    ms = {Part.FORWARD: 10.0, Part.GATHERS: 2.5}
+    time = StepTime("h100", ms, {}, {}, tokens=25, flops_per_token=None)
+    assert _plan(memory=55)["time"] is None
+    found = _plan(memory=55, time=time)["time"]
+    assert found["ms"] == {"forward": 10.0, "gathers": 2.5}
+    assert (found["step_ms"], found["tokens_per_second"], found["mfu"]) == (12.5, 2000.0, None)
 
 
 @pytest.mark.parametrize(("memory", "drawn"), [(60, True), (201, False)])

@@ -94,7 +94,7 @@ def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
 
     def ready(action: Action) -> float | None:
         is_forward = action.kind == "F"
-        if action.kind == "W" or (is_forward and action.stage == 0):
+        if is_forward and action.stage == 0:
             return 0.0
         if not is_forward and action.stage == last:
             return done.get((True, last, action.microbatch))

@@ -21,6 +21,7 @@ from titan_ext.limits import world_size
 from titan_ext.memory_plan import LASTING, Kind, LiveBytes, MemoryPlan, Peak
 from titan_ext.names import and_more, format_bytes, matches
 from titan_ext.run_record import versions
+from titan_ext.step_time import StepTime
 
 __all__ = ["PlanCheck", "draw", "file_name", "to_json", "write"]
 
@@ -70,7 +71,7 @@ def file_name(rank: int) -> str:
 
 
 def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Every figure of a plan, in bytes.
+    """Every figure of a plan, in bytes, and in ms if the step was timed.
 
     Args:
         run: The ``dry_run.DryRun`` that planned its memory.
@@ -91,6 +92,7 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "peak": _moment(plan.peak),
         "moments": [_moment(moment) for moment in plan.moments],
         "on_host": sorted(_key(kind) for kind in plan.on_host),
+        "time": None if run.time is None else _time(run.time),
         "config": _plain(config),
         "versions": versions(),
     }
@@ -99,6 +101,17 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 def _moment(peak: Peak) -> dict[str, Any]:
     by_kind = {_key(kind): peak.by_kind.get(kind, 0) for kind in Kind}
     return {"moment": peak.moment, "sum": peak.nbytes, **by_kind}
+
+
+def _time(time: StepTime) -> dict[str, Any]:
+    return {
+        "machine": time.machine,
+        "slower": time.slower,
+        "step_ms": time.step_ms,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+        "ms": {part.name.lower(): ms for part, ms in time.ms.items()},
+    }
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
