@@ -310,6 +310,7 @@ def test_a_signal_is_answered_while_the_step_waits():
         from types import SimpleNamespace
         import torch.distributed as dist
         from titan_ext.guards.stop import StopOnSignal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's tests ignore it
         logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s", force=True)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         checkpointer = SimpleNamespace(enable=False)

@@ -9,7 +9,6 @@ factor.
 
 import json
 import multiprocessing
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,7 +88,6 @@ def _dry_run_elsewhere(config: Path, ranks: int, machine: str, slower: float) ->
 
 
 def _dry_run(config_file: Path, ranks: int, machine: str, slower: float) -> StepTime:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from titan_ext import no_accelerator
     from titan_ext.dry_run import as_rank, dry_run
 
