@@ -722,6 +722,38 @@ BAD_TOMLS = (
         ),
     ),
     BadToml(
+        "Values and degrees that no run can have",
+        "a budget for activations that is no size",
+        DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nbudget = "20"\n',
+        (
+            "bad.toml: activation_checkpoint.budget is '20'; expected a size such as "
+            '"20GiB" (units KiB, MiB, GiB, KB, MB, GB), "fit" for what the device\'s memory '
+            'leaves, or "fit 80GiB".'
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "a budget and a table",
+        DEBUG
+        + '[activation_checkpoint]\npolicy = "fp8"\nbudget = "20GiB"\n'
+        + 'op_policies = {"attention" = "save"}\n',
+        (
+            "bad.toml: activation_checkpoint.budget is '20GiB', for which the run finds "
+            "activation_checkpoint.op_policies; activation_checkpoint.op_policies is {'attention': "
+            "'save'}. Expected one of the two."
+        ),
+    ),
+    BadToml(
+        "Values and degrees that no run can have",
+        "a budget in a mode without operations",
+        DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nmode = "full"\nbudget = "20GiB"\n',
+        (
+            "bad.toml: activation_checkpoint.budget is '20GiB', for which the run finds "
+            "activation_checkpoint.op_policies; activation_checkpoint.mode is 'full'. Expected one "
+            "of the two."
+        ),
+    ),
+    BadToml(
         "Policies and components",
         "an unknown policy",
         DEBUG + ('[activation_checkpoint]\npolicy = "ful"\n'),

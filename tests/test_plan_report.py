@@ -97,6 +97,9 @@ def test_a_run_compares_its_second_step_with_its_plan(tmp_path: Path):
     assert "and step 2: peak " in line
     assert "planned, not measured on this device" in line
     assert line.count(" as planned") == 3
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert line.endswith(start["gained"][-1]), "said again at the end"
+    assert log.count(start["gained"][-1]) == 2
     for name, key in (("gradients", "gradients"), ("optimizer states", "states")):
         planned = read_scalar(tmp_path, f"plan/{name}, planned(GiB)")
         assert planned == read_scalar(tmp_path, f"plan/{name}, measured(GiB)")
@@ -143,6 +146,7 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
         "(+20.0%); optimizer states 0 B as planned"
     )
     assert logged.keys() == {2}
+    assert logged[2]["plan/peak, planned(GiB)"] * 2**30 == 50
     assert logged[2]["plan/peak, measured(GiB)"] * 2**30 == 60
 
 
@@ -178,7 +182,7 @@ def test_a_plan_of_another_run_is_one_warning(
     run = config(DEBUG + change if "\n" in change else DEBUG)
     run.dump_folder = str(folder)
     check = PlanCheck()
-    check.before_start(run)
+    check.before_build(run)
     assert (check._plan is not None) == (not said and change != "absent")
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == bool(said)

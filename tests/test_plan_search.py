@@ -10,6 +10,7 @@ import pytest
 
 from tests.toml_files import DEBUG, Loader
 from titan_ext import plan_search
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.plan_report import file_name
 from titan_ext.plan_search import CHANGES, suggest
 from titan_ext.toml_config import resolve
@@ -48,34 +49,61 @@ def test_what_is_so_already_is_not_tried(config: Loader):
     changes = [change for change, _ in plan_search._changes(now, 3)]
     assert len(changes) == 3
     assert {"activation_checkpoint.policy": "full"} not in changes
-    assert changes[0] == plan_search._float8("balanced")
+    budget = {"activation_checkpoint.policy": "fp8", "activation_checkpoint.budget": "fit"}
+    assert changes[:2] == [budget, plan_search._float8("balanced")]
+    table = _now(config(DEBUG + _TABLE))
+    assert plan_search._best_that_fits(table) == {}
 
 
+_TABLE = "[activation_checkpoint]\npolicy = 'fp8'\nop_policies = {'*' = 'recompute'}\n"
+
+
+def test_the_change_to_a_budget_is_a_file_that_loads_over_any_policy(config: Loader, folder: Path):
+    for keys in ("mode = 'full'", "preset = 'speed'", "budget = '1GiB'"):
+        now = config(DEBUG + f"[activation_checkpoint]\npolicy = 'fp8'\n{keys}\n")
+        (folder / "config.toml").write_text(dump(now))
+        change = plan_search._best_that_fits(_now(now))
+        lines = [f"{key} = {plan_search.to_toml(value)}" for key, value in change.items()]
+        (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
+        policy: Any = resolve("changed.toml").config.activation_checkpoint
+        assert policy == FP8AC.Config(budget="fit")
+
+
+@pytest.mark.parametrize("timed", [False, True])
 def test_the_best_comes_first_and_a_failure_says_why(
-    config: Loader, folder: Path, monkeypatch: pytest.MonkeyPatch
+    timed: bool, config: Loader, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """By bytes, or by milliseconds among those that fit."""
     now = config(DEBUG + "[training]\nlocal_batch_size = 8\n")
     plan = {"config": identity(now), "ranks": 8, "rank": 4, "spare": -2 * GIB}
-    spares = iter([-1 * GIB, 3 * GIB, -3 * GIB, None])
+    found = iter([(1, 900.0), (-1, 500.0), (3, 1200.4), (-3, 400.0), None])
     commands = []
 
     def run(command: list[str], **_: Any) -> Any:
         commands.append(command)
-        if (spare := next(spares)) is not None:
-            (folder / file_name(4)).write_text(json.dumps({"spare": spare}))
+        if (result := next(found)) is not None:
+            spare, ms = result
+            time = {"step_ms": ms} if timed else None
+            planned = {"spare": spare * GIB, "time": time}
+            (folder / file_name(4)).write_text(json.dumps(planned))
             return SimpleNamespace(returncode=3, stderr="")
         return SimpleNamespace(returncode=1, stderr=f"{folder / 'changed.toml'}: no\nmore\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    lines = list(suggest(folder / "config.toml", plan, ["--memory", "8GiB"], 4))
-    assert [line.split()[0] for line in lines[1:5]] == ["trying"] * 4
-    best, second, third, failed, last = lines[5:]
-    batch = "training.local_batch_size = 4, training.global_batch_size = 64"
-    assert best == f"fits, saves 5.0 GiB: {batch} (the same global batch in twice the passes)"
-    assert second.startswith('does not fit, saves 1.0 GiB: activation_checkpoint.policy = "fp8"')
-    assert third.startswith('does not fit, needs 1.0 GiB: activation_checkpoint.policy = "full"')
+    lines = list(suggest(folder / "config.toml", plan, ["--memory", "8GiB"], 5))
+    assert [line.split()[0] for line in lines[1:6]] == ["trying"] * 5
+    *planned, failed, last = lines[6:]
+    ms = ", {} ms a step" if timed else ""
+    batch = f"fits, saves 5.0 GiB{ms.format(1200)}: training.local_batch_size = 4, "
+    batch += "training.global_batch_size = 64 (the same global batch in twice the passes)"
+    fit = f'fits, saves 3.0 GiB{ms.format(900)}: activation_checkpoint.policy = "fp8", '
+    fit += 'activation_checkpoint.budget = "fit" (the fastest checkpointing for what is left)'
+    assert planned[:2] == ([fit, batch] if timed else [batch, fit])
+    policy = "activation_checkpoint.policy"
+    assert planned[2].startswith(f'does not fit, saves 1.0 GiB{ms.format(500)}: {policy} = "fp8"')
+    assert planned[3].startswith(f'does not fit, needs 1.0 GiB{ms.format(400)}: {policy} = "full"')
     assert failed.startswith("does not start: parallelism.expert_parallel_degree = 2 (")
     assert failed.endswith("ranks): no")
-    assert last.startswith("4 tried, ")
+    assert last.startswith("5 tried, ")
     words = ["--memory", "8GiB", "--rank", "4", "--out", str(folder)]
     assert all(command[-len(words) :] == words for command in commands)

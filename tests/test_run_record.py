@@ -140,7 +140,7 @@ def test_each_start_has_its_entry_and_no_failure_is_one_of_the_run(
 ):
     config = load(FILES[0])
     config.dump_folder = str(tmp_path)
-    trainer: Any = SimpleNamespace(config=config, step=3)
+    trainer: Any = SimpleNamespace(config=config, step=3, checks=[])
 
     def broken(_: Any) -> list[str]:
         raise KeyError("a unit")

@@ -8,7 +8,7 @@ result is a TOML file with an ordinary ``op_policies`` table, for all ranks alik
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,17 +19,17 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import BlockGraph, trace
 from titan_ext.activation_checkpoint.budget import Kind, Solution, solve, table_of
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt, make_plan
+from titan_ext.activation_checkpoint.solved import KEY, solved_for
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all
 from titan_ext.dry_run import DryRun, dry_run
 from titan_ext.memory_plan import Budget, fsdp_kind
-from titan_ext.names import format_bytes
+from titan_ext.names import and_more, format_bytes
 from titan_ext.op_cost import MACHINES
 from titan_ext.toml_config.files import to_toml
 
 __all__ = ["BudgetPlan", "TracedBlocks", "plan_activations", "settings_of"]
 
-_KEY = "activation_checkpoint"
 _PRESETS = ("stock", "memory", "balanced", "speed")
 
 
@@ -42,10 +42,10 @@ def settings_of(config: Any) -> FP8AC.Config:
         return FP8AC.Config(preset="stock")
     if config.op_policies:
         raise ValueError(
-            f"--activations solves for {_KEY}.op_policies, and this config has a table already; "
+            f"--activations solves for {KEY}.op_policies, and this config has a table already; "
             "expected a config without one."
         )
-    return replace(config, mode="selective", preset="stock")
+    return replace(config, mode="selective", preset="stock", budget="", solved_for={})
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class TracedBlocks:
         if not self.blocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
         self.kinds = [Kind(block.graph, block.waiting) for block in self.blocks]
+        self._elsewhere = self._kinds_elsewhere(run) if run.stages else ()
         self._saves = saves_all_to_all(
             run.config.parallelism,
             run.parallel_dims.ep,
@@ -110,6 +111,24 @@ class TracedBlocks:
             (graph,) = traced[kind]
             yield _Block(name, block, graph, list(kinds.values()).count(kind), most[kind])
 
+    def _kinds_elsewhere(self, run: DryRun) -> Sequence[str]:
+        """The first block of each kind that only other pipeline stages have."""
+        with torch.device("meta"):
+            layers = run.model_config.build().get_submodule("layers")
+        here = {
+            name
+            for part in run.model_parts
+            for name, _ in part.get_submodule("layers").named_children()
+        }
+        first: dict[Any, str] = {}
+        known = set()
+        for name, block in layers.named_children():
+            kind = _kind(block, f"layers.{name}", self._settings.exempt)
+            first.setdefault(kind, f"layers.{name}")
+            if name in here:
+                known.add(kind)
+        return [name for kind, name in first.items() if kind not in known]
+
     @property
     def none_nbytes(self) -> int:
         """What the blocks hold without checkpointing."""
@@ -139,6 +158,11 @@ class TracedBlocks:
         plans = [self._plan(block, self._settings) for block in self.blocks]
         return table_of(self.kinds, solution.chosen, plans)
 
+    def solved_for(self, table: Mapping[str, str]) -> dict[str, str]:
+        """What ``table`` meant, to hold a run against."""
+        calls = {b.name: [call.location for call in b.graph.calls] for b in self.blocks}
+        return solved_for(table, calls)
+
     def _plan(self, block: _Block, config: FP8AC.Config) -> Any:
         return make_plan(block.module, block.name, config, saves_all_to_all=self._saves)
 
@@ -149,7 +173,13 @@ class TracedBlocks:
             + (f" ({block.waiting} forwards wait at once)" if block.waiting > block.blocks else "")
             for block in self.blocks
         )
-        return f"{kinds}; milliseconds at {self._machine} rates"
+        lines = [f"{kinds}; milliseconds at {self._machine} rates"]
+        if self._elsewhere:
+            lines.append(
+                f"other stages have blocks like {and_more(self._elsewhere)}, and none is here: "
+                "nothing was solved for those."
+            )
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -161,14 +191,18 @@ class BudgetPlan:
     settings: FP8AC.Config
     solution: Solution | None
     table: dict[str, str]
+    had_budget: bool = False
+    """Whether the config that it is for has the key ``budget``."""
 
     @classmethod
-    def of(cls, traced: TracedBlocks, settings: FP8AC.Config, budget: int) -> "BudgetPlan":
+    def of(
+        cls, traced: TracedBlocks, settings: FP8AC.Config, budget: int, *, had_budget: bool = False
+    ) -> "BudgetPlan":
         """Raises BudgetTooSmallError."""
         if traced.none_nbytes <= budget:
-            return cls(budget, traced, settings, None, {})
+            return cls(budget, traced, settings, None, {}, had_budget)
         solution = traced.solve(budget)
-        return cls(budget, traced, settings, solution, traced.table(solution))
+        return cls(budget, traced, settings, solution, traced.table(solution), had_budget)
 
     def report(self) -> str:
         """The verdict, a line a policy, and the table."""
@@ -204,22 +238,27 @@ class BudgetPlan:
     def toml_lines(self) -> list[str]:
         """The section ``[activation_checkpoint]`` of a TOML file."""
         if self.solution is None:
-            return [f"[{_KEY}]", 'policy = "none"']
+            return [f"[{KEY}]", 'policy = "none"']
         base = FP8AC.Config()
         changed = [
             f"{f.name} = {to_toml(value)}"
             for f in fields(FP8AC.Config)
-            if f.name not in ("op_policies", "_owner")
+            if f.name not in ("op_policies", "solved_for", "_owner")
             and (value := getattr(self.settings, f.name)) != getattr(base, f.name)
         ]
         return [
-            f"[{_KEY}]",
+            f"[{KEY}]",
             'policy = "fp8"',
             *changed,
-            "",
-            f"[{_KEY}.op_policies]",
-            *(f"{to_toml(pattern)} = {to_toml(policy)}" for pattern, policy in self.table.items()),
+            *(['budget = ""'] if self.had_budget else []),
+            *_table("op_policies", self.table),
+            *_table("solved_for", self.traced.solved_for(self.table)),
         ]
+
+
+def _table(key: str, entries: Mapping[str, str]) -> list[str]:
+    lines = [f"{to_toml(name)} = {to_toml(value)}" for name, value in entries.items()]
+    return ["", f"[{KEY}.{key}]", *lines] if entries else []
 
 
 def plan_activations(
@@ -231,6 +270,7 @@ def plan_activations(
     memory: Budget | None = None,
     imbalance: float = 1.0,
     machine: str = "h100",
+    as_on_a_gpu: bool = True,
 ) -> BudgetPlan:
     """Solve for the blocks of one rank of a job, in a dry run without checkpointing.
 
@@ -242,14 +282,16 @@ def plan_activations(
         memory: Of the GPU.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
         machine: Whose milliseconds count, a name in ``op_cost.MACHINES``.
+        as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
 
     Raises:
         ValueError: if it cannot be met, or the config has a table already.
     """
     settings = settings_of(config.activation_checkpoint)
+    had_budget = bool(getattr(config.activation_checkpoint, "budget", ""))
     config.activation_checkpoint = None
     planned = memory if budget is None else None
-    run = dry_run(config, ranks, rank, budget=planned, imbalance=imbalance)
+    run = dry_run(config, ranks, rank, budget=planned, imbalance=imbalance, as_on_a_gpu=as_on_a_gpu)
     traced = TracedBlocks(run, settings, machine)
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"
@@ -260,7 +302,7 @@ def plan_activations(
                 f"without activations a step needs {format_bytes(-budget)} more than there is: no "
                 "policy makes it fit."
             )
-    return BudgetPlan.of(traced, settings, budget)
+    return BudgetPlan.of(traced, settings, budget, had_budget=had_budget)
 
 
 def _kind(block: nn.Module, name: str, exempt: Sequence[str]) -> Any:
@@ -270,6 +312,7 @@ def _kind(block: nn.Module, name: str, exempt: Sequence[str]) -> Any:
             inner,
             type(module),
             tuple((key, p.shape, p.dtype) for key, p in module.named_parameters(recurse=False)),
+            tuple(key for key, value in vars(module).items() if value is True),  # such as use_rope
             is_exempt(exempt, name, inner),
         )
         for inner, module in block.named_modules()

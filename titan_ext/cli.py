@@ -144,6 +144,8 @@ class DryRun:
     activations: str = ""
     """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
     the best activation checkpointing for that."""
+    on_cpu: bool = False
+    """With --activations: for a run on CPUs, with their kernels."""
     imbalance: float = 1.0
     """Tokens that the rank's experts get, for one if routing were balanced."""
     out: Path | None = None
@@ -175,6 +177,7 @@ class DryRun:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext import no_accelerator
+        from titan_ext.activation_budget import has_budget, solve_in_dry_run
         from titan_ext.dry_run import as_rank, dry_run
         from titan_ext.limits import wrong_degrees
         from titan_ext.memory_plan import Budget
@@ -193,11 +196,12 @@ class DryRun:
             if self.activations:
                 self._plan_activations(resolved, activations, budget)
                 return
+            if has_budget(config):
+                print(solve_in_dry_run(config, self.ranks, self._memory(), self._modelled(slower)))
             asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
-                plans = self._plan_all_stages(
-                    config.parallelism.pipeline_parallel_degree, slower, flags
-                )
+                pipeline = config.parallelism.pipeline_parallel_degree
+                plans = self._plan_all_stages(pipeline, source, slower)
             else:
                 run = dry_run(
                     config,
@@ -221,7 +225,8 @@ class DryRun:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "config.toml"
                 file.write_text(source)
-                for line in suggest(file, fullest, self._options(), self.suggest):
+                options = ["--ranks", str(self.ranks), *self._memory(), *self._modelled(slower)]
+                for line in suggest(file, fullest, options, self.suggest):
                     print(line, flush=True)
         elif not (fullest["fits"] or self.all_stages):
             print("            --suggest 5 tries the nearest changes, with a dry run for each")
@@ -261,6 +266,7 @@ class DryRun:
             memory=memory,
             imbalance=self.imbalance,
             machine=self.machine or "h100",
+            as_on_a_gpu=not self.on_cpu,
         )
         print(plan.report())
         if self.out is None:
@@ -280,25 +286,28 @@ class DryRun:
             "expert-parallel degree: more than all tokens cannot come."
         )
 
-    def _options(self) -> list[str]:
-        """Those that a dry run of another rank or config has, too."""
+    def _memory(self) -> list[str]:
+        """Options of this command that say what a GPU has."""
         given = (("--memory", self.memory), ("--allowance", self.allowance))
-        options = [word for option, value in given if value for word in (option, value)]
-        return ["--ranks", str(self.ranks), "--imbalance", str(self.imbalance), *options]
+        return [word for option, value in given if value for word in (option, value)]
 
-    def _plan_all_stages(
-        self, pipeline: int, slower: float, flags: Sequence[str]
-    ) -> list[dict[str, Any]]:
+    def _modelled(self, slower: float) -> list[str]:
+        """Options of this command that say how the job runs."""
+        time = ["--machine", self.machine, "--slower", str(slower)] if self.machine else []
+        return ["--imbalance", str(self.imbalance), *time]
+
+    def _plan_all_stages(self, pipeline: int, source: str, slower: float) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
         from titan_ext.plan_report import file_name
 
-        command = [sys.executable, "-m", "titan_ext", "dry-run", self.config, *self._options()]
-        command += [*flags, *["--verbose"] * self.verbose]
-        command += ["--machine", self.machine, "--slower", str(slower)] if self.machine else []
+        command = [sys.executable, "-m", "titan_ext", "dry-run"]
+        options = ["--ranks", str(self.ranks), *self._memory(), *self._modelled(slower)]
+        options += ["--verbose"] * self.verbose
         plans = []
         with tempfile.TemporaryDirectory() as temporary:
-            folder = self.out or Path(temporary)
-            command += ["--out", str(folder)] if self.memory else []
+            folder, file = self.out or Path(temporary), Path(temporary) / "config.toml"
+            file.write_text(source)
+            command += [str(file), *options, *(["--out", str(folder)] if self.memory else [])]
             for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
                 print(f"-- rank {rank}", flush=True)
                 code = subprocess.run([*command, "--rank", str(rank)], check=False).returncode

@@ -23,7 +23,7 @@ from titan_ext.names import and_more, format_bytes, matches
 from titan_ext.run_record import versions
 from titan_ext.step_time import StepTime
 
-__all__ = ["PlanCheck", "draw", "file_name", "to_json", "write"]
+__all__ = ["PlanCheck", "differences", "draw", "file_name", "plain", "to_json", "write"]
 
 _GIB = 2**30
 _COLOURS = {
@@ -93,7 +93,7 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "moments": [_moment(moment) for moment in plan.moments],
         "on_host": sorted(_key(kind) for kind in plan.on_host),
         "time": None if run.time is None else _time(run.time),
-        "config": _plain(config),
+        "config": plain(config),
         "versions": versions(),
     }
 
@@ -114,7 +114,7 @@ def _time(time: StepTime) -> dict[str, Any]:
     }
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """As a JSON file gives it back."""
     return json.loads(json.dumps(config, default=str))
 
@@ -188,15 +188,19 @@ class PlanCheck(RunCheck):
     _plan: Mapping[str, Any] | None = None
     _measured: int | None = None
     _steps = 0
+    _said = ""
 
-    def before_start(self, config: Any) -> None:
+    def summary(self) -> list[str]:
+        return [self._said] if self._said else []
+
+    def before_build(self, config: Any) -> None:
         file = Path(config.dump_folder) / file_name(int(os.environ.get("RANK", "0")))
         if not file.exists():
             return
         plan = {}
         try:
             plan = json.loads(file.read_text())
-            differ = _differences(plan, config)
+            differ = differences(plan, config)
         except (OSError, ValueError, KeyError) as error:
             differ = [f"it cannot be read ({type(error).__name__}: {error})"]
         if differ:
@@ -235,7 +239,8 @@ class PlanCheck(RunCheck):
         said = [f"{name} {_compared(*pair)}" for name, pair in pairs.items()]
         if self._measured is None:
             said = [f"peak {format_bytes(peak)} planned, not measured on this device", *said]
-        logger.info(f"Plan of rank {plan['rank']} and step {trainer.step}: {'; '.join(said)}")
+        self._said = f"Plan of rank {plan['rank']} and step {trainer.step}: {'; '.join(said)}"
+        logger.info(self._said)
         metrics = {}
         for name, pair in pairs.items():
             for what, nbytes in zip(("planned", "measured"), pair, strict=True):
@@ -254,11 +259,11 @@ def _compared(planned: int, measured: int) -> str:
     return f"{format_bytes(planned)} planned, {format_bytes(measured)} measured{off_by}"
 
 
-def _differences(plan: Mapping[str, Any], config: Any) -> list[str]:
+def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
     """What of a plan is not so in this run, in words."""
     from titan_ext.toml_config.dump import identity  # which imports the trainer, and so this module
 
-    here = {"ranks": world_size(config), **_plain(identity(config))}
+    here = {"ranks": world_size(config), **plain(identity(config))}
     there = {"ranks": plan["ranks"], **plan["config"]}
     return [
         f"{key} is {there.get(key, 'absent')} there and {here.get(key, 'absent')} here"

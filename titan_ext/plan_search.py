@@ -2,7 +2,8 @@
 """What to change so that a step fits: the nearest changes, each planned in a process of its own.
 
 ``titan_ext dry-run CONFIG --ranks N --memory 80GiB --suggest 5`` tries five of ``CHANGES``, those
-that change anything first. A config that does not start is an answer, too: with its reason.
+that change anything first. With ``--machine`` each is timed, too, and of those that fit the fastest
+comes first. A config that does not start is an answer as well: with its reason.
 """
 
 import json
@@ -26,10 +27,19 @@ _Config = Mapping[str, Any]
 """Every value of a config by its dotted key, and "ranks"."""
 _BATCH, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
 _EP = "parallelism.expert_parallel_degree"
+_AC = "activation_checkpoint"
 
 
 def _float8(preset: str) -> dict[str, Any]:
-    return {"activation_checkpoint.policy": "fp8", "activation_checkpoint.preset": preset}
+    return {f"{_AC}.policy": "fp8", f"{_AC}.preset": preset}
+
+
+def _best_that_fits(now: _Config) -> dict[str, Any]:
+    if any(key.startswith(f"{_AC}.op_policies.") for key in now):
+        return {}  # a table, solved or not
+    usual = {f"{_AC}.mode": "selective", f"{_AC}.preset": "memory"}
+    fit = {f"{_AC}.policy": "fp8", f"{_AC}.budget": "fit"}
+    return fit | {key: value for key, value in usual.items() if now.get(key, value) != value}
 
 
 def _half_the_batch(now: _Config) -> dict[str, Any]:
@@ -42,6 +52,7 @@ def _half_the_batch(now: _Config) -> dict[str, Any]:
 
 
 CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (
+    (_best_that_fits, "the fastest checkpointing for what is left"),
     (lambda _: _float8("balanced"), "activations in float8, a part recomputed"),
     (_half_the_batch, "the same global batch in twice the passes"),
     (lambda _: {"activation_checkpoint.policy": "full"}, "every block recomputed"),
@@ -64,7 +75,7 @@ def suggest(
     Args:
         file: A TOML file of the config; others go beside it.
         plan: Of that config, as ``plan_report.to_json`` made it. The same rank is planned.
-        options: Of the command, such as ``--memory 80GiB``.
+        options: Of the command, such as ``--memory 80GiB --machine h100``.
         count: How many.
     """
     before_s, found, failed = _cpu_s(), [], []
@@ -80,15 +91,24 @@ def suggest(
         command += ["--rank", str(plan["rank"]), "--out", str(file.parent)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if planned.exists():
-            found.append((json.loads(planned.read_text())["spare"], text))
+            found.append((json.loads(planned.read_text()), text))
         else:
             failed.append(f"does not start: {text}: {_reason(done.stderr, changed)}")
-    for spare, text in sorted(found, reverse=True):
+    for changed_plan, text in sorted(found, key=_order):
+        spare, time = changed_plan["spare"], changed_plan["time"]
         saved = spare - plan["spare"]
         moved = f"{'saves' if saved >= 0 else 'needs'} {format_bytes(abs(saved))}"
-        yield f"{'fits' if spare >= 0 else 'does not fit'}, {moved}: {text}"
+        taken = f", {time['step_ms']:.0f} ms a step" if time else ""
+        yield f"{'fits' if spare >= 0 else 'does not fit'}, {moved}{taken}: {text}"
     yield from failed
     yield f"{len(found) + len(failed)} tried, {_cpu_s() - before_s:.0f} CPU seconds"
+
+
+def _order(found: tuple[Mapping[str, Any], str]) -> tuple[bool, float, float]:
+    """The fastest that fits first, or by bytes where no step was timed."""
+    plan, _ = found
+    fits, time = plan["spare"] >= 0, plan["time"]
+    return not fits, time["step_ms"] if fits and time else 0.0, -plan["spare"]
 
 
 def _changes(now: _Config, count: int) -> Iterator[tuple[dict[str, Any], str]]:

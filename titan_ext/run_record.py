@@ -82,7 +82,7 @@ class RunRecord(RunCheck):
         with _never_fails():
             self._entry |= {"ended": _now(), "ending": ending, "step": trainer.step}
             self._write(trainer)
-            lines = gains(trainer)
+            lines = gains(trainer) + [line for check in trainer.checks for line in check.summary()]
             self._entry["gained"] = lines
             self._write(trainer)
             if lines:

@@ -41,10 +41,16 @@ from titan_ext.activation_checkpoint.op_policies import (
     make_plan,
     parse_rules,
 )
+from titan_ext.activation_checkpoint.solved import (
+    KEY,
+    WatchedPlan,
+    check_budget,
+    check_operations,
+    refuse_budget,
+    watched,
+)
 from titan_ext.fp8 import Codec
 from titan_ext.names import did_you_mean, matches, table_flag
-
-KEY = "activation_checkpoint"
 
 Mode = Literal["selective", "full", "no_recompute"]
 Fp32 = Literal["save", "save_float8"]
@@ -81,6 +87,19 @@ class FP8AC(ActivationCheckpointing):
         "module[:op[:operand[:occurrence]]]" -> save, save_float8, recompute or discard. These are
         globs; the module is named within the block or in the model. The first that matches decides,
         before the preset. "input" names the blocks' inputs, "(block)" a block without its modules.
+        """
+
+        budget: str = ""
+        """
+        What a rank's blocks may hold for backward: "20GiB", or "fit" for what the device's memory
+        leaves ("fit 80GiB": a device of that). Before it starts, the run finds the ``op_policies``
+        that take the least time within it (docs/fp8_ac.md).
+        """
+
+        solved_for: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
+        """
+        How often what ``op_policies`` names runs in the blocks that it was solved for: dry-run
+        writes this, and blocks that differ are refused. Empty: not checked.
         """
 
         attention: Attention = "auto"
@@ -135,6 +154,7 @@ class FP8AC(ActivationCheckpointing):
                 raise ValueError(
                     f'{KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
                 )
+            check_budget(self)
             if self.mode == "full" and self.attention != "auto":
                 raise ValueError(
                     f"{KEY}.attention is {self.attention!r}; it has no meaning with mode "
@@ -196,6 +216,8 @@ class FP8AC(ActivationCheckpointing):
 
         def wants_float8(self) -> bool:
             """Whether the policy stores anything in float8, apart from exemptions."""
+            if self.budget:
+                return False  # it may
             if self.mode == "selective" and self.preset == "stock":
                 return any(rule.policy is OpPolicy.SAVE_FLOAT8 for rule in self.rules())
             return True
@@ -204,11 +226,13 @@ class FP8AC(ActivationCheckpointing):
         self, config: "FP8AC.Config", dump_folder: str = "", *, saves_all_to_all: bool = True
     ) -> None:
         super().__init__(config, dump_folder)
+        refuse_budget(config)
         self._config = config
         self._saves_all_to_all = saves_all_to_all
         self.used_rules: set[Rule] = set()
         self.reporter = MemoryReporter(config.codec(), dump_folder, lambda: self._wants_float8())
         self._locators: list[OpLocator] = []
+        self._watched: dict[str, WatchedPlan] = {}
         self._is_prepared = False
         self._prefix = ""
 
@@ -287,6 +311,8 @@ class FP8AC(ActivationCheckpointing):
             "determinism_check": config.determinism_check,
         }
         plan = self._plan(module, name)
+        if config.solved_for:
+            plan = self._watched[name] = watched(plan, module, config.solved_for)
         checkpoint = BlockCheckpoint(
             plan=plan, options=options, used_rules=self.used_rules, **common
         )
@@ -297,6 +323,8 @@ class FP8AC(ActivationCheckpointing):
 
     def _take_report(self, report: BlockMemoryReport) -> None:
         config = self._config
+        if plan := self._watched.pop(report.block, None):
+            check_operations(plan, config)
         if not self.reporter.add(report):
             return
         for pattern, rule in zip(config.op_policies, config.rules(), strict=True):

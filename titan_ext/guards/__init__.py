@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of a training run; each stops a bad run with one clear error.
 
-``run_checks.RUN_CHECKS`` lists them; ``titan_ext.trainer`` calls each at six points.
+``run_checks.RUN_CHECKS`` lists them; ``titan_ext.trainer`` calls each at seven points.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +39,10 @@ class RunCheck:
     def around_step(self, trainer: "Trainer") -> AbstractContextManager[None]:
         """Around forward, backward and optimizer of one step; saving comes after it."""
         return nullcontext()
+
+    def summary(self) -> list[str]:
+        """Lines for the record of the run, which is written at its end."""
+        return []
 
     def ends_run(self, trainer: "Trainer") -> bool:
         """Whether training ends here, the same on all ranks; asked before every step."""
