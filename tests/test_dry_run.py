@@ -14,8 +14,9 @@ from tests.test_train_configs import NAMES, world_size
 from tests.toml_files import DEBUG
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.cli import main
-from titan_ext.config_registry import resolve_config, shipped_configs
+from titan_ext.config_registry import resolve_config
 from titan_ext.fp8.local import is_plain
+from titan_ext.names import shipped_configs
 
 
 def _dry_run(folder: Path, *arguments: str) -> Command:
