@@ -25,9 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import GroupName, distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from titan_ext.fp8.local import plain_tensors
+from titan_ext.fp8.local import plain_tensors, tensors_in
 
 __all__ = [
     "LASTING",
@@ -40,7 +39,6 @@ __all__ = [
     "fsdp_kind",
     "groups_of",
     "in_backward",
-    "tensors_in",
 ]
 
 
@@ -396,10 +394,6 @@ def _gib(nbytes: int) -> str:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    return (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
 
 
 def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
