@@ -732,9 +732,9 @@ BAD_TOMLS = (
         "a budget for activations that is no size",
         DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nbudget = "20"\n',
         (
-            "bad.toml: activation_checkpoint.budget is '20'; expected a size such as "
-            '"20GiB" (units KiB, MiB, GiB, KB, MB, GB), "fit" for what the device\'s memory '
-            'leaves, or "fit 80GiB".'
+            "bad.toml: activation_checkpoint: activation_checkpoint.budget is '20'; expected a "
+            'size such as "20GiB" (units KiB, MiB, GiB, KB, MB, GB), "fit" for what the '
+            'device\'s memory leaves, or "fit 80GiB".'
         ),
     ),
     BadToml(
@@ -744,9 +744,9 @@ BAD_TOMLS = (
         + '[activation_checkpoint]\npolicy = "fp8"\nbudget = "20GiB"\n'
         + 'op_policies = {"attention" = "save"}\n',
         (
-            "bad.toml: activation_checkpoint.budget is '20GiB', for which the run finds "
-            "activation_checkpoint.op_policies; activation_checkpoint.op_policies is {'attention': "
-            "'save'}. Expected one of the two."
+            "bad.toml: activation_checkpoint: activation_checkpoint.budget is '20GiB', for which "
+            "the run finds activation_checkpoint.op_policies; activation_checkpoint.op_policies "
+            "is {'attention': 'save'}. Expected one of the two."
         ),
     ),
     BadToml(
@@ -754,9 +754,9 @@ BAD_TOMLS = (
         "a budget in a mode without operations",
         DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nmode = "full"\nbudget = "20GiB"\n',
         (
-            "bad.toml: activation_checkpoint.budget is '20GiB', for which the run finds "
-            "activation_checkpoint.op_policies; activation_checkpoint.mode is 'full'. Expected one "
-            "of the two."
+            "bad.toml: activation_checkpoint: activation_checkpoint.budget is '20GiB', for which "
+            "the run finds activation_checkpoint.op_policies; activation_checkpoint.mode is "
+            "'full'. Expected one of the two."
         ),
     ),
     BadToml(
