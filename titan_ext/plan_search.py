@@ -52,8 +52,8 @@ def _half_the_batch(now: _Config) -> dict[str, Any]:
 
 
 CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (
-    (_best_that_fits, "the fastest checkpointing for what is left"),
     (lambda _: _float8("balanced"), "activations in float8, a part recomputed"),
+    (_best_that_fits, "the fastest checkpointing for what is left"),
     (_half_the_batch, "the same global batch in twice the passes"),
     (lambda _: {"activation_checkpoint.policy": "full"}, "every block recomputed"),
     (lambda now: {_EP: 2 * now[_EP]}, "tokens travel between twice the ranks"),
