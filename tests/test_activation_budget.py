@@ -22,7 +22,7 @@ from titan_ext.activation_checkpoint.solved import Budget
 from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus
 from titan_ext.toml_config import load
 
-BUDGET = 20 * 2**20
+BUDGET = 8 * 2**20
 TEXT = f"""
 extends = "deepseek_v3.deepseek_v3_debugmodel"
 hf_assets_path = "{STDLIB_CORPUS}"
