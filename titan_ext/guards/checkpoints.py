@@ -147,8 +147,8 @@ def verify_checksums(config: Trainer.Config) -> None:
     nbytes = sum(f.stat().st_size for f in folder.glob("*.distcp"))
     if nbytes > limit * 2**30:
         logger.info(
-            f"The checksums of {folder} ({format_bytes(nbytes)}) are not compared before it is loaded: "
-            f"checkpoint.verify_checksums_up_to_gib is {limit:g}."
+            f"The checksums of {folder} ({format_bytes(nbytes)}) are not compared before it is "
+            f"loaded: checkpoint.verify_checksums_up_to_gib is {limit:g}."
         )
         return
     mine = corrupt_items(folder, part=dist.get_rank(), parts=dist.get_world_size())
