@@ -196,7 +196,11 @@ class DryRun:
                 self._plan_activations(resolved, activations, budget)
                 return
             if has_budget(config):
-                print(solve_in_dry_run(config, self.ranks, self._memory(), self._modelled(slower)))
+                print(
+                    solve_in_dry_run(
+                        config, self.ranks, self._memory_options(), self._model_options(slower)
+                    )
+                )
             asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
                 pipeline = config.parallelism.pipeline_parallel_degree
@@ -224,8 +228,7 @@ class DryRun:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "config.toml"
                 file.write_text(source)
-                options = ["--ranks", str(self.ranks), *self._memory(), *self._modelled(slower)]
-                for line in suggest(file, fullest, options, self.suggest):
+                for line in suggest(file, fullest, self._options(slower), self.suggest):
                     print(line, flush=True)
         elif not (fullest["fits"] or self.all_stages):
             print("            --suggest 5 tries the nearest changes, with a dry run for each")
@@ -273,8 +276,8 @@ class DryRun:
         self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / "budget.toml"
         first = [f"extends = {json.dumps(_extends(self.config, self.out))}"]
-        kept = [line for line in changed if not line.startswith("activation_checkpoint")]
-        file.write_text("\n".join([*first, *kept, "", *plan.toml_lines()]) + "\n")
+        first += [line for line in changed if not line.startswith("activation_checkpoint")]
+        file.write_text("\n".join([*first, "", *plan.toml_lines()]) + "\n")
         print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
 
     def _check_imbalance(self, expert_parallel: int) -> None:
@@ -285,28 +288,29 @@ class DryRun:
             "expert-parallel degree: more than all tokens cannot come."
         )
 
-    def _memory(self) -> list[str]:
-        """Options of this command that say what a GPU has."""
+    def _memory_options(self) -> list[str]:
         given = (("--memory", self.memory), ("--allowance", self.allowance))
         return [word for option, value in given if value for word in (option, value)]
 
-    def _modelled(self, slower: float) -> list[str]:
-        """Options of this command that say how the job runs."""
+    def _model_options(self, slower: float) -> list[str]:
         time = ["--machine", self.machine, "--slower", str(slower)] if self.machine else []
         return ["--imbalance", str(self.imbalance), *time]
+
+    def _options(self, slower: float) -> list[str]:
+        """Those that a dry run of another rank or config has, too."""
+        return ["--ranks", str(self.ranks), *self._memory_options(), *self._model_options(slower)]
 
     def _plan_all_stages(self, pipeline: int, source: str, slower: float) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
         from titan_ext.plan_report import file_name
 
-        command = [sys.executable, "-m", "titan_ext", "dry-run"]
-        options = ["--ranks", str(self.ranks), *self._memory(), *self._modelled(slower)]
-        options += ["--verbose"] * self.verbose
+        options = [*self._options(slower), *["--verbose"] * self.verbose]
         plans = []
         with tempfile.TemporaryDirectory() as temporary:
             folder, file = self.out or Path(temporary), Path(temporary) / "config.toml"
             file.write_text(source)
-            command += [str(file), *options, *(["--out", str(folder)] if self.memory else [])]
+            options += ["--out", str(folder)] if self.memory else []
+            command = [sys.executable, "-m", "titan_ext", "dry-run", str(file), *options]
             for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
                 print(f"-- rank {rank}", flush=True)
                 code = subprocess.run([*command, "--rank", str(rank)], check=False).returncode
