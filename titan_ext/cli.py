@@ -196,11 +196,7 @@ class DryRun:
                 self._plan_activations(resolved, activations, budget)
                 return
             if has_budget(config):
-                print(
-                    solve_in_dry_run(
-                        config, self.ranks, self._memory_options(), self._model_options(slower)
-                    )
-                )
+                print(solve_in_dry_run(config, self.ranks, self._memory(), self._modelled(slower)))
             asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
                 pipeline = config.parallelism.pipeline_parallel_degree
@@ -288,17 +284,17 @@ class DryRun:
             "expert-parallel degree: more than all tokens cannot come."
         )
 
-    def _memory_options(self) -> list[str]:
+    def _memory(self) -> list[str]:
         given = (("--memory", self.memory), ("--allowance", self.allowance))
         return [word for option, value in given if value for word in (option, value)]
 
-    def _model_options(self, slower: float) -> list[str]:
+    def _modelled(self, slower: float) -> list[str]:
         time = ["--machine", self.machine, "--slower", str(slower)] if self.machine else []
         return ["--imbalance", str(self.imbalance), *time]
 
     def _options(self, slower: float) -> list[str]:
         """Those that a dry run of another rank or config has, too."""
-        return ["--ranks", str(self.ranks), *self._memory_options(), *self._model_options(slower)]
+        return ["--ranks", str(self.ranks), *self._memory(), *self._modelled(slower)]
 
     def _plan_all_stages(self, pipeline: int, source: str, slower: float) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
