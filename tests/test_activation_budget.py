@@ -301,11 +301,18 @@ def _forward(solved_for: dict[str, str]) -> None:
         {},
         {"layers.0": "feed_forward:aten.mul 1"},
         {"layers.0": "feed_forward:aten.mul 2", "layers.7": "feed_forward:aten.mul 1"},
-        {"layers.3": "moe:aten.add 3, feed_forward:aten.mul 0"},  # other modules: another stage's
+        {"layers.3": "moe:aten.add 3"},  # other modules: another stage's
     ],
 )
 def test_operations_as_solved_for(solved_for: dict[str, str]):
     _forward(solved_for)
+
+
+def test_a_kind_that_has_none_of_them_is_compared_too():
+    """Else a block of one kind would pass as one of another, of which the rest is the same."""
+    solved = {"layers.3": "", "layers.4": "feed_forward:aten.mul 3"}
+    with pytest.raises(ValueError, match=r"aten\.mul runs 1 times in layers\.0, and 0"):
+        _forward(solved)
 
 
 def test_other_operations_than_solved_for_are_refused():

@@ -223,7 +223,7 @@ class BudgetPlan:
             *(f"{name:24}{format_bytes(nbytes):>10}{ms:>32.1f}" for name, nbytes, ms in rows),
         ]
         if self.table:
-            lines += ["", *self.toml_lines()]
+            lines += ["", *self._section()]
         return "\n".join(lines)
 
     def _verdict(self) -> str:
@@ -236,7 +236,10 @@ class BudgetPlan:
         return f"met. Operations by policy: {counts}."
 
     def toml_lines(self) -> list[str]:
-        """The section ``[activation_checkpoint]`` of a TOML file."""
+        """The section ``[activation_checkpoint]`` of a TOML file, with ``solved_for``."""
+        return [*self._section(), *_table("solved_for", self.traced.solved_for(self.table))]
+
+    def _section(self) -> list[str]:
         if self.solution is None:
             return [f"[{KEY}]", 'policy = "none"']
         base = FP8AC.Config()
@@ -252,7 +255,6 @@ class BudgetPlan:
             *changed,
             *(['budget = ""'] if self.had_budget else []),
             *_table("op_policies", self.table),
-            *_table("solved_for", self.traced.solved_for(self.table)),
         ]
 
 

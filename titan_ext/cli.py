@@ -199,8 +199,7 @@ class DryRun:
                 print(solve_in_dry_run(config, self.ranks, self._memory(), self._modelled(slower)))
             asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
-                pipeline = config.parallelism.pipeline_parallel_degree
-                plans = self._plan_all_stages(pipeline, source, slower)
+                plans = self._plan_all_stages(config, source, slower)
             else:
                 run = dry_run(
                     config,
@@ -271,9 +270,9 @@ class DryRun:
             return
         self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / "budget.toml"
-        first = [f"extends = {json.dumps(_extends(self.config, self.out))}"]
-        first += [line for line in changed if not line.startswith("activation_checkpoint")]
-        file.write_text("\n".join([*first, "", *plan.toml_lines()]) + "\n")
+        lines = [f"extends = {json.dumps(_extends(self.config, self.out))}"]
+        lines += [line for line in changed if not line.startswith("activation_checkpoint")]
+        file.write_text("\n".join([*lines, "", *plan.toml_lines()]) + "\n")
         print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
 
     def _check_imbalance(self, expert_parallel: int) -> None:
@@ -296,18 +295,19 @@ class DryRun:
         """Those that a dry run of another rank or config has, too."""
         return ["--ranks", str(self.ranks), *self._memory(), *self._modelled(slower)]
 
-    def _plan_all_stages(self, pipeline: int, source: str, slower: float) -> list[dict[str, Any]]:
+    def _plan_all_stages(self, config: Any, source: str, slower: float) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
         from titan_ext.plan_report import file_name
 
-        options = [*self._options(slower), *["--verbose"] * self.verbose]
         plans = []
         with tempfile.TemporaryDirectory() as temporary:
             folder, file = self.out or Path(temporary), Path(temporary) / "config.toml"
             file.write_text(source)
-            options += ["--out", str(folder)] if self.memory else []
-            command = [sys.executable, "-m", "titan_ext", "dry-run", str(file), *options]
-            for rank in range(0, self.ranks, max(self.ranks // pipeline, 1)):
+            command = [sys.executable, "-m", "titan_ext", "dry-run", str(file)]
+            command += [*self._options(slower), *["--verbose"] * self.verbose]
+            command += ["--out", str(folder)] if self.memory else []
+            stages = config.parallelism.pipeline_parallel_degree
+            for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
                 print(f"-- rank {rank}", flush=True)
                 code = subprocess.run([*command, "--rank", str(rank)], check=False).returncode
                 if code not in (0, _DOES_NOT_FIT):

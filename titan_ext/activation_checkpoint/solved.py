@@ -104,7 +104,7 @@ def solved_for(
             for pattern, rule in rules.items()
             if rule.matches(location, name)
         )
-        found[name] = ", ".join(f"{pattern} {counts[pattern]}" for pattern in rules)
+        found[name] = ", ".join(f"{p} {counts[p]}" for p in rules if counts[p])
     return found if patterns else {}
 
 
@@ -119,10 +119,10 @@ def _rules(patterns: Iterable[str]) -> dict[str, Rule]:
     return dict(zip(patterns, parse_rules(dict.fromkeys(patterns, "save")), strict=True))
 
 
-def _counts(text: str) -> dict[str, int]:
+def _counts(text: str) -> Counter[str]:
     """A value of ``solved_for``; what is none of it counts nothing."""
     pairs = (entry.rpartition(" ") for entry in text.split(", "))
-    return {pattern: int(number) for pattern, _, number in pairs if number.isdecimal()}
+    return Counter({pattern: int(number) for pattern, _, number in pairs if number.isdecimal()})
 
 
 @dataclass(eq=False)
@@ -158,16 +158,17 @@ class WatchedPlan(BlockPlan):
         """
         self.watch.is_over = True
         found: list[list[str]] = []
+        counts = self.watch.counts
         for kind, text in solved.items():
-            expected, counts = _counts(text), self.watch.counts
-            named = {pattern.split(":")[0] for pattern, number in expected.items() if number}
+            expected = _counts(text)
+            named = {pattern.split(":")[0] for pattern in expected}
             if named <= self.watch.modules:
                 found.append(
                     [
-                        f"{pattern} runs {counts[pattern]} times in {self.name}, and {number} "
-                        f"times in {kind}, for which the table was solved"
-                        for pattern, number in expected.items()
-                        if counts[pattern] != number
+                        f"{pattern} runs {counts[pattern]} times in {self.name}, and "
+                        f"{expected[pattern]} times in {kind}, for which the table was solved"
+                        for pattern in self.watch.rules
+                        if counts[pattern] != expected[pattern]
                     ]
                 )
         return min(found, key=len)[0] if found and all(found) else ""
