@@ -292,7 +292,6 @@ class DryRun:
         return ["--imbalance", str(self.imbalance), *time]
 
     def _options(self, slower: float) -> list[str]:
-        """Those that a dry run of another rank or config has, too."""
         return ["--ranks", str(self.ranks), *self._memory(), *self._modelled(slower)]
 
     def _plan_all_stages(self, config: Any, source: str, slower: float) -> list[dict[str, Any]]:
