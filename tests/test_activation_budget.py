@@ -301,6 +301,7 @@ def _forward(solved_for: dict[str, str]) -> None:
         {},
         {"layers.0": "feed_forward:aten.mul 1"},
         {"layers.0": "feed_forward:aten.mul 2", "layers.7": "feed_forward:aten.mul 1"},
+        {"layers.0": "feed_forward:aten.silu 5, feed_forward:aten.mul 1"},  # a rule taken out
         {"layers.3": "moe:aten.add 3"},  # other modules: another stage's
     ],
 )

@@ -312,7 +312,7 @@ class FP8AC(ActivationCheckpointing):
         }
         plan = self._plan(module, name)
         if config.solved_for:
-            plan = self._watched[name] = watched(plan, module, config.solved_for)
+            plan = self._watched[name] = watched(plan, module, config)
         checkpoint = BlockCheckpoint(
             plan=plan, options=options, used_rules=self.used_rules, **common
         )

@@ -174,11 +174,13 @@ class WatchedPlan(BlockPlan):
         return min(found, key=len)[0] if found and all(found) else ""
 
 
-def watched(plan: BlockPlan, block: nn.Module, solved: Mapping[str, str]) -> WatchedPlan:
-    """``plan`` of ``block``, watched for the patterns that ``solved_for`` counts."""
-    rules = _rules(dict.fromkeys(pattern for text in solved.values() for pattern in _counts(text)))
+def watched(plan: BlockPlan, block: nn.Module, config: "FP8AC.Config") -> WatchedPlan:
+    """``plan`` of ``block``, watched for the patterns of its table that ``solved_for`` counts."""
+    still_there = set(map(_counted, config.op_policies))
+    counted = dict.fromkeys(p for text in config.solved_for.values() for p in _counts(text))
     names = frozenset({ROOT, *(canonical_fqn(name) for name, _ in block.named_modules())})
     values = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    rules = _rules(pattern for pattern in counted if pattern in still_there)
     return WatchedPlan(**values, watch=_Watch(names, rules))
 
 
