@@ -302,7 +302,7 @@ def _forward(solved_for: dict[str, str]) -> None:
         {"layers.0": "feed_forward:aten.mul 1"},
         {"layers.0": "feed_forward:aten.mul 2", "layers.7": "feed_forward:aten.mul 1"},
         {"layers.0": "feed_forward:aten.silu 5, feed_forward:aten.mul 1"},  # a rule taken out
-        {"layers.3": "moe:aten.add 3"},  # other modules: another stage's
+        {"layers.3": "moe:aten.add 3, feed_forward:aten.mul 2"},  # other modules: another stage's
     ],
 )
 def test_operations_as_solved_for(solved_for: dict[str, str]):
