@@ -92,7 +92,8 @@ def test_a_run_holds_what_was_solved_and_a_later_start_has_the_same_table(
     solved = float(line.split()[2]) * 2**20
     for rank in ranks:
         assert rank.held <= BUDGET
-        assert rank.held == pytest.approx(solved, rel=0.01)
+        rounded = 0.05 * 2**20  # as it is printed
+        assert rank.held == pytest.approx(solved, abs=0.01 * solved + rounded)
     again = load(tmp_path / "budget" / "run" / "config.toml")
     assert again.activation_checkpoint == policy, "config.toml starts the same run"
 
