@@ -57,6 +57,16 @@ def test_the_best_policies_for_a_budget(folder: Path):
     assert float(stored) == pytest.approx(held["this budget"], rel=0.01)
 
 
+def test_a_stage_names_the_blocks_that_only_others_have(folder: Path):
+    """The first stage has the dense block, and blocks like those of the second."""
+    flags = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2")
+    done = _dry_run(
+        folder, "moe_debug", "--ranks", "4", "--rank", "2", "--activations", "10MiB", *flags
+    )
+    assert (done.code, done.error) == (0, "")
+    assert "other stages have blocks like layers.0, and none is here" in done.out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
