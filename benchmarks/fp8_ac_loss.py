@@ -3,8 +3,8 @@
     python benchmarks/fp8_ac_loss.py                    # every arm, 3 seeds; goes on where it was
     python benchmarks/fp8_ac_loss.py --arms selective noise --seeds 0
     python benchmarks/fp8_ac_loss.py --report-only
-    python benchmarks/fp8_ac_loss.py --ep 1 --output outputs/fp8_gather_loss \
-        --arms selective noise float8-gather bad-gather       # experts gathered in float8
+    python benchmarks/fp8_ac_loss.py --ep 1 --warm 300 --steps 100 \
+        --arms selective noise float8-gather bad-gather --output outputs/fp8_gather_loss
 
 It trains the DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, for 300 steps on Python's
 standard library. Parameters are fp32, computation is bf16. Training is chaotic: a relative change
@@ -15,6 +15,10 @@ the experts are FSDP units that both ranks share, as the arms with "gather" need
 
 At the debug model's own learning rate (8e-4) noise alone moves the mean by up to 0.08 nat. Nobody
 could then tell one arm from another within 0.01. So the rate here is a quarter of that.
+
+Fresh experts add little to the loss, so that 150 steps could not tell a gather that loses the sign.
+``--warm N`` first trains N steps with selective checkpointing, once a seed; every arm goes on from
+there, optimizer included.
 
 Each run writes ARM-SEED.json when it ends; a run that has one is not run again. The table and
 ``fp8_ac_loss.png`` are made of what is there.
@@ -38,6 +42,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.tools.logging import init_logger
 
@@ -50,11 +55,14 @@ from titan_ext.fp8 import codec, dequantize
 from titan_ext.run_folder import LOSS, read_scalar
 
 REFERENCE = "selective"
+WARM = "warm"
 BOUND = 0.01  # nat
 ARMS: dict[str, Any] = {
     REFERENCE: SelectiveAC.Config,
     "noise": SelectiveAC.Config,
     "fp8": FP8AC.Config,
+    "fp8-balanced": lambda: FP8AC.Config(preset="balanced"),
+    "fp8-gemms": lambda: FP8AC.Config(preset="gemms"),
     "fp8-speed": lambda: FP8AC.Config(preset="speed"),
     "fp8-full": lambda: FP8AC.Config(mode="full"),
     "fp8-no-recompute": lambda: FP8AC.Config(mode="no_recompute"),
@@ -68,9 +76,20 @@ _GATHERS = ("float8-gather", "bad-gather")
 
 
 def train_rank(
-    arm: str, seed: int, steps: int, batch: int, seq_len: int, lr: float, ep: int, folder: Path
+    arm: str,
+    seed: int,
+    steps: int,
+    batch: int,
+    seq_len: int,
+    lr: float,
+    ep: int,
+    folder: Path,
+    warm: str = "",
 ) -> None:
-    """One rank of one run; the losses are in TensorBoard's files under ``folder``."""
+    """One rank of one run; the losses are in TensorBoard's files under ``folder``.
+
+    It goes on from the checkpoint ``warm``, if there is one; ``arm`` "warm" ends with one.
+    """
     init_logger()
     no_accelerator.enable()
     register_stdlib_corpus()
@@ -85,24 +104,40 @@ def train_rank(
         layers=3,
     )
     config = make_config(run, folder)
-    config.activation_checkpoint = ARMS[arm]()
+    config.activation_checkpoint = ARMS[REFERENCE if arm == WARM else arm]()
     config.debug.seed = 42 + seed
     config.lr_scheduler.warmup_steps = min(20, steps)
     _set_lr(config.optimizer, lr)
+    if arm == WARM:
+        config.checkpoint = CheckpointManager.Config(enable=True, last_save_model_only=False)
+    elif warm:
+        config.checkpoint = CheckpointManager.Config(
+            enable=True, load_only=True, initial_load_path=warm, initial_load_model_only=False
+        )
     with contextlib.ExitStack() as stack:
         stack.enter_context(unittest.mock.patch("torchtitan.trainer.time.sleep"))
         if arm.startswith("bad-"):
             stack.enter_context(_bad_codec())
         trainer = config.build()
         if arm == "noise":
-            with torch.no_grad():
-                for part in trainer.model_parts:
-                    for parameter in part.parameters():
-                        parameter.mul_(1 + 1e-5)
+            for part in trainer.model_parts:
+                _perturb_at_first_forward(part)
         trainer.train()
     trainer.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _perturb_at_first_forward(model: torch.nn.Module) -> None:
+    """Multiply all weights by 1 + 1e-5, once a checkpoint is loaded."""
+
+    @torch.no_grad()
+    def perturb(*_: Any) -> None:
+        handle.remove()
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-5)
+
+    handle = model.register_forward_pre_hook(perturb, prepend=True)
 
 
 def _set_lr(optimizer: Any, lr: float) -> None:
@@ -129,23 +164,40 @@ def train(
     lr: float,
     output: Path,
     ep: int = 2,
+    warm: int = 0,
 ) -> dict[str, Any]:
     """Run one arm with one seed, unless its file is there; return what the file says.
+
+    With ``warm`` it runs ``steps`` more after those that all arms of the seed share.
 
     Raises:
         ValueError: if the file is of a run of another size.
     """
     file = output / f"{arm}-{seed}.json"
     size = {"steps": steps, "batch": batch, "seq_len": seq_len, "lr": lr, "ep": ep}
+    size["warm"] = warm
     if file.exists():
-        record = {"ep": 2} | json.loads(file.read_text())
+        record = {"ep": 2, "warm": 0} | json.loads(file.read_text())
         if {key: record.get(key) for key in size} != size:
             raise ValueError(f"{file} is of another size than {size}: choose another --output.")
         return record
     begin = time.monotonic()
+    start = ""
+    if warm:
+        trunk = (output / f"{WARM}-{seed}").absolute()
+        checkpoint = trunk / "checkpoint" / f"step-{warm}"
+        start = str(checkpoint)
+        if not (checkpoint / ".metadata").exists():
+            run_ranks(
+                train_rank,
+                2,
+                *(WARM, seed, warm, batch, seq_len, lr, ep, trunk),
+                log_folder=trunk / "logs",
+                timeout_s=7200,
+            )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        args = (arm, seed, steps, batch, seq_len, lr, ep, folder)
+        args = (arm, seed, warm + steps, batch, seq_len, lr, ep, folder, start)
         run_ranks(train_rank, 2, *args, log_folder=folder / "logs", timeout_s=7200)
         losses = list(read_scalar(folder, LOSS).values())
     record = size | {"arm": arm, "seed": seed, "seconds": time.monotonic() - begin}
@@ -233,6 +285,7 @@ def main() -> None:
     parser.add_argument("--ep", type=int, default=2, choices=(1, 2), help="of the 2 ranks")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--warm", type=int, default=0, help="steps that all arms share, before")
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank (%(default)s)")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--lr", type=float, default=2e-4)
@@ -251,6 +304,7 @@ def main() -> None:
                     seq_len=args.seq_len,
                     lr=args.lr,
                     ep=args.ep,
+                    warm=args.warm,
                     output=args.output,
                 )
                 mean = mean_of_last(record["losses"])

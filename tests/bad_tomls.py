@@ -113,7 +113,7 @@ BAD_TOMLS = (
         "What it extends",
         "a missing base file",
         'extends = "base/moe_debug.toml"\n',
-        "bad.toml: extends: base/moe_debug.toml: no such file.",
+        "bad.toml: extends: base/moe_debug.toml: no such file; did you mean 'moe_debug.toml'?",
     ),
     BadToml(
         "What it extends",
@@ -121,6 +121,12 @@ BAD_TOMLS = (
         'extends = "bsae.toml"\n',
         "bad.toml: extends: bsae.toml: no such file; did you mean 'base.toml'?",
         files={"base.toml": DEBUG},
+    ),
+    BadToml(
+        "What it extends",
+        "a misspelled name of a shipped file",
+        'extends = "moe_debgu.toml"\n',
+        "bad.toml: extends: moe_debgu.toml: no such file; did you mean 'moe_debug.toml'?",
     ),
     BadToml(
         "What it extends",

@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -18,7 +19,9 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+from titan_ext.cli import main
 
 _PORTS = range(12_000, 32_000)  # below Linux' own, which begin at 32768
 _ROOT = Path(__file__).parent.parent
@@ -55,6 +58,44 @@ def run_ranks(
         return _collect(ranks, time.monotonic() + timeout_s)
     finally:
         kill_ranks(ranks)
+
+
+class Command(NamedTuple):
+    """What a command of ``titan_ext`` did."""
+
+    code: int
+    out: str
+    error: str
+    cpu_s: float
+    peak_gib: float
+
+
+def run_command(folder: Path, *arguments: str) -> Command:
+    """``titan_ext ARGUMENTS`` in ``folder``, in a process of its own that need not import torch."""
+    log = folder.parent / f"{folder.name}.logs"
+    (done,) = run_ranks(_run_command, 1, folder, arguments, log, log_folder=log)
+    return done
+
+
+def _run_command(folder: Path, arguments: tuple[str, ...], log: Path) -> Command:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]  # as in a terminal
+    os.environ["PYTHONPATH"] = str(_ROOT)
+    os.chdir(folder)
+    out, error = log / "out", log / "error"
+    for path, stream in ((out, sys.stdout), (error, sys.stderr)):
+        with open(path, "w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = cast(int, end.code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Command(code, out.read_text(), error.read_text(), cpu_s, after.ru_maxrss / 2**20)
 
 
 def start_ranks(

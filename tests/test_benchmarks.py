@@ -1,8 +1,6 @@
 """The benchmarks of activation checkpointing, on tiny shapes: their counts, not their times."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +103,13 @@ def test_step_time_measures_every_arm(what: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_step_time_refuses_cuda_without_a_gpu() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/step_time.py"), "--cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2
-    assert "--cuda needs a GPU" in done.stderr
+def test_step_time_refuses_cuda_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["step_time", "--cuda"])
+    with pytest.raises(SystemExit, match="2"):
+        step_time.main()
+    assert "--cuda needs a GPU" in capsys.readouterr().err
 
 
 def _receipts(monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str) -> int:

@@ -9,7 +9,8 @@ import pytest
 from tests.toml_files import DEBUG
 from titan_ext import config_registry
 from titan_ext.cli import main
-from titan_ext.config_registry import find_config, shipped_configs, titan_configs
+from titan_ext.config_registry import find_config, titan_configs
+from titan_ext.names import shipped_configs
 from titan_ext.toml_config import leaves, load
 
 COMMANDS = ("list", "new", "show", "dry-run", "report", "target")
@@ -137,6 +138,18 @@ def test_new_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFix
     assert "ends in .toml" in capsys.readouterr().err
     assert main(["new", "mine.toml", "next.toml"]) == 0
     assert load("next.toml").training.steps == 7
+
+
+def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
+    """The file serves another machine, where the package lies elsewhere."""
+    assert main(["new", "moe_debug", "mine.toml"]) == 0
+    assert (folder / "mine.toml").read_text().splitlines()[0] == 'extends = "moe_debug.toml"'
+    assert load("mine.toml").training.seq_len == 256
+    (folder / "moe_debug.toml").write_text(DEBUG + "[training]\nseq_len = 64\n")
+    assert load("mine.toml").training.seq_len == 64, "a file that is here comes first"
+    (folder / "below").mkdir()
+    assert main(["new", "moe_debug.toml", "below/mine.toml"]) == 0
+    assert 'extends = "../moe_debug.toml"' in (folder / "below" / "mine.toml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,56 +1,26 @@
 """`titan_ext dry-run`: large jobs, one rank, nothing of their size."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.pipelining.stage import PipelineStage
 
+from tests.cluster import Command, run_command
 from tests.test_train_configs import NAMES, world_size
 from tests.toml_files import DEBUG
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.cli import main
-from titan_ext.config_registry import resolve_config, shipped_configs
+from titan_ext.config_registry import resolve_config
 from titan_ext.fp8.local import is_plain
+from titan_ext.names import shipped_configs
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    error: str
-    cpu_s: float
-    peak_gib: float
-
-
-def _dry_run(folder: Path, *arguments: str) -> Done:
-    """The command in a process of its own, with ``folder`` as working directory."""
-    command = [sys.executable, "-m", "titan_ext", "dry-run", *arguments]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    out, error = folder.parent / f"{folder.name}.out", folder.parent / f"{folder.name}.error"
-    with out.open("w") as stdout, error.open("w") as stderr:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=stdout, stderr=stderr
-        )
-        _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return Done(
-        process.returncode,
-        out.read_text(),
-        error.read_text(),
-        used.ru_utime + used.ru_stime,
-        used.ru_maxrss / 2**20,
-    )
+def _dry_run(folder: Path, *arguments: str) -> Command:
+    return run_command(folder, "dry-run", *arguments)
 
 
 def _line(text: str, name: str) -> list[str]:

@@ -1,11 +1,11 @@
 """Policies in compiled code: what is saved how, what runs again, and what gradients come of it."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -20,7 +20,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
@@ -35,7 +34,7 @@ from titan_ext.activation_checkpoint.compiled.partition import (
     compile_arguments,
 )
 from titan_ext.activation_checkpoint.rules import OpPolicy, parse_rules
-from titan_ext.compile import apply_activation_checkpointing, compile_units, parts
+from titan_ext.compile import apply_activation_checkpointing, parts
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Wrap, plan_units
 
@@ -82,8 +81,12 @@ def run(
     *,
     backend: str | None = "aot_eager",
     lengths: tuple[int, ...] = (L, L),
+    at: Callable[[str], None] = lambda moment: None,
 ) -> Outcome:
-    """Forward and backward of one dense and two MoE blocks, for each length; None: eager."""
+    """Forward and backward of one dense and two MoE blocks, for each length; None: eager.
+
+    ``at`` is called where another module could run: before, between, and after them.
+    """
     model = debug_model(layers=3)
     units = plan_units(model, wrap)
     apply_activation_checkpointing(model, policy, units, compiled=backend is not None)
@@ -99,11 +102,14 @@ def run(
         torch.manual_seed(1)
         x_BLD = torch.randn(B, seq_len, D).bfloat16().requires_grad_()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            at("before")
             h_BLD = x_BLD
             with torch.autograd.graph.saved_tensors_hooks(_count_into(waiting, model), _same):
                 for block in model.layers.values():
                     h_BLD = block(h_BLD, None, None)
+            at("between")
             h_BLD.float().square().mean().backward()
+            at("after")
     return Outcome(
         saved=saved,
         nbytes=sum(waiting.values()),
@@ -114,6 +120,12 @@ def run(
             for name, p in model.layers.named_parameters()
         },
     )
+
+
+@functools.cache
+def outcome_of(policy: type[OpPolicyAC], wrap: Wrap) -> Outcome:
+    """Of ``run``, once for all tests."""
+    return run(policy(policy.Config()), wrap)
 
 
 def _count_into(waiting: dict[int, int], model: Decoder) -> Callable[[torch.Tensor], Any]:
@@ -174,12 +186,12 @@ EXPECTED: dict[Wrap, list[list]] = {
 @pytest.mark.parametrize("wrap", ["block", "submodule"])
 def test_op_policies_tensor_by_tensor(wrap: Wrap):
     """One graph for each kind of unit; the router and every GEMM whose output is saved run once."""
-    outcome = run(OpPolicyAC(OpPolicyAC.Config()), wrap)
+    outcome = outcome_of(OpPolicyAC, wrap)
     assert [activations(saved) for saved in outcome.saved] == EXPECTED[wrap]
     assert outcome.graphs == len(EXPECTED[wrap])
     assert outcome.operations["aten::topk"] == 2
 
-    exact = run(ExactAC(ExactAC.Config()), wrap)
+    exact = outcome_of(ExactAC, wrap)
     assert exact.operations["aten::mm"] == outcome.operations["aten::mm"]
     assert worst_cosine(outcome, exact) > 0.999
     assert worst_cosine(outcome, exact) < 1
@@ -188,15 +200,6 @@ def test_op_policies_tensor_by_tensor(wrap: Wrap):
     halved = {"block": 3, "submodule": 6}[wrap] * TOKENS * D
     halved += moe_blocks * TOKENS * (3 * 256 + 2 * 512)
     assert exact.nbytes - outcome.nbytes == 2 * halved - halved * 129 // 128
-
-
-def test_inductor_stores_the_same():
-    """Its kernels round otherwise, which a router may turn into another choice."""
-    inductor = run(OpPolicyAC(OpPolicyAC.Config()), "submodule", backend="inductor", lengths=(L,))
-    assert [activations(saved) for saved in inductor.saved] == EXPECTED["submodule"]
-    aot_eager = run(OpPolicyAC(OpPolicyAC.Config()), "submodule", lengths=(L,))
-    assert inductor.nbytes == aot_eager.nbytes
-    assert worst_cosine(inductor, aot_eager) > 0.98
 
 
 @pytest.mark.parametrize("wrap", ["block", "submodule"])
@@ -212,7 +215,7 @@ def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
 
 def test_without_float8_nothing_changes():
     """The partitioner is torch's own for graphs that do not ask for float8."""
-    ours = run(ExactAC(ExactAC.Config()), "block")
+    ours = outcome_of(ExactAC, "block")
     model = debug_model(layers=3)
     units = plan_units(model, "block")
     apply_activation_checkpointing(model, ExactAC(ExactAC.Config()), units, compiled=True)
@@ -259,32 +262,27 @@ def _strange_gradient(rows: int) -> torch.Tensor:
     return weight.grad
 
 
-def test_a_module_that_is_not_ours_is_compiled_as_without_us():
-    """Before our blocks run, between their forward and their backward, and after."""
-    alone = {rows: _strange_gradient(rows) for rows in (64, 96, 128)}
-    torch._dynamo.reset()
+def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us():
+    """One test, since Inductor needs a minute. Other modules run before, between, and after ours.
 
-    policy = FP8AC(FP8AC.Config())
-    model = debug_model(layers=2)
-    units = plan_units(model, "block")
-    apply_activation_checkpointing(model, policy, units, compiled=True)
-    dims: Any = SimpleNamespace(tp_enabled=False, ep_enabled=False)
-    compile_units(
-        model,
-        units,
-        compile_config=CompileConfig(enable=True, backend="inductor"),
-        parallel_dims=dims,
-        float8=policy,
-    )
-    assert torch.equal(_strange_gradient(64), alone[64])
-    h_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
-    for block in model.layers.values():
-        h_BLD = block(h_BLD, None, None)
-    assert torch.equal(_strange_gradient(96), alone[96])
-    h_BLD.float().square().mean().backward()
-    assert torch.equal(_strange_gradient(128), alone[128])
-    assert len(policy.reporter.graphs) == 2, "one graph for each kind of block, and no other"
-    policy.reporter.check_graphs()
+    Its kernels round otherwise, which a router may turn into another choice.
+    """
+    rows = {"before": 64, "between": 96, "after": 128}
+    alone = {moment: _strange_gradient(n) for moment, n in rows.items()}
+    torch._dynamo.reset()
+    moments = []
+
+    def check(moment: str) -> None:
+        moments.append(moment)
+        assert torch.equal(_strange_gradient(rows[moment]), alone[moment]), moment
+
+    policy = OpPolicyAC(OpPolicyAC.Config())
+    inductor = run(policy, "submodule", backend="inductor", lengths=(L,), at=check)
+    assert moments == list(rows)
+    assert [activations(saved) for saved in inductor.saved] == EXPECTED["submodule"]
+    aot_eager = outcome_of(OpPolicyAC, "submodule")
+    assert inductor.nbytes == aot_eager.nbytes
+    assert worst_cosine(inductor, aot_eager) > 0.98
 
 
 def test_another_length_is_one_more_graph_of_each_kind():

@@ -20,9 +20,8 @@ import torch.nn as nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.cluster import run_ranks
-from tests.training import Run, make_config, patched
-from titan_ext import no_accelerator, stand_ins
-from titan_ext.data.stdlib_corpus import register_stdlib_corpus
+from tests.training import Run, planned_config, start_as_planned
+from titan_ext import stand_ins
 from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.memory_plan import LASTING, Budget, Kind, LiveBytes, MemoryPlan, Peak
 
@@ -51,21 +50,9 @@ class Measured(NamedTuple):
     peak: Peak
 
 
-def _config(run: Run, folder: Path) -> Any:
-    config = make_config(run, folder)
-    config.debug.moe_force_load_balance = True  # as the plan assumes
-    config.metrics.enable_tensorboard = False
-    return config
-
-
 def _measure(run: Run, folder: Path) -> Measured:
     """The second step of a real run."""
-    no_accelerator.enable()
-    register_stdlib_corpus()
-    with patched(run), no_accelerator.layout_independent_init():
-        trainer = _config(run, folder).build()
-    batches = trainer.batch_generator(trainer.dataloader)
-    trainer.step = 1
+    trainer, batches = start_as_planned(run, folder)
     trainer.train_step(batches)
     trainer.optimizers.zero_grad()
     gc.collect()
@@ -113,7 +100,7 @@ def _nbytes(tensors: Any) -> int:
 def _plan(run: Run, rank: int, folder: Path, imbalance: float = 1.0) -> tuple[Peak, list[Peak]]:
     """The peak of the step, and of each of its moments."""
     with as_rank(run.world, rank):
-        config = _config(run, folder)
+        config = planned_config(run, folder)
         done = dry_run(
             config,
             run.world,

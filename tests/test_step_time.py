@@ -19,10 +19,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan.tools.utils import get_peak_flops
 
 from tests.cluster import run_ranks
-from tests.training import Run, make_config, patched
-from titan_ext import no_accelerator
+from tests.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.data.stdlib_corpus import register_stdlib_corpus
 from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.fsdp.cost import collective_ms
 from titan_ext.measured_step import calibrate
@@ -36,13 +34,6 @@ ONE = Run(world=1, ep=1, parallelize="block", seq_len=64, layers=2)
 EIGHT = Run(world=8, ep=2, parallelize="submodule", global_batch=8, layers=2)
 
 
-def _config(run: Run, folder: Path) -> Any:
-    config = make_config(run, folder)
-    config.debug.moe_force_load_balance = True
-    config.metrics.enable_tensorboard = False
-    return config
-
-
 class Timed(NamedTuple):
     time: StepTime
     float8: int
@@ -51,7 +42,7 @@ class Timed(NamedTuple):
 
 def _time(run: Run, folder: Path, arguments: dict[str, Any]) -> Timed:
     with as_rank(run.world, 0):
-        done = dry_run(_config(run, folder), run.world, machine="h100", **arguments)
+        done = dry_run(planned_config(run, folder), run.world, machine="h100", **arguments)
     assert done.time is not None
     rows = memory_report_of(done.model_parts).rows()
     kept = [row for row in rows if row.treatment.startswith("float8")]
@@ -65,12 +56,7 @@ def _timed(run: Run, folder: Path, **arguments: Any) -> Timed:
 
 def _count(run: Run, folder: Path) -> int:
     """FLOPs of a real step in Titan's trainer, by torch."""
-    no_accelerator.enable()
-    register_stdlib_corpus()
-    with patched(run), no_accelerator.layout_independent_init():
-        trainer = _config(run, folder).build()
-    batches = trainer.batch_generator(trainer.dataloader)
-    trainer.step = 1
+    trainer, batches = start_as_planned(run, folder)
 
     def grouped_mm(a: Any, b: Any, *_: Any, **__: Any) -> int:
         return 2 * a[-2] * a[-1] * b[-1]

@@ -422,6 +422,24 @@ def _reduce_scatter_in_rank_order(
         output_tensor.add_(values.view_as(output_tensor))
 
 
+def planned_config(run: Run, folder: Path) -> Any:
+    """The config of ``run`` as a dry run takes it: balanced routing, nothing written."""
+    config: Any = make_config(run, folder)
+    config.debug.moe_force_load_balance = True
+    config.metrics.enable_tensorboard = False
+    return config
+
+
+def start_as_planned(run: Run, folder: Path) -> tuple[Any, Any]:
+    """A real trainer of ``planned_config`` before its first step, and its batches."""
+    no_accelerator.enable()
+    register_stdlib_corpus()
+    with patched(run), no_accelerator.layout_independent_init():
+        trainer = planned_config(run, folder).build()
+    trainer.step = 1
+    return trainer, trainer.batch_generator(trainer.dataloader)
+
+
 @contextlib.contextmanager
 def patched(run: Run) -> Iterator[None]:
     """What a CPU lacks for stock Titan, and the order of sums if the run asks for it.

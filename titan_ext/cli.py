@@ -27,11 +27,10 @@ from titan_ext.config_registry import (
     find_config,
     model_of,
     resolve_config,
-    shipped_configs,
     titan_configs,
 )
 from titan_ext.mistakes import Mistakes
-from titan_ext.names import BYTES, did_you_mean, parse_bytes
+from titan_ext.names import BYTES, did_you_mean, parse_bytes, shipped_configs, toml_file
 
 if TYPE_CHECKING:
     from titan_ext.memory_plan import Budget
@@ -383,7 +382,9 @@ def _bytes(option: str, text: str) -> int | None:
 def _extends(config: str, folder: Path) -> str:
     """What a file in ``folder`` says to extend ``config``."""
     found = find_config(config)
-    return os.path.relpath(found, folder) if isinstance(found, Path) else extends_name(found)
+    if not isinstance(found, Path):
+        return extends_name(found)
+    return found.name if toml_file(found.name, folder) == found else os.path.relpath(found, folder)
 
 
 def _given(resolved: "Resolved") -> set[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_ext.mistakes import Mistakes, end_with_messages
-from titan_ext.names import did_you_mean, log_on_one_node
+from titan_ext.names import did_you_mean, log_on_one_node, shipped_configs, toml_file
 
 if TYPE_CHECKING:
     from titan_ext.toml_config import Resolved
@@ -55,15 +55,6 @@ def model_of(module: str) -> str:
     return module.split(".")[2]
 
 
-@functools.cache
-def shipped_configs() -> dict[str, Path]:
-    """The files of ``train_configs/`` by name: of the installed package, or of the checkout."""
-    here = Path(__file__).parent
-    folders = (folder / "train_configs" for folder in (here, here.parent))
-    folder = next((folder for folder in folders if folder.is_dir()), here)
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
-
-
 def find_config(name: str) -> Path | str:
     """The TOML file that ``name`` means, or ``name`` itself if it is one of ``titan_configs``.
 
@@ -71,8 +62,7 @@ def find_config(name: str) -> Path | str:
     function comes first, and ``NAME.toml`` is the file. Raises ValueError if it is neither.
     """
     if name.endswith(".toml"):
-        shipped = shipped_configs().get(name.removesuffix(".toml"))
-        return shipped if shipped and not Path(name).exists() else Path(name)
+        return toml_file(name)
     if name in titan_configs():
         return name
     if name in shipped_configs():

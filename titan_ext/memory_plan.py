@@ -25,10 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import GroupName, distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from titan_ext.fp8 import host
-from titan_ext.fp8.local import plain_tensors
+from titan_ext.fp8.local import plain_tensors, tensors_in
 
 __all__ = [
     "LASTING",
@@ -41,7 +40,6 @@ __all__ = [
     "fsdp_kind",
     "groups_of",
     "in_backward",
-    "tensors_in",
 ]
 
 
@@ -413,10 +411,6 @@ def _gib(nbytes: int) -> str:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    return (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
 
 
 def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:

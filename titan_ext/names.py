@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names and messages: the nearest valid name, lists cut short, globs, tables as flags, units."""
+"""Names and messages: the nearest valid name, lists cut short, globs, shipped files, units."""
 
+import functools
 import logging
 import os
 import re
@@ -8,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from tyro.constructors import PrimitiveConstructorSpec
@@ -21,6 +23,22 @@ def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> 
     by_lower = {word.lower(): word for word in known}
     close = get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else "."
+
+
+@functools.cache
+def shipped_configs() -> dict[str, Path]:
+    """The files of ``train_configs/`` by name: of the installed package, or of the checkout."""
+    here = Path(__file__).parent
+    folders = (folder / "train_configs" for folder in (here, here.parent))
+    folder = next((folder for folder in folders if folder.is_dir()), here)
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def toml_file(name: str, folder: Path = Path()) -> Path:
+    """The TOML file ``name``, relative to ``folder``; the shipped one if none is there."""
+    path = folder / Path(name).expanduser()
+    shipped = shipped_configs().get(name.removesuffix(".toml"))
+    return shipped if shipped and not path.exists() else path
 
 
 def and_more(names: Collection[object], limit: int = 5) -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from titan_ext.fp8.local import local_tensor, plain_tensors
+from titan_ext.fp8.local import local_tensor, parts_in, tensors_in
 
 __all__ = ["MACHINES", "Machine", "OpCost", "count_flops", "moves_nothing", "op_cost"]
 
@@ -109,7 +109,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
     flops = count_flops(func, args, kwargs, out)
     seconds = max((made + read) / machine.memory, machine.launch)
     if flops:
-        first = next(x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        first = next(tensors_in(args))
         rate = machine.fp32 if first.dtype == torch.float32 else machine.gemm
         if func.overloadpacket in _ATTENTION:
             rate = 2 * machine.attention  # causal: half of the products are not computed
@@ -186,12 +186,7 @@ _OVERWRITE = (_ops.copy_, _ops._foreach_copy_, _ops.fill_, _ops.zero_, _ops._for
 
 def _nbytes(tree: Any) -> int:
     """Of all tensors in ``tree`` on this rank; an expanded dimension is read once."""
-    return sum(
-        part.element_size() * _numel(part)
-        for x in tree_leaves(tree)
-        if isinstance(x, torch.Tensor)
-        for part in plain_tensors(x)
-    )
+    return sum(part.element_size() * _numel(part) for part in parts_in(tree))
 
 
 def _numel(x: torch.Tensor) -> int:

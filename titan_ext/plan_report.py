@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtitan.tools.logging import logger
@@ -21,7 +21,9 @@ from titan_ext.limits import world_size
 from titan_ext.memory_plan import LASTING, Kind, LiveBytes, MemoryPlan, Peak
 from titan_ext.names import and_more, format_bytes, matches
 from titan_ext.run_record import versions
-from titan_ext.step_time import StepTime
+
+if TYPE_CHECKING:
+    from titan_ext.step_time import StepTime
 
 __all__ = ["PlanCheck", "draw", "file_name", "to_json", "write"]
 
@@ -105,7 +107,7 @@ def _moment(peak: Peak) -> dict[str, Any]:
     return {"moment": peak.moment, "sum": peak.nbytes, **by_kind}
 
 
-def _time(time: StepTime) -> dict[str, Any]:
+def _time(time: "StepTime") -> dict[str, Any]:
     return {
         "machine": time.machine,
         "slower": time.slower,

@@ -25,8 +25,9 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
+from titan_ext.fp8.local import tensors_in
 from titan_ext.fsdp.cost import SYNC_MS, Links, collective_ms
-from titan_ext.memory_plan import PLAIN_TYPES, LiveBytes, groups_of, in_backward, tensors_in
+from titan_ext.memory_plan import PLAIN_TYPES, LiveBytes, groups_of, in_backward
 from titan_ext.op_cost import Machine, moves_nothing, op_cost
 
 __all__ = ["WAITS", "Part", "Pass", "StepClock", "StepTime"]

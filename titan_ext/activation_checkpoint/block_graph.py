@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
@@ -28,10 +27,15 @@ from titan_ext.activation_checkpoint.discards import (
     last_node,
     makes_node,
 )
-from titan_ext.activation_checkpoint.op_policies import BlockPlan, Resolver, is_exempt
+from titan_ext.activation_checkpoint.op_policies import (
+    BlockPlan,
+    Resolver,
+    is_exchange,
+    is_exempt,
+)
 from titan_ext.activation_checkpoint.rules import INPUT, OpLocation, OpPolicy, op_name
 from titan_ext.fp8 import Codec
-from titan_ext.fp8.local import parts_in, storage_ids
+from titan_ext.fp8.local import parts_in, storage_ids, tensors_in
 from titan_ext.op_cost import Machine, op_cost
 
 __all__ = ["CHOICES", "BlockGraph", "Call", "Node", "trace"]
@@ -237,7 +241,7 @@ class _Tracer(TorchDispatchMode):
         location = self.locator.locate(func, args)
         self._calls.append(Call(location, func, args, kwargs, out, -1))
         self._is_foreign.append(self._foreign())
-        floats = [x for x in _tensors(out) if x.is_floating_point()]
+        floats = [x for x in tensors_in(out) if x.is_floating_point()]
         left = len(self.locator.left)
         self._entries.append([Discarded(x, "", left, location.op) for x in floats])
         return out
@@ -274,7 +278,7 @@ class _Tracer(TorchDispatchMode):
             node = sizes.node(call.out, call.location, op_cost(*_cost_args(call), rates).ms)
             attends = _is_attention(call.func)
             policies = set(node.policies)
-            if len(entries) < len(_tensors(call.out)) or any(map(autograd.reader, entries)):
+            if len(entries) < len(list(tensors_in(call.out))) or any(map(autograd.reader, entries)):
                 policies.discard(DISCARD)
             if call.location.op in _KEPT_EXACTLY or _is_exchange_of_counts(call):
                 policies = {SAVE}
@@ -342,10 +346,6 @@ def _cost_args(call: Call) -> tuple[Any, Any, Any, Any]:
     return call.func, call.args, call.kwargs, call.out
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
-
-
 def _written(call: Call) -> list[torch.Tensor]:
     """The arguments that an operation writes to."""
     if not call.func._schema.is_mutable:
@@ -356,7 +356,7 @@ def _written(call: Call) -> list[torch.Tensor]:
         x
         for argument in call.func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
-        for x in _tensors(given.get(argument.name))
+        for x in tensors_in(given.get(argument.name))
     ]
 
 
@@ -365,8 +365,9 @@ def _unless(tensors: Iterable[torch.Tensor], known: set[int]) -> list[torch.Tens
 
 
 def _is_exchange_of_counts(call: Call) -> bool:
-    is_exchange = call.location.op.endswith("all_to_all_single")
-    return is_exchange and not any(x.is_floating_point() for x in _tensors(call.out))
+    return is_exchange(call.location.op) and not any(
+        x.is_floating_point() for x in tensors_in(call.out)
+    )
 
 
 def _is_attention(func: Any) -> bool:

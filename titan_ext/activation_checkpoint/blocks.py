@@ -15,7 +15,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -30,7 +29,7 @@ from titan_ext.activation_checkpoint.op_policies import BlockPlan, Resolver, is_
 from titan_ext.activation_checkpoint.rules import GEMMS, INPUT, OpLocation, OpPolicy, Rule, op_name
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
 from titan_ext.fp8.host import Offload
-from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids
+from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids, tensors_in
 from titan_ext.op_cost import count_flops
 
 _CODEC_BLOCK = 128
@@ -154,7 +153,7 @@ def attention_statistics(module: str, op: str, out: Any) -> list[torch.Tensor]:
     """
     if not ("attn" in op or "attention" in op or "inner_attention" in module.split(".")):
         return []
-    tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+    tensors = list(tensors_in(out))
     axes = max((x.dim() for x in tensors), default=0)
     return [x for x in tensors if x.dim() < axes]
 

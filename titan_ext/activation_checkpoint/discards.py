@@ -32,10 +32,9 @@ import torch.nn as nn
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
-from torch.utils._pytree import tree_leaves
 
 from titan_ext.activation_checkpoint.rules import op_name
-from titan_ext.fp8.local import parts_in, plain_tensors, storage_ids
+from titan_ext.fp8.local import parts_in, plain_tensors, storage_ids, tensors_in
 from titan_ext.fp8.stored import StoredEntry, storages_of
 
 READ_NO_VALUES = frozenset(
@@ -292,14 +291,13 @@ def makes_node(func: Any, args: Any, out: Any) -> bool:
     return (
         not name.endswith("_like")
         and not name.startswith("new_")
-        and any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in tree_leaves(out))
-        and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(args))
+        and any(x.is_floating_point() for x in tensors_in(out))
+        and any(x.requires_grad for x in tensors_in(args))
     )
 
 
 def _nodes_of(outputs: Any) -> list[Any]:
-    leaves = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-    return [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+    return [x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None]
 
 
 def _custom_function(node: Any, known: tuple[str, ...]) -> str:

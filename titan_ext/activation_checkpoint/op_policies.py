@@ -83,9 +83,9 @@ class BlockPlan:
         """The policy where no rule matches."""
         if location.op == "aten.topk":
             return OpPolicy.SAVE
-        is_exchange = _is_exchange(location.op)
-        if self.base == "routing" or (is_exchange and not self.saves_all_to_all):
-            counts = is_exchange and not out.is_floating_point()
+        exchanges = is_exchange(location.op)
+        if self.base == "routing" or (exchanges and not self.saves_all_to_all):
+            counts = exchanges and not out.is_floating_point()
             return OpPolicy.SAVE if counts else OpPolicy.RECOMPUTE
         saves = stock_saves if self.base == "stock" else self.is_expensive(location.op)
         if self.attention is not None and "inner_attention" in location.module.split("."):
@@ -108,7 +108,7 @@ class BlockPlan:
             known = self._by_op[id(func)] = (
                 op in self.stock_ops
                 or self.is_expensive(op)
-                or _is_exchange(op)
+                or is_exchange(op)
                 or any(
                     rule.op != "*" and fnmatchcase(op, rule.op)
                     for rule in (*self.user_rules, *self.preset_rules)
@@ -310,7 +310,8 @@ def _routed_experts(block: nn.Module) -> Any:
     return getattr(getattr(block, "moe", None), "routed_experts", None)
 
 
-def _is_exchange(op: str) -> bool:
+def is_exchange(op: str) -> bool:
+    """Whether an operation is the all-to-all of tokens, or of their counts."""
     return op.endswith("all_to_all_single")
 
 

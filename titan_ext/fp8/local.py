@@ -62,9 +62,13 @@ def storage_ids(values: Any) -> Iterator[int]:
 
 def parts_in(values: Any) -> Iterator[torch.Tensor]:
     """The plain tensors in a nest of arguments or results."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, torch.Tensor):
-            yield from plain_tensors(leaf)
+    for x in tensors_in(values):
+        yield from plain_tensors(x)
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors of any kind in a nest of arguments or results."""
+    return (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
 
 
 def plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:

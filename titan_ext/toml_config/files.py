@@ -15,7 +15,7 @@ from typing import Any
 import tomli
 
 from titan_ext.mistakes import in_one
-from titan_ext.names import and_more, did_you_mean
+from titan_ext.names import and_more, did_you_mean, shipped_configs, toml_file
 
 NONE = "None"
 """How a file says None, which TOML lacks; Titan's command line says it the same way."""
@@ -149,7 +149,7 @@ def read_chain(path: str | Path) -> list[TomlFile]:
         if not chain[-1].extends.endswith(".toml"):
             return chain[::-1]
         asker = chain[-1].name
-        current = current.parent / Path(chain[-1].extends).expanduser()
+        current = toml_file(chain[-1].extends, current.parent)
 
 
 def _read(path: Path, asker: str | None) -> TomlFile:
@@ -159,7 +159,9 @@ def _read(path: Path, asker: str | None) -> TomlFile:
         raise at.error("expected a file whose name ends in .toml.")
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "no such file"
-        problem += did_you_mean(path.name, [beside.name for beside in path.parent.glob("*.toml")])
+        shipped = [file.name for file in shipped_configs().values()]
+        beside = [file.name for file in path.parent.glob("*.toml")]
+        problem += did_you_mean(path.name, [*shipped, *beside])
         if asker:
             raise TomlConfigError(asker, "extends", f"{path}: {problem}")
         raise at.error(problem)
