@@ -110,9 +110,9 @@ def main(ep: int, backend: Any, how: str) -> None:
     devices: set[tuple[str, str]] = set()
     copy = Inline.copy
 
-    def watched(lane: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+    def watched(self: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
         devices.add((source.device.type, target.device.type))
-        return copy(lane, target, source)
+        return copy(self, target, source)
 
     Inline.copy = watched
     with (

@@ -210,7 +210,7 @@ def test_a_plan_counts_the_host_apart():
     assert all(isinstance(y, FakeTensor) for y in back)
     line = list(plan.table())[-1]
     assert line.startswith("    6.00  host: offloaded activations of this rank at most")
-    assert line.endswith("; 48.00 GiB a node of 8 such ranks")
+    assert line.endswith("; 48.00 a node of 8 such ranks")
 
 
 # Under the policy.
