@@ -72,6 +72,7 @@ setup: $(VENV)/.installed
 # A stamp, so that an interrupted installation is done again.
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("titan_ext needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=python3.11" % sys.version_info[:2])'
+	@echo 'installing into $(VENV); where packages have to be downloaded (3.2 GB), this takes minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@

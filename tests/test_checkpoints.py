@@ -263,7 +263,7 @@ def test_checksums_are_compared_up_to_a_size(
         caplog.clear()
         verify_checksums(config)
         assert re.search(
-            rf"other \(0\.0009\d+ GiB\) are not compared .*_gib is {limit:g}\.$", caplog.text
+            rf"other \(1\.0 MiB\) are not compared .*_gib is {limit:g}\.$", caplog.text
         )
     for limit in (1 / 1000, float("inf")):
         config.checkpoint.verify_checksums_up_to_gib = limit

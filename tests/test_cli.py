@@ -54,6 +54,16 @@ def test_help_does_not_wait_for_torch():
     assert "qwen3_30b_a3b" in done.stdout
 
 
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = [sys.executable, "-m", "titan_ext", "list"]
+    listing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert listing.stdout is not None
+    listing.stdout.close()  # as `| head` does
+    assert listing.stderr is not None
+    assert listing.stderr.read() == ""
+    assert listing.wait() == 1
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="0"):

@@ -51,6 +51,17 @@ def _kill_everything_that_names(folder: Path) -> None:
                 os.kill(int(cmdline.parent.name), signal.SIGKILL)
 
 
+def test_a_slow_step_has_time_to_be_saved():
+    """torchrun's own 30 s are less than a step of a large model on a CPU."""
+    environment = {name: value for name, value in os.environ.items() if name[:4] != "MAKE"}
+    command = ["make", "--dry-run", "--always-make", "train"]
+    printed = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
+    (seconds,) = re.findall(
+        r"titan_ext\.launch .*--shutdown-timeout=(\d+)", re.sub(r"\\\n", "", printed)
+    )
+    assert int(seconds) >= 600
+
+
 @pytest.mark.slow
 def test_train_resume_and_survive_a_kill(tmp_path: Path):
     folder = tmp_path / "run"

@@ -165,6 +165,14 @@ def test_our_launcher_keeps_the_traceback_of_what_is_no_mistake():
     assert ended.stderr.rstrip().splitlines()[-1].startswith("rank 2: ")
 
 
+def test_our_launcher_leaves_out_torchaos_warnings_of_enums(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    ended = _launch("titan_ext.launch", "import os, torchao.quantization; print(os.getpid())")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+    assert "Enum" not in ended.stdout + ended.stderr
+
+
 def test_torchrun_ends_with_the_message_of_a_rank_that_it_does_not_show():
     ended = _launch("torch.distributed.run")
     assert ended.returncode == 1

@@ -90,11 +90,10 @@ def test_the_wheel_is_used_from_another_folder(installed: Path, tmp_path: Path):
     where, corpus = _python(installed, tmp_path, "-c", code).split()
     assert Path(where).is_relative_to(installed)
     assert Path(corpus).parent == tmp_path / "cache" / "titan_ext"
-    (tmp_path / "mine.toml").write_text(
-        f'extends = "{installed}/titan_ext/train_configs/deepseek_v3_16b.toml"\n'
-        "[training]\nsteps = 7\n"
-    )
-    printed = _python(installed, tmp_path, "-m", "titan_ext", "show", "mine.toml")
+    (tmp_path / "mine.toml").write_text('extends = "deepseek_v3_16b.toml"\n[training]\nsteps = 7\n')
+    command = str(installed / "bin" / "titan_ext")
+    printed = _python(installed, tmp_path, command, "show", "mine.toml")
+    assert f"from {installed}/titan_ext/train_configs/deepseek_v3_16b.toml" in printed
     assert "training.steps = 7  # from mine.toml" in printed
     assert {path.name for path in tmp_path.iterdir()} == {"mine.toml"}, "nothing is left behind"
 

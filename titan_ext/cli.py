@@ -361,6 +361,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _quiet(getattr(command, "verbose", False)):
             command.run(flags)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough: titan_ext list | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, AssertionError, ImportError, NotImplementedError) as error:
         if not str(error):
             raise

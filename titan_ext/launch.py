@@ -28,8 +28,10 @@ class _Launch:
     def __init__(self, arguments: list[str]) -> None:
         program = "from titan_ext.launch import torchrun; torchrun()"
         command = [sys.executable, "-c", program, *arguments]
+        # torchao 0.18 registers two enums in a way that torch warns of in each process.
+        environment = {"TORCH_LOGS": "-torch.utils._pytree", **os.environ}
         # In a group of its own, which a terminal's Ctrl-C does not reach.
-        self._torchrun = subprocess.Popen(command, process_group=0)
+        self._torchrun = subprocess.Popen(command, env=environment, process_group=0)
         self._asked_at_s: float | None = None
         self._killed = False
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -27,7 +27,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.guards import RunCheck
-from titan_ext.names import and_more, did_you_mean
+from titan_ext.names import and_more, did_you_mean, format_bytes
 from titan_ext.run_folder import whole_checkpoint_steps
 from titan_ext.titan import ParallelAwareDataloader
 
@@ -144,11 +144,11 @@ def verify_checksums(config: Trainer.Config) -> None:
     folder, _ = found
     default = CheckpointManager.Config().verify_checksums_up_to_gib
     limit = getattr(config.checkpoint, "verify_checksums_up_to_gib", default)
-    size = sum(f.stat().st_size for f in folder.glob("*.distcp")) / 2**30
-    if size > limit:
+    nbytes = sum(f.stat().st_size for f in folder.glob("*.distcp"))
+    if nbytes > limit * 2**30:
         logger.info(
-            f"The checksums of {folder} ({size:.3g} GiB) are not compared before it is loaded: "
-            f"checkpoint.verify_checksums_up_to_gib is {limit:g}."
+            f"The checksums of {folder} ({format_bytes(nbytes)}) are not compared before it is "
+            f"loaded: checkpoint.verify_checksums_up_to_gib is {limit:g}."
         )
         return
     mine = corrupt_items(folder, part=dist.get_rank(), parts=dist.get_world_size())
