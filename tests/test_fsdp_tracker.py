@@ -37,6 +37,8 @@ OTHER_DIM = replace(TRACKED, world=2, parallelize="submodule", layers=2, expert_
 LAYOUTS += [OTHER_DIM, replace(OTHER_DIM, stock_copy_out=True)]
 WHOLE = replace(TRACKED, world=2, parallelize="block", layers=4)
 LAYOUTS += [WHOLE, replace(WHOLE, stock_copy_out=True)]
+IN_PLACE = replace(TRACKED, world=2, ep=2, parallelize="submodule", ac="none", layers=4)
+LAYOUTS += [IN_PLACE, replace(IN_PLACE, gather_in_place=True)]
 SLOW_LAYOUTS = [
     replace(OTHER_DIM, world=4, ep=2, layers=3),
     replace(OTHER_DIM, world=4, ep=2, layers=3, stock_copy_out=True),
@@ -47,6 +49,8 @@ SLOW_LAYOUTS = [
     replace(TRACKED, world=2, model="qwen3", parallelize="submodule"),
     replace(TRACKED, world=4, parallelize="submodule", backend="partial_dtensor", reshard=2),
     replace(TRACKED, world=2, ep=2, parallelize="submodule", prefetch=2, prefetch_backward=0),
+    replace(WHOLE, gather_in_place=True, reshard="never"),
+    replace(TRACKED, world=4, ep=2, pp=2, parallelize="submodule", gather_in_place=True),
     replace(TRACKED, world=4, ep=2, parallelize="experts"),
     replace(TRACKED, world=4, ep=2, pp=2, parallelize="experts"),
     replace(TRACKED, world=4, ep=2, parallelize="experts", prefetch=2, reduce_scatter_buffers=2),
@@ -102,6 +106,19 @@ def test_whole_blocks_free_their_gather_buffers_at_once(runs: Runs):
     for mine, torchs in _with_each_copy_out(WHOLE, runs):
         assert mine.peaks()["blocks_unsharded"] * 3 == torchs.peaks()["blocks_unsharded"] * 2
         assert mine.unshards() == torchs.unshards()
+
+
+def test_units_gathered_in_place_need_no_buffer(runs: Runs):
+    """And train to the same bits, with weights that autograd saves from forward to backward."""
+    mine, torchs = (runs.get(replace(IN_PLACE, gather_in_place=name)) for name in (True, False))
+    assert mine.losses == torchs.losses
+    assert [r.state_hash for r in mine.ranks] == [r.state_hash for r in torchs.ranks]
+    for ours, its in zip(mine.ranks, torchs.ranks, strict=True):
+        assert ours.memory is not None
+        assert its.memory is not None
+        assert ours.memory.peak("all_gather") == 0 < its.memory.peak("all_gather")
+        assert ours.memory.peak("unsharded") == its.memory.peak("logical")
+        assert ours.memory.unshards() == its.memory.unshards()
 
 
 def test_a_tracked_run_is_bit_identical_and_leaves_files(runs: Runs, capsys, monkeypatch):

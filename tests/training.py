@@ -144,6 +144,8 @@ class Run:
     """``parallelism.fsdp_expert_all_gather``; of ours only."""
     expert_reduce_scatter: str | None = None
     """``parallelism.fsdp_expert_reduce_scatter``; of ours only."""
+    gather_in_place: bool = False
+    """``parallelism.fsdp_gather_in_place``; of ours only."""
     schedule: str = "1F1B"
     """Of the pipeline."""
     chunked_loss: bool = True
@@ -191,6 +193,7 @@ class Run:
         extras += [f"rs{self.reduce_scatter_buffers}"] if self.reduce_scatter_buffers > 1 else []
         extras += [f"shard{self.expert_shard_dim}"] if self.expert_shard_dim else []
         extras += ["stock_copy_out"] if self.stock_copy_out else []
+        extras += ["in_place"] if self.gather_in_place else []
         extras += [f"gather_{self.expert_all_gather}"] if self.expert_all_gather else []
         extras += [f"reduce_{self.expert_reduce_scatter}"] if self.expert_reduce_scatter else []
         extras += ["typechecked"] if self.typechecked else []
@@ -355,6 +358,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_reduce_scatter_buffers = run.reduce_scatter_buffers
     ours.parallelism.fsdp_expert_all_gather = cast(Any, run.expert_all_gather)
     ours.parallelism.fsdp_expert_reduce_scatter = cast(Any, run.expert_reduce_scatter)
+    ours.parallelism.fsdp_gather_in_place = run.gather_in_place
     # As when a file or the command line gives these values.
     ours.parallelism.__post_init__()
     ours.__post_init__()

@@ -49,6 +49,7 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
         _UNITS,
         lambda run: f"{run.reduce_scatter_buffers} reduce-scatter buffers",
     ),
+    "gather_in_place": (_UNITS, lambda run: "gathered in place"),
     "expert_all_gather": (_UNITS, lambda run: f"experts gathered in {run.expert_all_gather}"),
     "expert_reduce_scatter": (
         _UNITS,

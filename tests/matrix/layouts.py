@@ -324,6 +324,16 @@ _ON_THE_WIRE: list[dict[str, Any]] = [
     {"world": 4, "ep": 2, "expert_reduce_scatter": "bfloat16"},
     {"world": 4, "ep": 2, "expert_all_gather": "float8"},
     {"world": 4, "ep": 2, "expert_all_gather": "float8", "backend": "partial_dtensor"},
+    {"world": 4, "ep": 2, "gather_in_place": True},
+    {"world": 4, "ep": 2, "gather_in_place": True, "backend": "partial_dtensor", "ac": "none"},
+    {"world": 2, "gather_in_place": True, "cpu_offload": True},
+    {"world": 4, "ep": 2, "tp": 2, "gather_in_place": True},
+    {"world": 2, "ep": 2, "gather_in_place": True, "ac": "fp8", "reshard": "never"},
+    {"model": "qwen3_moe", "world": 2, "gather_in_place": True, "parallelize": "block"},
+    {
+        **{"world": 2, "ep": 2, "ac": "none", "compiled": True, "parallelize": "block"},
+        "gather_in_place": True,
+    },
 ]
 _EXPERT_UNITS = [replace(Run(parallelize="experts"), **layout) for layout in _EXPERTS]
 _EXPERT_UNITS += [

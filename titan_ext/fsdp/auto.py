@@ -24,6 +24,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from titan_ext.dispatch import ranks_per_node
+from titan_ext.fsdp.copy_out import fits_in_place
 from titan_ext.fsdp.cost import Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder, predict
 from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ShardSizes, make_plan
@@ -198,7 +199,8 @@ def local_plan(
         if group.kind != "experts":
             return group
         params = tuple(replace(p, shape=(p.shape[0] // ep, *p.shape[1:])) for p in group.params)
-        return replace(group, params=params)
+        group = replace(group, params=params)
+        return replace(group, in_place=group.in_place and fits_in_place(group))
 
     units = plan_units(model, settings.resolved_wrap)
     if any(isinstance(p, DTensor) for p in model.parameters()):

@@ -8,7 +8,7 @@ log prints the plan, ``shard`` follows it, and ``memory.predict`` computes bytes
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.fp8 import Codec
+from titan_ext.fsdp.copy_out import fits_in_place
 from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.prefetch import NOTHING_AHEAD, PrefetchLimit, plan_prefetch
 from titan_ext.fsdp.replicated import (
@@ -28,7 +29,7 @@ from titan_ext.fsdp.replicated import (
     replicated_by_unit,
     units_without,
 )
-from titan_ext.fsdp.reshard import check_reshard_groups, reshard_after_forward
+from titan_ext.fsdp.reshard import check_reshard_groups, reshard_after_forward, say_reshard
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Unit, UnitKind, innermost_first, vision_units
 from titan_ext.names import format_bytes
@@ -99,6 +100,7 @@ class GroupPlan:
         shard_world: Ranks that they are sharded over; 1 gathers nothing, but still copies.
         params: In the order of the collective's buffer.
         all_gather, reduce_scatter: What travels, if not their dtypes (``expert_collectives``).
+        in_place: Whether they are gathered into themselves, without a buffer (``copy_out``).
     """
 
     kind: GroupKind
@@ -106,6 +108,7 @@ class GroupPlan:
     params: tuple[ParamPlan, ...]
     all_gather: Literal["float8"] | None = None
     reduce_scatter: Literal["bfloat16"] | None = None
+    in_place: bool = False
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
@@ -211,7 +214,7 @@ class FSDPPlan:
                 (
                     name,
                     " + ".join(format_bytes(group.gathered_nbytes) for group in first.groups),
-                    _say_reshard(first.reshard_after_forward),
+                    say_reshard(first.reshard_after_forward),
                     str(len(first.forward_prefetch)),
                     str(len(first.backward_prefetch)),
                 )
@@ -342,7 +345,7 @@ def _plan_units(
             ),
             forward_prefetch=ahead[unit.name].forward,
             backward_prefetch=ahead[unit.name].backward,
-            frees_buffer=ahead[unit.name].frees_buffer,
+            frees_buffer=ahead[unit.name].frees_buffer and not settings.gather_in_place,
         )
         for unit in units
     ]
@@ -372,7 +375,9 @@ def _plan_groups(
     if sizes.experts is not None:
         params = tuple(on_expert_mesh)
         groups.append(GroupPlan(kind="experts", shard_world=sizes.experts, params=params, **wire))
-    return tuple(group for group in groups if group.params)
+    groups = [group for group in groups if group.params]
+    in_place = settings.gather_in_place
+    return tuple(replace(group, in_place=in_place and fits_in_place(group)) for group in groups)
 
 
 def _plan_replicated(
@@ -442,9 +447,3 @@ def _runs_of_like_units(units: Sequence[UnitPlan]) -> list[list[UnitPlan]]:
         )
         runs.setdefault(key, []).append(unit)
     return list(runs.values())
-
-
-def _say_reshard(reshard: bool | int) -> str:
-    if isinstance(reshard, bool):
-        return "resharded" if reshard else "kept"
-    return f"resharded to {reshard} ranks"

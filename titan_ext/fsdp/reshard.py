@@ -137,3 +137,10 @@ def check_divides(key: str, ranks: int, world: int, what_is: str) -> None:
             f"{key} is {ranks}, the number of ranks over which to reshard, but {what_is} sharded "
             f"over {world}; expected one of {fitting}."
         )
+
+
+def say_reshard(reshard: bool | int) -> str:
+    """What happens after forward, for the table of a plan."""
+    if isinstance(reshard, bool):
+        return "resharded" if reshard else "kept"
+    return f"resharded to {reshard} ranks"

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 
+from titan_ext.fsdp.copy_out import copies_out_directly
 from titan_ext.fsdp.prefetch import (
     AUTO_BACKWARD,
     AUTO_FORWARD,
@@ -23,6 +24,7 @@ QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
 QUANTIZE_FROZEN_MODULES = "parallelism.fsdp_quantize_frozen_modules"
 EXPERT_ALL_GATHER = "parallelism.fsdp_expert_all_gather"
 EXPERT_REDUCE_SCATTER = "parallelism.fsdp_expert_reduce_scatter"
+GATHER_IN_PLACE = "parallelism.fsdp_gather_in_place"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class FSDPSettings:
     quantize_frozen_modules: Sequence[str] = ()
     expert_all_gather: str | None = None
     expert_reduce_scatter: str | None = None
+    gather_in_place: bool = False
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     cpu_offload: bool = False
@@ -101,6 +104,8 @@ class FSDPSettings:
                     f"{key} needs parallelism.enable_fsdp_symm_mem = false: symmetric memory has "
                     "collectives of its own."
                 )
+        if self.gather_in_place:
+            self._check_gather_in_place()
         dtypes = (self.param_dtype, self.reduce_dtype)
         if self.expert_reduce_scatter and dtypes != (torch.bfloat16, torch.float32):
             raise ValueError(
@@ -119,6 +124,21 @@ class FSDPSettings:
                 f"{key} needs parallelism.enable_fsdp_symm_mem = false: symmetric memory has one "
                 "input buffer."
             )
+
+    def _check_gather_in_place(self) -> None:
+        if not copies_out_directly():
+            raise ValueError(f"{GATHER_IN_PLACE} needs torch 2.15 or newer.")
+        if self.symm_mem or self.quantize_frozen:
+            other = QUANTIZE_FROZEN if self.quantize_frozen else "parallelism.enable_fsdp_symm_mem"
+            raise ValueError(
+                f"{GATHER_IN_PLACE} does not go with {other}, which has gathers of its own."
+            )
+        for key, value in self.reshard_by_key.items():
+            if isinstance(value, int):
+                raise ValueError(
+                    f"{key} is {value}, a number of ranks, which does not go with {GATHER_IN_PLACE}"
+                    ': parameters share one memory. Expected "always" or "never".'
+                )
 
     def _check_quantize_frozen(self, format: str) -> None:
         if format != "nf4":

@@ -19,7 +19,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.auto import choose
-from titan_ext.fsdp.copy_out import copy_out_directly
+from titan_ext.fsdp.copy_out import copy_out_directly, gather_in_place
 from titan_ext.fsdp.expert_collectives import set_expert_collectives
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
@@ -72,6 +72,7 @@ def shard_decoder(
         replicate_undeclared(model, parallel_dims, plan.ignored)
     _shard(model, plan, settings, meshes)
     copy_out_directly(model)
+    gather_in_place(model, plan.decoder_units)
     quantize_at_first_forward(model, plan.quantized)
     if settings.symm_mem:
         enable_fsdp_symm_mem(model)

@@ -56,13 +56,14 @@ class Group:
         """What it holds; ``buffers`` are its own."""
         full = self.plan.gathered_nbytes
         is_logical = self.is_logical or is_issuing
+        is_gathered = self.is_unsharded or (self.plan.in_place and is_logical)
         live = NOTHING
         if buffers or is_logical or self.kept_nbytes:
             of = dict.fromkeys(("all_gather", "reduce_scatter", "gradients"), 0)
             for buffer in buffers:
                 of[buffer.name] += buffer.nbytes
             live = Bytes(
-                gathered=(full if self.is_unsharded else 0) + self.kept_nbytes,
+                gathered=(full if is_gathered else 0) + self.kept_nbytes,
                 logical=full if is_logical else 0,
                 **of,
             )
@@ -283,9 +284,10 @@ class FSDPSimulation:
         if group.is_logical:
             return
         nbytes = group.plan.gathered_nbytes if group.plan.shard_world > 1 else 0
-        buffer = Buffer(group, "all_gather", nbytes)
+        buffer = Buffer(group, "all_gather", 0 if group.plan.in_place else nbytes)
         if nbytes:
-            self._buffers.append(buffer)
+            if buffer.nbytes:
+                self._buffers.append(buffer)
             self.sample("unshard", group.unit.plan.name, issuing=group)
         group.pending = buffer
 

@@ -137,6 +137,8 @@ class _Group:
         collectives get other tensors of the same storage (``_lend``).
         """
         storage = buffer.untyped_storage()
+        if storage._cdata in self._storages():
+            return  # gathered in place
         nbytes = storage.nbytes()
         self._buffers[name] += nbytes
 
@@ -165,17 +167,20 @@ class _Group:
         is_unsharded = (
             is_issuing or self._group.is_unsharded or self._group._all_gather_result is not None
         )
-        storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for param in self._group.fsdp_params
-            for tensor in _gathered_tensors(param)
-        }
         live = Bytes(
-            gathered=sum(storages.values()),
+            gathered=sum(self._storages().values()),
             logical=self._nbytes_when_gathered() if is_unsharded else 0,
             **self._buffers,
         )
         return GroupBytes(self.name, self.kind, live, is_unsharded)
+
+    def _storages(self) -> dict[int, int]:
+        """Bytes of the storages of its unsharded parameters."""
+        return {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for param in self._group.fsdp_params
+            for tensor in _gathered_tensors(param)
+        }
 
     def _nbytes_when_gathered(self) -> int:
         if not self._logical_nbytes:
