@@ -86,10 +86,18 @@ ARMS: dict[str, Callable[[], Config | None]] = {
     "fp8-no-recompute-all": lambda: FP8AC.Config(
         mode="no_recompute", attention="save_float8", fp32="save_float8"
     ),
+    "fp8-offload": lambda: _offloaded("offload"),
+    "fp8-offload-float8": lambda: _offloaded("offload_float8"),
 }
 """By name, what ``--arms`` takes. Any config of Titan's kind will do."""
-_DEFAULT_ARMS = [name for name in ARMS if name != "selective"]
+# On a CPU nothing tells the host's bytes from the device's.
+_DEFAULT_ARMS = [name for name in ARMS if name != "selective" and "offload" not in name]
 _REFERENCES = ("stock-none", "stock-selective")
+
+
+def _offloaded(policy: str) -> FP8AC.Config:
+    """What stock selective keeps, on the host."""
+    return FP8AC.Config(preset="stock", op_policies={"input": policy, "*": policy})
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,15 @@ ITEMS = (
         "benchmarks/ac_host_time.py --rounds 1",
     ),
     Item(
+        "host offload, 8 blocks of 8k tokens",
+        "copies overlap: step time 1.0 of stock's, and the peak of the last two blocks",
+        240,
+        "benchmarks/step_time.py --cuda --blocks --layers 8 --batch 2 "
+        "--arms fp8-offload fp8-offload-float8",
+        "benchmarks/step_time.py --toy --blocks --rounds 1 --layers 4 "
+        "--arms fp8-offload fp8-offload-float8",
+    ),
+    Item(
         "codec, short blocks",
         "the same bandwidth where rows are not whole blocks",
         90,

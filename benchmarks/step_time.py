@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--cuda", action="store_true", help="16B geometry, 4 layers, on a GPU")
     parser.add_argument("--toy", action="store_true", help="what --cuda runs, tiny, on the CPU")
     parser.add_argument("--blocks", action="store_true", help="on a GPU: MoE layers alone")
-    parser.add_argument("--layers", type=int, default=4, help="on a GPU (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="on a GPU, or of --toy (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="on a GPU: sequences (%(default)s)")
     parser.add_argument("--arms", nargs="+", default=["fp8-memory", "fp8-speed"], choices=ARMS)
     parser.add_argument("--tokens", type=int, help="default: 4096 on a GPU, 512 on a CPU")
@@ -161,7 +161,7 @@ def main() -> None:
         size = Size("16B", args.layers, args.batch, tokens, args.blocks)
     elif args.toy:
         tokens = 16
-        size = Size("debugmodel", 2, 2, tokens, args.blocks, device="cpu")
+        size = Size("debugmodel", args.layers, 2, tokens, args.blocks, device="cpu")
     arms = [STOCK, *(arm for arm in args.arms if arm != STOCK)]
     # One after another, before the timed models are all there together.
     peaks = {arm: peak_bytes(arm, size) for arm in arms} if args.cuda and size else {}

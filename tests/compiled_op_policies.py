@@ -10,7 +10,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 from titan_ext.activation_checkpoint.compiled.checkpoint import Decide, Decisions
 from titan_ext.activation_checkpoint.compiled.partition import Saved
-from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, Rule, parse_rules
+from titan_ext.activation_checkpoint.rules import OpLocation, OpPolicy, Rule, parse_rules
 from titan_ext.fp8 import Codec
 
 RULES = {

@@ -1,6 +1,7 @@
 """Shard and run a model on an accelerator that is not CUDA, in shapes alone.
 
-    python -m tests.stand_in_device 2 spmd_types      # expert parallel degree, backend
+    python -m tests.stand_in_device 2 spmd_types            # expert parallel degree, backend
+    python -m tests.stand_in_device 2 spmd_types offload    # what is kept waits on the host
 
 torch lets a backend outside its tree register as "PrivateUse1" (TPUs, Ascend and others do). Here
 that is a device without kernels, on which fake tensors live: shapes, dtypes and devices are real,
@@ -70,7 +71,7 @@ def register() -> torch.library.Library:
     return library
 
 
-def main(ep: int, backend: Any) -> None:
+def main(ep: int, backend: Any, how: str) -> None:
     """Two forwards and backwards of sub-module units with float8 activations."""
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -83,6 +84,7 @@ def main(ep: int, backend: Any) -> None:
     from titan_ext import api, no_accelerator
     from titan_ext.activation_checkpoint import FP8AC
     from titan_ext.activation_checkpoint.memory_report import memory_report_of
+    from titan_ext.fp8.host import Inline
     from titan_ext.stand_ins import use_stand_ins
 
     assert device_type == NAME
@@ -100,10 +102,19 @@ def main(ep: int, backend: Any) -> None:
     use_stand_ins(spec, context_parallel=False, backend=backend)
     config: Any = spec.model
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    config.layers = config.layers[:2]
+    config.layers = config.layers[:4]
     with torch.device("meta"):
         model = config.build()
-    ac_config: Any = FP8AC.Config()
+    table = {"input": "offload_float8", "*": "offload"} if how == "offload" else {}
+    ac_config: Any = FP8AC.Config(op_policies=table)
+    devices: set[tuple[str, str]] = set()
+    copy = Inline.copy
+
+    def watched(self: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        devices.add((source.device.type, target.device.type))
+        return copy(self, target, source)
+
+    Inline.copy = watched
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         dist_utils.get_spmd_context(parallel_dims=dims)(),
@@ -125,10 +136,13 @@ def main(ep: int, backend: Any) -> None:
             out = out.to_local() if hasattr(out, "to_local") else out
             out.float().sum().backward()
     grads = {p.grad.device.type for p in model.parameters() if p.grad is not None}
-    treatments = {row.treatment for row in memory_report_of([model]).rows()}
+    rows = memory_report_of([model]).rows()
+    treatments = {row.treatment for row in rows}
     print(f"device {out.device.type}, gradients on {grads}, kept {sorted(treatments)}")
+    moved = sum(row.host_nbytes for row in rows)
+    print(f"copies {sorted(devices)}, {moved} of {sum(r.nbytes for r in rows) + moved} bytes")
 
 
 if __name__ == "__main__":
     kept = register()
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "")

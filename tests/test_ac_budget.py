@@ -16,20 +16,16 @@ from benchmarks.moe_blocks import BlockRun, Layout
 from tests.cluster import run_ranks
 from tests.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.block_graph import BlockGraph, Node, trace
+from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Node, trace
 from titan_ext.activation_checkpoint.budget import BudgetTooSmallError, Kind, solve, table_of
-from titan_ext.activation_checkpoint.op_policies import (
-    OpLocation,
-    OpPolicy,
-    make_plan,
-    parse_rules,
-)
+from titan_ext.activation_checkpoint.op_policies import make_plan
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
+from titan_ext.activation_checkpoint.rules import OpLocation, OpPolicy, parse_rules
 from titan_ext.fp8.local import local_tensor
 from titan_ext.memory_plan import fsdp_kind
 from titan_ext.op_cost import MACHINES
 
-SAVE, FLOAT8, RECOMPUTE, DISCARD = OpPolicy
+SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 KIB = 2**10
 CPU_STATE = 5200
 """Bytes of torch's random state on a CPU, which a checkpoint keeps, and of the loss."""
@@ -54,7 +50,7 @@ def _some_nodes(seed: int, count: int = 6) -> tuple[Node, ...]:
                 nbytes=nbytes,
                 float8_nbytes=nbytes // 2,
                 codec_ms=draw.random() / 4,
-                policies=frozenset(OpPolicy) - ({DISCARD} if draw.random() < 0.2 else set()),
+                policies=frozenset(CHOICES) - ({DISCARD} if draw.random() < 0.2 else set()),
                 reads=frozenset(draw.sample(range(index), k=min(index, draw.choice([1, 2])))),
                 passes=draw.random() < 0.6,
                 is_read=draw.random() < 0.4,

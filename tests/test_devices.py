@@ -1,6 +1,7 @@
 """Nothing takes CUDA for granted: names in the code, and a run on a device that torch never saw."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,15 +54,30 @@ def test_such_code_would_be_found(line: str):
     assert _cuda_names(line)
 
 
-@pytest.mark.parametrize(("ep", "backend"), [(2, "spmd_types"), (1, "partial_dtensor")])
-def test_a_model_runs_on_a_device_that_is_not_cuda(ep: int, backend: str):
+def _on_the_stand_in(*arguments: str) -> str:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.stand_in_device", str(ep), backend],
+        [sys.executable, "-m", "tests.stand_in_device", *arguments],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "device standin, gradients on {'standin'}" in run.stdout
-    assert "float8 e4m3" in run.stdout
+    return run.stdout
+
+
+@pytest.mark.parametrize(("ep", "backend"), [(2, "spmd_types"), (1, "partial_dtensor")])
+def test_a_model_runs_on_a_device_that_is_not_cuda(ep: int, backend: str):
+    output = _on_the_stand_in(str(ep), backend)
+    assert "device standin, gradients on {'standin'}" in output
+    assert "float8 e4m3" in output
+
+
+def test_what_is_offloaded_leaves_the_device_and_comes_back():
+    output = _on_the_stand_in("2", "spmd_types", "offload")
+    assert "device standin, gradients on {'standin'}" in output
+    match = re.search(
+        r"copies \[\('cpu', 'standin'\), \('standin', 'cpu'\)\], (\d+) of (\d+) bytes", output
+    )
+    assert match, output
+    assert int(match[1]) > 0.9 * int(match[2])

@@ -33,7 +33,7 @@ from titan_ext.activation_checkpoint.compiled.partition import (
     Saved,
     compile_arguments,
 )
-from titan_ext.activation_checkpoint.op_policies import OpPolicy, parse_rules
+from titan_ext.activation_checkpoint.rules import OpPolicy, parse_rules
 from titan_ext.compile import apply_activation_checkpointing, parts
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Wrap, plan_units

@@ -16,9 +16,9 @@ import torch
 import torch.nn as nn
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.block_graph import BlockGraph, trace
+from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
 from titan_ext.activation_checkpoint.budget import Kind, Solution, solve, table_of
-from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt, make_plan
+from titan_ext.activation_checkpoint.op_policies import is_exempt, make_plan
 from titan_ext.activation_checkpoint.solved import KEY, solved_for
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all
@@ -231,7 +231,7 @@ class BudgetPlan:
             return "met without recompute, by no checkpointing at all."
         kept = Counter(policy for chosen in self.solution.chosen for policy in chosen)
         counts = ", ".join(
-            f"{kept[policy]} {policy.value.replace('_', ' in ')}" for policy in OpPolicy
+            f"{kept[policy]} {policy.value.replace('_', ' in ')}" for policy in CHOICES
         )
         return f"met. Operations by policy: {counts}."
 

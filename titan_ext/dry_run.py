@@ -191,7 +191,7 @@ class DryRun(Trainer):
         with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
         if budget is not None:
-            self.memory = MemoryPlan.of(live, budget)
+            self.memory = MemoryPlan.of(live, budget, ranks_per_node())
         if clock is not None:
             self.time = self._step_time(clock, machine)
 

@@ -26,6 +26,7 @@ from torch.distributed import GroupName, distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_ext.fp8 import host
 from titan_ext.fp8.local import plain_tensors, tensors_in
 
 __all__ = [
@@ -50,6 +51,7 @@ class Kind(StrEnum):
     STATES = "optimizer states"
     EXACT = "activations kept exactly"
     FLOAT8 = "activations kept in float8"
+    OFFLOADED = "offloaded activations"
     UNSHARDED = "unsharded units, all-gather buffers"
     REDUCE = "unsharded gradients, reduce-scatter buffers"
     ALL_TO_ALL = "all-to-all outputs"
@@ -83,6 +85,7 @@ _MAKERS = {
     inspect.unwrap(FSDPParamGroup.unshard).__code__: Kind.UNSHARDED,
     inspect.unwrap(FSDPParamGroup.wait_for_unshard).__code__: Kind.UNSHARDED,
     inspect.unwrap(FSDPParamGroup.post_backward).__code__: Kind.REDUCE,
+    host.Offload.copy.__code__: Kind.OFFLOADED,
 }
 """Functions whose storages are of a kind."""
 
@@ -112,9 +115,11 @@ class LiveBytes(TorchDispatchMode):
         parts: The models of this rank. They have run a step: FSDP and the optimizers have made
             what they keep, and DTensor its shapes, which it computes at global size.
         optimizers: Those whose states to count.
-        on_host: Kinds that do not lie on the device; they are not in the sums.
+        on_host: Kinds that do not lie on the device, beside offloaded activations; they are not in
+            the sums.
 
     Attributes:
+        host_peak: The most bytes of offloaded activations.
         moments: Every moment of the step with its own peak, in order.
         groups: Names of the process groups that communicated.
     """
@@ -129,7 +134,8 @@ class LiveBytes(TorchDispatchMode):
         self.moments: list[Peak] = []
         self.groups: set[str] = set()
         self._parts = parts
-        self.on_host = frozenset(on_host)
+        self.on_host = frozenset(on_host) | {Kind.OFFLOADED}
+        self.host_peak = 0
         self._live: dict[int, _Storage] = {}
         self._full: set[int] = set()
         """Those that FSDP empties when it reshards, which no operation shows."""
@@ -262,6 +268,8 @@ class LiveBytes(TorchDispatchMode):
         self._by_kind[kind] += nbytes
         if kind not in self.on_host:
             self._now += nbytes
+        elif kind is Kind.OFFLOADED:
+            self.host_peak = max(self.host_peak, self._by_kind[kind])
 
     def _see_peak(self) -> None:
         if self._now <= self.moments[-1].nbytes:
@@ -345,10 +353,13 @@ class MemoryPlan:
     moments: Sequence[Peak]
     communicators: int
     on_host: frozenset[Kind]
+    host_peak: int = 0
+    ranks_per_node: int = 1
 
     @classmethod
-    def of(cls, live: LiveBytes, budget: Budget) -> "MemoryPlan":
-        return cls(budget, live.peak, live.moments, len(live.groups), live.on_host)
+    def of(cls, live: LiveBytes, budget: Budget, ranks_per_node: int = 1) -> "MemoryPlan":
+        groups, on_host = len(live.groups), live.on_host
+        return cls(budget, live.peak, live.moments, groups, on_host, live.host_peak, ranks_per_node)
 
     @property
     def allowance(self) -> int:
@@ -386,6 +397,12 @@ class MemoryPlan:
         )
         parts = "as given" if budget.allowance is not None else parts
         yield f"{_gib(self.allowance):>8}  allowance, a guess: {parts}"
+        if self.host_peak:
+            ranks = self.ranks_per_node
+            yield (
+                f"{_gib(self.host_peak):>8}  host: {Kind.OFFLOADED} of this rank at most; "
+                f"{_gib(self.host_peak * ranks)} a node of {ranks} such ranks"
+            )
 
 
 def _gib(nbytes: int) -> str:

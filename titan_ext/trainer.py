@@ -112,7 +112,10 @@ class Trainer(TitanTrainer):
         def _check_cuda_graphs(self) -> None:
             if self.training.disable_cuda_graphs:
                 return
+            policy = self.activation_checkpoint
+            offloads = isinstance(policy, FP8AC.Config) and policy.offloads()
             for key, value, why in (
+                ("activation_checkpoint.op_policies: offload", offloads, "offload"),
                 ("parallelism.fsdp_track_memory", self.parallelism.fsdp_track_memory, "measure"),
                 (
                     "debug.record_collectives",

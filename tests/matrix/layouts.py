@@ -272,6 +272,20 @@ _FLOAT8: list[dict[str, Any]] = [
 _FLOAT8_ACTIVATIONS = [
     replace(Run(ac="fp8", parallelize="submodule"), **layout) for layout in _FLOAT8
 ]
+# What stock keeps on the device, on the host. With 4 layers backward fetches some of it.
+_HOST: list[dict[str, Any]] = [
+    {"world": 2, "ep": 2},
+    {"world": 2, "ep": 2, "backend": "partial_dtensor"},
+    {"world": 2, "ep": 2, "ac": "on_host_all"},
+    {"world": 2, "ep": 2, "tp": 2, "backend": "partial_dtensor"},
+    {"world": 2, "ep": 2, "accumulate": 2},
+    {"world": 2, "pp": 2},
+    {"world": 4, "ep": 2, "pp": 2, "schedule": "Interleaved1F1B"},
+    {"model": "qwen3_moe", "world": 2, "ep": 2, "cpu_offload": True},
+]
+_HOST_ACTIVATIONS = [
+    replace(Run(ac="on_host", layers=4, parallelize="submodule"), **layout) for layout in _HOST
+]
 # The third kind of unit, and what "auto" sets with small units across nodes.
 _TUNED: dict[str, Any] = {"prefetch": "auto", "prefetch_backward": 2, "reduce_scatter_buffers": 2}
 _EXPERTS: list[dict[str, Any]] = [
@@ -359,4 +373,5 @@ GROUPS: tuple[list[Run], ...] = (
     _CONVERTERS,
     _CONTEXT,
     _FLOAT8_ACTIVATIONS,
+    _HOST_ACTIVATIONS,
 )

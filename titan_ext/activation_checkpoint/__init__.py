@@ -14,12 +14,12 @@ from titan_ext.activation_checkpoint.memory_report import (
     OpRow,
     memory_report_of,
 )
-from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, Rule
 from titan_ext.activation_checkpoint.policy import (
     FP8AC,
     enable_fp8_activation_checkpointing,
     measure_block,
 )
+from titan_ext.activation_checkpoint.rules import OpLocation, OpPolicy, Rule
 
 __all__ = [
     "FP8AC",

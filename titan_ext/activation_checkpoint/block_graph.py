@@ -28,22 +28,22 @@ from titan_ext.activation_checkpoint.discards import (
     makes_node,
 )
 from titan_ext.activation_checkpoint.op_policies import (
-    INPUT,
     BlockPlan,
-    OpLocation,
-    OpPolicy,
     Resolver,
     is_exchange,
     is_exempt,
-    op_name,
 )
+from titan_ext.activation_checkpoint.rules import INPUT, OpLocation, OpPolicy, op_name
 from titan_ext.fp8 import Codec
 from titan_ext.fp8.local import parts_in, storage_ids, tensors_in
 from titan_ext.op_cost import Machine, op_cost
 
-__all__ = ["BlockGraph", "Call", "Node", "trace"]
+__all__ = ["CHOICES", "BlockGraph", "Call", "Node", "trace"]
 
-SAVE, FLOAT8, RECOMPUTE, DISCARD = OpPolicy
+SAVE, FLOAT8 = OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8
+RECOMPUTE, DISCARD = OpPolicy.RECOMPUTE, OpPolicy.DISCARD
+CHOICES = (SAVE, FLOAT8, RECOMPUTE, DISCARD)
+"""The policies that a budget chooses among."""
 _NORMS = (nn.RMSNorm, nn.LayerNorm)
 _KEPT_EXACTLY = ("aten.topk",)
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -69,7 +69,7 @@ class Node:
     nbytes: int = 0
     float8_nbytes: int = 0
     codec_ms: float = 0.0
-    policies: frozenset[OpPolicy] = frozenset(OpPolicy)
+    policies: frozenset[OpPolicy] = frozenset(CHOICES)
     reads: frozenset[int] = frozenset()
     passes: bool = False
     is_read: bool = False
@@ -330,7 +330,7 @@ class _Sizes:
             small = None if storage in statistics else self._store.float8_nbytes(x)
             nbytes, float8_nbytes = nbytes + whole, float8_nbytes + (small or whole)
             moved += 2 * (x.numel() * x.element_size() + small) if small else 0
-        policies = set(OpPolicy)
+        policies = set(CHOICES)
         if not moved or self._is_exempt(location.module):
             policies.discard(FLOAT8)
         return Node(

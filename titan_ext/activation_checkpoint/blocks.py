@@ -25,18 +25,10 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
-from titan_ext.activation_checkpoint.op_policies import (
-    GEMMS,
-    INPUT,
-    BlockPlan,
-    OpLocation,
-    OpPolicy,
-    Resolver,
-    Rule,
-    is_copy_to_host,
-    op_name,
-)
+from titan_ext.activation_checkpoint.op_policies import BlockPlan, Resolver, is_copy_to_host
+from titan_ext.activation_checkpoint.rules import GEMMS, INPUT, OpLocation, OpPolicy, Rule, op_name
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
+from titan_ext.fp8.host import Offload
 from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids, tensors_in
 from titan_ext.op_cost import count_flops
 
@@ -175,6 +167,7 @@ class BlockCheckpoint:
         plan: Its policies.
         store: Where outputs go.
         locator: Names its operations.
+        offload: Takes what a policy keeps on the host; None if none does.
         options: For ``torch.utils.checkpoint.checkpoint``.
         used_rules: Collects the user's rules that decided an operation.
         on_report: Called with the report of the first forward.
@@ -185,6 +178,7 @@ class BlockCheckpoint:
     plan: BlockPlan
     store: SavedTensorStore
     locator: OpLocator
+    offload: Offload | None
     options: dict[str, Any]
     used_rules: set[Rule]
     on_report: Callable[[BlockMemoryReport], None]
@@ -221,6 +215,7 @@ class _Call:
         self._plan = owner.plan
         self._locator = owner.locator
         self._resolver = Resolver(owner.plan, owner.used_rules, owner.refused_discards)
+        self._host = owner.offload.begin(owner.name) if owner.offload is not None else None
         self._discards = DiscardTracker()
         self._discard_locations: dict[Discarded, OpLocation] = {}
         self._counting = counting
@@ -242,7 +237,7 @@ class _Call:
         if self._plan.may_save(func) or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
             self._location = self._locator.locate(func, args)
             policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
-            if policy is OpPolicy.SAVE_FLOAT8:
+            if policy.is_float8:
                 module, op, _ = self._location
                 self._statistics = set(storage_ids(attention_statistics(module, op, out)))
         self._policy = policy
@@ -262,15 +257,16 @@ class _Call:
             entry: Any = Discarded(x, str(location), len(self._locator.left), location.op)
             self._discards.add(entry, x)
             self._discard_locations[entry] = location
-        elif policy is not OpPolicy.SAVE_FLOAT8 and self._may_stay(x):
+        elif not (policy.is_float8 or policy.on_host) and self._may_stay(x):
             return x
         else:
             reason = _reason(location)
-            if policy is OpPolicy.SAVE_FLOAT8:
+            if policy.is_float8:
                 is_statistic = self._statistics.intersection(storage_ids(x))
                 reason = STATISTIC if is_statistic else None
             name = INPUT if location is _INPUT else str(location)
-            entry = self._owner.store.pack(x, name=name, exact=reason)
+            host = self._host if policy.on_host else None
+            entry = self._owner.store.pack(x, name=name, exact=reason, host=host)
         if self._counting:
             self._entries.append(entry)
         return entry

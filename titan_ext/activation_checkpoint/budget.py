@@ -20,19 +20,14 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from titan_ext.activation_checkpoint.block_graph import BlockGraph, Call, Node
-from titan_ext.activation_checkpoint.op_policies import (
-    INPUT,
-    ROOT,
-    BlockPlan,
-    OpPolicy,
-    parse_rules,
-)
+from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Call, Node
+from titan_ext.activation_checkpoint.op_policies import BlockPlan
+from titan_ext.activation_checkpoint.rules import INPUT, ROOT, OpPolicy, parse_rules
 from titan_ext.names import format_bytes
 
 __all__ = ["BudgetTooSmallError", "Kind", "Solution", "solve", "table_of"]
 
-SAVE, FLOAT8, RECOMPUTE, DISCARD = OpPolicy
+SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 _US = 1e3
 """Microseconds a millisecond: the unit of the objective, so that tolerances suit it."""
 _A_RULE_US = 1e-3
@@ -164,7 +159,7 @@ class _Program:
             }
             columns = {
                 policy: self._column(*(kind.count * x for x in price[policy]), whole=1)
-                for policy in OpPolicy
+                for policy in CHOICES
                 if policy in allowed
             }
             self._row(dict.fromkeys(columns.values(), 1.0), 1, 1)

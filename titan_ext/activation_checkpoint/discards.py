@@ -33,9 +33,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
 
-from titan_ext.activation_checkpoint.op_policies import op_name
+from titan_ext.activation_checkpoint.rules import op_name
 from titan_ext.fp8.local import parts_in, plain_tensors, storage_ids, tensors_in
-from titan_ext.fp8.saved_tensors import StoredEntry, storages_of
+from titan_ext.fp8.stored import StoredEntry, storages_of
 
 READ_NO_VALUES = frozenset(
     """

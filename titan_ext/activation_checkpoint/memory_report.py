@@ -21,7 +21,7 @@ import torch.nn as nn
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.compiled.partition import Saved
-from titan_ext.activation_checkpoint.op_policies import OpPolicy
+from titan_ext.activation_checkpoint.rules import OpPolicy
 from titan_ext.fp8 import Codec, MemoryRow, memory_rows
 
 _KEY = "activation_checkpoint"
@@ -70,8 +70,13 @@ class BlockMemoryReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held until backward."""
+        """Bytes held on the device until backward."""
         return sum(row.nbytes for row in self.stored)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes held on the host until backward."""
+        return sum(row.host_nbytes for row in self.stored)
 
     @property
     def flops(self) -> int:
@@ -96,7 +101,10 @@ class MemoryReport:
     def rows(self) -> list[MemoryRow]:
         """Tensor classes over all blocks."""
         sums = _sums(
-            ((row.name, row.treatment), (row.entries, row.nbytes, row.original_nbytes))
+            (
+                (row.name, row.treatment),
+                (row.entries, row.nbytes, row.original_nbytes, row.host_nbytes),
+            )
             for block in self.blocks
             for row in block.stored
         )
@@ -114,6 +122,7 @@ class MemoryReport:
             "stored(MiB)": sum(b.nbytes for b in self.blocks) / mib,
             "float8(MiB)": by_kind["float8"] / mib,
             "exact(MiB)": by_kind["exact"] / mib,
+            "host(MiB)": sum(b.host_nbytes for b in self.blocks) / mib,
             "recomputed_ops": sum(b.recomputed_ops for b in self.blocks),
             "recomputed(GFLOP)": again / 1e9,
             "recomputed(%)": 100 * again / flops if flops else 0.0,
@@ -121,12 +130,12 @@ class MemoryReport:
         return {f"{_KEY}/{name}": value for name, value in totals.items()}
 
     def __str__(self) -> str:
-        lines = [f"{'tensors':>8} {'MiB':>10} {'bf16 MiB':>10}  treatment, class"]
+        head = f"{'tensors':>8} {'MiB':>10} {'host MiB':>10} {'bf16 MiB':>10}"
+        lines = [f"{head}  treatment, class"]
         for row in self.rows():
-            size, original = row.nbytes / 2**20, row.original_nbytes / 2**20
-            lines.append(
-                f"{row.entries:8} {size:10.3f} {original:10.3f}  {row.treatment}, {row.name}"
-            )
+            sizes = (row.nbytes, row.host_nbytes, row.original_nbytes)
+            columns = " ".join(f"{nbytes / 2**20:10.3f}" for nbytes in sizes)
+            lines.append(f"{row.entries:8} {columns}  {row.treatment}, {row.name}")
         lines += [
             f"{name.partition('/')[2]}: {value:.4g}" for name, value in self.metrics().items()
         ]

@@ -29,9 +29,13 @@ from titan_ext.activation_checkpoint.blocks import (
     restore,
 )
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
-from titan_ext.activation_checkpoint.op_policies import OpPolicy, Rule, is_exempt, op_name
+from titan_ext.activation_checkpoint.op_policies import is_exempt
+from titan_ext.activation_checkpoint.rules import OpPolicy, Rule, op_name
+from titan_ext.fp8 import SavedTensorStore
+from titan_ext.fp8.host import HostGroup, Offload
 from titan_ext.fp8.local import is_plain, parts_in, storage_ids
-from titan_ext.fp8.saved_tensors import SavedTensorStore, StoredEntry, storages_of
+from titan_ext.fp8.saved_tensors import put
+from titan_ext.fp8.stored import StoredEntry, storages_of
 
 if TYPE_CHECKING:
     from titan_ext.activation_checkpoint.policy import FP8AC
@@ -46,6 +50,8 @@ class NoRecomputeBlock(ActivationWrapper):
 
     Args:
         is_exact: Why what a module saves stays exact, if it does; modules named within the block.
+        offload: Takes what modules keep on the host; None if none does.
+        on_host: Whether what a module saves waits there.
         narrows_fp32: Whether fp32 copies of narrower values are kept as these.
     """
 
@@ -57,12 +63,15 @@ class NoRecomputeBlock(ActivationWrapper):
         store: SavedTensorStore,
         locator: OpLocator,
         is_exact: Callable[[str], str | None],
+        offload: Offload | None,
+        on_host: Callable[[str], bool],
         narrows_fp32: bool,
         on_report: Callable[[BlockMemoryReport], None],
     ) -> None:
         super().__init__(block)
         self._name, self._store, self._locator = name, store, locator
         self._is_exact, self._narrows_fp32 = is_exact, narrows_fp32
+        self._offload, self._on_host = offload, on_host
         self._on_report = on_report
         self.report: BlockMemoryReport | None = None
 
@@ -71,6 +80,7 @@ class NoRecomputeBlock(ActivationWrapper):
         exact_storages: set[int] = set()
         self._locator.begin(with_operands=False)
         values = _SavedValues(self._locator)
+        group = self._offload.begin(self._name) if self._offload is not None else None
 
         def pack(x: torch.Tensor) -> Any:
             module = self._locator.module
@@ -80,11 +90,12 @@ class NoRecomputeBlock(ActivationWrapper):
             if reason is None and values.is_statistic(x):
                 reason = STATISTIC
             name = module or "(block)"
+            host = group if self._on_host(module) else None
             narrow = values.source_dtype(x) if self._narrows_fp32 else None
             entry = (
-                _Narrowed(x, narrow, name)
+                _Narrowed(x, narrow, name, host)
                 if narrow is not None
-                else self._store.pack(x, name=name, exact=reason)
+                else self._store.pack(x, name=name, exact=reason, host=host)
             )
             if entry.treatment.startswith("exact") and not isinstance(entry, _Narrowed):
                 exact_storages.update(storage_ids(x))
@@ -107,11 +118,17 @@ def why_exact(config: "FP8AC.Config", rules: Sequence[Rule], block: str, module:
         return "exempt"
     for rule in rules:
         if rule.matches_module(module, block):
-            return "by op_policies" if rule.policy is OpPolicy.SAVE else None
+            return None if rule.policy.is_float8 else "by op_policies"
     parts = module.split(".")
     if "inner_attention" in parts and config.attention != "save_float8":
         return "attention"
     return "routing" if "router" in parts else None
+
+
+def waits_on_host(rules: Sequence[Rule], block: str, module: str) -> bool:
+    """Whether what ``module``, named within ``block``, saves waits on the host."""
+    matching = (rule.policy for rule in rules if rule.matches_module(module, block))
+    return next(matching, OpPolicy.SAVE).on_host
 
 
 @dataclass(frozen=True)
@@ -175,19 +192,25 @@ class _SavedValues(TorchDispatchMode):
 class _Narrowed(StoredEntry):
     """An fp32 tensor, kept in the dtype that it was copied from."""
 
-    def __init__(self, x: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    def __init__(
+        self, x: torch.Tensor, dtype: torch.dtype, name: str, host: HostGroup | None
+    ) -> None:
         self.name = name
         self.treatment = f"exact: as {str(dtype).removeprefix('torch.')}"
         self.original = storages_of(x)
         self._dtype = x.dtype
-        self._value = x.detach().to(dtype)
+        self._values: Sequence[torch.Tensor] = (x.detach().to(dtype),)
+        if host is not None:
+            self.on_host, self.treatment = put(self._values, self.treatment, host)
+            self._values = () if self.on_host else self._values
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield self._value
+        yield from self._values
 
     def restore(self) -> torch.Tensor:
         """The original, bit for bit."""
-        return self._value.to(self._dtype)
+        (value,) = self._values or [kept.get() for kept in self.on_host]
+        return value.to(self._dtype)
 
 
 def _view(x: torch.Tensor) -> tuple[Any, ...]:

@@ -6,10 +6,8 @@ plan saves what stock selective checkpointing saves, or what is expensive. Eager
 ask the same ``Resolver``. Nothing here touches autograd.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -20,147 +18,28 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
-from titan_ext.names import did_you_mean, matches
+from titan_ext.activation_checkpoint.rules import (
+    GROUPED_GEMMS,
+    INPUT,
+    OpLocation,
+    OpPolicy,
+    Rule,
+    join,
+    op_name,
+)
+from titan_ext.names import matches
 
 if TYPE_CHECKING:
     from titan_ext.activation_checkpoint.policy import FP8AC
-
-INPUT = "input"
-"""Stands for the floating-point inputs of the block, instead of an operation's name."""
-
-ROOT = "(block)"
-"""Stands for the block without the modules inside it, instead of a module's name."""
 
 Preset = Literal["memory", "balanced", "speed", "gemms", "attention", "stock"]
 Attention = Literal["auto", "save", "save_float8", "recompute"]
 StockPolicy = Callable[..., CheckpointPolicy]
 """Titan's policy for torch's selective checkpointing; called for each operation, in order."""
 
-_GROUPED = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
-GEMMS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", *_GROUPED)
 _EXPERTS = "moe.routed_experts.inner_experts"
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
-
-class OpPolicy(StrEnum):
-    """What is kept of the outputs of an operation.
-
-    Attributes:
-        SAVE: The outputs.
-        SAVE_FLOAT8: The outputs in float8, where the codec can hold them (docs/fp8_ac.md).
-        RECOMPUTE: Nothing; the operation runs again in backward.
-        DISCARD: Nothing, and the operation does not run again. Backward must not read its outputs;
-            titan_ext checks that.
-    """
-
-    SAVE = "save"
-    SAVE_FLOAT8 = "save_float8"
-    RECOMPUTE = "recompute"
-    DISCARD = "discard"
-
-
-class OpLocation(NamedTuple):
-    """The location of an operation.
-
-    Attributes:
-        module: The innermost module that runs it, named within the block ("" for the block).
-        op: Namespace and name without overload ("aten.mm"), or ``INPUT``.
-        operand: The parameter that it works on, named within ``module`` ("w2_EDF"), or "".
-    """
-
-    module: str
-    op: str
-    operand: str = ""
-
-    def __str__(self) -> str:
-        return ":".join(part for part in (self.module or ROOT, self.op, self.operand) if part)
-
-
-@functools.cache
-def op_name(func: Any) -> str:
-    """``aten.mm`` for ``aten.mm.default``; higher-order operators have a name only."""
-    packet = getattr(func, "overloadpacket", None)
-    return str(packet) if packet is not None else str(getattr(func, "__name__", func))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A policy for the operations that match.
-
-    Attributes:
-        policy: The policy of their outputs.
-        module: Glob for the name of a module, within the block or in the model: it and all modules
-            inside it. "(block)" is the block without them.
-        op: Glob for the operation; "*" for whatever is expensive (GEMMs, attention, exchanges).
-        operand: Glob for the parameter.
-        occurrence: Which of the matching operations in one forward is meant, from 1; 0 for all.
-    """
-
-    policy: OpPolicy
-    module: str = "*"
-    op: str = "*"
-    operand: str = "*"
-    occurrence: int = 0
-
-    def matches(self, location: OpLocation, block: str = "", *, expensive: bool = True) -> bool:
-        """Whether ``location`` in the block called ``block`` matches, its occurrence apart."""
-        if self.module == INPUT or location.op == INPUT:
-            return self.module in (INPUT, "*") and location.op == INPUT and self.op == "*"
-        if self.op == "*" and not expensive:
-            return False
-        return (
-            self.matches_module(location.module, block)
-            and fnmatchcase(location.op, self.op)
-            and fnmatchcase(location.operand, self.operand)
-        )
-
-    def matches_module(self, module: str, block: str = "") -> bool:
-        """Whether a module matches, by its name in the block or by its name in the model."""
-        if self.module == ROOT:
-            return not module
-        return matches(module, self.module) or matches(join(block, module), self.module)
-
-
-def parse_rules(rules: Mapping[str, str], key: str = "op_policies") -> tuple[Rule, ...]:
-    """Parse the rules of a TOML table, in its order.
-
-    Args:
-        rules: ``"module[:op[:operand[:occurrence]]]"`` to a policy, for example
-            ``{"moe.routed_experts:aten._grouped_mm:w2*": "recompute", "input": "save"}``.
-        key: The table's name in messages.
-
-    Raises:
-        ValueError: for a malformed pattern, or a policy, operation or input that there cannot be.
-    """
-    return tuple(_parse(pattern, policy, key) for pattern, policy in rules.items())
-
-
-def _parse(pattern: str, policy: str, key: str) -> Rule:
-    names = [p.value for p in OpPolicy]
-    if policy not in names:
-        raise ValueError(
-            f"{key}.{pattern!r} is {policy!r}; expected one of {', '.join(names)}"
-            f"{did_you_mean(policy, names)}"
-        )
-    parts = pattern.split(":")
-    if not all(parts) or len(parts) > 4:
-        raise ValueError(
-            f"{key}: {pattern!r} is not a pattern; expected module[:op[:operand[:occurrence]]], "
-            'for example "moe.shared_experts.w1" or "*:aten.mm".'
-        )
-    module, op, operand, occurrence = (*parts, *("*", "*", "*", "0")[len(parts) :])
-    if not occurrence.isdecimal():
-        raise ValueError(f"{key}: the occurrence in {pattern!r} must be a number from 1 on.")
-    namespace, _, name = op.partition(".")
-    if namespace == "aten" and name.isidentifier() and not hasattr(torch.ops.aten, name):
-        raise ValueError(f"{key}: torch has no operation {op!r}{did_you_mean(op, GEMMS)}")
-    if module == INPUT and policy not in ("save", "save_float8"):
-        raise ValueError(
-            f'{key}."{INPUT}" is {policy!r}; a block cannot recompute its inputs: expected save '
-            "or save_float8."
-        )
-    return Rule(OpPolicy(policy), module, op, operand, int(occurrence))
 
 
 @dataclass(frozen=True)
@@ -217,7 +96,7 @@ class BlockPlan:
         """Whether a rule without an operation applies to ``op``."""
         if op in ("aten.max", "aten.topk"):
             return False
-        return op in self.stock_ops or op in _GROUPED or op == _CPU_ATTENTION
+        return op in self.stock_ops or op in GROUPED_GEMMS or op == _CPU_ATTENTION
 
     def may_save(self, func: Any) -> bool:
         """False for an operation that is always recomputed, as most are; but see
@@ -307,7 +186,7 @@ class Resolver:
             policy = applying[0].policy
         else:
             policy = next((r.policy for r in preset_rules if self._may_decide(r, location)), base)
-        return OpPolicy.SAVE if is_exempt and policy is OpPolicy.SAVE_FLOAT8 else policy
+        return policy.exact if is_exempt else policy
 
     def _applies(self, rule: Rule) -> bool:
         if not rule.occurrence:
@@ -442,8 +321,3 @@ def is_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (
         device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
     )
-
-
-def join(block: str, module: str) -> str:
-    """The name in the model of a module of ``block``; either may be ""."""
-    return ".".join(part for part in (block, module) if part)

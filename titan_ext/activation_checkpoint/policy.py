@@ -5,7 +5,7 @@ Titan builds it from its config and applies it to a model, like its own policies
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -28,19 +28,19 @@ from titan_ext.activation_checkpoint.memory_report import (
     MemoryReport,
     MemoryReporter,
 )
-from titan_ext.activation_checkpoint.no_recompute import NoRecomputeBlock, why_exact
+from titan_ext.activation_checkpoint.no_recompute import (
+    NoRecomputeBlock,
+    waits_on_host,
+    why_exact,
+)
 from titan_ext.activation_checkpoint.op_policies import (
-    INPUT,
-    ROOT,
     Attention,
     BlockPlan,
-    OpPolicy,
     Preset,
-    Rule,
     is_exempt,
     make_plan,
-    parse_rules,
 )
+from titan_ext.activation_checkpoint.rules import Rule, check_names, parse_rules
 from titan_ext.activation_checkpoint.solved import (
     KEY,
     WatchedPlan,
@@ -50,12 +50,11 @@ from titan_ext.activation_checkpoint.solved import (
     watched,
 )
 from titan_ext.fp8 import Codec
-from titan_ext.names import did_you_mean, matches, table_flag
+from titan_ext.fp8.host import Offload
+from titan_ext.names import BYTES, did_you_mean, parse_bytes, table_flag
 
 Mode = Literal["selective", "full", "no_recompute"]
 Fp32 = Literal["save", "save_float8"]
-
-_CHILDREN = ("attention", "attn", "moe", "feed_forward")
 
 
 class FP8AC(ActivationCheckpointing):
@@ -84,9 +83,16 @@ class FP8AC(ActivationCheckpointing):
 
         op_policies: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
         """
-        "module[:op[:operand[:occurrence]]]" -> save, save_float8, recompute or discard. These are
-        globs; the module is named within the block or in the model. The first that matches decides,
-        before the preset. "input" names the blocks' inputs, "(block)" a block without its modules.
+        "module[:op[:operand[:occurrence]]]" -> save, save_float8, offload, offload_float8,
+        recompute or discard. These are globs; the module is named within the block or in the model.
+        The first that matches decides, before the preset. "input" names the blocks' inputs,
+        "(block)" a block without its modules.
+        """
+
+        offload_limit: str = ""
+        """
+        Most pinned host memory of a rank for "offload" and "offload_float8" ("64GiB"). What finds
+        no room stays on the device. "": no limit.
         """
 
         budget: str = ""
@@ -171,13 +177,22 @@ class FP8AC(ActivationCheckpointing):
                     'Expected false, or policy "full".'
                 )
             for rule in self.rules():
-                stored = rule.policy in (OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8)
-                if self.mode == "no_recompute" and (not stored or rule.op != "*"):
+                if self.mode == "no_recompute" and (not rule.policy.keeps or rule.op != "*"):
                     raise ValueError(
                         f'{KEY}.op_policies: with mode "no_recompute" autograd decides what is '
-                        f"saved; expected modules with save or save_float8, got "
-                        f"{rule.module}:{rule.op} = {rule.policy.value!r}."
+                        f"saved; expected modules with save, save_float8, offload or "
+                        f"offload_float8, got {rule.module}:{rule.op} = {rule.policy.value!r}."
                     )
+            if self.offload_limit and parse_bytes(self.offload_limit) is None:
+                raise ValueError(
+                    f"{KEY}.offload_limit is {self.offload_limit!r}; expected a size such as "
+                    f'"64GiB" (units: {", ".join(BYTES)}), or "" for no limit.'
+                )
+            if self.offload_limit and not self.offloads():
+                raise ValueError(
+                    f"{KEY}.offload_limit is {self.offload_limit!r}, but nothing is offloaded: "
+                    f"expected offload or offload_float8 in {KEY}.op_policies."
+                )
             try:
                 self.codec()
             except ValueError as error:
@@ -191,8 +206,17 @@ class FP8AC(ActivationCheckpointing):
             """``op_policies``, parsed."""
             return parse_rules(self.op_policies, f"{KEY}.op_policies")
 
+        def offloads(self) -> bool:
+            """Whether a rule keeps anything on the host."""
+            return any(rule.policy.on_host for rule in self.rules())
+
         def check_compiled(self) -> None:
             """Raise ValueError for a key that asks for what compiled code cannot do."""
+            if self.offloads():
+                raise ValueError(
+                    f"{KEY}.op_policies: offload and offload_float8 do not run under "
+                    "torch.compile: expected save or save_float8, or compile.enable = false."
+                )
             if self.fp32 != "save":
                 raise ValueError(
                     f'{KEY}.fp32 is {self.fp32!r}; expected "save" under torch.compile, which '
@@ -219,7 +243,7 @@ class FP8AC(ActivationCheckpointing):
             if self.budget:
                 return False  # it may
             if self.mode == "selective" and self.preset == "stock":
-                return any(rule.policy is OpPolicy.SAVE_FLOAT8 for rule in self.rules())
+                return any(rule.policy.is_float8 for rule in self.rules())
             return True
 
     def __init__(
@@ -233,6 +257,8 @@ class FP8AC(ActivationCheckpointing):
         self.reporter = MemoryReporter(config.codec(), dump_folder, lambda: self._wants_float8())
         self._locators: list[OpLocator] = []
         self._watched: dict[str, WatchedPlan] = {}
+        limit = parse_bytes(config.offload_limit)
+        self._offload = Offload(limit, f"{KEY}.offload_limit") if config.offloads() else None
         self._is_prepared = False
         self._prefix = ""
 
@@ -258,7 +284,7 @@ class FP8AC(ActivationCheckpointing):
                 f"{KEY}.score_before_last_gemm: this model was not built for it; call "
                 "titan_ext.activation_checkpoint.early_scores.use_early_scores on its spec first."
             )
-        _check_names(config, model)
+        check_names(KEY, config.rules(), config.exempt, model)
         self.reporter.report_for(model)
 
     def compiled_codec(self) -> Codec:
@@ -300,12 +326,17 @@ class FP8AC(ActivationCheckpointing):
             "name": name,
             "store": block_store(module, config.codec(), compress_fp32=config.fp32 != "save"),
             "locator": locator,
+            "offload": self._offload,
             "on_report": self._take_report,
         }
         if config.mode == "no_recompute":
-            is_exact = functools.partial(why_exact, config, config.rules(), name)
-            narrows = config.fp32 == "save"
-            return NoRecomputeBlock(module, is_exact=is_exact, narrows_fp32=narrows, **common)
+            return NoRecomputeBlock(
+                module,
+                is_exact=functools.partial(why_exact, config, config.rules(), name),
+                on_host=functools.partial(waits_on_host, config.rules(), name),
+                narrows_fp32=config.fp32 == "save",
+                **common,
+            )
         options = {
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
@@ -369,35 +400,6 @@ def heeds_save_all_to_all(config: ActivationCheckpointing.Config | None) -> bool
     if isinstance(config, FP8AC.Config):
         return config.mode == "selective"
     return type(config) is SelectiveAC.Config
-
-
-def _check_names(config: FP8AC.Config, model: nn.Module) -> None:
-    """Raise ValueError for names of modules that the blocks of a model do not have.
-
-    ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a
-    dense stage has no ``moe``) may be in another stage.
-    """
-    layers = model.get_submodule("layers")
-    inside = {name for block in layers.children() for name, _ in block.named_modules()} - {""}
-    if not inside:
-        return
-    whole = getattr(getattr(model, "config", None), "layers", None) or list(layers.children())
-    blocks = [f"layers.{index}" for index in range(len(whole))]
-    in_model = {*blocks, *(f"{block}.{name}" for block in blocks for name in inside)}
-    elsewhere = {name for name in _CHILDREN if name not in inside}
-
-    def check(key: str, patterns: Iterable[str], known: set[str], where: str) -> None:
-        for pattern in patterns:
-            is_elsewhere = elsewhere.intersection(pattern.split("."))
-            if not (is_elsewhere or any(matches(name, pattern) for name in inside | in_model)):
-                raise ValueError(
-                    f"{KEY}.{key}: no module of {where} is called {pattern!r}"
-                    f"{did_you_mean(pattern, known)}"
-                )
-
-    rules = [rule.module for rule in config.rules() if rule.module not in (INPUT, ROOT)]
-    check("op_policies", rules, inside, "a block")
-    check("exempt", config.exempt, in_model, "the model")
 
 
 def enable_fp8_activation_checkpointing(

@@ -16,13 +16,8 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
 from titan_ext import no_accelerator
-from titan_ext.activation_checkpoint.op_policies import (
-    ROOT,
-    BlockPlan,
-    OpLocation,
-    Rule,
-    parse_rules,
-)
+from titan_ext.activation_checkpoint.op_policies import BlockPlan
+from titan_ext.activation_checkpoint.rules import ROOT, OpLocation, Rule, parse_rules
 from titan_ext.names import BYTES, parse_bytes
 
 if TYPE_CHECKING:

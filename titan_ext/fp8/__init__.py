@@ -5,13 +5,8 @@ The package needs torch only, neither TorchTitan nor the rest of titan_ext.
 """
 
 from titan_ext.fp8.codec import Codec, Quantized, dequantize, quantize
-from titan_ext.fp8.saved_tensors import (
-    MemoryRow,
-    SavedTensorStore,
-    StoreMemoryReport,
-    keep_exact,
-    memory_rows,
-)
+from titan_ext.fp8.saved_tensors import SavedTensorStore, keep_exact
+from titan_ext.fp8.stored import MemoryRow, StoreMemoryReport, memory_rows
 
 __all__ = [
     "Codec",

@@ -19,6 +19,10 @@ How a saved tensor is treated; the first rule that applies:
 4. The rest is stored in float8: the local shard of a DTensor, an expanded view without its expanded
    axes. Permuted axes are stored in the order in which they lie in memory. Shape and strides come
    back.
+5. With a ``HostGroup``, what 3 and 4 keep waits on the host, but for small tensors.
+
+So a tensor, a name for it and a treatment (exact or float8, device or host) decide. Who chose the
+treatment, and how, is not known here.
 
 The store waits for every tensor: inside selective checkpointing the output of a running collective
 is a plain tensor. It stores a tensor once, however often it is saved. Like autograd it raises when
@@ -27,9 +31,7 @@ a tensor kept by reference was changed in place; a float8 copy has the value at 
 
 import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,13 +41,17 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
+from titan_ext.fp8.host import HostGroup, HostTensor
 from titan_ext.fp8.local import Layout, is_plain, local_tensor, plain_tensors
+from titan_ext.fp8.stored import StoredEntry, StoreMemoryReport, storages_of
 
 Policy = Callable[[torch.Tensor], str | None]
 """Takes a plain tensor (the local shard); returns why it must stay exact, or None for float8."""
 
+_SMALL = 4096
 
-def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = 4096) -> str | None:
+
+def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = _SMALL) -> str | None:
     """The default policy: fp32 (log-sum-exps, router scores) and small tensors stay exact.
 
     A policy sees shapes and dtypes, not values: attention masks with -inf, or anything else that
@@ -61,101 +67,6 @@ def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = 4096) -> 
     if x.numel() < min_numel:
         return "small"
     return None
-
-
-class StoredEntry:
-    """One stored tensor; alive as long as autograd holds it."""
-
-    name = ""
-    treatment = ""
-    owns_bytes = True
-    original: tuple[tuple[int, int], ...] = ()
-    """(id, bytes) of the storages that autograd would have kept alive."""
-    weak_storages: Sequence[StorageWeakRef] = ()
-
-    def restore(self) -> torch.Tensor:
-        """What was stored, or its approximation."""
-        raise NotImplementedError
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The plain tensors that are kept alive."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """Stored tensors of one class.
-
-    Attributes:
-        name: The caller's name for it (``SavedTensorStore.hooks``): a module, for example.
-        treatment: "float8 e4m3", "exact: <why>" or "passed through: <why>".
-        entries: How many tensors; one saved several times is one.
-        nbytes: Of the storages that are kept alive; 0 for parameters and buffers.
-        original_nbytes: Of the storages that autograd would have kept alive instead.
-    """
-
-    name: str
-    treatment: str
-    entries: int
-    nbytes: int
-    original_nbytes: int
-
-
-def memory_rows(entries: Iterable[StoredEntry]) -> list[MemoryRow]:
-    """What is held now, a row for each name and treatment, sorted.
-
-    Each storage counts once, in the first row that has it. So views of one storage share its bytes,
-    and an expanded view has those of its base.
-    """
-    classes: dict[tuple[str, str], list[StoredEntry]] = defaultdict(list)
-    for entry in {id(entry): entry for entry in entries}.values():
-        classes[entry.name, entry.treatment].append(entry)
-    counted: set[int] = set()
-    counted_original: set[int] = set()
-    rows = []
-    for (name, treatment), members in sorted(classes.items()):
-        owners = [entry for entry in members if entry.owns_bytes]
-        held = dict(s for entry in owners for part in entry.tensors() for s in storages_of(part))
-        original = dict(s for entry in owners for s in entry.original)
-        nbytes = sum(size for storage, size in held.items() if storage not in counted)
-        original_nbytes = sum(n for s, n in original.items() if s not in counted_original)
-        counted |= held.keys()
-        counted_original |= original.keys()
-        rows.append(MemoryRow(name, treatment, len(members), nbytes, original_nbytes))
-    return rows
-
-
-class StoreMemoryReport:
-    """What a store holds now, in bytes."""
-
-    def __init__(self, entries: Iterable[StoredEntry]) -> None:
-        self._entries = entries
-
-    def rows(self) -> list[MemoryRow]:
-        return memory_rows(self._entries)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the store keeps alive."""
-        return sum(row.nbytes for row in self.rows())
-
-    @property
-    def original_nbytes(self) -> int:
-        """Bytes that autograd would keep alive without the store."""
-        return sum(row.original_nbytes for row in self.rows())
-
-    def __str__(self) -> str:
-        lines = [f"{'tensors':>8} {'bytes':>14} {'without':>14}  class"]
-        for row in self.rows():
-            label = f"{row.name}: {row.treatment}" if row.name else row.treatment
-            lines.append(f"{row.entries:8} {row.nbytes:14,} {row.original_nbytes:14,}  {label}")
-        return "\n".join(lines)
-
-
-def storages_of(x: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """(id, bytes) of the storages behind ``x``; an id is good while a reference to it is held."""
-    storages = [part.untyped_storage() for part in plain_tensors(x)]
-    return tuple((storage._cdata, storage.nbytes()) for storage in storages)
 
 
 class SavedTensorStore:
@@ -207,10 +118,18 @@ class SavedTensorStore:
         return StoreMemoryReport(self._entries)
 
     @torch.no_grad()
-    def pack(self, x: torch.Tensor, *, name: str = "", exact: str | None = None) -> StoredEntry:
+    def pack(
+        self,
+        x: torch.Tensor,
+        *,
+        name: str = "",
+        exact: str | None = None,
+        host: HostGroup | None = None,
+    ) -> StoredEntry:
         """Store ``x``. Only the result keeps it stored; pass it to ``unpack``.
 
         ``exact`` says why it must stay exact, where the caller knows; else the policy is asked.
+        With ``host`` it waits there, if it can.
         """
         if isinstance(x, AsyncCollectiveTensor):
             x = local_tensor(x)
@@ -219,7 +138,7 @@ class SavedTensorStore:
         key = _key(x)
         entry = self._by_key.get(key)
         if entry is None:
-            entry = self._store(x, exact)
+            entry = self._store(x, exact, host)
             entry.name = name
             entry.original = storages_of(x)
             entry.weak_storages = [StorageWeakRef(t.untyped_storage()) for t in plain_tensors(x)]
@@ -237,14 +156,12 @@ class SavedTensorStore:
 
     def float8_nbytes(self, x: torch.Tensor) -> int | None:
         """The bytes that ``pack`` would keep of a plain tensor in float8; None if exactly."""
-        if x.dtype not in SUPPORTED_DTYPES or not x.numel():
+        if not x.numel():
             return None
         dense, _ = _as_in_memory(x)
-        nbytes = self.codec.nbytes(dense.shape)
-        would_shrink = nbytes < x.untyped_storage().nbytes()
-        return nbytes if would_shrink and not self._policy(dense) else None
+        return None if self._why_exact(x, dense, None) else self.codec.nbytes(dense.shape)
 
-    def _store(self, x: torch.Tensor, exact: str | None) -> StoredEntry:
+    def _store(self, x: torch.Tensor, exact: str | None, host: HostGroup | None) -> StoredEntry:
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
             return _Kept(x, "passed through: parameter", owns_bytes=False)
         if self._is_module_state(x):
@@ -256,22 +173,29 @@ class SavedTensorStore:
             return _Kept(x, f"passed through: {type(x).__name__} of {type(local).__name__}")
         # Where a collective is still writing to it. On an accelerator the stream waits.
         torch.ops._c10d_functional.wait_tensor(local)
-        if local.dtype not in SUPPORTED_DTYPES:
-            return _Kept(x, f"exact: {str(local.dtype).removeprefix('torch.')}")
+        if local.numel() < _SMALL:
+            host = None
         dense, undo = _as_in_memory(local)
-        if why := exact or self._policy(dense):
-            return _Kept(x, f"exact: {why}")
-        if self.codec.nbytes(dense.shape) >= local.untyped_storage().nbytes():
-            return _Kept(x, "exact: would not shrink")
+        if why := self._why_exact(local, dense, exact):
+            return _kept(x, local, f"exact: {why}", host)
         layout = Layout.of(x) if isinstance(x, DTensor) else None
-        return self._to_float8(dense, undo, layout)
+        return self._to_float8(dense, undo, layout, host)
+
+    def _why_exact(self, x: torch.Tensor, dense: torch.Tensor, exact: str | None) -> str | None:
+        if x.dtype not in SUPPORTED_DTYPES:
+            return str(x.dtype).removeprefix("torch.")
+        if why := exact or self._policy(dense):
+            return why
+        would_shrink = self.codec.nbytes(dense.shape) < x.untyped_storage().nbytes()
+        return None if would_shrink else "would not shrink"
 
     def _to_float8(
         self,
         dense: torch.Tensor,
         undo: Callable[[torch.Tensor], torch.Tensor],
         layout: Layout | None,
-    ) -> "_Float8":
+        host: HostGroup | None,
+    ) -> StoredEntry:
         one_kernel = self._one_kernel
         if one_kernel is None:
             one_kernel = compiles_for(dense.device)
@@ -285,7 +209,7 @@ class SavedTensorStore:
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
         step = self._next_step(dense.device)
         stored = ops.float8_quantize(matrix, codec, step, one_kernel)
-        return _Float8(stored, restore, f"float8 {self.codec.dtype}")
+        return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
 
     def _next_step(self, device: torch.device) -> torch.Tensor | None:
         """New noise for each tensor: a counter on the device, which a CUDA graph advances."""
@@ -340,16 +264,21 @@ def compiles_for(device: torch.device) -> bool:
 class _Float8(StoredEntry):
     def __init__(
         self,
-        stored: tuple[torch.Tensor, torch.Tensor],
+        stored: tuple[torch.Tensor, ...],
         restore: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         treatment: str,
+        host: HostGroup | None,
     ) -> None:
         self.stored = stored
         self._restore = restore
         self.treatment = treatment
+        if host is not None:
+            self.on_host, self.treatment = put(stored, treatment, host)
+            if self.on_host:
+                self.stored = ()
 
     def restore(self) -> torch.Tensor:
-        return self._restore(*self.stored)
+        return self._restore(*(self.stored or (x.get() for x in self.on_host)))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.stored
@@ -374,6 +303,50 @@ class _Kept(StoredEntry):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from plain_tensors(self.tensor)
+
+
+class _Away(StoredEntry):
+    """Exactly, on the host."""
+
+    def __init__(self, x: torch.Tensor, on_host: Sequence[HostTensor], treatment: str) -> None:
+        self.on_host, self.treatment = on_host, treatment
+        self._wrap: Callable[[torch.Tensor], torch.Tensor] = lambda local: local
+        if isinstance(x, DTensor):
+            bare: Any = x.detach()
+            names, context = bare.__tensor_flatten__()
+            mesh = {name: getattr(bare, name) for name in names if name != "_local_tensor"}
+            kind, size, stride = type(x), x.size(), x.stride()
+            self._wrap = lambda local: kind.__tensor_unflatten__(
+                {"_local_tensor": local, **mesh}, context, size, stride
+            )
+
+    def restore(self) -> torch.Tensor:
+        (kept,) = self.on_host
+        return self._wrap(kept.get())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from ()
+
+
+def _kept(
+    x: torch.Tensor, local: torch.Tensor, treatment: str, host: HostGroup | None
+) -> StoredEntry:
+    """``x`` exactly, by reference or on the host; ``local`` are its values."""
+    on_host: Sequence[HostTensor] = ()
+    if host is not None:
+        on_host, treatment = put((local,), treatment, host)
+    return _Away(x, on_host, treatment) if on_host else _Kept(x, treatment)
+
+
+def put(
+    tensors: Sequence[torch.Tensor], treatment: str, host: HostGroup
+) -> tuple[Sequence[HostTensor], str]:
+    """``tensors`` on the host, or () if there is no room; and the treatment to report."""
+    moved = [host.put(x) for x in tensors]
+    kept = [x for x in moved if x is not None]
+    if len(kept) < len(moved):
+        return (), f"{treatment}, no room on the host"
+    return kept, f"{treatment}, on the host"
 
 
 def _key(x: torch.Tensor) -> tuple[Any, ...]:

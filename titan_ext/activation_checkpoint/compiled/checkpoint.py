@@ -25,15 +25,8 @@ from torch.utils.checkpoint import (
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_ext.activation_checkpoint.compiled.partition import Saved, add_state, annotation
-from titan_ext.activation_checkpoint.op_policies import (
-    BlockPlan,
-    OpLocation,
-    OpPolicy,
-    Resolver,
-    Rule,
-    join,
-    op_name,
-)
+from titan_ext.activation_checkpoint.op_policies import BlockPlan, Resolver
+from titan_ext.activation_checkpoint.rules import OpLocation, OpPolicy, Rule, join, op_name
 from titan_ext.fp8 import Codec
 from titan_ext.fp8.local import parts_in, plain_tensors
 

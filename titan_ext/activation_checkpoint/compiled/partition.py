@@ -39,7 +39,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false, has_free_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_ext.activation_checkpoint.op_policies import OpPolicy, op_name
+from titan_ext.activation_checkpoint.rules import OpPolicy, op_name
 from titan_ext.fp8 import Codec, Quantized, codec, dequantize, quantize
 from titan_ext.fp8.codec import SUPPORTED_DTYPES
 
