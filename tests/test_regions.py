@@ -1,0 +1,94 @@
+"""The treatments of kept tensors under ``torch_remat``, which names regions of model code.
+
+Titan's next release checkpoints with it. What a region keeps comes to the same store, through hooks
+of the same form.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from titan_ext.activation_checkpoint.rules import OpPolicy
+from titan_ext.fp8 import SavedTensorStore
+from titan_ext.fp8.host import Offload
+
+remat = pytest.importorskip("torch_remat", reason="pip install torch_remat==0.2.2")
+
+_BLOCKS = 4
+_EXACT = {"input": OpPolicy.SAVE, "w1": OpPolicy.SAVE, "w2": OpPolicy.RECOMPUTE}
+
+
+class _Block(nn.Module):
+    """Two regions and an activation between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x: torch.Tensor, enter: Any, policies: dict[str, OpPolicy]) -> torch.Tensor:
+        y = x
+        for name in ("w1", "w2"):
+            with enter(name):
+                save = policies[name].keeps
+                y = remat.region(getattr(self, name), name, recompute=not save)(y)
+            if save:
+                remat.recompute_needs_tensor(y)
+            y = torch.sin(y)
+        return x + y
+
+
+def _run(policies: dict[str, OpPolicy]) -> tuple[dict[str, torch.Tensor], SavedTensorStore, int]:
+    """Gradients, the store, and the bytes on the host after the forward."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(_Block() for _ in range(_BLOCKS)).bfloat16()
+    store, offload = SavedTensorStore(modules=[model]), Offload()
+    x = torch.randn(64, 256).bfloat16().requires_grad_()
+    h = x
+    for i, block in enumerate(model):
+        group = offload.begin(f"layers.{i}")
+
+        def enter(name: str, group: Any = group) -> Any:
+            policy = policies[name]
+
+            def pack(x: torch.Tensor) -> Any:
+                exact = None if policy.is_float8 else "by policy"
+                host = group if policy.on_host else None
+                return store.pack(x, name=name, exact=exact, host=host)
+
+            return remat.saved_tensors_hooks(pack, store.unpack)
+
+        with enter("input"):
+            h = remat.checkpoint(region_name=f"layers.{i}")(block)(h, enter, policies)
+    on_host = sum(row.host_nbytes for row in store.memory_report.rows())
+    h.float().sum().backward()
+    assert x.grad is not None
+    gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    return {"x": x.grad, **gradients}, store, on_host
+
+
+def _moved(policies: dict[str, OpPolicy]) -> dict[str, OpPolicy]:
+    there = {OpPolicy.SAVE: OpPolicy.OFFLOAD, OpPolicy.SAVE_FLOAT8: OpPolicy.OFFLOAD_FLOAT8}
+    return {name: there.get(policy, policy) for name, policy in policies.items()}
+
+
+@pytest.mark.parametrize("kept", [OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8])
+def test_regions_are_treated_as_operations_are(kept: OpPolicy):
+    policies = {**_EXACT, "w1": kept}
+    on_device, store, _ = _run(policies)
+    on_host, moved_store, nbytes = _run(_moved(policies))
+    for name, gradient in on_device.items():
+        assert torch.equal(gradient, on_host[name]), name
+    assert nbytes >= _BLOCKS * (64 * 256 * 2 + 64 * 512), "inputs, and what w1 keeps"
+    assert not store.memory_report.rows()
+    assert not moved_store.memory_report.rows(), "freed by backward"
+
+
+def test_float8_in_a_region_changes_gradients_a_little():
+    exact, _, _ = _run(_EXACT)
+    float8, _, _ = _run({**_EXACT, "w1": OpPolicy.SAVE_FLOAT8})
+    assert not all(torch.equal(g, float8[name]) for name, g in exact.items())
+    for name, g in exact.items():
+        cosine = torch.cosine_similarity(g.double().flatten(), float8[name].double().flatten(), 0)
+        assert cosine > 0.995, name
