@@ -1,10 +1,13 @@
 """Bytes against milliseconds of activation checkpointing: presets, stock, and what is possible.
 
     python benchmarks/ac_frontier.py --out docs/images/frontier.png
+    python benchmarks/ac_frontier.py --grid --model deepseek_v3_16b qwen3_30b_a3b gpt_oss_20b
 
-One MoE block of DeepSeek-V3 16B with 4096 tokens a rank, traced in a dry run of 8 ranks at EP 1 and
-EP 8. Figures are priced, not measured: bytes are those that a real block holds (tests), the
-milliseconds of recompute and codec come from ``op_cost`` at an H100's rates.
+One MoE block with 4096 tokens a rank, traced in a dry run of 8 ranks at EP 1 and EP 8. Figures are
+priced, not measured: bytes are those that a real block holds (tests), the milliseconds of recompute
+and codec come from ``op_cost`` at an H100's rates.
+
+``--grid`` solves 12 budgets instead, and compares each with the fastest policy that holds no more.
 """
 
 import argparse
@@ -20,6 +23,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 MIB = 2**20
 RANKS = 8
+GRID = 12
 CURVES: dict[str, dict[str, Any]] = {
     "budget, nothing in float8": {"float8": False},
     "budget, attention exact": {},
@@ -38,22 +42,23 @@ _LABELS = {"memory": ("right", 3), "speed": ("left", -10), "no checkpointing": (
 """Where a label goes: its aligned side, and points above."""
 
 
-def frontier(ep: int) -> dict[str, Any]:
+def frontier(model_name: str, ep: int, *, grid: bool = False) -> dict[str, Any]:
     """Points ``[MiB, ms]`` of policies and of curves; one layout in a process."""
     from titan_ext import no_accelerator
     from titan_ext.activation_checkpoint import FP8AC
     from titan_ext.activation_checkpoint.budget import BudgetTooSmallError, Kind, solve
-    from titan_ext.activation_checkpoint.op_policies import make_plan
+    from titan_ext.activation_checkpoint.presets import make_plan
     from titan_ext.budget_plan import TracedBlocks, settings_of
     from titan_ext.config_registry import resolve_config
     from titan_ext.dry_run import as_rank, dry_run
     from titan_ext.op_cost import MACHINES
 
     flags = ["--training.local_batch_size", "1", "--training.seq_len", "4096"]
+    flags += ["--training.disable_cuda_graphs"]  # as EP's standard dispatcher needs it
     flags += ["--parallelism.expert_parallel_degree", str(ep), "activation_checkpoint:none"]
     with as_rank(RANKS, 0):
         with no_accelerator.as_with_an_accelerator():
-            config = resolve_config("deepseek_v3_16b", flags).config
+            config = resolve_config(model_name, flags).config
         model = config.model_spec.model
         model.layers = model.layers[:2]  # a dense block, and one with experts
         traced = TracedBlocks(dry_run(config, RANKS), settings_of(None))
@@ -82,20 +87,27 @@ def frontier(ep: int) -> dict[str, Any]:
         **{f"{name}, all-to-alls saved": point for name, point in saved.items()},
         "no checkpointing": [block.graph.none_nbytes / MIB, 0.0],
     }
-    grid = {*(mib for mib, _ in policies.values()), *(10 * 1.25**k for k in range(21))}
-    points = sorted(mib for mib in grid if mib <= block.graph.none_nbytes / MIB)
+    most = block.graph.none_nbytes / MIB
+    if grid:
+        least = min(mib for mib, _ in policies.values())
+        tried = {least * (most / least) ** (k / GRID) for k in range(GRID)}
+        tried.add(policies["stock selective"][0])
+    else:
+        tried = {*(mib for mib, _ in policies.values()), *(10 * 1.25**k for k in range(21))}
+    points = sorted(mib for mib in tried if mib <= most)
     curves = {
         name: [point for mib in points if (point := best(mib, **options)) is not None]
         for name, options in CURVES.items()
     }
-    return {"ep": ep, "forward_ms": forward, "policies": policies, "curves": curves}
+    title = f"{model_name}, EP {ep}"
+    return {"title": title, "forward_ms": forward, "policies": policies, "curves": curves}
 
 
 def table(result: dict[str, Any]) -> str:
     """A line a policy, and what is possible at its bytes."""
     curves = {name: dict(points) for name, points in result["curves"].items()}
     lines = [
-        f"EP {result['ep']}: forward {result['forward_ms']:.2f} ms",
+        f"{result['title']}: forward {result['forward_ms']:.2f} ms",
         f"{'':34}{'MiB':>7}{'ms':>7}" + "".join(f"{name:>32}" for name in curves),
     ]
     for name, (mib, ms) in sorted(result["policies"].items(), key=lambda item: item[1]):
@@ -104,6 +116,22 @@ def table(result: dict[str, Any]) -> str:
             for curve in curves.values()
         )
         lines.append(f"{name:34}{mib:7.1f}{ms:7.2f}" + "".join(f"{cell:>32}" for cell in cells))
+    return "\n".join(lines)
+
+
+def grid_table(result: dict[str, Any]) -> str:
+    """A line a budget: the best possible, and the fastest policy that holds no more."""
+    exact, inexact = (dict(result["curves"][name]) for name in list(CURVES)[1:])
+    lines = [f"{result['title']}: MiB, ms with attention exact, in float8, fastest policy"]
+    for mib in sorted(inexact):
+        fits = [(ms, name) for name, (held, ms) in result["policies"].items() if held <= mib]
+        ms, name = min(fits)
+        best = exact.get(mib, inexact[mib])
+        lines.append(
+            f"{mib:7.1f}{best:7.2f}{inexact[mib]:7.2f}{ms:7.2f} {name} ({inexact[mib] / ms:.0%})"
+            + (f", {best / ms:.0%} exact" if mib in exact else "")
+            + (", slower" if best > 1.0001 * ms else "")
+        )
     return "\n".join(lines)
 
 
@@ -134,7 +162,7 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
             )
         axes.axhline(result["forward_ms"], color="grey", linestyle=":", linewidth=0.8)
         axes.text(500, result["forward_ms"] + 0.03, "one forward", color="grey", fontsize=8)
-        axes.set_title(f"DeepSeek-V3 16B, one MoE block, 4096 tokens, EP {result['ep']}")
+        axes.set_title(f"{result['title']}: one MoE block, 4096 tokens")
         axes.set_xlabel("MiB held until backward")
         axes.set_xlim(0, 900)
         axes.set_ylim(0, 3.2)
@@ -144,26 +172,31 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
     axes.plot([], [], "rs", label="presets of titan_ext")
     axes.plot([], [], "s", color="grey", markerfacecolor="none", label="hollow: all-to-alls saved")
     axes.set_ylabel("milliseconds of recompute and float8 codec (priced, H100)")
-    axes.legend(loc="upper right", fontsize=8)
-    figure.tight_layout()
+    figure.legend(*axes.get_legend_handles_labels(), loc="lower center", ncol=6, fontsize=8)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(file, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ep", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--model", nargs="+", default=["deepseek_v3_16b"])
+    parser.add_argument("--grid", action="store_true", help="12 budgets instead of the curves")
     parser.add_argument("--out", type=Path, help="where to draw")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one is not None:
-        print(json.dumps(frontier(arguments.one)))
+    if arguments.one:
+        (model,), (ep,) = arguments.model, arguments.ep
+        print(json.dumps(frontier(model, ep, grid=arguments.grid)))
         return
     results = []
-    for ep in arguments.ep:
-        command = [sys.executable, __file__, "--one", str(ep)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-        print(table(results[-1]), flush=True)
+    for model in arguments.model:
+        for ep in arguments.ep:
+            command = [sys.executable, __file__, "--one", "--model", model, "--ep", str(ep)]
+            command += ["--grid"] if arguments.grid else []
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+            print((grid_table if arguments.grid else table)(results[-1]), flush=True)
     if arguments.out is not None:
         draw(results, arguments.out)
 

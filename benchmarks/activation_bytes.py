@@ -73,12 +73,11 @@ ARMS: dict[str, Callable[[], Config | None]] = {
     "fp8-memory-attention": lambda: FP8AC.Config(
         mode="selective", preset="memory", attention="save_float8"
     ),
-    "fp8-speed-exact": lambda: FP8AC.Config(preset="speed", attention="save"),
+    "fp8-speed-attention": lambda: FP8AC.Config(preset="speed", attention="save_float8"),
     "fp8-balanced": lambda: FP8AC.Config(preset="balanced"),
     "fp8-balanced-early": lambda: FP8AC.Config(preset="balanced", score_before_last_gemm=True),
     "fp8-gemms": lambda: FP8AC.Config(preset="gemms"),
     "fp8-gemms-early": lambda: FP8AC.Config(preset="gemms", score_before_last_gemm=True),
-    "fp8-balanced-exact": lambda: FP8AC.Config(preset="balanced", attention="save"),
     "fp8-speed-early": lambda: FP8AC.Config(preset="speed", score_before_last_gemm=True),
     "fp8-no-recompute-attention": lambda: FP8AC.Config(
         mode="no_recompute", attention="save_float8"

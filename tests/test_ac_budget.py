@@ -18,8 +18,8 @@ from tests.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Node, trace
 from titan_ext.activation_checkpoint.budget import BudgetTooSmallError, Kind, solve, table_of
-from titan_ext.activation_checkpoint.op_policies import make_plan
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
+from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.activation_checkpoint.rules import OpLocation, OpPolicy, parse_rules
 from titan_ext.fp8.local import local_tensor
 from titan_ext.memory_plan import fsdp_kind
@@ -171,8 +171,9 @@ def test_the_real_block_keeps_what_was_solved_and_its_gradients_are_exact(block,
         assert torch.equal(gradient, block.gradients[name]), name
 
 
-def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, list[str]]:
-    """A table solved from rank 0's block, its bytes solved and held there, wrong gradients."""
+def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[str]]:
+    """A table solved from rank 0's block, its bytes solved and held there, how much slower the
+    worst preset is than the best table for its bytes, and wrong gradients."""
     run = BlockRun("debug", Layout(ep=2), 256)
 
     def measure(config) -> tuple[int, dict[str, torch.Tensor]]:
@@ -203,6 +204,11 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, list[str]]:
             run.forward(model, leaf).backward()
     (graph,) = graphs
     found = solve([Kind(graph)], graph.none_nbytes // 3, float8=False)
+    slower = 0.0
+    for preset in ("memory", "balanced", "speed", "gemms"):
+        preset_plan = make_plan(module, name, FP8AC.Config(preset=preset))
+        held, ms = graph.price(graph.policies_of(preset_plan))
+        slower = max(slower, ms / solve([Kind(graph)], held).ms)
     plan = make_plan(module, name, FP8AC.Config(preset="stock"))
     tables = [table_of([Kind(graph)], found.chosen, [plan])]
     dist.broadcast_object_list(tables)  # ranks have other tokens, but need one table
@@ -211,16 +217,17 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, list[str]]:
     wrong = [n for n, gradient in gradients.items() if not torch.equal(gradient, expected[n])]
     dist.barrier()
     dist.destroy_process_group()
-    return tables[0], found.nbytes, nbytes, wrong
+    return tables[0], found.nbytes, nbytes, slower, wrong
 
 
 def test_discarded_exchanges_and_what_is_written_in_place(tmp_path):
     first, second = run_ranks(_with_experts_on_two_ranks, 2, log_folder=tmp_path)
-    table, solved, nbytes, wrong = first
+    table, solved, nbytes, slower, wrong = first
     assert table["moe.routed_experts:aten.index_put_"] == "discard"
     exchanges = [policy for pattern, policy in table.items() if "all_to_all" in pattern]
     assert "discard" in exchanges
     assert nbytes == pytest.approx(solved, rel=0.01)
+    assert 1 <= slower < 1.2
     assert wrong == second[-1] == []
 
 
@@ -235,12 +242,12 @@ def test_float8_where_it_pays(block):
         assert close > 0.998, name
 
 
-@pytest.mark.parametrize("preset", ["stock", "memory", "balanced", "speed", "gemms", "attention"])
-def test_no_preset_is_faster_at_its_bytes(block, preset):
-    plan = block.plan(preset=preset)
-    nbytes, ms = block.graph.price(block.graph.policies_of(plan))
-    exact = plan.attention in (None, SAVE)
-    assert solve(block.kinds, nbytes, exact_attention=exact).ms <= ms
+@pytest.mark.parametrize("preset", ["stock", "memory", "balanced", "speed", "gemms"])
+def test_no_preset_is_faster_at_its_bytes_nor_much_slower(block, preset):
+    nbytes, ms = block.graph.price(block.graph.policies_of(block.plan(preset=preset)))
+    best = solve(block.kinds, nbytes).ms
+    assert best <= ms
+    assert ms <= 1.2 * best or preset == "stock"
 
 
 def test_norms_and_routing_are_not_up_for_choice(block):

@@ -96,7 +96,7 @@ from torchtitan.protocols.module import Module as TitanModule
 
 from titan_ext import limits, memory_plan, optim
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.op_policies import make_plan
+from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
 from titan_ext.guards import folder

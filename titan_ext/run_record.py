@@ -253,15 +253,10 @@ def _activations(trainer: Any) -> list[str]:
     kept, exact, host = (
         sum(getattr(row, f) for row in rows) for f in ("nbytes", "original_nbytes", "host_nbytes")
     )
-    policy, stock = trainer.config.activation_checkpoint, ""
-    saves, stock_saves = _save_all_to_all(trainer)
-    alike = trainer.parallel_dims.ep == 1 or saves == stock_saves
-    if policy.mode == "selective" and policy.preset == "memory" and alike:
-        stock = ", as stock selective would"
     on_host = f" on the device, {format_bytes(host)} on the host" if host else ""
     return [
-        f"activations kept for backward: {format_bytes(kept)}{on_host} a forward; not compressed"
-        f"{stock}: {format_bytes(exact)} ({kept / exact:.2f})"
+        f"activations kept for backward: {format_bytes(kept)}{on_host} a forward; not compressed: "
+        f"{format_bytes(exact)} ({kept / exact:.2f})"
     ]
 
 

@@ -57,6 +57,7 @@ READ_NO_VALUES = frozenset(
 _HARMLESS_FUNCTIONS = (
     "spmd_types.",
     "titan_ext.dispatch.",
+    "torchtitan.models.gpt_oss.",
     "torch._library.autograd",
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.tensor._api",

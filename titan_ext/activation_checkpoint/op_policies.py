@@ -9,15 +9,11 @@ ask the same ``Resolver``. Nothing here touches autograd.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn as nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import CheckpointPolicy
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
 from titan_ext.activation_checkpoint.rules import (
     GROUPED_GEMMS,
     INPUT,
@@ -29,16 +25,10 @@ from titan_ext.activation_checkpoint.rules import (
 )
 from titan_ext.names import matches
 
-if TYPE_CHECKING:
-    from titan_ext.activation_checkpoint.policy import FP8AC
-
-Preset = Literal["memory", "balanced", "speed", "gemms", "attention", "stock"]
-Attention = Literal["auto", "save", "save_float8", "recompute"]
 StockPolicy = Callable[..., CheckpointPolicy]
 """Titan's policy for torch's selective checkpointing; called for each operation, in order."""
 
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
-_EXPERTS = "moe.routed_experts.inner_experts"
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -180,12 +170,13 @@ class Resolver:
     def _decide(self, location: OpLocation, base: OpPolicy) -> OpPolicy:
         user_rules, preset_rules, is_exempt = self._plan.candidates(location)
         # Every rule counts its matches, so each is asked, whatever an earlier one decides.
-        applying = [rule for rule in user_rules if self._applies(rule)]
-        if applying:
-            self._used_rules.add(applying[0])
-            policy = applying[0].policy
+        by_user = [rule for rule in user_rules if self._applies(rule)]
+        by_preset = [rule for rule in preset_rules if self._applies(rule)]
+        if by_user:
+            self._used_rules.add(by_user[0])
+            policy = by_user[0].policy
         else:
-            policy = next((r.policy for r in preset_rules if self._may_decide(r, location)), base)
+            policy = next((r.policy for r in by_preset if self._may_decide(r, location)), base)
         return policy.exact if is_exempt else policy
 
     def _applies(self, rule: Rule) -> bool:
@@ -198,116 +189,9 @@ class Resolver:
         return rule.policy is not OpPolicy.DISCARD or location not in self._refused_discards
 
 
-def make_plan(
-    block: nn.Module, name: str, config: "FP8AC.Config", *, saves_all_to_all: bool = True
-) -> BlockPlan:
-    """The plan of one block called ``name`` in the model, for mode "selective" or "full".
-
-    Expert parallelism has been applied to ``block``, if it will be. ``saves_all_to_all`` says
-    whether to save what an exchange of tokens delivers, and not only the counts of it.
-    """
-    mode, preset = config.mode, config.preset
-    stock = SelectiveAC(SelectiveAC.Config())
-    # The wrapper is not used, its policy is.
-    wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
-    contexts = wrapper.checkpoint_fn.keywords["context_fn"]
-    attention = _resolve_attention(config.attention, preset, block)
-    float8 = mode == "full" or preset != "stock"
-    exact = mode == "selective" and _recomputes_qkv(preset, attention, block)
-    base = "stock" if preset in ("memory", "stock") else "expensive"
-    preset_rules = _preset_rules(preset, attention, block, saves_all_to_all)
-    return BlockPlan(
-        name=name,
-        user_rules=config.rules(),
-        preset_rules=() if mode == "full" else preset_rules,
-        base="routing" if mode == "full" else base,
-        saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
-        attention=attention if float8 else None,
-        input=OpPolicy.SAVE_FLOAT8 if float8 and not exact else OpPolicy.SAVE,
-        saves_all_to_all=saves_all_to_all,
-        exempt=tuple(config.exempt),
-        stock_policy=lambda: contexts()[0].policy_fn,
-        stock_ops=frozenset(op_name(op) for op in stock.get_save_ops()),
-    )
-
-
-def _resolve_attention(attention: Attention, preset: Preset, block: nn.Module) -> OpPolicy:
-    """Resolve "auto": "save", except for presets that have no room for that.
-
-    They store multi-head latent attention in float8. They recompute grouped-query attention, whose
-    output is larger than the model dimension; "gemms" saves it.
-    """
-    if attention != "auto":
-        return OpPolicy(attention)
-    if preset not in ("balanced", "speed", "gemms"):
-        return OpPolicy.SAVE
-    if hasattr(getattr(block, "attention", None), "wkv_a"):
-        return OpPolicy.SAVE_FLOAT8
-    return OpPolicy.SAVE if preset == "gemms" else OpPolicy.RECOMPUTE
-
-
 def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
     """Whether ``module`` of ``block`` matches one of the globs ``exempt``."""
     return any(matches(join(block, module), pattern) for pattern in exempt)
-
-
-def _preset_rules(
-    preset: Preset, attention: OpPolicy, block: nn.Module, saves_all_to_all: bool
-) -> tuple[Rule, ...]:
-    if preset == "stock":
-        return ()
-    # Backward does not read these results: they are only added. The gradient of the routing scores
-    # reads that of the routed experts, unless the exchange behind it is saved.
-    rules = _for_modules(OpPolicy.DISCARD, "moe.shared_experts.w2", "feed_forward.w2")
-    last_gemm = {"module": _EXPERTS, "op": "aten.*grouped_mm*", "operand": "w2*"}
-    if (saves_all_to_all and _has_exchange(block)) or _scores_come_first(block):
-        rules.append(Rule(OpPolicy.DISCARD, **last_gemm))
-    rules += _for_modules(OpPolicy.RECOMPUTE, "moe.router")
-    if preset == "attention":
-        return (*rules, *_for_modules(OpPolicy.RECOMPUTE, "attention", "attn"))
-    if attention is OpPolicy.SAVE:
-        # Exact projections make q, k and v exact in the recompute; low-rank ones where there are.
-        again = _recomputes_qkv(preset, attention, block)
-        qkv = OpPolicy.RECOMPUTE if again else OpPolicy.SAVE
-        rules += _for_modules(qkv, "attention.qkv_linear")
-        rules += _for_modules(OpPolicy.SAVE, "attention.wkv_a", "attention.wq_a", "attention.wq")
-        rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
-    if preset == "balanced":
-        # Most of the bytes: what the routed experts compute.
-        rules.append(Rule(OpPolicy.RECOMPUTE, **{**last_gemm, "operand": "*"}))
-    if preset == "speed":
-        # FLOPs saved per byte are the length of the dot products: a low rank goes first.
-        low_rank = ("attention.wkv_a", "attention.wkv_b", "attention.wq_b")
-        rules += _for_modules(OpPolicy.RECOMPUTE, *low_rank)
-        rules.append(Rule(OpPolicy.RECOMPUTE, **last_gemm))
-        if attention is OpPolicy.SAVE:
-            # Exact q, k and v recompute them exactly; saved, they would exceed stock's bytes.
-            rules += _for_modules(OpPolicy.RECOMPUTE, "attention.inner_attention", "attention.wo")
-    return tuple(rules)
-
-
-def _recomputes_qkv(preset: Preset, attention: OpPolicy, block: nn.Module) -> bool:
-    """Whether q, k and v, which no low-rank projection gives, come from an exact block input."""
-    has_qkv = hasattr(getattr(block, "attention", None), "qkv_linear")
-    return preset == "memory" and attention is OpPolicy.SAVE and has_qkv
-
-
-def _for_modules(policy: OpPolicy, *modules: str) -> list[Rule]:
-    return [Rule(policy, module) for module in modules]
-
-
-def _scores_come_first(block: nn.Module) -> bool:
-    return isinstance(_routed_experts(block), EarlyScoreRoutedExperts)
-
-
-def _has_exchange(block: nn.Module) -> bool:
-    """Whether the routed experts' outputs go through an all-to-all before anything reads them."""
-    dispatcher = getattr(_routed_experts(block), "token_dispatcher", None)
-    return getattr(dispatcher, "ep_mesh", None) is not None
-
-
-def _routed_experts(block: nn.Module) -> Any:
-    return getattr(getattr(block, "moe", None), "routed_experts", None)
 
 
 def is_exchange(op: str) -> bool:

@@ -33,13 +33,8 @@ from titan_ext.activation_checkpoint.no_recompute import (
     waits_on_host,
     why_exact,
 )
-from titan_ext.activation_checkpoint.op_policies import (
-    Attention,
-    BlockPlan,
-    Preset,
-    is_exempt,
-    make_plan,
-)
+from titan_ext.activation_checkpoint.op_policies import BlockPlan, is_exempt
+from titan_ext.activation_checkpoint.presets import Attention, Preset, make_plan
 from titan_ext.activation_checkpoint.rules import Rule, check_names, parse_rules
 from titan_ext.activation_checkpoint.solved import (
     KEY,
@@ -75,10 +70,11 @@ class FP8AC(ActivationCheckpointing):
 
         preset: Preset = "memory"
         """
-        With mode "selective". "memory": at most what stock selective saves, in float8. "balanced":
-        GEMMs in float8, but those of routed experts. "speed": few FLOPs recomputed, at about
-        stock's bytes. "gemms": no GEMM is recomputed. "attention": recompute attention only.
-        "stock": what stock selective saves, exactly, for ``op_policies`` to start from.
+        With mode "selective". "memory": attention and shared experts, at about half of stock
+        selective's bytes. "balanced": also the second half of the GEMMs that feed-forwards begin
+        with. "speed": all of those, at about stock's bytes. "gemms": also q, k and v, so that few
+        GEMMs run again. "stock": what stock selective saves, exactly, for ``op_policies`` to start
+        from.
         """
 
         op_policies: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
@@ -112,7 +108,7 @@ class FP8AC(ActivationCheckpointing):
         """
         What attention's own backward reads (q, k, v, its output): "save", "save_float8", or, with
         mode "selective", "recompute" of the attention operation. Only "save" keeps its gradient
-        exact. "auto" is "save", except for preset "speed" (docs/fp8_ac.md).
+        exact. "auto" is "save", and "save_float8" with mode "no_recompute" and full.
         """
 
         fp32: Fp32 = "save"

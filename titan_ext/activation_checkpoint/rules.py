@@ -92,7 +92,7 @@ class Rule:
     Attributes:
         policy: The policy of their outputs.
         module: Glob for the name of a module, within the block or in the model: it and all modules
-            inside it. "(block)" is the block without them.
+            inside it. "(moe)" is the module without them, "(block)" the block.
         op: Glob for the operation; "*" for whatever is expensive (GEMMs, attention, exchanges).
         operand: Glob for the parameter.
         occurrence: Which of the matching operations in one forward is meant, from 1; 0 for all.
@@ -118,8 +118,8 @@ class Rule:
 
     def matches_module(self, module: str, block: str = "") -> bool:
         """Whether a module matches, by its name in the block or by its name in the model."""
-        if self.module == ROOT:
-            return not module
+        if self.module.startswith("("):
+            return module == ("" if self.module == ROOT else self.module[1:-1])
         return matches(module, self.module) or matches(join(block, module), self.module)
 
 
@@ -190,7 +190,7 @@ def check_names(
                     f"{did_you_mean(pattern, known)}"
                 )
 
-    named = [rule.module for rule in rules if rule.module not in (INPUT, ROOT)]
+    named = [r.module.strip("()") for r in rules if r.module not in (INPUT, ROOT)]
     check("op_policies", named, inside, "a block")
     check("exempt", exempt, in_model, "the model")
 

@@ -193,6 +193,9 @@ def _decompositions(compiler: str) -> dict[Any, Any] | None:
 def _read_tags(graph: fx.Graph) -> None:
     """Turn ``PREFER_SAVE`` into a save that the min-cut obeys, plus a mark of ours."""
     for node in list(graph.nodes):
+        if "recompute" in node.meta and isinstance(node.meta.get("val"), torch.SymInt):
+            # To read a size again would run again what has it, even a collective.
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.meta.get("recompute") is not CheckpointPolicy.PREFER_SAVE:
             continue
         waits = [user for user in node.users if op_name(user.target) == _WAIT]
@@ -201,9 +204,6 @@ def _read_tags(graph: fx.Graph) -> None:
             target.meta[_FLOAT8] = True
         if waits:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-            # A size that is read from it would be read again, and the collective run for that.
-            for user in set(node.users).difference(waits):
-                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _forget_checkpoints(graph: fx.Graph) -> None:

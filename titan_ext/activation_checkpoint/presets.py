@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The presets: which rules a block gets, by the names that its modules and operations have.
+
+Each is a point near the frontier that ``budget`` finds, of bytes held against milliseconds to have
+the rest again. What frees most time a byte is kept first: attention, the router's gate, then GEMMs
+by the length of their dot products. Last come q, k and v: the block's input gives them again,
+exactly if it is exact. What backward does not read is discarded, if our proof agrees.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
+from titan_ext.activation_checkpoint.op_policies import BlockPlan
+from titan_ext.activation_checkpoint.rules import ROOT, OpPolicy, Rule, op_name
+
+if TYPE_CHECKING:
+    from titan_ext.activation_checkpoint.policy import FP8AC
+
+__all__ = ["Attention", "Preset", "make_plan"]
+
+Preset = Literal["memory", "balanced", "speed", "gemms", "stock"]
+Attention = Literal["auto", "save", "save_float8", "recompute"]
+_EXPERTS = "moe.routed_experts.inner_experts"
+
+
+def make_plan(
+    block: nn.Module, name: str, config: "FP8AC.Config", *, saves_all_to_all: bool = True
+) -> BlockPlan:
+    """The plan of one block called ``name`` in the model, for mode "selective" or "full".
+
+    Expert parallelism has been applied to ``block``, if it will be. ``saves_all_to_all`` says
+    whether to save what an exchange of tokens delivers, and not only the counts of it.
+    """
+    mode, preset = config.mode, config.preset
+    stock = SelectiveAC(SelectiveAC.Config())
+    # The wrapper is not used, its policy is.
+    wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
+    contexts = wrapper.checkpoint_fn.keywords["context_fn"]
+    attention = OpPolicy("save" if config.attention == "auto" else config.attention)
+    float8 = mode == "full" or preset != "stock"
+    exact = mode == "selective" and preset != "gemms" and attention is OpPolicy.SAVE
+    base = "stock" if preset in ("memory", "stock") else "expensive"
+    preset_rules = _preset_rules(preset, attention, block, saves_all_to_all)
+    return BlockPlan(
+        name=name,
+        user_rules=config.rules(),
+        preset_rules=() if mode == "full" else preset_rules,
+        base="routing" if mode == "full" else base,
+        saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
+        attention=attention if float8 else None,
+        input=OpPolicy.SAVE_FLOAT8 if float8 and not exact else OpPolicy.SAVE,
+        saves_all_to_all=saves_all_to_all,
+        exempt=tuple(config.exempt),
+        stock_policy=lambda: contexts()[0].policy_fn,
+        stock_ops=frozenset(op_name(op) for op in stock.get_save_ops()),
+    )
+
+
+_QKV = ("attention.qkv_linear", "attention.wq", "attention.wq_a", "attention.wkv_a")
+_FEED_FORWARDS = ("moe.shared_experts", "feed_forward")
+_ROUTED, _INNER = "(moe.routed_experts)", f"({_EXPERTS})"
+
+
+def _gemm(policy: OpPolicy, operand: str) -> Rule:
+    """For a grouped GEMM of the routed experts."""
+    return Rule(policy, _EXPERTS, "aten.*grouped_mm*", operand)
+
+
+# What backward does not read, if our proof agrees: at the end of a block results are only added.
+_UNREAD = (
+    Rule(OpPolicy.DISCARD, "moe.shared_experts.w2"),
+    Rule(OpPolicy.DISCARD, "feed_forward.w2"),
+    Rule(OpPolicy.DISCARD, "(moe)", "aten.add"),
+    Rule(OpPolicy.DISCARD, ROOT, "aten.add", occurrence=2),
+)
+_UNREAD_SUM_OF_EXPERTS = (
+    Rule(OpPolicy.DISCARD, _ROUTED, "aten.zeros_like"),
+    Rule(OpPolicy.DISCARD, _ROUTED, "aten.mul"),
+    Rule(OpPolicy.DISCARD, _ROUTED, "aten._to_copy", occurrence=2),
+    Rule(OpPolicy.DISCARD, _ROUTED, "torchtitan.deterministic_scatter_add"),
+)
+# The gradient of the routing scores reads the routed experts' results, or an exchange behind them.
+_UNREAD_BY_SCORES = (
+    _gemm(OpPolicy.DISCARD, "[wm]*2*"),
+    Rule(OpPolicy.DISCARD, _INNER, "aten.index_select", occurrence=2),
+    Rule(OpPolicy.DISCARD, _INNER, "aten.add", occurrence=2),
+    Rule(OpPolicy.DISCARD, _ROUTED, "aten.index_put_"),
+)
+# Of the tokens that an exchange brings, their order by expert is kept instead.
+_PERMUTED = (
+    Rule(OpPolicy.DISCARD, _ROUTED, "aten.index", occurrence=2),
+    Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=2),
+    Rule(OpPolicy.SAVE_FLOAT8, _ROUTED, "aten.index", occurrence=5),
+)
+# gpt_oss adds a bias after each GEMM: the sum is kept, not what is added.
+_BIASED = (
+    _gemm(OpPolicy.DISCARD, "mlp1*"),
+    Rule(OpPolicy.DISCARD, _INNER, "aten.index_select", occurrence=1),
+    Rule(OpPolicy.SAVE_FLOAT8, _INNER, "aten.add", occurrence=1),
+)
+
+
+def _preset_rules(
+    preset: Preset, attention: OpPolicy, block: nn.Module, saves_all_to_all: bool
+) -> tuple[Rule, ...]:
+    if preset == "stock":
+        return ()
+    rules = [*_UNREAD]
+    saves_exchange = saves_all_to_all and _has_exchange(block)
+    if saves_exchange or _scores_come_first(block):
+        rules += _UNREAD_BY_SCORES
+    if not _has_other_kernels(block):
+        rules += [*_UNREAD_SUM_OF_EXPERTS, *(_PERMUTED if saves_exchange else ())]
+    rules += _for_modules(OpPolicy.SAVE, "moe.router.gate")
+    rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
+    is_exact = attention is OpPolicy.SAVE
+    kept = OpPolicy.SAVE if is_exact else OpPolicy.SAVE_FLOAT8
+    rules += _for_modules(kept if preset == "gemms" else OpPolicy.RECOMPUTE, *_QKV)
+    if preset == "memory":
+        # Exact attention over groups of queries leaves no room for it.
+        groups = is_exact and hasattr(getattr(block, "attention", None), "qkv_linear")
+        wo = OpPolicy.RECOMPUTE if groups else OpPolicy.SAVE_FLOAT8
+        rules += _for_modules(wo, "attention.wo")
+        rules += _for_modules(OpPolicy.RECOMPUTE, _EXPERTS)
+        rules += _for_modules(OpPolicy.SAVE_FLOAT8, *_FEED_FORWARDS)
+    if preset == "balanced":
+        rules += _for_modules(OpPolicy.RECOMPUTE, *(f"{name}.w1" for name in _FEED_FORWARDS))
+        rules.append(_gemm(OpPolicy.RECOMPUTE, "[wm]*1*"))
+    if preset in ("speed", "gemms"):
+        rules += _BIASED
+    rules.append(_gemm(OpPolicy.RECOMPUTE, "[wm]*2*"))
+    return tuple(rules)
+
+
+def _has_other_kernels(block: nn.Module) -> bool:
+    """Whether quantized GEMMs may hide reads: then little can be proved, and is not tried."""
+    return any(".quantization." in type(module).__module__ for module in block.modules())
+
+
+def _for_modules(policy: OpPolicy, *modules: str) -> list[Rule]:
+    return [Rule(policy, module) for module in modules]
+
+
+def _scores_come_first(block: nn.Module) -> bool:
+    return isinstance(_routed_experts(block), EarlyScoreRoutedExperts)
+
+
+def _has_exchange(block: nn.Module) -> bool:
+    """Whether the routed experts' outputs go through an all-to-all before anything reads them."""
+    dispatcher = getattr(_routed_experts(block), "token_dispatcher", None)
+    return getattr(dispatcher, "ep_mesh", None) is not None
+
+
+def _routed_experts(block: nn.Module) -> Any:
+    return getattr(getattr(block, "moe", None), "routed_experts", None)
