@@ -153,7 +153,6 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def run(command: list[str], **options: Any) -> Any:
         commands.append(command)
         assert not {"RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"} & options["env"].keys()
-        assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
         folder = Path(command[command.index("--out") + 1])
         table = '\n[activation_checkpoint.op_policies]\n"*" = "recompute"\n'
         section = f'[activation_checkpoint]\npolicy = "fp8"\npreset = "stock"\n{table}'

@@ -160,7 +160,7 @@ def solve(
     try:
         done = subprocess.run(
             command,
-            env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=timeout_s,
