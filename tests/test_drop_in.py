@@ -21,9 +21,11 @@ _WORLD_SIZES = {
     "kimi_k2_5": 1024,
     "llama3_70b": 64,
     "qwen35_27b": 32,
+    "qwen35_397b_a17b": 64,
     "qwen3_32b": 64,
 }
-# What Titan itself refuses here: at import, without the hardware, or in its own checks.
+# What Titan itself refuses here: at import, without the hardware, or in its own checks. Degrees are
+# ours to check first.
 _REFUSED_BY_TITAN = {
     "deepseek_v3_671b_float8": "float8 is only supported on",
     "llama3_405b": "float8 is only supported on",
@@ -41,8 +43,8 @@ _REFUSED_BY_TITAN = {
     "deepseek_v3_16b_hybridep": "HybridEP requires deep_ep",
     # Recipes to be completed on the command line with degrees that fit the machine.
     "deepseek_v3_debugmodel_hybridep": "requires expert parallelism",
-    "deepseek_v3_debugmodel_minimal_async_ep": "Invalid parallel dims",
-    "deepseek_v3_16b_minimal_async_ep": "Invalid parallel dims",
+    "deepseek_v3_debugmodel_minimal_async_ep": "one copy makes 1 ranks, but this run has 8",
+    "deepseek_v3_16b_minimal_async_ep": "one copy makes 1 ranks, but this run has 8",
     # 2 key-value heads and a larger tensor-parallel degree.
     "qwen35_122b_a10b": "must divide n_kv_heads",
     "qwen35_397b_a17b": "must divide n_kv_heads",
@@ -101,7 +103,7 @@ def test_parallelizes_at_its_real_world_size(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", _configs(_REFUSED_BY_TITAN))
 def test_what_titan_refuses_comes_through_with_its_reason(name: str, tmp_path: Path):
     with pytest.raises(RankError, match=_REFUSED_BY_TITAN[name]):
-        run_ranks(_dry_run, 1, name, 8, log_folder=tmp_path)
+        run_ranks(_dry_run, 1, name, _WORLD_SIZES.get(name, 8), log_folder=tmp_path)
 
 
 def test_unknown_name_gets_the_nearest():
