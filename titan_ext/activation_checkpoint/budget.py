@@ -21,8 +21,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Call, Node
-from titan_ext.activation_checkpoint.op_policies import BlockPlan
-from titan_ext.activation_checkpoint.rules import INPUT, ROOT, OpPolicy, parse_rules
+from titan_ext.activation_checkpoint.op_policies import (
+    INPUT,
+    ROOT,
+    BlockPlan,
+    OpPolicy,
+    parse_rules,
+)
 from titan_ext.names import format_bytes
 
 __all__ = ["BudgetTooSmallError", "Kind", "Solution", "solve", "table_of"]
