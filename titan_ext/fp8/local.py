@@ -98,7 +98,7 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors in ``x``: itself, or the parts of a tensor subclass."""
-    if not hasattr(x, "__tensor_flatten__"):
+    if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
         yield x
         return
     names, _ = x.__tensor_flatten__()

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -50,7 +51,7 @@ SMALL = 4096
 """Tensors with fewer values stay exact, and on the device."""
 
 
-def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = SMALL) -> str | None:
+def keep_exact(x: torch.Tensor, *, fp32: bool = True) -> str | None:
     """The default policy, for ``x`` without expanded axes: fp32 and small tensors stay exact.
 
     A policy sees shapes and dtypes, not values: attention masks with -inf, or anything else that
@@ -58,9 +59,7 @@ def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = SMALL) ->
     """
     if fp32 and x.dtype == torch.float32:
         return "float32"
-    if x.numel() < min_numel:
-        return "small"
-    return None
+    return "small" if x.numel() < SMALL else None
 
 
 class StoredEntry:
@@ -257,7 +256,8 @@ class SavedTensorStore:
         if not is_plain(local):  # a DTensor of quantised weights, for example
             return _Kept(x, f"passed through: {type(x).__name__} of {type(local).__name__}")
         # Where a collective is still writing to it. On an accelerator the stream waits.
-        torch.ops._c10d_functional.wait_tensor(local)
+        if _get_work_registry_size():
+            torch.ops._c10d_functional.wait_tensor(local)
         if local.numel() < SMALL:
             host = None
         dense, undo = _as_in_memory(local)
