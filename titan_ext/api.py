@@ -25,8 +25,7 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, synchronize_unmanaged_parameters
 from titan_ext.lora import check_lora_targets
-from titan_ext.parallelize import parallelize
-from titan_ext.specs import check_model_limits, extend_model_spec
+from titan_ext.parallelize import check_model_limits, extend_model_spec, parallelize
 
 __all__ = [
     "FSDPSettings",

@@ -14,6 +14,11 @@ from typing import Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
+REFUSED_MODELS = {
+    "flux": "it is no decoder (so its units are unknown) and has a training loop of its own",
+}
+"""Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
+
 
 def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """The end of a message about an unknown ``name``: the nearest of ``known``, or a full stop.

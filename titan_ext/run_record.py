@@ -59,7 +59,7 @@ class RunRecord(RunCheck):
     def after_build(self, trainer: Any) -> None:
         if dist.get_rank() != 0:
             return
-        from titan_ext.toml_config.dump import dump  # which imports the trainer, and so this module
+        from titan_ext.toml_config import dump  # which imports the trainer, and so this module
 
         with _never_fails():
             self._entry = origin()

@@ -36,7 +36,7 @@ from titan_ext.guards.run_checks import RUN_CHECKS
 from titan_ext.limits import check_schedule, world_size, wrong_degrees, wrong_values
 from titan_ext.mistakes import Mistakes, are_checked_later
 from titan_ext.optim import OptimizersContainer, check_param_groups
-from titan_ext.specs import check_model_limits, extend_model_spec
+from titan_ext.parallelize import check_model_limits, extend_model_spec
 
 __all__ = ["Trainer", "extend_config"]
 

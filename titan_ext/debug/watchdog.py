@@ -37,8 +37,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
 from titan_ext.debug import hang_report
-from titan_ext.debug.compare import Comparison, describe
-from titan_ext.debug.trace_buffer import RankInfo, Record, TraceWriter
+from titan_ext.debug.hang_report import Comparison, RankInfo, Record, TraceWriter, describe
 
 _KEPT_RUNS = 3
 _HOOK_ID = 0x7E47
@@ -127,9 +126,6 @@ class CollectiveWatchdog:
         finally:
             self._sent.clear()
         self._checks_gradients = True
-        self._compare()
-
-    def _compare(self) -> None:
         if self._comparison is not None:
             self._comparison.advance()
             if self._comparison.difference:

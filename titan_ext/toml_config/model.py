@@ -20,7 +20,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer as TitanTrainer
 
-from titan_ext.specs import REFUSED_MODELS, extend_model_spec
+from titan_ext.names import REFUSED_MODELS
+from titan_ext.parallelize import extend_model_spec
 from titan_ext.toml_config.convert import Given, convert, values_of
 from titan_ext.toml_config.files import KeyLocation, import_first, import_problem, nearest, to_toml
 from titan_ext.toml_config.legacy import legacy_advice
