@@ -41,8 +41,8 @@ from tests.cluster import PATIENCE_S, run_ranks
 from tests.training import titan_config
 from titan_ext import no_accelerator
 from titan_ext.cli import main
-from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
 from titan_ext.lora import export_adapters
+from titan_ext.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
 from titan_ext.toml_config import load
 from titan_ext.trainer import extend_config
 

@@ -28,8 +28,7 @@ from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget
 from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
 from titan_ext.guards.start import RanksAgree
 from titan_ext.limits import world_size
-from titan_ext.mistakes import checks_later
-from titan_ext.names import and_more
+from titan_ext.names import and_more, checks_later
 from titan_ext.plan_report import differences, plain
 from titan_ext.run_record import versions
 

@@ -29,8 +29,7 @@ from titan_ext.config_registry import (
     resolve_config,
     titan_configs,
 )
-from titan_ext.mistakes import Mistakes
-from titan_ext.names import BYTES, did_you_mean, parse_bytes, shipped_configs, toml_file
+from titan_ext.names import BYTES, Mistakes, did_you_mean, parse_bytes, shipped_configs, toml_file
 
 if TYPE_CHECKING:
     from titan_ext.memory_plan import Budget
@@ -54,7 +53,6 @@ class List:
     """List the shipped TOML files, and TorchTitan's models with their config functions."""
 
     def run(self, flags: list[str]) -> None:
-        _refuse(flags)
         print("shipped TOML files:")
         for name, path in shipped_configs().items():
             print(f"  {name:20} {_first_sentence(path)}")
@@ -320,7 +318,6 @@ class Report:
     """dump_folder of the run."""
 
     def run(self, flags: list[str]) -> None:
-        _refuse(flags)
         from titan_ext.run_folder import report
 
         print(report(self.folder))
@@ -336,7 +333,6 @@ class Target:
     """Steps of a run."""
 
     def run(self, flags: list[str]) -> None:
-        _refuse(flags)
         from titan_ext.run_folder import next_target
 
         print(next_target(self.folder, self.steps))
@@ -382,6 +378,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return_unknown_args=True,
     )
     try:
+        if flags and not hasattr(command, "config"):
+            known = "titan_ext COMMAND --help lists what there is."
+            raise ValueError(f"unknown: {' '.join(flags)}; {known}")
         with _quiet(getattr(command, "verbose", False)):
             command.run(flags)
         sys.stdout.flush()
@@ -412,13 +411,6 @@ def _extends(config: str, folder: Path) -> str:
     if not isinstance(found, Path):
         return extends_name(found)
     return found.name if toml_file(found.name, folder) == found else os.path.relpath(found, folder)
-
-
-def _refuse(flags: Sequence[str]) -> None:
-    if flags:
-        raise ValueError(
-            f"unknown: {' '.join(flags)}; titan_ext COMMAND --help lists what there is."
-        )
 
 
 def _first_sentence(path: Path) -> str:

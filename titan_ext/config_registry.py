@@ -19,10 +19,11 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ext.mistakes import Mistakes, end_with_messages
 from titan_ext.names import (
     REFUSED_MODELS,
+    Mistakes,
     did_you_mean,
+    end_with_messages,
     log_on_one_node,
     shipped_configs,
     toml_file,

@@ -33,7 +33,7 @@ _EVERY_S = 30.0
 class Collectives(RunCheck):
     """``debug.record_collectives``; ``titan_ext.debug`` is imported only when it is on."""
 
-    _watchdog: Any = None
+    _watchdog = RunCheck()
 
     def before_build(self, config: Any) -> None:
         if not getattr(config.debug, "record_collectives", False):
@@ -45,28 +45,16 @@ class Collectives(RunCheck):
             )
         from titan_ext.debug.watchdog import CollectiveWatchdog
 
-        self._watchdog = CollectiveWatchdog(
-            config.dump_folder,
-            timeout_s=config.comm.train_timeout_seconds,
-            is_pipelined=config.parallelism.pipeline_parallel_degree > 1,
-        )
+        self._watchdog = CollectiveWatchdog(config)
 
     def after_build(self, trainer: Any) -> None:
-        if self._watchdog is None:
-            return
-        self._watchdog.name_modules(trainer.model_parts)
-
-        def check(*_) -> None:
-            if self._watchdog:
-                self._watchdog.check_gradients(trainer.device)
-
-        trainer.optimizers.register_step_pre_hook(check)
+        self._watchdog.after_build(trainer)
 
     def around_run(self, trainer: Any) -> AbstractContextManager[None]:
-        return self._watchdog.run() if self._watchdog else nullcontext()
+        return self._watchdog.around_run(trainer)
 
     def around_step(self, trainer: Any) -> AbstractContextManager[None]:
-        return self._watchdog.step(trainer.step) if self._watchdog else nullcontext()
+        return self._watchdog.around_step(trainer)
 
 
 class LoRATargets(RunCheck):

@@ -31,9 +31,9 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 import titan_ext
-from titan_ext.data.stdlib_corpus import STDLIB_CORPUS
 from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
 from titan_ext.names import ranks_in_words
+from titan_ext.stdlib_corpus import STDLIB_CORPUS
 
 LOCK = "run.lock"
 _PROBE_NBYTES = 2**20

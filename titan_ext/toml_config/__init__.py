@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
-from titan_ext.mistakes import checks_later
-from titan_ext.names import warn_once
+from titan_ext.names import checks_later, warn_once
+from titan_ext.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.toml_config.convert import (
     COMPONENT,
     POLICY,

@@ -176,12 +176,13 @@ def choose_model(
     compiled = values["compile"].enable and "model" in values["compile"].components
     if converters := arguments.get("converters"):
         # Titan's config functions tell converters by hand; a file may turn compile on or off.
-        for index, converter in enumerate(converters):
-            told = at.below(f"{MODEL}.converters.{index}.{_COMPILED}").key in at.origins
-            if not told and getattr(converter, _COMPILED, compiled) != compiled:
-                converters = [*converters]
-                converters[index] = replace(converter, **{_COMPILED: compiled})
-        arguments["converters"] = converters
+        arguments["converters"] = [
+            converter
+            if f"{MODEL}.converters.{index}.{_COMPILED}" in at.origins
+            or not hasattr(converter, _COMPILED)
+            else replace(converter, **{_COMPILED: compiled})
+            for index, converter in enumerate(converters)
+        ]
     if base.call and (given or arguments != base.call.arguments):
         at_model = given[-1].at if given else at.below(MODEL)
         values["model_spec"] = _make_spec(base.call, arguments, at_model)
