@@ -24,7 +24,7 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from titan_ext import no_accelerator
-from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget
+from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget, has_budget
 from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
 from titan_ext.guards.start import RanksAgree
 from titan_ext.limits import world_size
@@ -48,11 +48,6 @@ _OF_TORCHRUN = (
     "MASTER_",
     "TORCHELASTIC_",
 )
-
-
-def has_budget(config: Any) -> bool:
-    """Whether a trainer's config has a budget to solve for."""
-    return bool(getattr(config.activation_checkpoint, "budget", ""))
 
 
 class ActivationBudget(RunCheck):
