@@ -149,12 +149,9 @@ def _lost_names(model: nn.Module, adapter: Any) -> list[str]:
         returned = adapter.from_hf(adapter.to_hf(weights))
         return [name for name in weights if name not in returned]
     except KeyError:  # names only the first that it does not know
-        return [name for name in weights if not _is_known(adapter, name, weights[name])]
-
-
-def _is_known(adapter: Any, name: str, tensor: torch.Tensor) -> bool:
-    try:
-        adapter.to_hf({name: tensor})
-    except KeyError:
-        return False
-    return True
+        known = set()
+        for name, tensor in weights.items():
+            with contextlib.suppress(KeyError):
+                adapter.to_hf({name: tensor})
+                known.add(name)
+        return [name for name in weights if name not in known]

@@ -46,39 +46,22 @@ PART_RECORDS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One collective that a rank was about to issue.
+    """One collective that a rank was about to issue."""
 
-    Attributes:
-        index: Its position among all collectives of the rank, from 0.
-        step: The training step, 0 before the first.
-        group: Name of the process group; a pair of ranks for point-to-point operations.
-        position: Its position among the collectives on that group, from 0.
-        op: "all_gather", "all_to_all", ...
-        inputs: Shapes of the input tensors (at most ``MAX_SHAPES``).
-        outputs: The same of the output tensors.
-        dtype: Of the first tensor.
-        num_bytes: Bytes of all tensors.
-        root: Rank within the group that a broadcast or gather starts from or goes to; else -1.
-        unit: The FSDP unit or module that issues it; "" where neither is on the stack.
-        site: The function outside of torch that issues it.
-        backward: Whether autograd's backward is running.
-        splits: For all-to-alls: rows sent to each rank, and rows received from each; or None.
-    """
-
-    index: int
-    step: int
-    group: str
-    position: int
-    op: str
-    inputs: list[list[int]]
+    index: int  # among all collectives of the rank, from 0
+    step: int  # of training; 0 before the first
+    group: str  # process group; a pair of ranks for point-to-point operations
+    position: int  # among the collectives on that group, from 0
+    op: str  # "all_gather", "all_to_all", ...
+    inputs: list[list[int]]  # shapes of the tensors, at most MAX_SHAPES
     outputs: list[list[int]]
-    dtype: str = ""
-    num_bytes: int = 0
-    root: int = -1
-    unit: str = ""
-    site: str = ""
-    backward: bool = False
-    splits: tuple[list[int], list[int]] | None = None
+    dtype: str = ""  # of the first tensor
+    num_bytes: int = 0  # of all tensors
+    root: int = -1  # rank within the group of a broadcast, gather or scatter
+    unit: str = ""  # the FSDP unit or module that issues it, if one is on the stack
+    site: str = ""  # the function outside of torch that issues it
+    backward: bool = False  # whether autograd's backward is running
+    splits: tuple[list[int], list[int]] | None = None  # rows sent to, and expected from, each rank
 
     MAX_SHAPES = 4
 
@@ -193,7 +176,8 @@ class Comparison:
                 self.last[rank] = record
                 self._newest[rank, record.group] = record.position
                 self._pending[record.group, record.position][rank] = record
-        for key in sorted(self._pending, key=self._first_step):
+        first = {k: min((r.step, r.index) for r in of.values()) for k, of in self._pending.items()}
+        for key in sorted(first, key=first.__getitem__):
             if self._missing(key):
                 continue
             records = self._pending.pop(key)
@@ -233,9 +217,6 @@ class Comparison:
         """The ranks of a group whose files we see; those on another machine's disk we do not."""
         members = next((i.groups[group] for i in self.infos.values() if group in i.groups), [])
         return set(members) & set(self.infos)
-
-    def _first_step(self, key: tuple[str, int]) -> tuple[int, int]:
-        return min((record.step, record.index) for record in self._pending[key].values())
 
 
 def describe(record: Record) -> str:
