@@ -57,8 +57,13 @@ def is_adapter_weight(name: str) -> bool:
 
 def lora_settings(model: BaseModel.Config) -> set[tuple[int, float]]:
     """The (rank, alpha) of the adapters in a model's config; empty if it has none."""
-    linears: Any = [linear for _, linear, _, _ in model.traverse(Linear.Config, recurse=True)]
-    return {(linear.rank, linear.alpha) for linear in linears if hasattr(linear, "rank")}
+    return {(linear.rank, linear.alpha) for linear in _adapted(model).values()}
+
+
+def _adapted(model: BaseModel.Config) -> dict[str, Any]:
+    """The linears with adapters, by name."""
+    linears = {name: linear for name, linear, _, _ in model.traverse(Linear.Config, recurse=True)}
+    return {name: linear for name, linear in linears.items() if hasattr(linear, "rank")}
 
 
 def check_lora_targets(model: BaseModel.Config, config: Any) -> None:
@@ -75,11 +80,11 @@ def check_lora_targets(model: BaseModel.Config, config: Any) -> None:
         return
     split = copy.deepcopy(model)
     split.update_from_config(config=config)
-    linears = _adapted(split)
-    refused = [name for name, can in linears.items() if not can]
+    can = {name for name, linear in _adapted(split).items() if _is_adaptable(linear)}
+    refused = [name for name in _adapted(split) if name not in can]
     if not refused:
         return
-    others = sorted({name.rsplit(".", 1)[-1] for name, can in linears.items() if can})
+    others = sorted({name.rsplit(".", 1)[-1] for name in can})
     expected = f"expected some of {', '.join(others)}" if others else "expected other names"
     raise ValueError(
         "torchtitan.components.lora.LoRAConverter adapts only linears that tensor parallelism "
@@ -87,16 +92,10 @@ def check_lora_targets(model: BaseModel.Config, config: Any) -> None:
     )
 
 
-def _adapted(model: BaseModel.Config) -> dict[str, bool]:
-    """The linears with adapters, by name, and whether their sharding allows adapters."""
-    found = {}
-    for name, linear, _, _ in model.traverse(Linear.Config, recurse=True):
-        if not (hasattr(linear, "rank") and hasattr(linear, "alpha")):
-            continue
-        sharding = getattr(linear, "sharding_config", None)
-        weight = sharding.state_shardings.get("weight") if sharding else None
-        found[name] = weight is None or weight in _ADAPTABLE
-    return found
+def _is_adaptable(linear: Any) -> bool:
+    sharding = getattr(linear, "sharding_config", None)
+    weight = sharding.state_shardings.get("weight") if sharding else None
+    return weight is None or weight in _ADAPTABLE
 
 
 def export_adapters(config: Any, output: Path | None = None, base_model: str = "") -> Path:
