@@ -99,10 +99,10 @@ class OpLocator:
     def locate(self, func: Any, args: tuple[Any, ...]) -> OpLocation:
         """The location of a call of ``func``; with a GEMM's operand if ``begin`` asked for it."""
         module, op = self._stack[-1], op_name(func)
-        operand = ""
-        if self._with_operands and op in GEMMS:
-            names = (self._name_of(arg) for arg in args if isinstance(arg, torch.Tensor))
-            operand = next((name for name in names if name), "")
+        if not self._with_operands or op not in GEMMS:
+            return OpLocation(module, op)
+        names = (self._name_of(arg) for arg in args if isinstance(arg, torch.Tensor))
+        operand = next(filter(None, names), "")
         return OpLocation(module, op, operand.removeprefix(module).lstrip("."))
 
     def see_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
