@@ -62,6 +62,17 @@ def test_the_best_policies_for_a_budget(folder: Path):
     assert float(stored) == pytest.approx(held["this budget"], rel=0.01)
 
 
+@pytest.mark.slow
+def test_a_budget_for_a_memory_fits_and_leaves_little(folder: Path):
+    memory = ["--ranks", "8", "--memory", "256MiB", "--allowance", "0MiB"]
+    done = _dry_run(folder, "moe_debug", *memory, "--activations", "fit", "--out", "plan")
+    (held,) = map(float, re.findall(r"^this budget +([\d.]+) MiB", done.out, re.M))
+    assert 100 < held < 200
+    done = _dry_run(folder, "plan/budget.toml", *memory)
+    (spare,) = map(float, re.findall(r"fits in 0.25 GiB, ([\d.]+) GiB to spare", done.out))
+    assert spare * 1024 < 0.3 * held
+
+
 def test_a_stage_names_the_blocks_that_only_others_have(folder: Path):
     """The first stage has the dense block, and blocks like those of the second."""
     flags = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2")

@@ -24,12 +24,13 @@ from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all
 from titan_ext.dry_run import DryRun, dry_run
-from titan_ext.memory_plan import Budget, fsdp_kind
+from titan_ext.memory_plan import Budget, MemoryPlan, fsdp_kind
+from titan_ext.memory_plan import Kind as MemoryKind
 from titan_ext.names import and_more, format_bytes
 from titan_ext.op_cost import MACHINES
 from titan_ext.toml_config.files import to_toml
 
-__all__ = ["BudgetPlan", "TracedBlocks", "plan_activations", "settings_of"]
+__all__ = ["BudgetPlan", "TracedBlocks", "budget_in", "plan_activations", "settings_of"]
 
 _PRESETS = ("stock", "memory", "balanced", "speed")
 
@@ -298,14 +299,37 @@ def plan_activations(
     traced = TracedBlocks(run, settings, machine)
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"
-        # A recompute needs room for the block that it runs again.
-        budget = run.memory.spare + traced.none_nbytes - traced.temporary_nbytes
-        if budget <= 0:
+        budget = budget_in(run.memory, traced.none_nbytes, traced.temporary_nbytes)
+    return BudgetPlan.of(traced, settings, budget, had_budget=had_budget)
+
+
+def budget_in(memory: MemoryPlan, everything: int, one: int) -> int:
+    """The bytes that blocks may hold, so that every moment of the step fits in ``memory``.
+
+    A block that runs has its activations as without checkpointing, beside what it holds. Those that
+    wait hold their share of the budget.
+
+    Args:
+        memory: The plan without checkpointing.
+        everything: Bytes that all blocks hold in it.
+        one: Bytes that the largest block holds.
+
+    Raises:
+        ValueError: if a moment does not fit with nothing held.
+    """
+    budget = everything
+    for moment in memory.moments:
+        held = min(moment.by_kind.get(MemoryKind.EXACT, 0), everything)
+        runs = "of layers." in moment.moment
+        room = memory.room(moment) + held - (min(one, held) if runs else 0)
+        if room < 0:
             raise ValueError(
-                f"without activations a step needs {format_bytes(-budget)} more than there is: no "
+                f"without activations a step needs {format_bytes(-room)} more than there is: no "
                 "policy makes it fit."
             )
-    return BudgetPlan.of(traced, settings, budget, had_budget=had_budget)
+        if memory.room(moment) < 0:
+            budget = min(budget, room * everything // held)
+    return budget
 
 
 def _kind(block: nn.Module, name: str, exempt: Sequence[str]) -> Any:
