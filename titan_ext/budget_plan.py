@@ -17,16 +17,17 @@ import torch.nn as nn
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
-from titan_ext.activation_checkpoint.budget import Kind, Solution, solve, table_of
+from titan_ext.activation_checkpoint.budget import Host, Kind, Solution, solve, table_of
 from titan_ext.activation_checkpoint.op_policies import is_exempt
 from titan_ext.activation_checkpoint.presets import make_plan
+from titan_ext.activation_checkpoint.rules import OpPolicy
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all
 from titan_ext.dry_run import DryRun, dry_run
 from titan_ext.memory_plan import Budget, MemoryPlan, fsdp_kind
 from titan_ext.memory_plan import Kind as MemoryKind
-from titan_ext.names import and_more, format_bytes
+from titan_ext.names import and_more, format_bytes, parse_bytes
 from titan_ext.op_cost import MACHINES
 from titan_ext.toml_config.files import to_toml
 
@@ -47,7 +48,9 @@ def settings_of(config: Any) -> FP8AC.Config:
             f"--activations solves for {KEY}.op_policies, and this config has a table already; "
             "expected a config without one."
         )
-    return replace(config, mode="selective", preset="stock", budget="", solved_for={})
+    return replace(
+        config, mode="selective", preset="stock", budget="", offload_limit="", solved_for={}
+    )
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,18 @@ class TracedBlocks:
         run: The dry run.
         settings: ``settings_of`` its config.
         machine: A name in ``op_cost.MACHINES``.
+        offload_limit: For what may wait on the host ("64GiB"); "" if nothing may.
     """
 
-    def __init__(self, run: DryRun, settings: FP8AC.Config, machine: str = "h100") -> None:
+    def __init__(
+        self,
+        run: DryRun,
+        settings: FP8AC.Config,
+        machine: str = "h100",
+        offload_limit: str = "",
+    ) -> None:
         self._settings, self._rates, self._machine = settings, MACHINES[machine], machine
+        self.offload_limit = offload_limit
         self.blocks = list(self._trace(run))
         if not self.blocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
@@ -152,8 +163,14 @@ class TracedBlocks:
     def solve(self, budget: int) -> Solution:
         """The best policies; raises BudgetTooSmallError."""
         allowed = self._settings.attention in ("save_float8", "recompute")
-        ms = self._rates.launch * 1e3
-        return solve(self.kinds, budget, exact_attention=not allowed, rule_ms=ms)
+        limit = self.offload_limit
+        return solve(
+            self.kinds,
+            budget,
+            exact_attention=not allowed,
+            rule_ms=self._rates.launch * 1e3,
+            host=Host(parse_bytes(limit), self._rates.host) if limit else None,
+        )
 
     def table(self, solution: Solution) -> dict[str, str]:
         """The solution as ``op_policies``."""
@@ -233,9 +250,13 @@ class BudgetPlan:
             return "met without recompute, by no checkpointing at all."
         kept = Counter(policy for chosen in self.solution.chosen for policy in chosen)
         counts = ", ".join(
-            f"{kept[policy]} {policy.value.replace('_', ' in ')}" for policy in CHOICES
+            f"{kept[policy]} {policy.value.replace('_', ' in ')}"
+            for policy in OpPolicy
+            if policy in CHOICES or kept[policy]
         )
-        return f"met. Operations by policy: {counts}."
+        host = self.solution.host_nbytes
+        waits = f" {format_bytes(host)} wait on the host." if host else ""
+        return f"met. Operations by policy: {counts}.{waits}"
 
     def toml_lines(self) -> list[str]:
         """The section ``[activation_checkpoint]`` of a TOML file, with ``solved_for``."""
@@ -244,7 +265,8 @@ class BudgetPlan:
     def _section(self) -> list[str]:
         if self.solution is None:
             return [f"[{KEY}]", 'policy = "none"']
-        base = FP8AC.Config()
+        base, limit = FP8AC.Config(), self.traced.offload_limit
+        used = limit if self.solution.host_nbytes else ""
         changed = [
             f"{f.name} = {to_toml(value)}"
             for f in fields(FP8AC.Config)
@@ -256,6 +278,7 @@ class BudgetPlan:
             'policy = "fp8"',
             *changed,
             *(['budget = ""'] if self.had_budget else []),
+            *([f"offload_limit = {to_toml(used)}"] if limit else []),
             *_table("op_policies", self.table),
         ]
 
@@ -293,10 +316,11 @@ def plan_activations(
     """
     settings = settings_of(config.activation_checkpoint)
     had_budget = has_budget(config)
+    offload_limit = getattr(config.activation_checkpoint, "offload_limit", "")
     config.activation_checkpoint = None
     planned = memory if budget is None else None
     run = dry_run(config, ranks, rank, budget=planned, imbalance=imbalance, as_on_a_gpu=as_on_a_gpu)
-    traced = TracedBlocks(run, settings, machine)
+    traced = TracedBlocks(run, settings, machine, offload_limit if had_budget else "")
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"
         budget = budget_in(run.memory, traced.none_nbytes, traced.temporary_nbytes)
