@@ -54,10 +54,10 @@ from titan_ext.data.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
-from titan_ext.fsdp import copy_out, prefetch
+from titan_ext.fsdp import plan, prefetch
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.log import MemoryLog
-from titan_ext.fsdp.plan import ShardSizes
+from titan_ext.fsdp.mesh import ShardSizes
 from titan_ext.guards.run_checks import FSDPMemory
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.trainer import extend_config
@@ -462,7 +462,7 @@ def patched(run: Run) -> Iterator[None]:
             dim = run.expert_shard_dim
             stack.enter_context(patch(ShardSizes, "expert_shard_dim", lambda *_: dim))
         if run.stock_copy_out:
-            stack.enter_context(patch(copy_out, "copies_out_directly", lambda: False))
+            stack.enter_context(patch(plan, "copies_out_directly", lambda: False))
             stack.enter_context(patch(prefetch, "_freeing", lambda *_: set()))
         if run.exact_sums:
             stack.enter_context(

@@ -38,9 +38,8 @@ from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.memory_plan import LASTING, Budget, LiveBytes, MemoryPlan
 from titan_ext.names import format_bytes
 from titan_ext.op_cost import MACHINES
-from titan_ext.pipeline_idle import actions_of, idle_share
 from titan_ext.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
-from titan_ext.step_time import Part, StepClock, StepTime
+from titan_ext.step_time import Part, StepClock, StepTime, actions_of, idle_share
 from titan_ext.trainer import Trainer
 
 __all__ = ["DryRun", "dry_run"]

@@ -8,16 +8,11 @@ microbatches of a pipeline, and the placement that checkpoints and gradient clip
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 import torch.nn as nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import REPLICATE
 from titan_ext.fsdp.units import Unit, innermost_first, modules_with_parameters
 from titan_ext.names import did_you_mean, matches
@@ -110,35 +105,6 @@ def replicated_by_unit(units: Sequence[Unit], replicated: Iterable[str]) -> list
         groups.append(inside)
         left = [name for name in left if name not in inside]
     return [group for group in (*groups, left) if group]
-
-
-def replicate_modules(
-    modules: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    axes: DataParallelMeshDims | None,
-    config: Mapping[str, Any],
-) -> None:
-    """Make one replicating FSDP2 group of ``modules``, before FSDP shards what is around them.
-
-    Args:
-        modules: Modules of one unit.
-        mesh: The mesh that their parameters would be sharded over (``fsdp.mesh``).
-        axes: Its data-parallel axes where it has others too.
-        config: ``mp_policy``, ``offload_policy`` and ``ignored_params`` of ``fully_shard``.
-    """
-    if axes is None:
-        replicate(list(modules), mesh=mesh, **config)
-    else:
-        data_axes = {*axes.replicate_names, *axes.shard_names}
-        assert mesh.mesh_dim_names is not None
-        in_order = tuple(name for name in mesh.mesh_dim_names if name in data_axes)
-        fully_shard(
-            list(modules),
-            mesh=mesh,
-            dp_mesh_dims=DataParallelMeshDims(replicate=in_order),
-            **config,
-        )
-    prefetch_nothing_in_backward(modules)
 
 
 def _names_for(path: str, module: nn.Module, param: str, names: Sequence[str]) -> list[str]:

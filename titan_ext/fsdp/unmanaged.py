@@ -37,8 +37,8 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
-from titan_ext.fsdp.mesh import FSDPMeshes
-from titan_ext.fsdp.plan import GroupKind, find_plan, remember_plan
+from titan_ext.fsdp.mesh import FSDPMeshes, GroupKind
+from titan_ext.fsdp.plan import PLANS
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups
@@ -96,8 +96,7 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
         return []
     managed = set(_managed_places(model))
     gathered = _gathered_parameters(model)
-    plan = find_plan(model)
-    ignored = plan.ignored if plan is not None else ()
+    ignored = PLANS[model].ignored if model in PLANS else ()
     found = []
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -180,8 +179,8 @@ def synchronize_unmanaged_parameters(
         prefetch_nothing_in_backward(group)
     meshes.sum_gradients(model)
     assert not unmanaged_parameters(model)
-    if plan := find_plan(model):
-        remember_plan(model, dataclasses.replace(plan, unmanaged=tuple(sorted(names))))
+    if model in PLANS:
+        PLANS[model] = dataclasses.replace(PLANS[model], unmanaged=tuple(sorted(names)))
     return sorted(names)
 
 

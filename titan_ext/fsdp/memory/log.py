@@ -22,7 +22,6 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.fsdp import copy_out
 from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
 from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
 from titan_ext.fsdp.memory.tracker import MemoryTracker
@@ -125,8 +124,7 @@ def step_order(trainer: Trainer) -> StepOrder:
 
     Raises ValueError for a pipeline with several stages a rank.
     """
-    config = trainer.config
-    loss = trainer.loss_fn
+    config, loss, plan = trainer.config, trainer.loss_fn, plan_of(trainer.model_parts[0])
     pipeline = None
     if trainer.parallel_dims.pp_enabled:
         if len(trainer.model_parts) > 1:
@@ -144,8 +142,8 @@ def step_order(trainer: Trainer) -> StepOrder:
         accumulation=trainer.gradient_accumulation_steps,
         pipeline=pipeline,
         grad_dtype=TORCH_DTYPE_MAP[config.training.dtype],
-        reduce_scatter_buffers=plan_of(trainer.model_parts[0]).reduce_scatter_buffers,
-        copies_out_directly=copy_out.copies_out_directly(),
+        reduce_scatter_buffers=plan.reduce_scatter_buffers,
+        copies_out_directly=plan.copies_out_directly,
     )
 
 
