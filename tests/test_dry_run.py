@@ -89,7 +89,7 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
     assert "deepseek_v3 debugmodel, 33.01 M parameters" in done.out
     assert "rank 0 of 64: FSDP 64, EP 2 (spmd_types)" in done.out
     # On 64 ranks the experts are sharded across nodes: what auto takes there.
-    assert "13 in 13 groups: 1 embedding, 6 block, 5 experts, 1 head" in done.out
+    assert "13 units in 13 groups: 1 embedding, 6 block, 5 experts, 1 head" in done.out
     assert re.search(
         r'^ +auto is "experts", 2 .* \(EP 2, 64 ranks on h100: modelled', done.out, re.M
     )

@@ -58,7 +58,6 @@ from titan_ext.fsdp import plan, prefetch
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.log import MemoryLog
 from titan_ext.fsdp.mesh import ShardSizes
-from titan_ext.guards.run_checks import FSDPMemory
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.trainer import extend_config
 
@@ -512,9 +511,8 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
 
 
 def _memory_log(trainer) -> MemoryLog:
-    (check,) = (check for check in trainer.checks if isinstance(check, FSDPMemory))
-    assert check.log is not None
-    return check.log
+    (log,) = (check for check in trainer.checks if isinstance(check, MemoryLog))
+    return log
 
 
 def _watch_routing(trainer) -> list[tuple[str, bool, np.ndarray]]:

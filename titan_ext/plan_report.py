@@ -25,7 +25,6 @@ from titan_ext.run_record import versions
 if TYPE_CHECKING:
     from titan_ext.step_time import StepTime
 
-__all__ = ["PlanCheck", "differences", "draw", "file_name", "plain", "to_json", "write"]
 
 _GIB = 2**30
 _COLOURS = {
@@ -108,14 +107,9 @@ def _moment(peak: Peak) -> dict[str, Any]:
 
 
 def _time(time: "StepTime") -> dict[str, Any]:
-    return {
-        "machine": time.machine,
-        "slower": time.slower,
-        "step_ms": time.step_ms,
-        "tokens_per_second": time.tokens_per_second,
-        "mfu": time.mfu,
-        "ms": {part.name.lower(): ms for part, ms in time.ms.items()},
-    }
+    keys = ("machine", "slower", "step_ms", "tokens_per_second", "mfu")
+    by_part = {part.name.lower(): ms for part, ms in time.ms.items()}
+    return {key: getattr(time, key) for key in keys} | {"ms": by_part}
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,14 +166,9 @@ def draw(plan: Mapping[str, Any]) -> Any:
     axes.set_ylabel("GiB, at the peak of each moment")
     axes.set_title(plan["verdict"], loc="left", fontsize="medium")
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(*_reversed(axes), loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    # The legend in the order in which the kinds lie on each other.
+    axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
-
-
-def _reversed(axes: Any) -> tuple[list[Any], list[str]]:
-    """The legend in the order in which the kinds lie on each other."""
-    handles, labels = axes.get_legend_handles_labels()
-    return handles[::-1], labels[::-1]
 
 
 class PlanCheck(RunCheck):

@@ -31,8 +31,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.titan import BaseDataLoader
 
-__all__ = ["NoDataLoader", "NoTokenizer", "use_stand_ins"]
-
 
 def use_stand_ins(
     spec: ModelSpec,

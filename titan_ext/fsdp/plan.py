@@ -7,6 +7,7 @@ log prints the plan, ``shard`` follows it, and ``memory.predict`` computes bytes
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -233,6 +234,14 @@ class FSDPPlan:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         )
+
+
+def count_units(units: Iterable[UnitPlan]) -> str:
+    """ "3 units in 4 groups: 1 embedding, 1 block, 1 head"."""
+    units = list(units)
+    kinds = Counter(unit.kind.value for unit in units)
+    by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{len(units)} units in {sum(len(unit.groups) for unit in units)} groups: {by_kind}"
 
 
 PLANS: WeakKeyDictionary[nn.Module, FSDPPlan] = WeakKeyDictionary()

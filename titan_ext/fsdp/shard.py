@@ -5,7 +5,6 @@ Source of the order of calls and of the rules for experts: torchtitan/distribute
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -22,7 +21,7 @@ from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.collectives import set_collectives
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
-from titan_ext.fsdp.plan import PLANS, FSDPPlan, UnitPlan, make_plan
+from titan_ext.fsdp.plan import PLANS, FSDPPlan, UnitPlan, count_units, make_plan
 from titan_ext.fsdp.prefetch import set_prefetch
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (
@@ -82,12 +81,7 @@ def shard_decoder(
         root = cast(FSDPModule, model)
         root.set_separate_reduce_scatter_group(True)
         root.set_reduce_scatter_max_input_buffers(plan.reduce_scatter_buffers)
-    kinds = Counter(unit.kind.value for unit in plan.decoder_units)
-    groups = sum(len(unit.groups) for unit in plan.decoder_units)
-    logger.info(
-        f"FSDP units: {settings.wrap}, {kinds.total()} units in {groups} groups: "
-        + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    )
+    logger.info(f"FSDP units: {settings.wrap}, {count_units(plan.decoder_units)}")
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")
     PLANS[model] = plan
     refuse_unmanaged_parameters_at_first_forward(model)

@@ -16,11 +16,12 @@ after the last.
 names its modules instead of holding them, because those passes may wrap them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, cast, get_args
 
+import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -112,6 +113,17 @@ def param_groups(modules: Iterable[nn.Module | FSDPModule]) -> list[FSDPParamGro
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     groups = (g for module in sharded for g in module._get_fsdp_state()._fsdp_param_groups)
     return list(dict.fromkeys(groups))
+
+
+def before_first_forward(model: nn.Module, do: Callable[[], object]) -> None:
+    """Call ``do`` when ``model`` first runs forward, before FSDP's hook; once, unless it raises."""
+
+    @torch._dynamo.disable  # as FSDP's own hooks are
+    def once(module: nn.Module, args: object) -> None:
+        do()
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(once, prepend=True)
 
 
 def resolve_wrap(fsdp_wrap: str, ep_degree: int, model: BaseModel.Config | None = None) -> Wrap:
@@ -214,33 +226,23 @@ def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
         return [whole]
     if wrap == "experts":
         assert experts is not None
-        inner = Unit(
-            name=f"{name}.experts",
-            kind=UnitKind.EXPERTS,
-            module_names=(experts,),
-            experts=experts,
-        )
+        kind = UnitKind.EXPERTS
+        inner = Unit(name=f"{name}.experts", kind=kind, module_names=(experts,), experts=experts)
         return [replace(whole, experts=None), inner]
 
     ffn_kind = UnitKind.MOE if is_moe else UnitKind.FEED_FORWARD
     units = []
     covered: set[nn.Parameter] = set()
-    for kind, children, unit_experts in (
+    for kind, children, inside in (
         (UnitKind.ATTENTION, _ATTENTION_CHILDREN, None),
         (ffn_kind, _FFN_CHILDREN, experts),
     ):
-        module_names = _present(block, name, children)
-        modules = [block.get_submodule(path.removeprefix(f"{name}.")) for path in module_names]
+        paths = _present(block, name, children)
+        modules = [block.get_submodule(path.removeprefix(f"{name}.")) for path in paths]
         params = {param for module in modules for param in module.parameters()}
         if params:
-            units.append(
-                Unit(
-                    name=f"{name}.{kind.value}",
-                    kind=kind,
-                    module_names=module_names,
-                    experts=unit_experts,
-                )
-            )
+            unit = f"{name}.{kind.value}"
+            units.append(Unit(name=unit, kind=kind, module_names=paths, experts=inside))
         covered |= params
     if any(param not in covered for param in block.parameters()):
         # A block with parameters of its own: they form the block's group, gathered around both.

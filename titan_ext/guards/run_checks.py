@@ -146,25 +146,6 @@ class FiniteGradients(RunCheck):
         trainer.optimizers.register_step_pre_hook(check)
 
 
-class FSDPMemory(RunCheck):
-    """``parallelism.fsdp_track_memory``."""
-
-    log: MemoryLog | None = None
-
-    def after_build(self, trainer: Any) -> None:
-        if trainer.config.parallelism.fsdp_track_memory:
-            self.log = MemoryLog(trainer)
-
-    def around_step(self, trainer: Any) -> AbstractContextManager[None]:
-        return self.log.step() if self.log else nullcontext()
-
-    @contextmanager
-    def around_run(self, trainer: Any) -> Iterator[None]:
-        yield
-        if self.log:
-            self.log.finish()
-
-
 class ActivationMemory(RunCheck):
     """Logs, after the first step, what float8 activation checkpointing stored."""
 
@@ -228,7 +209,7 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     Checkpoints,
     HuggingFaceExport,
     FiniteGradients,
-    FSDPMemory,
+    MemoryLog,
     ActivationMemory,
     PlanCheck,
     Progress,
