@@ -656,7 +656,7 @@ def test_torch_ignores_unknown_keys_of_a_parameter_group():
 
 
 def test_torch_replicates_modules_inside_of_sharded_ones():
-    """fsdp.replicated: a state of FSDP2's own, that fully_shard leaves alone, on one axis."""
+    """fsdp.mesh replicates: a state of FSDP2's own, that fully_shard leaves alone, on one axis."""
     assert issubclass(replicate_with_fsdp.ReplicateModule, FSDPModule)
     assert issubclass(replicate_with_fsdp._ReplicateState, FSDPState)
     assert {"mesh", "mp_policy", "offload_policy", "ignored_params"} <= set(

@@ -18,17 +18,24 @@ from torchtitan.protocols.model import BaseModel
 
 from titan_ext.dispatch import SaveAllToAll
 from titan_ext.fsdp.nf4 import find_frozen_linears
-from titan_ext.fsdp.replicated import find_replicated, units_without
 from titan_ext.fsdp.settings import (
     EXPERT_REDUCE_SCATTER,
     QUANTIZE_FROZEN,
-    REPLICATE,
     FSDPSettings,
     Reshard,
     check_divides,
     read_reshard,
 )
-from titan_ext.fsdp.units import FSDPWrap, Wrap, plan_units, resolve_wrap, vision_units
+from titan_ext.fsdp.units import (
+    REPLICATE,
+    FSDPWrap,
+    Wrap,
+    find_replicated,
+    plan_units,
+    resolve_wrap,
+    units_without,
+    vision_units,
+)
 from titan_ext.mistakes import are_checked_later
 from titan_ext.names import table_flag
 

@@ -100,17 +100,13 @@ class OpCost:
 def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> OpCost:
     """The cost of one call, from the shapes of what went in and came out.
 
-    Args:
-        func: The operation (``torch._ops.OpOverload``), as a dispatch mode sees it.
-        args: Its arguments, any tensors: real, fake, meta or DTensors.
-        kwargs: And those by name.
-        out: What it returned.
-        machine: The accelerator.
+    ``func`` is the operation (``torch._ops.OpOverload``), as a dispatch mode sees it, with any
+    tensors: real, fake, meta or DTensors.
     """
     if moves_nothing(func):
         return OpCost(0, 0, 0.0)
     made, read = _traffic(func, args, kwargs, out)
-    if _is_exchange(func):
+    if func._schema.name.endswith("all_to_all_single"):
         return OpCost(0, made + read, 2e-2 + max(made, read) / machine.all_to_all * 1e3)
     flops = count_flops(func, args, kwargs, out)
     seconds = max((made + read) / machine.memory, machine.launch)
@@ -163,10 +159,6 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
 """Attention as one operation, which torch's registry does not know."""
 
 
-def _is_exchange(func: Any) -> bool:
-    return func._schema.name.endswith("all_to_all_single")
-
-
 def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
     """Bytes written and read. What is written in place may not be returned."""
     if func._schema.name == "fsdp::all_gather_copy_in":
@@ -192,14 +184,11 @@ _OVERWRITE = (_ops.copy_, _ops._foreach_copy_, _ops.fill_, _ops.zero_, _ops._for
 
 def _nbytes(tree: Any) -> int:
     """Of all tensors in ``tree`` on this rank; an expanded dimension is read once."""
-    return sum(part.element_size() * _numel(part) for part in parts_in(tree))
-
-
-def _numel(x: torch.Tensor) -> int:
-    numel = 1
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        numel *= size if stride else 1
-    return numel
+    return sum(
+        x.element_size()
+        * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
+        for x in parts_in(tree)
+    )
 
 
 class Links:

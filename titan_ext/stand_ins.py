@@ -42,12 +42,9 @@ def use_stand_ins(
 ) -> None:
     """Put them into the model config of ``spec``, in place.
 
-    Args:
-        spec: Whose.
-        context_parallel: Whether the sequence is split over ranks.
-        backend: ``parallelism.spmd_backend``.
-        as_on_a_gpu: False: only those without which no step runs.
-        imbalance: Tokens that this rank's experts get, for one if routing were balanced.
+    ``context_parallel`` says whether the sequence is split over ranks; ``backend`` is
+    ``parallelism.spmd_backend``. Without ``as_on_a_gpu`` only those without which no step runs.
+    ``imbalance`` are the tokens that this rank's experts get, for one if routing were balanced.
     """
     dispatcher = FunctionalAllToAllTokenDispatcher.Config
     told = functools.partial(derive, target_cls=PlannedTokenDispatcher.Config, imbalance=imbalance)
@@ -59,9 +56,8 @@ def use_stand_ins(
         for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
             _replace(spec, kind.Config, lambda _: AttentionShapes.Config())
     elif context_parallel and backend == "spmd_types":  # with its masks, which are split too
-        _replace(
-            spec, FlexAttention.Config, lambda config: derive(config, FlexAttentionShapes.Config)
-        )
+        flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
+        _replace(spec, FlexAttention.Config, flex)
 
 
 def _replace(spec: ModelSpec, kind: type, stand_in: Callable[[Any], Any]) -> None:

@@ -129,13 +129,9 @@ class InPlaceAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Gather, on the current stream, in one launch where the backend can.
+        """Gather (n,) into (ranks * n,), on the current stream, in one launch if the backend can.
 
-        Args:
-            output_tensor: (ranks * n,).
-            input_tensor: (n,), this rank's shards; a part of ``output_tensor``, where others go.
-            group: Whose ranks' shards to gather.
-            async_op: Ignored.
+        ``input_tensor`` is a part of ``output_tensor``, where others go. ``async_op`` is ignored.
         """
         numels = [param.padded_sharded_param_size.numel() for param in self._params]
         shards = input_tensor.clone().split(numels)
@@ -184,13 +180,10 @@ class Float8AllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Gather, on the current stream; ``None`` tells FSDP2 that there is nothing to wait for.
+        """Gather (n,) into (ranks * n,), on the current stream, in bf16, fp16 or fp32.
 
-        Args:
-            output_tensor: (ranks * n,), bf16, fp16 or fp32; ``input_tensor`` may be a part of it.
-            input_tensor: (n,), the same dtype.
-            group: Whose ranks' shards to gather.
-            async_op: Ignored.
+        ``input_tensor`` may be a part of ``output_tensor``; ``async_op`` is ignored. Returning
+        ``None`` tells FSDP2 that there is nothing to wait for.
         """
         ops, codec = torch.ops.titan_ext, codec_name(WIRE_CODEC)
         one_kernel = compiles_for(input_tensor.device)
@@ -236,14 +229,9 @@ class BFloat16ReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sum, on the current stream.
+        """Sum (ranks * n,) in bf16 into (n,) in fp32, on the current stream.
 
-        Args:
-            output_tensor: (n,), fp32.
-            input_tensor: (ranks * n,), bf16.
-            group: Whose ranks' gradients to sum.
-            op: SUM; Titan divides the loss, not the gradients.
-            async_op: Ignored.
+        ``op`` is SUM: Titan divides the loss, not the gradients. ``async_op`` is ignored.
         """
         assert op == dist.ReduceOp.SUM
         received = torch.empty_like(input_tensor)

@@ -232,10 +232,8 @@ class _TimedStep(Step):
     def compute(self, unit: SimulatedUnit, phase: str, part: str = "all") -> None:
         """Run a unit, or the part of a block before or after its experts, a unit of their own.
 
-        Args:
-            unit: The unit.
-            phase: "forward", "recompute", "backward", or "loss" (forward and backward of a head).
-            part: "all", "before" or "after".
+        ``phase`` is "forward", "recompute", "backward", or "loss" (forward and backward of a
+        head); ``part`` is "all", "before" or "after".
         """
         job = self._job
         work = _forward_ms(unit.plan, job, self._machine)

@@ -24,14 +24,17 @@ from titan_ext.fp8 import Codec
 from titan_ext.fsdp.mesh import GroupKind, ShardSizes
 from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.prefetch import plan_prefetch
-from titan_ext.fsdp.replicated import (
+from titan_ext.fsdp.settings import EXPERT_ALL_GATHER, FSDPSettings, copies_out_directly
+from titan_ext.fsdp.units import (
+    Unit,
+    UnitKind,
     find_ignored,
     find_replicated,
+    innermost_first,
     replicated_by_unit,
     units_without,
+    vision_units,
 )
-from titan_ext.fsdp.settings import EXPERT_ALL_GATHER, FSDPSettings, copies_out_directly
-from titan_ext.fsdp.units import Unit, UnitKind, innermost_first, vision_units
 from titan_ext.names import format_bytes
 
 WIRE_CODEC = Codec()
@@ -181,7 +184,7 @@ class FSDPPlan:
 
     Attributes:
         units: What FSDP shards; vision towers first.
-        replicated: Parameters that every rank holds whole (``fsdp.replicated``); in no unit.
+        replicated: Parameters that every rank holds whole (``fsdp.units``); in no unit.
         quantized: Names of the linears whose shards are quantized (``fsdp.nf4``).
         ignored: Names of the parameters that FSDP leaves alone.
         unmanaged: Names of the parameters that FSDP got later (``fsdp.unmanaged``); in no unit.
@@ -249,11 +252,7 @@ PLANS: WeakKeyDictionary[nn.Module, FSDPPlan] = WeakKeyDictionary()
 
 
 def plan_of(model: nn.Module) -> FSDPPlan:
-    """What FSDP does with the units of a model that ``parallelize`` or ``shard_decoder`` sharded.
-
-    Raises:
-        ValueError: for a model that has not been sharded by titan_ext.
-    """
+    """What FSDP does with the units of a model that titan_ext has sharded; else ValueError."""
     if model not in PLANS:
         raise ValueError("titan_ext has not sharded this model: it has no FSDP plan.")
     return PLANS[model]

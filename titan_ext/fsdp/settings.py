@@ -25,7 +25,7 @@ from titan_ext.fsdp.prefetch import (
     PrefetchLimit,
     parse_prefetch_limit,
 )
-from titan_ext.fsdp.units import Unit, UnitKind, Wrap, resolve_wrap
+from titan_ext.fsdp.units import REPLICATE, Unit, UnitKind, Wrap, resolve_wrap
 from titan_ext.names import did_you_mean
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 Reshard = Literal["default", "always", "never"] | int
 
-REPLICATE = "parallelism.fsdp_replicate"
 QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
 QUANTIZE_FROZEN_MODULES = "parallelism.fsdp_quantize_frozen_modules"
 EXPERT_ALL_GATHER = "parallelism.fsdp_expert_all_gather"

@@ -90,12 +90,8 @@ class SimulatedUnit:
 class FSDPSimulation:
     """The state of FSDP on one rank.
 
-    Args:
-        plans: The units in forward order.
-        roles: Names of the parts that run forward separately, by unit; other units have one.
-        grad_dtype: Of sharded gradients, which is that of the sharded parameters.
-        reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
-        copies_out_directly, frees_buffers: As of ``predict.StepOrder``.
+    ``plans`` are the units in forward order, ``roles`` the names of the parts that run forward
+    separately, by unit; other units have one. The others are as of ``predict.StepOrder``.
     """
 
     def __init__(
