@@ -27,14 +27,12 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (
     Unit,
     UnitKind,
+    before_first_forward,
     decoder_blocks,
     innermost_first,
     plan_units,
 )
-from titan_ext.fsdp.unmanaged import (
-    refuse_unmanaged_parameters_at_first_forward,
-    replicate_undeclared,
-)
+from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, replicate_undeclared
 
 
 def shard_decoder(
@@ -68,11 +66,11 @@ def shard_decoder(
     if meshes.dense_axes is not None:
         replicate_undeclared(model, parallel_dims, plan.ignored)
     _shard(model, plan, settings, meshes)
-    set_collectives(model, plan)
     quantize_at_first_forward(model, plan.quantized)
     if settings.symm_mem:
         enable_fsdp_symm_mem(model)
     meshes.sum_gradients(model)
+    set_collectives(model, plan)
     set_prefetch(model, plan.decoder_units)
     for unit in plan.decoder_units:
         if not unit.gathers_in_backward:
@@ -84,7 +82,7 @@ def shard_decoder(
     logger.info(f"FSDP units: {settings.wrap}, {count_units(plan.decoder_units)}")
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")
     PLANS[model] = plan
-    refuse_unmanaged_parameters_at_first_forward(model)
+    before_first_forward(model, lambda: refuse_unmanaged_parameters([model]))
     return plan
 
 

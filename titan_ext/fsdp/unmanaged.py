@@ -41,7 +41,7 @@ from titan_ext.fsdp.mesh import FSDPMeshes, GroupKind
 from titan_ext.fsdp.plan import PLANS
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import before_first_forward, param_groups
+from titan_ext.fsdp.units import param_groups
 from titan_ext.lora import keep_frozen
 from titan_ext.names import and_more
 
@@ -55,11 +55,6 @@ def refuse_fsdp1(model: nn.Module) -> None:
                 "(torch.distributed.fsdp.FullyShardedDataParallel), which titan_ext does not "
                 "support; expected a module that is not wrapped: titan_ext applies FSDP2."
             )
-
-
-def refuse_unmanaged_parameters_at_first_forward(model: nn.Module) -> None:
-    """Run ``refuse_unmanaged_parameters`` when ``model`` first runs forward, before FSDP does."""
-    before_first_forward(model, lambda: refuse_unmanaged_parameters([model]))
 
 
 def refuse_unmanaged_parameters(models: Iterable[nn.Module]) -> None:
