@@ -9,6 +9,7 @@ compute the same from the same numbers.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from titan_ext.dispatch import ranks_per_node
 from titan_ext.fsdp.cost import Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder, predict
 from titan_ext.fsdp.mesh import ShardSizes
-from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, make_plan
+from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, UnitPlan, make_plan
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Wrap, decoder_blocks, plan_units, resolve_wrap
 from titan_ext.op_cost import MACHINES, Machine
@@ -112,7 +113,7 @@ def choose(
     )
     name = _machine()
     try:
-        choice, why = cheapest(candidates, model, settings, sizes, job, MACHINES[name])
+        choice, why = Comparison(model, settings, sizes, job, MACHINES[name]).cheapest(candidates)
     except ValueError as error:  # an order that the model of a step does not know
         choice, why = candidates[0], f"cost not modelled: {error}"
     if sizes.dense > _LARGE_WORLD:
@@ -123,51 +124,49 @@ def choose(
     return _chosen(settings, choice, f"EP {ep}, {shards} ranks on {name}: {why}")
 
 
-def cheapest(
-    candidates: list[Choice],
-    model: Decoder,
-    settings: FSDPSettings,
-    sizes: ShardSizes,
-    job: Job,
-    machine: Machine,
-) -> tuple[Choice, str]:
-    """The candidate with the least peak of bytes among those as fast as the fastest, and why.
+@dataclass(frozen=True)
+class Comparison:
+    """What candidates cost for one job: ``settings`` where they are not "auto", on ``machine``."""
 
-    Raises ValueError for a model whose order of units is not known.
-    """
-    costs = {c: cost(c, model, settings, sizes, job, machine) for c in candidates}
-    stock_cost = cost(STOCK, model, settings, sizes, job, machine, as_stock=True)
-    fastest = min(costs[c][0] for c in candidates)
-    fast = [c for c in candidates if costs[c][0] <= fastest * _AS_FAST]
-    best = min(fast, key=lambda c: costs[c][1])
-    of_stock = [mine / stock for mine, stock in zip(costs[best], stock_cost, strict=True)]
-    return best, f"modelled at {of_stock[0]:.3f} of whole blocks' time, {of_stock[1]:.2f} of bytes"
+    model: Decoder
+    settings: FSDPSettings
+    sizes: ShardSizes
+    job: Job
+    machine: Machine
 
+    def cheapest(self, candidates: Sequence[Choice]) -> tuple[Choice, str]:
+        """The candidate with the least peak of bytes among those as fast as the fastest, and why.
 
-def cost(
-    choice: Choice,
-    model: Decoder,
-    settings: FSDPSettings,
-    sizes: ShardSizes,
-    job: Job,
-    machine: Machine,
-    *,
-    as_stock: bool = False,
-) -> tuple[float, int]:
-    """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes.
+        Raises ValueError for a model whose order of units is not known.
+        """
+        costs = {choice: self.cost(choice) for choice in candidates}
+        fastest = min(ms for ms, _ in costs.values())
+        fast = [choice for choice in candidates if costs[choice][0] <= fastest * _AS_FAST]
+        best = min(fast, key=lambda choice: costs[choice][1])
+        stock = self.cost(STOCK, as_stock=True)
+        ms, nbytes = (mine / its for mine, its in zip(costs[best], stock, strict=True))
+        return best, f"modelled at {ms:.3f} of whole blocks' time, {nbytes:.2f} of bytes"
 
-    ``as_stock``: with buffers of all-gathers held as FSDP2 does by itself.
-    """
-    units = local_plan(model, with_choice(settings, choice), sizes, job.ep).decoder_units
-    order = StepOrder(
-        recomputes=job.recompute > 0,
-        reduce_scatter_buffers=choice.buffers,
-        copies_out_directly=not as_stock,
-        frees_buffers=not as_stock,
-    )
-    ms = estimate(units, order, job, machine).ms
-    names = {name for name, _ in decoder_blocks(model)[-_BLOCKS:]}
-    return ms, predict([u for u in units if u.block in names], order).peak("total")
+    def cost(self, choice: Choice, *, as_stock: bool = False) -> tuple[float, int]:
+        """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes.
+
+        ``as_stock``: with buffers of all-gathers held as FSDP2 does by itself.
+        """
+        units = self.units(choice)
+        order = StepOrder(
+            recomputes=self.job.recompute > 0,
+            reduce_scatter_buffers=choice.buffers,
+            copies_out_directly=not as_stock,
+            frees_buffers=not as_stock,
+        )
+        ms = estimate(units, order, self.job, self.machine).ms
+        names = {name for name, _ in decoder_blocks(self.model)[-_BLOCKS:]}
+        return ms, predict([u for u in units if u.block in names], order).peak("total")
+
+    def units(self, choice: Choice) -> list[UnitPlan]:
+        """FSDP's units with ``choice``."""
+        settings = with_choice(self.settings, choice)
+        return local_plan(self.model, settings, self.sizes, self.job.ep).decoder_units
 
 
 def local_plan(model: Decoder, settings: FSDPSettings, sizes: ShardSizes, ep: int) -> FSDPPlan:
