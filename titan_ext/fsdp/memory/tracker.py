@@ -39,7 +39,6 @@ class MemoryTracker:
 
     def __init__(self, models: Sequence[tuple[nn.Module, Sequence[Unit]]]) -> None:
         self._timeline = Timeline()
-        self._handles: list[Any] = []
         self._groups = [
             _Group(group, unit, index)
             for root, units in models
@@ -53,7 +52,7 @@ class MemoryTracker:
                 for module in unit.modules(root):
                     self._watch_module(module, unit.name)
             before = self._hook(lambda *_: self.sample("forward", ""))
-            self._handles.append(root.register_forward_pre_hook(before, prepend=True))
+            root.register_forward_pre_hook(before, prepend=True)
             self._watch_module(root, "")
 
     def begin_step(self) -> None:
@@ -65,14 +64,6 @@ class MemoryTracker:
         """The timeline since ``begin_step``."""
         self.sample("after step", "")
         return self._timeline
-
-    def close(self) -> None:
-        """Remove all hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for group in self._groups:
-            group.unwatch()
 
     def sample(self, action: str, unit: str, issuing: "_Group | None" = None) -> None:
         """Read what is live now. ``issuing`` is the group whose all-gather is being issued."""
@@ -91,8 +82,8 @@ class MemoryTracker:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self.sample("backward", unit))
 
-        pre_hook = module.register_forward_pre_hook(self._hook(ready), with_kwargs=True)
-        self._handles += [pre_hook, module.register_forward_hook(self._hook(done))]
+        module.register_forward_pre_hook(self._hook(ready), with_kwargs=True)
+        module.register_forward_hook(self._hook(done))
 
     @staticmethod
     def _hook(function: Callable[..., None]) -> Callable[..., None]:
@@ -119,12 +110,6 @@ class _Group:
         if any(param.fsdp_placement.dim != 0 for param in group.fsdp_params):
             copy_out = group._all_gather_output_fn
             group._all_gather_output_fn = _WatchedCopyOut(copy_out, self, tracker)
-
-    def unwatch(self) -> None:
-        for comm in ("_all_gather_comm", "_reduce_scatter_comm", "_all_gather_output_fn"):
-            watched = getattr(self._group, comm, None)
-            if isinstance(watched, _Watched):
-                setattr(self._group, comm, watched.inner)
 
     def add_buffer(
         self, name: str, buffer: torch.Tensor, on_free: Callable[[], None] | None = None
