@@ -357,14 +357,7 @@ def dry_run(
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
-    assert config.model_spec is not None
-    use_stand_ins(
-        config.model_spec,
-        context_parallel=config.parallelism.context_parallel_degree > 1,
-        backend=config.parallelism.spmd_backend,
-        as_on_a_gpu=as_on_a_gpu,
-        imbalance=imbalance,
-    )
+    use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance)
     no_accelerator.adapt_config(config)
     HuggingFaceExport().before_start(config)
     torch.compiler.set_stance("force_eager")
