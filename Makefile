@@ -65,7 +65,7 @@ lint: setup
 	$(BIN)/shellcheck launch/*.sh .ci/run
 
 data: setup
-	@$(BIN)/python -m titan_ext.data.stdlib_corpus
+	@$(BIN)/python -m titan_ext.stdlib_corpus
 
 setup: $(VENV)/.installed
 

@@ -20,9 +20,10 @@ from typing import Any
 
 from tests.cluster import run_ranks
 from tests.training import Run, make_config
-from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.debug import watchdog
+from titan_ext.guards import RunCheck
 from titan_ext.guards.run_checks import Collectives
+from titan_ext.stdlib_corpus import make_corpus
 
 WARM_UP = 4
 
@@ -39,7 +40,7 @@ def _train(run: Run, folder: Path) -> dict[str, list[float]]:
 
     def timed(data_iterator: Any) -> None:
         is_on = trainer.step % 2 == 1
-        check._watchdog = recorder if is_on else None
+        check._watchdog = recorder if is_on else RunCheck()
         if not is_on:
             for group in recorder._hooked:
                 group.unregister_pre_hook(watchdog._HOOK_ID)
@@ -66,8 +67,10 @@ def _train(run: Run, folder: Path) -> dict[str, list[float]]:
 
     hook_of = recorder._hook_of
     recorder._hook_of = lambda *arguments: counted(hook_of(*arguments))
-    recorder.check_gradients = counted(recorder.check_gradients)
-    recorder._compare = counted(recorder._compare)
+    checked = counted(recorder.check_gradients)
+    recorder.check_gradients = lambda device: check._watchdog is recorder and checked(device)
+    if recorder._comparison is not None:
+        recorder._comparison.advance = counted(recorder._comparison.advance)
     trainer.train_step = timed
     with contextlib.redirect_stdout(None):
         trainer.train()

@@ -7,9 +7,9 @@ import pytest
 
 from tests.cluster import RankError, run_ranks
 from tests.training import titan_config
-from titan_ext.data.stdlib_corpus import default_tokenizer_path, make_corpus
-from titan_ext.guards.agreement import RanksAgree, describe
+from titan_ext.guards.start import RanksAgree, describe
 from titan_ext.names import ranks_in_words
+from titan_ext.stdlib_corpus import default_tokenizer_path, make_corpus
 from titan_ext.trainer import extend_config
 
 

@@ -13,7 +13,7 @@ from titan_ext.config_registry import find_config, titan_configs
 from titan_ext.names import shipped_configs
 from titan_ext.toml_config import leaves, load
 
-COMMANDS = ("list", "new", "show", "dry-run", "report", "target")
+COMMANDS = ("list", "new", "show", "dry-run", "report", "target", "peft")
 RICH = (
     DEBUG
     + """

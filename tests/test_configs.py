@@ -13,8 +13,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 from tests.training import titan_config
 from titan_ext import trainer
 from titan_ext.configs import ParallelismConfig
-from titan_ext.parallelize import parallelize
-from titan_ext.specs import check_model_limits
+from titan_ext.parallelize import check_model_limits, parallelize
 from titan_ext.toml_config import load
 from titan_ext.trainer import Trainer, extend_config
 

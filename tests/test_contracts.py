@@ -99,7 +99,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
-from titan_ext.guards import folder
+from titan_ext.guards import start
 from titan_ext.names import _NOISE
 
 
@@ -884,7 +884,7 @@ def test_titans_structured_log_takes_a_handler_of_ours():
     source = inspect.getsource(structured_logging.init_structured_logger)
     assert 'os.environ.get("TITAN_STRUCT_LOGGER_HANDLERS"' in source
     theirs = inspect.signature(jsonl_handler.register_jsonl_handler).parameters
-    ours = inspect.signature(folder.register_handler).parameters
+    ours = inspect.signature(start.register_handler).parameters
     assert list(ours)[:-1] == list(theirs)[:-1]
 
 

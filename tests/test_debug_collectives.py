@@ -19,11 +19,17 @@ import torch
 
 from tests.cluster import PATIENCE_S, RankError, run_ranks
 from tests.planted import RUN, reads, train_and_count_reads, train_watched
-from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.debug import hang_report
-from titan_ext.debug.compare import Comparison
-from titan_ext.debug.trace_buffer import PART_RECORDS, RankInfo, Record, TraceReader, TraceWriter
+from titan_ext.debug.hang_report import (
+    PART_RECORDS,
+    Comparison,
+    RankInfo,
+    Record,
+    TraceReader,
+    TraceWriter,
+)
 from titan_ext.run_folder import LOSS, read_scalar
+from titan_ext.stdlib_corpus import make_corpus
 
 
 def _report_of(folder: Path, *wanted: str) -> str:

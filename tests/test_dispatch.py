@@ -23,8 +23,7 @@ from titan_ext.dispatch import (
     saves_all_to_all,
     use_functional_all_to_all,
 )
-from titan_ext.parallelize import parallelize
-from titan_ext.specs import extend_model_spec
+from titan_ext.parallelize import extend_model_spec, parallelize
 
 
 def _dispatcher_types(spec) -> list[type]:

@@ -20,9 +20,9 @@ import tomli
 from tests import muon
 from tests.cluster import PATIENCE_S, run_ranks
 from tests.toml_files import DEBUG, Loader
-from titan_ext.data.stdlib_corpus import default_folder, make_corpus
 from titan_ext.fsdp.unmanaged import replicate_undeclared
 from titan_ext.optim import resolve_groups
+from titan_ext.stdlib_corpus import default_folder, make_corpus
 from titan_ext.toml_config import leaves, resolve
 from titan_ext.toml_config.legacy import LEGACY, OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
 

@@ -13,7 +13,6 @@ import pytest
 from tests.cluster import RankError, run_ranks
 from tests.dry_run import DryRun, dry_run
 from titan_ext import config_registry
-from titan_ext.specs import REFUSED_MODELS
 
 # Ranks of a real job; 8, one node, for all others. 1: a recipe for one GPU.
 _WORLD_SIZES = {
@@ -114,10 +113,6 @@ def test_unknown_name_gets_the_nearest():
 def test_flux_is_refused_by_name_with_the_reason():
     with pytest.raises(ValueError, match="titan_ext does not serve flux: it is no decoder"):
         config_registry.flux_debugmodel  # noqa: B018
-
-
-def test_the_refused_models_are_known_without_importing_torch():
-    assert set(config_registry._NOT_DECODERS) == set(REFUSED_MODELS)
 
 
 def test_a_missing_extra_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch):

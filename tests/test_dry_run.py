@@ -1,7 +1,10 @@
 """`titan_ext dry-run`: large jobs, one rank, nothing of their size."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from titan_ext.cli import main
 from titan_ext.config_registry import resolve_config
 from titan_ext.fp8.local import is_plain
 from titan_ext.names import shipped_configs
+
+ROOT = Path(__file__).parents[1]
 
 
 def _dry_run(folder: Path, *arguments: str) -> Command:
@@ -81,31 +86,33 @@ def test_a_budget_is_refused(options, message, capsys):
 
 
 def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
-    options = ("--ranks", "64", "--machine", "h100")
-    done = _dry_run(folder, "moe_debug", *options, "activation_checkpoint:fp8")
-    assert (done.code, done.error) == (0, "")
+    """Nor does anything that a new process imports say a word."""
+    command = [sys.executable, "-m", "titan_ext", "dry-run", "moe_debug", "--ranks", "64"]
+    command += ["--machine", "h100", "activation_checkpoint:fp8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    out = run.stdout
     assert _files(folder) == []
     # Figures of the same model in a run, and of the arithmetic: fp32, Adam.
-    assert "deepseek_v3 debugmodel, 33.01 M parameters" in done.out
-    assert "rank 0 of 64: FSDP 64, EP 2 (spmd_types)" in done.out
+    assert "deepseek_v3 debugmodel, 33.01 M parameters" in out
+    assert "rank 0 of 64: FSDP 64, EP 2 (spmd_types)" in out
     # On 64 ranks the experts are sharded across nodes: what auto takes there.
-    assert "13 units in 13 groups: 1 embedding, 6 block, 5 experts, 1 head" in done.out
-    assert re.search(
-        r'^ +auto is "experts", 2 .* \(EP 2, 64 ranks on h100: modelled', done.out, re.M
-    )
-    assert "256 sequences (65,536 tokens) a step" in done.out
+    assert "13 units in 13 groups: 1 embedding, 6 block, 5 experts, 1 head" in out
+    assert re.search(r'^ +auto is "experts", 2 .* \(EP 2, 64 ranks on h100: modelled', out, re.M)
+    assert "256 sequences (65,536 tokens) a step" in out
     parameters, gradients, states = map(
-        float, re.findall(r"([\d.]+) MiB", _line(done.out, "this rank")[0])
+        float, re.findall(r"([\d.]+) MiB", _line(out, "this rank")[0])
     )
     assert parameters == gradients
     assert states == pytest.approx(2 * parameters, rel=0.05)
-    assert "forward, loss, backward, gradient clipping, optimizer" in done.out
+    assert "forward, loss, backward, gradient clipping, optimizer" in out
     (ms,) = re.findall(
-        r"^time +at most [\d,]+ tokens/s a GPU, MFU .* ([\d.]+) ms a step on h100$", done.out, re.M
+        r"^time +at most [\d,]+ tokens/s a GPU, MFU .* ([\d.]+) ms a step on h100$", out, re.M
     )
-    *parts, total = map(float, re.findall(r"^ +([\d.]+)  [a-z]", done.out, re.M))
+    *parts, total = map(float, re.findall(r"^ +([\d.]+)  [a-z]", out, re.M))
     assert total == float(ms) == pytest.approx(sum(parts), abs=0.7)
-    assert re.search(r" float8 codec$", done.out, re.M)
+    assert re.search(r" float8 codec$", out, re.M)
 
 
 def test_every_stage_of_a_pipeline(folder: Path):

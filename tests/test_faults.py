@@ -27,11 +27,11 @@ from tests import planted
 from tests.cluster import PATIENCE_S, RankError, run_ranks
 from tests.faults.torchrun import is_alive
 from tests.training import Run, make_config, titan_config
-from titan_ext.data.stdlib_corpus import make_corpus
 from titan_ext.guards.checkpoints import corrupt_items, verify_checksums
-from titan_ext.guards.folder import Folder
+from titan_ext.guards.start import Folder
 from titan_ext.guards.stop import StopOnSignal, warn_of_restarts_that_hang
 from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
+from titan_ext.stdlib_corpus import make_corpus
 from titan_ext.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)

@@ -82,7 +82,7 @@ def test_a_wrong_name_ends_before_any_process_group(tmp_path: Path):
 
 
 def _tokenizer() -> Path:
-    from titan_ext.data.stdlib_corpus import default_tokenizer_path, make_corpus
+    from titan_ext.stdlib_corpus import default_tokenizer_path, make_corpus
 
     make_corpus()
     return default_tokenizer_path()

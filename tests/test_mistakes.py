@@ -12,9 +12,9 @@ from torchtitan.config import ConfigManager
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from tests.toml_files import DEBUG
-from titan_ext import config_registry, mistakes
+from titan_ext import config_registry, names
 from titan_ext.limits import world_size
-from titan_ext.mistakes import Mistakes, end_with_messages, in_one
+from titan_ext.names import Mistakes, end_with_messages, in_one
 
 BUDGET = DEBUG + '[activation_checkpoint]\npolicy = "memory_budget"\n'
 GROUP = DEBUG + '[parallelism.fsdp_reshard_groups]\nattention = "never"\n'
@@ -70,7 +70,7 @@ def test_an_unknown_config_installs_the_hook(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with pytest.raises(ValueError, match="did you mean 'deepseek_v3_16b'"):
         _ = config_registry.deepseek_v3_15b
-    assert sys.excepthook is mistakes._end
+    assert sys.excepthook is names._end
 
 
 def _shown(
@@ -108,7 +108,7 @@ def test_who_prints_and_who_writes(monkeypatch: pytest.MonkeyPatch, capsys: Any)
     "run",
     [
         lambda: (_ for _ in ()).throw(ValueError("not ours")),
-        lambda: mistakes.in_one(cast(Any, 5)),
+        lambda: names.in_one(cast(Any, 5)),
         lambda: world_size(SimpleNamespace(comm=SimpleNamespace(mode="default"))),
     ],
 )
@@ -127,7 +127,7 @@ def test_ten_mistakes_are_shown():
 
 WORKER = """
 import os, sys, time
-from titan_ext.mistakes import Mistakes, end_with_messages
+from titan_ext.names import Mistakes, end_with_messages
 end_with_messages("run.toml")
 if os.environ["RANK"] == "2":
     Mistakes(["training.steps is -1; expected 1 or more."]).raise_all()

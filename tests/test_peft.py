@@ -40,8 +40,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from tests.cluster import PATIENCE_S, run_ranks
 from tests.training import titan_config
 from titan_ext import no_accelerator
-from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
-from titan_ext.peft import export_adapters, main
+from titan_ext.cli import main
+from titan_ext.lora import export_adapters
+from titan_ext.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
 from titan_ext.toml_config import load
 from titan_ext.trainer import extend_config
 
@@ -360,10 +361,10 @@ def test_what_cannot_be_exported(tmp_path: Path):
 
 
 def test_a_mistake_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["deepseek_v3_16"]) == 1
+    assert main(["peft", "deepseek_v3_16"]) == 1
     assert "--config deepseek_v3_16: expected the path of a .toml" in capsys.readouterr().err
     (folder / "run.toml").write_text('extends = "qwen3.qwen3_debugmodel"')
-    assert main(["run.toml", "--dump_folder", "elsewhere"]) == 1
+    assert main(["peft", "run.toml", "--dump_folder", "elsewhere"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("qwen3 has no LoRA adapters")
 
 

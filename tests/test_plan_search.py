@@ -13,8 +13,7 @@ from titan_ext import plan_search
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.plan_report import file_name
 from titan_ext.plan_search import CHANGES, suggest
-from titan_ext.toml_config import resolve
-from titan_ext.toml_config.dump import dump, identity
+from titan_ext.toml_config import dump, identity, resolve
 
 GIB = 2**30
 

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from titan_ext.guards import folder
-from titan_ext.guards.folder import LOCK, Folder, check_folder, lock_folder, register_handler
+from titan_ext.guards import start
+from titan_ext.guards.start import LOCK, Folder, check_folder, lock_folder, register_handler
 
 _HOLD = """
 import os, sys, time
-from titan_ext.guards.folder import lock_folder
+from titan_ext.guards.start import lock_folder
 lock_folder(sys.argv[1])
 if os.fork():
     print("ready", flush=True)
@@ -64,7 +64,7 @@ def test_a_file_system_without_locks_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     no_locks = unittest.mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
-    monkeypatch.setattr(folder.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(start.fcntl, "lockf", no_locks)
     lock_folder(str(tmp_path))
     assert "cannot be locked" in caplog.text
 

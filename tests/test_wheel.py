@@ -84,7 +84,7 @@ def test_what_the_wheel_says_of_itself(installed: Path):
 
 def test_the_wheel_is_used_from_another_folder(installed: Path, tmp_path: Path):
     code = (
-        "import titan_ext; from titan_ext.data.stdlib_corpus import default_folder\n"
+        "import titan_ext; from titan_ext.stdlib_corpus import default_folder\n"
         "print(titan_ext.__file__, default_folder(), sep='\\n')"
     )
     where, corpus = _python(installed, tmp_path, "-c", code).split()

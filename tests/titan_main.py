@@ -116,9 +116,8 @@ def train(arm: str, folder: Path) -> None:
     from torchtitan.hf_datasets.text_datasets import DATASETS
     from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 
-    from titan_ext import api, no_accelerator
+    from titan_ext import api, no_accelerator, stdlib_corpus
     from titan_ext.activation_checkpoint import FP8AC
-    from titan_ext.data import stdlib_corpus
 
     no_accelerator.enable()
     stdlib_corpus.register_stdlib_corpus()

@@ -48,17 +48,17 @@ from tests.converters import convert
 from tests.on_cpu import flex_on_cpu, list_all_to_all
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.data.stdlib_corpus import (
-    STDLIB_CORPUS,
-    default_tokenizer_path,
-    make_corpus,
-    register_stdlib_corpus,
-)
 from titan_ext.fsdp import plan, prefetch
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.log import MemoryLog
 from titan_ext.fsdp.mesh import ShardSizes
 from titan_ext.run_folder import LOSS, read_scalar
+from titan_ext.stdlib_corpus import (
+    STDLIB_CORPUS,
+    default_tokenizer_path,
+    make_corpus,
+    register_stdlib_corpus,
+)
 from titan_ext.trainer import extend_config
 
 

@@ -2,7 +2,7 @@
 """titan_ext: an extension of TorchTitan for people who train mixture-of-experts models.
 
 Titan finds it by name (``--module titan_ext``) and starts at ``config_registry``. Imports point
-down from there: config_registry -> trainer -> specs -> parallelize -> the passes. Importing this
+down from there: config_registry -> trainer -> parallelize -> the passes. Importing this
 package has no side effects and imports neither torch nor torchtitan.
 """
 

@@ -24,12 +24,11 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from titan_ext import no_accelerator
-from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget
+from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget, has_budget
 from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
-from titan_ext.guards.agreement import RanksAgree
+from titan_ext.guards.start import RanksAgree
 from titan_ext.limits import world_size
-from titan_ext.mistakes import checks_later
-from titan_ext.names import and_more
+from titan_ext.names import and_more, checks_later
 from titan_ext.plan_report import differences, plain
 from titan_ext.run_record import versions
 
@@ -49,11 +48,6 @@ _OF_TORCHRUN = (
     "MASTER_",
     "TORCHELASTIC_",
 )
-
-
-def has_budget(config: Any) -> bool:
-    """Whether a trainer's config has a budget to solve for."""
-    return bool(getattr(config.activation_checkpoint, "budget", ""))
 
 
 class ActivationBudget(RunCheck):
@@ -137,7 +131,7 @@ def solve(
     Raises:
         ValueError: if it cannot be met, or not in time.
     """
-    from titan_ext.toml_config.dump import dump, identity  # which imports the trainer, and so this
+    from titan_ext.toml_config import dump, identity  # which imports the trainer, and so this
 
     policy = config.activation_checkpoint
     if not identity(config)["extends"]:
@@ -211,7 +205,7 @@ def _solve(config: Any, memory: int | None) -> dict[str, Any]:
 
 def _asked(config: Any, memory: int | None) -> dict[str, Any]:
     """What a table depends on."""
-    from titan_ext.toml_config.dump import identity
+    from titan_ext.toml_config import identity
 
     return {
         "ranks": world_size(config) or 1,

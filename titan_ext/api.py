@@ -25,8 +25,7 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, synchronize_unmanaged_parameters
 from titan_ext.lora import check_lora_targets
-from titan_ext.parallelize import parallelize
-from titan_ext.specs import check_model_limits, extend_model_spec
+from titan_ext.parallelize import check_model_limits, extend_model_spec, parallelize
 
 __all__ = [
     "FSDPSettings",
@@ -104,6 +103,7 @@ def build_decoder(
     return model.train(), parallel_dims
 
 
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size", "spmd_backend")
 _shared_dims: list[tuple[dist.ProcessGroup | None, ParallelDims]] = []
 
 
@@ -116,10 +116,10 @@ def _parallel_dims(parallelism: TitanParallelismConfig) -> ParallelDims:
     # Of this process group alone: its meshes end with it.
     _shared_dims[:] = [entry for entry in _shared_dims if entry[0] is dist.group.WORLD]
     for _, dims in _shared_dims:
-        if _degrees(dims) == _degrees(wanted):
+        names = [n for n in _DEGREES if getattr(dims, n) != getattr(wanted, n)]
+        if not names:
             return dims
         if dims.spmd_backend == wanted.spmd_backend == "spmd_types":
-            names = [n for n in _DEGREES if getattr(dims, n) != getattr(wanted, n)]
             raise ValueError(
                 "build_decoder: the models of a process need the same degrees under "
                 f"spmd_backend 'spmd_types'; {', '.join(names)}: expected "
@@ -128,10 +128,3 @@ def _parallel_dims(parallelism: TitanParallelismConfig) -> ParallelDims:
             )
     _shared_dims.append((dist.group.WORLD, wanted))
     return wanted
-
-
-_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size", "spmd_backend")
-
-
-def _degrees(dims: ParallelDims) -> list[object]:
-    return [getattr(dims, name) for name in _DEGREES]

@@ -20,7 +20,7 @@ from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, tra
 from titan_ext.activation_checkpoint.budget import Kind, Solution, solve, table_of
 from titan_ext.activation_checkpoint.op_policies import is_exempt
 from titan_ext.activation_checkpoint.presets import make_plan
-from titan_ext.activation_checkpoint.solved import KEY, solved_for
+from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all
 from titan_ext.dry_run import DryRun, dry_run
@@ -291,7 +291,7 @@ def plan_activations(
         ValueError: if it cannot be met, or the config has a table already.
     """
     settings = settings_of(config.activation_checkpoint)
-    had_budget = bool(getattr(config.activation_checkpoint, "budget", ""))
+    had_budget = has_budget(config)
     config.activation_checkpoint = None
     planned = memory if budget is None else None
     run = dry_run(config, ranks, rank, budget=planned, imbalance=imbalance, as_on_a_gpu=as_on_a_gpu)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line tool: ``titan_ext list | new | show | dry-run | report | target``.
+"""The command line tool: ``titan_ext list | new | show | dry-run | report | target | peft``.
 
 Commands are dataclasses that tyro parses. What it does not know are Titan's flags, which tyro
 parses again over the config. Nothing here imports torch before a command needs it.
@@ -7,7 +7,6 @@ parses again over the config. Nothing here imports torch before a command needs 
 
 import contextlib
 import gc
-import itertools
 import json
 import logging
 import os
@@ -15,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,8 +29,7 @@ from titan_ext.config_registry import (
     resolve_config,
     titan_configs,
 )
-from titan_ext.mistakes import Mistakes
-from titan_ext.names import BYTES, did_you_mean, parse_bytes, shipped_configs, toml_file
+from titan_ext.names import BYTES, Mistakes, did_you_mean, parse_bytes, shipped_configs, toml_file
 
 if TYPE_CHECKING:
     from titan_ext.memory_plan import Budget
@@ -43,6 +42,8 @@ _DESCRIPTION = (
     "(--training.steps 50) go after it and win over the file."
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
+_OPTIONS = (("memory", "allowance"), ("imbalance", "machine", "slower"))
+"""What dry-run hands to processes of its own: the budget, and how a step is modelled."""
 _DOES_NOT_FIT = 3
 """What dry-run ends with where a step needs more than --memory."""
 
@@ -52,7 +53,6 @@ class List:
     """List the shipped TOML files, and TorchTitan's models with their config functions."""
 
     def run(self, flags: list[str]) -> None:
-        _refuse(flags)
         print("shipped TOML files:")
         for name, path in shipped_configs().items():
             print(f"  {name:20} {_first_sentence(path)}")
@@ -83,12 +83,10 @@ class New:
         if not self.file.parent.is_dir():
             raise ValueError(f"{self.file}: there is no folder {self.file.parent}.")
         base = _extends(self.config, self.file.parent)
-        resolved = resolve_config(self.config, flags)
-        given = _given(resolved)
-        lines = [f"extends = {to_toml(base)}"]
-        if "dump_folder" not in given:
-            lines += [f"dump_folder = {to_toml(f'./outputs/{self.file.stem}')}"]
-        lines += [f"{key} = {value}" for key, value, _ in _as_toml(resolved, given)]
+        values = {"dump_folder": to_toml(f"./outputs/{self.file.stem}")}
+        given = resolve_config(self.config, flags).given()
+        values |= {key: value for key, value, _ in given}
+        lines = [f"extends = {to_toml(base)}", *(f"{k} = {value}" for k, value in values.items())]
         self.file.write_text("\n".join(lines) + "\n")
         print(f"{self.file} extends {base}; titan_ext show {self.file} prints all its values.")
 
@@ -106,11 +104,11 @@ class Show:
         from titan_ext.toml_config.files import to_toml
 
         resolved = resolve_config(self.config, flags)
-        origins = resolved.origins.items()
-        keys = {key for key, origin in origins if not self.changed or origin != resolved.base}
         print(f"# {' <- '.join([resolved.base, *resolved.files])}")
         print(f"extends = {to_toml(resolved.base)}")
-        for key, value, origin in _as_toml(resolved, keys):
+        for key, value, origin in resolved.lines(
+            lambda origin: not self.changed or origin != resolved.base
+        ):
             print(f"{key} = {value}  # from {origin}")
 
 
@@ -157,22 +155,25 @@ class DryRun:
 
     def run(self, flags: list[str]) -> None:
         memory, allowance = _bytes("--memory", self.memory), _bytes("--allowance", self.allowance)
-        if allowance is not None and memory is None:
-            raise ValueError("--allowance needs --memory, from which it is taken.")
-        fits = self.activations == "fit"
+        fits, no_plan = self.activations == "fit", not (self.memory or self.activations)
         activations = None if fits else _bytes("--activations", self.activations)
-        if fits and memory is None:
-            raise ValueError("--activations fit needs --memory: what it leaves is the budget.")
-        if self.activations and self.all_stages:
-            raise ValueError("--activations plans one rank: expected --rank, not --all-stages.")
-        if (self.out is not None or self.suggest) and memory is None and not self.activations:
-            option = "--out" if self.out is not None else "--suggest"
-            raise ValueError(f"{option} needs --memory: without it there is no plan.")
-        if self.ranks < 1 or not 0 <= self.rank < self.ranks:
-            raise ValueError(
-                f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 rank or more, and "
-                "a rank below that."
-            )
+        ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 rank or more, and"
+        for is_wrong, problem in (
+            (allowance and not memory, "--allowance needs --memory, from which it is taken."),
+            (
+                fits and not memory,
+                "--activations fit needs --memory: what it leaves is the budget.",
+            ),
+            (
+                self.activations and self.all_stages,
+                "--activations plans one rank: expected --rank, not --all-stages.",
+            ),
+            (self.out and no_plan, "--out needs --memory: without it there is no plan."),
+            (self.suggest and no_plan, "--suggest needs --memory: without it there is no plan."),
+            (not 0 <= self.rank < self.ranks, f"{ranks} a rank below that."),
+        ):
+            if is_wrong:
+                raise ValueError(problem)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext import no_accelerator
@@ -182,24 +183,29 @@ class DryRun:
         from titan_ext.memory_plan import Budget
         from titan_ext.plan_report import to_json, write
         from titan_ext.plan_search import suggest
-        from titan_ext.toml_config.dump import dump, identity
+        from titan_ext.toml_config import dump, identity
 
-        slower = self._slower()
+        self.slower = self._calibrated()
         budget = None if memory is None else Budget(memory=memory, allowance=allowance)
         with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
                 resolved = resolve_config(self.config, flags)
                 config = resolved.config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
-            self._check_imbalance(config.parallelism.expert_parallel_degree)
+            experts = config.parallelism.expert_parallel_degree
+            if self.imbalance != 1 and not 0 <= self.imbalance <= experts:
+                raise ValueError(
+                    f"--imbalance is {self.imbalance:g}; expected 0 to {experts}, the "
+                    "expert-parallel degree: more than all tokens cannot come."
+                )
             if self.activations:
                 self._plan_activations(resolved, activations, budget)
                 return
             if has_budget(config):
-                print(solve_in_dry_run(config, self.ranks, self._memory(), self._modelled(slower)))
+                print(solve_in_dry_run(config, self.ranks, *map(self._words, _OPTIONS)))
             asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
-                plans = self._plan_all_stages(config, source, slower)
+                plans = self._plan_all_stages(config, source)
             else:
                 run = dry_run(
                     config,
@@ -207,7 +213,7 @@ class DryRun:
                     self.rank,
                     budget=budget,
                     machine=self.machine,
-                    slower=slower,
+                    slower=self.slower,
                     imbalance=self.imbalance,
                 )
                 print(run.report(), flush=True)
@@ -223,14 +229,15 @@ class DryRun:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "config.toml"
                 file.write_text(source)
-                for line in suggest(file, fullest, self._options(slower), self.suggest):
+                options = self._words(("ranks", *chain(*_OPTIONS)))
+                for line in suggest(file, fullest, options, self.suggest):
                     print(line, flush=True)
         elif not (fullest["fits"] or self.all_stages):
             print("            --suggest 5 tries the nearest changes, with a dry run for each")
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
 
-    def _slower(self) -> float:
+    def _calibrated(self) -> float:
         from titan_ext.op_cost import MACHINES
         from titan_ext.plan_report import calibrate
 
@@ -254,7 +261,7 @@ class DryRun:
     ) -> None:
         from titan_ext.budget_plan import plan_activations
 
-        changed = [f"{key} = {value}" for key, value, _ in _as_toml(resolved, _given(resolved))]
+        changed = [f"{key} = {value}" for key, value, _ in resolved.given()]
         plan = plan_activations(
             resolved.config,
             self.ranks,
@@ -275,26 +282,12 @@ class DryRun:
         file.write_text("\n".join([*lines, "", *plan.toml_lines()]) + "\n")
         print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
 
-    def _check_imbalance(self, expert_parallel: int) -> None:
-        if self.imbalance == 1 or 0 <= self.imbalance <= expert_parallel:
-            return
-        raise ValueError(
-            f"--imbalance is {self.imbalance:g}; expected 0 to {expert_parallel}, the "
-            "expert-parallel degree: more than all tokens cannot come."
-        )
-
-    def _memory(self) -> list[str]:
-        given = (("--memory", self.memory), ("--allowance", self.allowance))
+    def _words(self, options: Iterable[str]) -> list[str]:
+        """Options of this command as a command line has them."""
+        given = [(f"--{name}", str(getattr(self, name))) for name in options]
         return [word for option, value in given if value for word in (option, value)]
 
-    def _modelled(self, slower: float) -> list[str]:
-        time = ["--machine", self.machine, "--slower", str(slower)] if self.machine else []
-        return ["--imbalance", str(self.imbalance), *time]
-
-    def _options(self, slower: float) -> list[str]:
-        return ["--ranks", str(self.ranks), *self._memory(), *self._modelled(slower)]
-
-    def _plan_all_stages(self, config: Any, source: str, slower: float) -> list[dict[str, Any]]:
+    def _plan_all_stages(self, config: Any, source: str) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
         from titan_ext.plan_report import file_name
 
@@ -303,7 +296,8 @@ class DryRun:
             folder, file = self.out or Path(temporary), Path(temporary) / "config.toml"
             file.write_text(source)
             command = [sys.executable, "-m", "titan_ext", "dry-run", str(file)]
-            command += [*self._options(slower), *["--verbose"] * self.verbose]
+            command += self._words(("ranks", *chain(*_OPTIONS)))
+            command += ["--verbose"] * self.verbose
             command += ["--out", str(folder)] if self.memory else []
             stages = config.parallelism.pipeline_parallel_degree
             for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
@@ -324,7 +318,6 @@ class Report:
     """dump_folder of the run."""
 
     def run(self, flags: list[str]) -> None:
-        _refuse(flags)
         from titan_ext.run_folder import report
 
         print(report(self.folder))
@@ -340,10 +333,27 @@ class Target:
     """Steps of a run."""
 
     def run(self, flags: list[str]) -> None:
-        _refuse(flags)
         from titan_ext.run_folder import next_target
 
         print(next_target(self.folder, self.steps))
+
+
+@dataclass
+class Peft:
+    """Export the LoRA adapters of a run for the peft library."""
+
+    config: tyro.conf.Positional[_Config]
+    """What the run has as --config; its Titan flags, and --checkpoint.load_step, may follow."""
+    output: Path | None = None
+    """Folder to write; by default peft/step-N in the run's."""
+    base_model: str = ""
+    """Name of the base model; by default what the run started from."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.lora import export_adapters
+
+        config = resolve_config(self.config, flags).config
+        print(export_adapters(config, self.output, self.base_model))
 
 
 _Command = (
@@ -353,6 +363,7 @@ _Command = (
     | Annotated[DryRun, tyro.conf.subcommand("dry-run")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Target, tyro.conf.subcommand("target")]
+    | Annotated[Peft, tyro.conf.subcommand("peft")]
 )
 
 
@@ -367,6 +378,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return_unknown_args=True,
     )
     try:
+        if flags and not hasattr(command, "config"):
+            known = "titan_ext COMMAND --help lists what there is."
+            raise ValueError(f"unknown: {' '.join(flags)}; {known}")
         with _quiet(getattr(command, "verbose", False)):
             command.run(flags)
         sys.stdout.flush()
@@ -399,36 +413,8 @@ def _extends(config: str, folder: Path) -> str:
     return found.name if toml_file(found.name, folder) == found else os.path.relpath(found, folder)
 
 
-def _given(resolved: "Resolved") -> set[str]:
-    """The keys that the command line gave."""
-    return {key for key, origin in resolved.origins.items() if origin == "command line"}
-
-
-def _refuse(flags: Sequence[str]) -> None:
-    if flags:
-        raise ValueError(
-            f"unknown: {' '.join(flags)}; titan_ext COMMAND --help lists what there is."
-        )
-
-
-def _as_toml(resolved: "Resolved", keys: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Lines of a TOML file: key, value and origin of each of ``keys``."""
-    from titan_ext.toml_config.dump import lines_of
-    from titan_ext.toml_config.files import to_toml
-
-    def origins(leaves: Collection[str]) -> list[str]:
-        return list(dict.fromkeys(resolved.origins[leaf] for leaf in leaves))
-
-    def base_has(leaves: Collection[str]) -> bool:
-        return resolved.base in origins(leaves)
-
-    for line in lines_of(resolved.config, resolved.model, base_has):
-        if not keys.isdisjoint(line.leaves):
-            yield line.key, to_toml(line.value), ", ".join(origins(line.leaves))
-
-
 def _first_sentence(path: Path) -> str:
-    comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     return " ".join(line.strip("# ") for line in comment).partition(". ")[0]
 
 

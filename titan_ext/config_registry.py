@@ -19,15 +19,21 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ext.mistakes import Mistakes, end_with_messages
-from titan_ext.names import did_you_mean, log_on_one_node, shipped_configs, toml_file
+from titan_ext.names import (
+    REFUSED_MODELS,
+    Mistakes,
+    did_you_mean,
+    end_with_messages,
+    log_on_one_node,
+    shipped_configs,
+    toml_file,
+)
 
 if TYPE_CHECKING:
     from titan_ext.toml_config import Resolved
     from titan_ext.trainer import Trainer
 
 _FILE = "config_registry"
-_NOT_DECODERS = ("flux",)  # specs.REFUSED_MODELS says why
 
 
 @functools.cache
@@ -47,7 +53,7 @@ def _all_titan_configs() -> dict[str, str]:
 def titan_configs() -> dict[str, str]:
     """Titan's config functions that we extend: name -> module."""
     found = _all_titan_configs()
-    return {name: found[name] for name in found if model_of(found[name]) not in _NOT_DECODERS}
+    return {name: found[name] for name in found if model_of(found[name]) not in REFUSED_MODELS}
 
 
 def model_of(module: str) -> str:
@@ -68,8 +74,6 @@ def find_config(name: str) -> Path | str:
     if name in shipped_configs():
         return shipped_configs()[name]
     if name in _all_titan_configs():
-        from titan_ext.specs import REFUSED_MODELS
-
         model = model_of(_all_titan_configs()[name])
         raise ValueError(
             f"--config {name}: titan_ext does not serve {model}: {REFUSED_MODELS[model]}."
@@ -102,7 +106,7 @@ def _config(name: str) -> "Trainer.Config":
     from titan_ext.limits import world_size, wrong_degrees
 
     log_on_one_node()
-    handler = "titan_ext.guards.folder.register_handler"
+    handler = "titan_ext.guards.start.register_handler"
     os.environ.setdefault("TITAN_STRUCT_LOGGER_HANDLERS", handler)
     config = resolve_config(name, _flags_beside(name)).config
     Mistakes(wrong_degrees(config, world_size(config))).raise_all()

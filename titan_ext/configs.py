@@ -36,8 +36,7 @@ from titan_ext.fsdp.units import (
     units_without,
     vision_units,
 )
-from titan_ext.mistakes import are_checked_later
-from titan_ext.names import table_flag
+from titan_ext.names import are_checked_later, table_flag
 
 __all__ = ["DebugConfig", "ParallelismConfig"]
 

@@ -5,7 +5,7 @@ The adapters of TorchTitan 0.3 split stacked experts along the shard axes of the
 on an axis that replicates ("'Replicate' object has no attribute 'dim'"). ``for_replicated_weights``
 hands them each weight without its replicating axes, and gives the result the model's layout. It
 skips LoRA weights, which no Hugging Face model has, so that base weights load under them;
-``titan_ext.peft`` exports them.
+``titan_ext peft`` exports them.
 
 Titan converts after the last step. If its adapter does not know a name, or cannot split a layout
 into experts, a run of weeks ends without the export. A weight that the adapter skips is silently
@@ -99,8 +99,8 @@ class HuggingFaceExport(RunCheck):
         lost = _lost_names(model, spec.state_dict_adapter(spec.model, None))
         if config.checkpoint.last_save_in_hf and any(map(is_adapter_weight, lost)):
             raise ValueError(
-                f"{key} is on, and would leave out the LoRA adapters. Set it to false: `python -m "
-                "titan_ext.peft CONFIG` exports adapters from checkpoints in torch's format."
+                f"{key} is on, and would leave out the LoRA adapters. Set it to false: "
+                "`titan_ext peft CONFIG` exports adapters from checkpoints in torch's format."
             )
         lost = [name for name in lost if not is_adapter_weight(name)]
         adapter = f"adapter of TorchTitan's for {spec.name!r} and Hugging Face"
@@ -149,12 +149,9 @@ def _lost_names(model: nn.Module, adapter: Any) -> list[str]:
         returned = adapter.from_hf(adapter.to_hf(weights))
         return [name for name in weights if name not in returned]
     except KeyError:  # names only the first that it does not know
-        return [name for name in weights if not _is_known(adapter, name, weights[name])]
-
-
-def _is_known(adapter: Any, name: str, tensor: torch.Tensor) -> bool:
-    try:
-        adapter.to_hf({name: tensor})
-    except KeyError:
-        return False
-    return True
+        known = set()
+        for name, tensor in weights.items():
+            with contextlib.suppress(KeyError):
+                adapter.to_hf({name: tensor})
+                known.add(name)
+        return [name for name in weights if name not in known]

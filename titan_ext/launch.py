@@ -110,7 +110,7 @@ def torchrun() -> None:
         message, extra = failure.message, {}
         if isinstance(in_file, dict):
             message, extra = in_file.get("message", message), in_file.get("extraInfo", {})
-        if extra.get("py_callstack") != message:  # not a user's mistake: see mistakes
+        if extra.get("py_callstack") != message:  # not a user's mistake: see names
             print(error, file=sys.stderr)
         sys.exit(f"rank {rank}: {message}")
 

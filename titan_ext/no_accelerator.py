@@ -322,12 +322,7 @@ class CPUDeviceModule:
 
 
 def _peak_rss_bytes() -> int:
-    # VmHWM can be reset, ru_maxrss cannot; the former is Linux only.
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        status = ""
-    if match := re.search(r"VmHWM:\s+(\d+) kB", status):
-        return int(match[1]) * 1024
-    scale = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    # VmHWM can be reset, ru_maxrss cannot; some sandboxes lack the former.
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    peak_kib = int(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak_kib * 1024

@@ -78,11 +78,11 @@ class OptimizersContainer(TitanOptimizersContainer):
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
         named: Any = _CanonicalNames(model)
         taken = resolve_groups(_trainable(model), param_group_configs)
-        groups = [
-            _without_implementation(group) if group.optimizer_name == MUON else group
-            for group, names in zip(param_group_configs, taken, strict=True)
-            if names
-        ]
+        groups = [group for group, names in zip(param_group_configs, taken, strict=True) if names]
+        for index, group in enumerate(groups):
+            if group.optimizer_name == MUON:  # it has one implementation, and refuses the flags
+                kwargs = {"fused": False, "foreach": False, **group.optimizer_kwargs}
+                groups[index] = replace(group, optimizer_kwargs=kwargs)
         return TitanOptimizersContainer._build_param_groups(named, groups, impl_kwargs)
 
 
@@ -100,13 +100,6 @@ class _CanonicalNames:
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     named = _CanonicalNames(model).named_parameters()
     return {name: param for name, param in named if param.requires_grad}
-
-
-def _without_implementation(group: ParamGroupConfig) -> ParamGroupConfig:
-    """DistMuon has one implementation, and refuses ``optimizer.implementation``'s flags."""
-    return replace(
-        group, optimizer_kwargs={"fused": False, "foreach": False, **group.optimizer_kwargs}
-    )
 
 
 def _muon_arguments(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def _compared(planned: int, measured: int) -> str:
 
 def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
     """What of a plan is not so in this run, in words."""
-    from titan_ext.toml_config.dump import identity  # which imports the trainer, and so this module
+    from titan_ext.toml_config import identity  # which imports the trainer, and so this module
 
     here = {"ranks": world_size(config), **plain(identity(config))}
     there = {"ranks": plan["ranks"], **plan["config"]}

@@ -59,7 +59,7 @@ class RunRecord(RunCheck):
     def after_build(self, trainer: Any) -> None:
         if dist.get_rank() != 0:
             return
-        from titan_ext.toml_config.dump import dump  # which imports the trainer, and so this module
+        from titan_ext.toml_config import dump  # which imports the trainer, and so this module
 
         with _never_fails():
             self._entry = origin()
@@ -213,7 +213,8 @@ def _exchanges(trainer: Any) -> list[str]:
     policy = trainer.config.activation_checkpoint
     if trainer.parallel_dims.ep == 1 or trainer.parallel_dims.pp_enabled:
         return []
-    saves, stock_saves = _save_all_to_all(trainer)
+    parallelism, compiled = trainer.config.parallelism, compiles_model(trainer.config.compile)
+    saves = saves_all_to_all(parallelism, trainer.parallel_dims.ep, compiled=compiled)
     is_ours = isinstance(policy, FP8AC.Config)
     if (is_ours and policy.mode == "no_recompute") or (heeds_save_all_to_all(policy) and saves):
         again = 0
@@ -221,20 +222,11 @@ def _exchanges(trainer: Any) -> list[str]:
         again = 2 if is_ours else 3
     else:
         return []
-    stock = _EXCHANGES + (0 if stock_saves else 3)
+    stock = _EXCHANGES + (0 if stock_saves_all_to_all(parallelism, compiled=compiled) else 3)
     return [
         f"all-to-alls a MoE layer and step: {_EXCHANGES + again}; stock selective {stock} "
         "(predicted)"
     ]
-
-
-def _save_all_to_all(trainer: Any) -> tuple[bool, bool]:
-    """Whether the run's recompute finds the exchanges of tokens saved, and stock selective's."""
-    parallelism, compiled = trainer.config.parallelism, compiles_model(trainer.config.compile)
-    return (
-        saves_all_to_all(parallelism, trainer.parallel_dims.ep, compiled=compiled),
-        stock_saves_all_to_all(parallelism, compiled=compiled),
-    )
 
 
 def _activations(trainer: Any) -> list[str]:

@@ -15,10 +15,6 @@ from typing import Annotated, Any, ClassVar
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.checkpointer import BaseCheckpointManager
-from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
-from torchtitan.components.optimizer import OptimizersContainer as TitanOptimizersContainer
-from torchtitan.config import DebugConfig as TitanDebugConfig
-from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 from torchtitan.config import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
@@ -29,17 +25,24 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.compile import compiles_model
 from titan_ext.configs import DebugConfig, ParallelismConfig, check_parallelism, check_unit_names
-from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.guards import RunCheck
 from titan_ext.guards.checkpoints import CheckpointManager, check_excluded
 from titan_ext.guards.run_checks import RUN_CHECKS
 from titan_ext.limits import check_schedule, world_size, wrong_degrees, wrong_values
-from titan_ext.mistakes import Mistakes, are_checked_later
+from titan_ext.names import Mistakes, are_checked_later
 from titan_ext.optim import OptimizersContainer, check_param_groups
-from titan_ext.specs import check_model_limits, extend_model_spec
+from titan_ext.parallelize import check_model_limits, extend_model_spec
+from titan_ext.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 
 __all__ = ["Trainer", "extend_config"]
 
+_EXTENDED: dict[str, Any] = {
+    "parallelism": ParallelismConfig,
+    "optimizer": OptimizersContainer.Config,
+    "checkpoint": CheckpointManager.Config,
+    "debug": DebugConfig,
+}
+"""The sections of which we have a subclass."""
 _checked: set[int] = set()
 """Hashes of the configs that have passed their checks, values and all."""
 
@@ -198,17 +201,12 @@ def extended_sections(config: TitanTrainer.Config) -> dict[str, Any]:
         )
     if config.model_spec is None:
         raise ValueError("cannot extend a trainer config that has no model_spec.")
-    return {
-        "model_spec": extend_model_spec(config.model_spec),
-        "parallelism": _extended(config.parallelism, TitanParallelismConfig, ParallelismConfig),
-        "optimizer": _extended(
-            config.optimizer, TitanOptimizersContainer.Config, OptimizersContainer.Config
-        ),
-        "checkpoint": _extended(
-            config.checkpoint, TitanCheckpointManager.Config, CheckpointManager.Config
-        ),
-        "debug": _extended(config.debug, TitanDebugConfig, DebugConfig),
-    }
+    changed: dict[str, Any] = {"model_spec": extend_model_spec(config.model_spec)}
+    for name, ours in _EXTENDED.items():
+        section = getattr(config, name)
+        if type(section) is ours.__base__:  # Titan's; another class's stays as it is
+            changed[name] = derive(section, ours)
+    return changed
 
 
 @functools.cache
@@ -224,8 +222,3 @@ def extended_class(titan_class: type[TitanTrainer.Config]) -> type[Trainer.Confi
         pass
 
     return Config
-
-
-def _extended(section: Any, titan_class: type, our_class: type) -> Any:
-    """Titan's section as ours; ours, or another class's, stays as it is."""
-    return derive(section, our_class) if type(section) is titan_class else section

@@ -11,7 +11,7 @@ between. Then no user code has run on it. All other copies stay in fp32.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -34,8 +34,8 @@ from titan_ext.activation_checkpoint.rules import OpPolicy, Rule, op_name
 from titan_ext.fp8 import SavedTensorStore
 from titan_ext.fp8.host import HostGroup, Offload
 from titan_ext.fp8.local import is_plain, parts_in, storage_ids
-from titan_ext.fp8.saved_tensors import put
-from titan_ext.fp8.stored import StoredEntry, storages_of
+from titan_ext.fp8.saved_tensors import Computed
+from titan_ext.fp8.stored import storages_of
 
 if TYPE_CHECKING:
     from titan_ext.activation_checkpoint.policy import FP8AC
@@ -90,7 +90,7 @@ class NoRecomputeBlock(ActivationWrapper):
             if reason is None and values.is_statistic(x):
                 reason = STATISTIC
             name = module or "(block)"
-            host = group if self._on_host(module) else None
+            host = group if group is not None and self._on_host(module) else None
             narrow = values.source_dtype(x) if self._narrows_fp32 else None
             entry = (
                 _Narrowed(x, narrow, name, host)
@@ -116,9 +116,9 @@ def why_exact(config: "FP8AC.Config", rules: Sequence[Rule], block: str, module:
     """Why what ``module``, named within ``block``, saves stays exact, or None."""
     if is_exempt(config.exempt, block, module):
         return "exempt"
-    for rule in rules:
-        if rule.matches_module(module, block):
-            return None if rule.policy.is_float8 else "by op_policies"
+    policy = _policy(rules, block, module)
+    if policy is not None:
+        return None if policy.is_float8 else "by op_policies"
     parts = module.split(".")
     if "inner_attention" in parts and config.attention != "save_float8":
         return "attention"
@@ -127,8 +127,12 @@ def why_exact(config: "FP8AC.Config", rules: Sequence[Rule], block: str, module:
 
 def waits_on_host(rules: Sequence[Rule], block: str, module: str) -> bool:
     """Whether what ``module``, named within ``block``, saves waits on the host."""
-    matching = (rule.policy for rule in rules if rule.matches_module(module, block))
-    return next(matching, OpPolicy.SAVE).on_host
+    policy = _policy(rules, block, module)
+    return policy is not None and policy.on_host
+
+
+def _policy(rules: Sequence[Rule], block: str, module: str) -> OpPolicy | None:
+    return next((rule.policy for rule in rules if rule.matches_module(module, block)), None)
 
 
 @dataclass(frozen=True)
@@ -189,28 +193,16 @@ class _SavedValues(TorchDispatchMode):
         return code and (code, self._locator.module, len(self._locator.left))
 
 
-class _Narrowed(StoredEntry):
-    """An fp32 tensor, kept in the dtype that it was copied from."""
+class _Narrowed(Computed):
+    """An fp32 tensor, kept in the dtype that it was copied from; it comes back bit for bit."""
 
     def __init__(
         self, x: torch.Tensor, dtype: torch.dtype, name: str, host: HostGroup | None
     ) -> None:
-        self.name = name
-        self.treatment = f"exact: as {str(dtype).removeprefix('torch.')}"
-        self.original = storages_of(x)
-        self._dtype = x.dtype
-        self._values: Sequence[torch.Tensor] = (x.detach().to(dtype),)
-        if host is not None:
-            self.on_host, self.treatment = put(self._values, self.treatment, host)
-            self._values = () if self.on_host else self._values
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._values
-
-    def restore(self) -> torch.Tensor:
-        """The original, bit for bit."""
-        (value,) = self._values or [kept.get() for kept in self.on_host]
-        return value.to(self._dtype)
+        treatment = f"exact: as {str(dtype).removeprefix('torch.')}"
+        wide = x.dtype
+        super().__init__((x.detach().to(dtype),), lambda value: value.to(wide), treatment, host)
+        self.name, self.original = name, storages_of(x)
 
 
 def _view(x: torch.Tensor) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from titan_ext.activation_checkpoint.policy import FP8AC
 
 __all__ = ["FIT", "KEY", "Budget", "WatchedPlan", "check_budget", "check_operations"]
-__all__ += ["refuse_budget", "solved_for", "watched"]
+__all__ += ["has_budget", "refuse_budget", "solved_for", "watched"]
 
 KEY = "activation_checkpoint"
 FIT = "fit"
@@ -49,6 +49,11 @@ class Budget(NamedTuple):
                 f'{", ".join(BYTES)}), "fit" for what the device\'s memory leaves, or "fit 80GiB".'
             )
         return cls(None, nbytes) if word == FIT else cls(nbytes)
+
+
+def has_budget(config: Any) -> bool:
+    """Whether a trainer's config has a budget to solve for."""
+    return bool(getattr(config.activation_checkpoint, "budget", ""))
 
 
 def check_budget(config: "FP8AC.Config") -> None:

@@ -2,7 +2,6 @@
 """Which collectives each rank issued, in which order, and who waits for whom when a run hangs.
 
 ``debug.record_collectives`` turns it on; otherwise nothing here is imported. ``watchdog`` makes the
-records and stops the run when ranks differ. ``trace_buffer`` keeps them outside the process, and
-``compare`` finds the difference. ``hang_report`` is the small process that outlives the ranks. The
-last three need neither torch nor Titan. See docs/hangs_and_faults.md.
+records and stops the run when ranks differ. ``hang_report`` keeps them outside the process, finds
+the difference, and is the small process that outlives the ranks. See docs/hangs_and_faults.md.
 """

@@ -35,10 +35,11 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
 from titan_ext.debug import hang_report
-from titan_ext.debug.compare import Comparison, describe
-from titan_ext.debug.trace_buffer import RankInfo, Record, TraceWriter
+from titan_ext.debug.hang_report import Comparison, RankInfo, Record, TraceWriter, describe
+from titan_ext.guards import RunCheck
 
 _KEPT_RUNS = 3
 _HOOK_ID = 0x7E47
@@ -62,17 +63,14 @@ _NEVER = 1 << 40
 """An index that no collective has."""
 
 
-class CollectiveWatchdog:
-    """Records this rank's collectives under ``dump_folder``; rank 0 compares after every step."""
+class CollectiveWatchdog(RunCheck):
+    """Records this rank's collectives; rank 0 compares after every step.
 
-    def __init__(self, dump_folder: str, *, timeout_s: float, is_pipelined: bool) -> None:
-        """Create on every rank, once the default process group exists.
+    Create it on every rank, once the default process group exists. The records go to
+    ``collectives/<time of start>`` in the run's folder.
+    """
 
-        Args:
-            dump_folder: The run's folder; records go to ``collectives/<time of start>`` in it.
-            timeout_s: The process groups' timeout while training.
-            is_pipelined: Whether the model is split into stages.
-        """
+    def __init__(self, config: Trainer.Config) -> None:
         if not hasattr(dist.ProcessGroup, "register_pre_hook"):
             raise ValueError(
                 "debug.record_collectives needs ProcessGroup.register_pre_hook, which torch "
@@ -81,7 +79,7 @@ class CollectiveWatchdog:
         self._step = 0
         # The first time, torch's pipelining runs each stage on uninitialised memory, to learn its
         # shapes: those gradients are whatever was there.
-        self._checks_gradients = not is_pipelined
+        self._checks_gradients = config.parallelism.pipeline_parallel_degree == 1
         self._index = 0
         self._positions: Counter[str] = Counter()
         self._hooked: list[dist.ProcessGroup] = []
@@ -90,14 +88,14 @@ class CollectiveWatchdog:
         self._lock = threading.Lock()  # an asynchronous checkpoint has a thread and a group
 
         rank = dist.get_rank()
-        self._folder = _agree_on_folder(Path(dump_folder) / "collectives")
+        self._folder = _agree_on_folder(Path(config.dump_folder) / "collectives")
         self._trace = TraceWriter(self._folder, rank)
         self._info = RankInfo(
             rank=rank,
             world_size=dist.get_world_size(),
             pid=os.getpid(),
             host=socket.gethostname(),
-            timeout_s=timeout_s,
+            timeout_s=config.comm.train_timeout_seconds,
         )
         self._info.write(self._folder)
         dist.barrier()  # every rank's files are there before anyone reads them
@@ -107,29 +105,23 @@ class CollectiveWatchdog:
         self._hook_new_groups()
         logger.info(f"Collectives are recorded in {self._folder}")
 
-    def name_modules(self, model_parts: list[nn.Module]) -> None:
-        """Let records name the modules of the model; call once it is built."""
-        for part in model_parts:
+    def after_build(self, trainer: Trainer) -> None:
+        """Let records name the modules of the model, and check gradients before they are used."""
+        for part in trainer.model_parts:
             self._names.update({m: canonical_fqn(name) for name, m in part.named_modules()})
         self._hook_new_groups()
+        trainer.optimizers.register_step_pre_hook(lambda *_: self.check_gradients(trainer.device))
 
     @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around one training step.
-
-        Raises:
-            RuntimeError: on rank 0, at the end of the step, if the ranks' collectives differ.
-        """
-        self._step = number
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
+        """Raises RuntimeError on rank 0, at the end of the step, if the ranks differ."""
+        self._step = trainer.step
         self._hook_new_groups()
         try:
             yield
         finally:
             self._sent.clear()
         self._checks_gradients = True
-        self._compare()
-
-    def _compare(self) -> None:
         if self._comparison is not None:
             self._comparison.advance()
             if self._comparison.difference:
@@ -138,15 +130,11 @@ class CollectiveWatchdog:
     def check_gradients(self, device: torch.device) -> None:
         """Read whether the gradients that the ranks sent in this step are finite.
 
-        Call it on every rank, before the optimizer's step. It is the only place that waits for the
-        device.
+        On every rank, before the optimizer's step; ``device`` is that of the default process group.
+        It is the only place that waits for the device.
 
-        Args:
-            device: Of the tensors that the default process group reduces.
-
-        Raises:
-            RuntimeError: on every rank, naming the first rank that sent gradients that are not
-                finite. Gradients whose sum overflows count as such.
+        Raises RuntimeError on every rank, naming the first rank that sent gradients that are not
+        finite. Gradients whose sum overflows count as such.
         """
         sent, self._sent = self._sent, []
         first = torch.full((), _NEVER, device=device)
@@ -168,8 +156,8 @@ class CollectiveWatchdog:
         )
 
     @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """Around the whole training: records how it ended."""
+    def around_run(self, trainer: Trainer) -> Iterator[None]:
+        """Records how training ended."""
         ending = "finished"
         try:
             yield

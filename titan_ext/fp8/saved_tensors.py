@@ -31,7 +31,7 @@ a tensor kept by reference was changed in place; a float8 copy has the value at 
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
-from titan_ext.fp8.host import HostGroup, HostTensor
+from titan_ext.fp8.host import HostGroup
 from titan_ext.fp8.local import Layout, is_plain, local_tensor, plain_tensors
 from titan_ext.fp8.stored import StoredEntry, StoreMemoryReport, storages_of
 
@@ -209,7 +209,7 @@ class SavedTensorStore:
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
         step = self._next_step(dense.device)
         stored = ops.float8_quantize(matrix, codec, step, one_kernel)
-        return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
+        return Computed(stored, restore, f"float8 {self.codec.dtype}", host)
 
     def _next_step(self, device: torch.device) -> torch.Tensor | None:
         """New noise for each tensor: a counter on the device, which a CUDA graph advances."""
@@ -261,27 +261,31 @@ def compiles_for(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class _Float8(StoredEntry):
+class Computed(StoredEntry):
+    """What ``restore`` makes of ``tensors``, which wait on the host if it has room for them."""
+
     def __init__(
         self,
-        stored: tuple[torch.Tensor, ...],
-        restore: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
+        restore: Callable[..., torch.Tensor],
         treatment: str,
         host: HostGroup | None,
     ) -> None:
-        self.stored = stored
-        self._restore = restore
-        self.treatment = treatment
+        self._tensors, self._restore, self.treatment = tensors, restore, treatment
         if host is not None:
-            self.on_host, self.treatment = put(stored, treatment, host)
-            if self.on_host:
-                self.stored = ()
+            moved = [host.put(x) for x in tensors]
+            kept = [x for x in moved if x is not None]
+            if len(kept) < len(moved):
+                self.treatment += ", no room on the host"
+            else:
+                self.treatment += ", on the host"
+                self._tensors, self.on_host = (), kept
 
     def restore(self) -> torch.Tensor:
-        return self._restore(*(self.stored or (x.get() for x in self.on_host)))
+        return self._restore(*(self._tensors or (x.get() for x in self.on_host)))
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield from self.stored
+        yield from self._tensors
 
 
 class _Kept(StoredEntry):
@@ -305,48 +309,29 @@ class _Kept(StoredEntry):
         yield from plain_tensors(self.tensor)
 
 
-class _Away(StoredEntry):
-    """Exactly, on the host."""
-
-    def __init__(self, x: torch.Tensor, on_host: Sequence[HostTensor], treatment: str) -> None:
-        self.on_host, self.treatment = on_host, treatment
-        self._wrap: Callable[[torch.Tensor], torch.Tensor] = lambda local: local
-        if isinstance(x, DTensor):
-            bare: Any = x.detach()
-            names, context = bare.__tensor_flatten__()
-            mesh = {name: getattr(bare, name) for name in names if name != "_local_tensor"}
-            kind, size, stride = type(x), x.size(), x.stride()
-            self._wrap = lambda local: kind.__tensor_unflatten__(
-                {"_local_tensor": local, **mesh}, context, size, stride
-            )
-
-    def restore(self) -> torch.Tensor:
-        (kept,) = self.on_host
-        return self._wrap(kept.get())
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield from ()
-
-
 def _kept(
     x: torch.Tensor, local: torch.Tensor, treatment: str, host: HostGroup | None
 ) -> StoredEntry:
     """``x`` exactly, by reference or on the host; ``local`` are its values."""
-    on_host: Sequence[HostTensor] = ()
     if host is not None:
-        on_host, treatment = put((local,), treatment, host)
-    return _Away(x, on_host, treatment) if on_host else _Kept(x, treatment)
+        away = Computed((local,), _wrapping(x), treatment, host)
+        if away.on_host:
+            return away
+        treatment = away.treatment
+    return _Kept(x, treatment)
 
 
-def put(
-    tensors: Sequence[torch.Tensor], treatment: str, host: HostGroup
-) -> tuple[Sequence[HostTensor], str]:
-    """``tensors`` on the host, or () if there is no room; and the treatment to report."""
-    moved = [host.put(x) for x in tensors]
-    kept = [x for x in moved if x is not None]
-    if len(kept) < len(moved):
-        return (), f"{treatment}, no room on the host"
-    return kept, f"{treatment}, on the host"
+def _wrapping(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From a local tensor to one like ``x``."""
+    if not isinstance(x, DTensor):
+        return lambda local: local
+    bare: Any = x.detach()
+    names, context = bare.__tensor_flatten__()
+    mesh = {name: getattr(bare, name) for name in names if name != "_local_tensor"}
+    kind, size, stride = type(x), x.size(), x.stride()
+    return lambda local: kind.__tensor_unflatten__(
+        {"_local_tensor": local, **mesh}, context, size, stride
+    )
 
 
 def _key(x: torch.Tensor) -> tuple[Any, ...]:

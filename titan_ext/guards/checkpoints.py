@@ -188,19 +188,15 @@ def _first_wrong(path: Path, items: list[tuple[int, int, str]]) -> str:
         with open(path, "rb") as file:
             for offset, length, name in items:
                 file.seek(offset)
-                if not _is_intact(file.read(length), length):
-                    return name
+                stored = io.BytesIO(file.read(length))
+                is_whole = stored.getbuffer().nbytes == length
+                with contextlib.suppress(zipfile.BadZipFile, NotImplementedError, EOFError):
+                    if is_whole and zipfile.ZipFile(stored).testzip() is None:
+                        continue
+                return name
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return ""
-
-
-def _is_intact(stored: bytes, length: int) -> bool:
-    try:
-        with zipfile.ZipFile(io.BytesIO(stored)) as archive:
-            return len(stored) == length and archive.testzip() is None
-    except (zipfile.BadZipFile, NotImplementedError, EOFError):
-        return False
 
 
 def check_resume(trainer: Trainer) -> None:

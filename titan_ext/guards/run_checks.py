@@ -6,23 +6,19 @@ To add one, write a subclass of ``RunCheck`` and add it to ``RUN_CHECKS``.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_budget import ActivationBudget
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
-from titan_ext.data.stdlib_corpus import STDLIB_CORPUS
 from titan_ext.fsdp.memory.log import MemoryLog
 from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
-from titan_ext.guards.agreement import RanksAgree
 from titan_ext.guards.checkpoints import Checkpoints, is_saved_anyway
-from titan_ext.guards.folder import Folder
+from titan_ext.guards.start import Folder, Paths, RanksAgree
 from titan_ext.guards.stop import StopOnSignal
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.lora import check_lora_targets
@@ -30,7 +26,6 @@ from titan_ext.names import duration
 from titan_ext.plan_report import PlanCheck
 from titan_ext.run_record import RunRecord
 
-_LOCAL = ("/", "./", "../", "~")
 _EVERY_S = 30.0
 """Between two lines of progress at least: steps can be shorter than it takes to read one."""
 
@@ -38,7 +33,7 @@ _EVERY_S = 30.0
 class Collectives(RunCheck):
     """``debug.record_collectives``; ``titan_ext.debug`` is imported only when it is on."""
 
-    _watchdog: Any = None
+    _watchdog = RunCheck()
 
     def before_build(self, config: Any) -> None:
         if not getattr(config.debug, "record_collectives", False):
@@ -50,28 +45,16 @@ class Collectives(RunCheck):
             )
         from titan_ext.debug.watchdog import CollectiveWatchdog
 
-        self._watchdog = CollectiveWatchdog(
-            config.dump_folder,
-            timeout_s=config.comm.train_timeout_seconds,
-            is_pipelined=config.parallelism.pipeline_parallel_degree > 1,
-        )
+        self._watchdog = CollectiveWatchdog(config)
 
     def after_build(self, trainer: Any) -> None:
-        if self._watchdog is None:
-            return
-        self._watchdog.name_modules(trainer.model_parts)
-
-        def check(*_) -> None:
-            if self._watchdog:
-                self._watchdog.check_gradients(trainer.device)
-
-        trainer.optimizers.register_step_pre_hook(check)
+        self._watchdog.after_build(trainer)
 
     def around_run(self, trainer: Any) -> AbstractContextManager[None]:
-        return self._watchdog.run() if self._watchdog else nullcontext()
+        return self._watchdog.around_run(trainer)
 
     def around_step(self, trainer: Any) -> AbstractContextManager[None]:
-        return self._watchdog.step(trainer.step) if self._watchdog else nullcontext()
+        return self._watchdog.around_step(trainer)
 
 
 class LoRATargets(RunCheck):
@@ -80,30 +63,6 @@ class LoRATargets(RunCheck):
     def before_start(self, config: Any) -> None:
         if config.model_spec is not None:
             check_lora_targets(config.model_spec.model, config)
-
-
-class Paths(RunCheck):
-    """Checks that ``dataloader.dataset_path`` and ``hf_assets_path`` exist."""
-
-    def before_start(self, config: Any) -> None:
-        """Raise ValueError for a path that does not.
-
-        A name like "allenai/c4" may be on the Hugging Face hub; the loader checks it.
-        """
-        loader = config.dataloader
-        path = str(getattr(loader, "dataset_path", None) or "")
-        is_made_here = getattr(loader, "dataset", "") == STDLIB_CORPUS
-        if path.startswith(_LOCAL) and not Path(path).exists() and not is_made_here:
-            raise ValueError(
-                f"dataloader.dataset_path is {path!r}: no such file or folder; expected one, or "
-                "the name of a data set on the Hugging Face hub."
-            )
-        assets = config.hf_assets_path
-        if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not Path(assets).is_dir():
-            raise ValueError(
-                f"hf_assets_path is {assets!r}: no such folder; expected one with the files of a "
-                f'tokenizer, or "{STDLIB_CORPUS}" in a TOML file.'
-            )
 
 
 class FiniteGradients(RunCheck):

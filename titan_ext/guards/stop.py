@@ -75,7 +75,7 @@ class StopOnSignal(RunCheck):
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock  # seconds
-        self._asked_by = 0
+        self._asked_by = 0  # the signal
         self._asked_at_s = 0.0
         self._loaded_step: int | None = None
         self._group: dist.ProcessGroup | None = None
@@ -106,23 +106,21 @@ class StopOnSignal(RunCheck):
     def ends_run(self, trainer: Any) -> bool:
         if self._loaded_step is None:
             self._loaded_step = trainer.step
-        asked_by = self._asked_on_any_rank()
+        asked_by = torch.tensor(self._asked_by, dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(asked_by, op=dist.ReduceOp.MAX, group=self._group)
         if not asked_by:
             return False
-        saved = "nothing was saved"
+        saved, checkpointer = "nothing was saved", trainer.checkpointer
         if _can_save(trainer) and trainer.step:
-            self._save(trainer)
-            saved = f"saved in {trainer.checkpointer.folder}/step-{trainer.step}"
-        name = signal.Signals(asked_by).name
+            if trainer.step != self._loaded_step and not is_saved_anyway(trainer):
+                checkpointer.interval = 1  # whichever step it is
+                checkpointer.save(trainer.step)
+            checkpointer.maybe_wait_for_saving()
+            saved = f"saved in {checkpointer.folder}/step-{trainer.step}"
+        name = signal.Signals(int(asked_by)).name
         logger.info(f"{name}: stopped after step {trainer.step}, {saved}.")
         return True
-
-    def _save(self, trainer: Any) -> None:
-        checkpointer = trainer.checkpointer
-        if trainer.step != self._loaded_step and not is_saved_anyway(trainer):
-            checkpointer.interval = 1  # whichever step it is
-            checkpointer.save(trainer.step)
-        checkpointer.maybe_wait_for_saving()
 
     def _answer_at_once(self, ending: str) -> None:
         """Log a line within moments of the first signal.
@@ -152,13 +150,6 @@ class StopOnSignal(RunCheck):
         elif self._clock() - self._asked_at_s >= _ONE_REQUEST_S:
             signal.signal(signum, self._before[signum])
             signal.raise_signal(signum)
-
-    def _asked_on_any_rank(self) -> int:
-        """The signal; 0 for none."""
-        asked_by = torch.tensor(self._asked_by, dtype=torch.int32)
-        if self._group is not None:
-            dist.all_reduce(asked_by, op=dist.ReduceOp.MAX, group=self._group)
-        return int(asked_by)
 
 
 def _can_save(trainer: Any) -> bool:

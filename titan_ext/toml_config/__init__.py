@@ -12,24 +12,31 @@ names. titan_ext checks every key and value. docs/toml.md shows how to write one
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from titan_ext.data.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
-from titan_ext.mistakes import checks_later
-from titan_ext.names import warn_once
-from titan_ext.toml_config.convert import Given, build, changed
-from titan_ext.toml_config.dump import dump, leaves, remember_base
-from titan_ext.toml_config.files import KeyLocation, TomlConfigError, TomlFile, read_chain
+from titan_ext.names import checks_later, warn_once
+from titan_ext.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
+from titan_ext.toml_config.convert import (
+    COMPONENT,
+    POLICY,
+    Given,
+    build,
+    changed,
+    named_choices,
+    plain,
+)
+from titan_ext.toml_config.files import KeyLocation, TomlConfigError, TomlFile, read_chain, to_toml
 from titan_ext.toml_config.model import MODEL, choose_model, load_base
 from titan_ext.trainer import Trainer
 
-__all__ = ["Resolved", "TomlConfigError", "dump", "leaves", "load", "resolve"]
+__all__ = ["Resolved", "TomlConfigError", "dump", "identity", "leaves", "load", "resolve"]
 
 COMMAND_LINE = "command line"
 MACHINE = "titan_ext, for this machine"
@@ -56,6 +63,21 @@ class Resolved:
     def values(self) -> dict[str, Any]:
         """Every leaf's value by its dotted key: the model's choices, then the config's."""
         return leaves(self.config, self.model)
+
+    def lines(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str, str]]:
+        """Key, value and origins, as in a TOML file, of the lines with an origin that is wanted."""
+
+        def origins(keys: Iterable[str]) -> dict[str, None]:
+            return dict.fromkeys(self.origins[key] for key in keys)
+
+        for line in _lines(self.config, self.model, lambda keys: self.base in origins(keys)):
+            found = origins(line.leaves)
+            if any(map(wanted, found)):
+                yield line.key, to_toml(line.value), ", ".join(found)
+
+    def given(self) -> Iterator[tuple[str, str, str]]:
+        """``lines`` of what the command line gave."""
+        return self.lines(lambda origin: origin == COMMAND_LINE)
 
 
 def load(path: str | Path) -> Trainer.Config:
@@ -101,7 +123,8 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
         config = replace(config)
     except ValueError as error:
         raise at.error(str(error)) from error
-    remember_base(config, base.name, model)
+    if config.model_spec is not None:
+        _BASES[id(config.model_spec.model)] = config.model_spec.model, base.name, model
     names = () if function else tuple(file.name for file in files)
     resolved = Resolved(config, names, base.name, model, {})
     named = set(_keys_of(flags))
@@ -139,3 +162,117 @@ def _keys_of(flags: Sequence[str]) -> Iterator[str]:
         if flag.startswith("--"):
             section, dot, key = flag[2:].split("=")[0].replace("-", "_").rpartition(".")
             yield from (section + dot + key, section + dot + key.removeprefix("no_"))
+
+
+_BASES: dict[int, tuple[Any, str, dict[str, Any]]] = {}
+"""By the identity of a model's config: that config, to keep the identity; base; its choices.
+
+A config does not tell which config function it came from, nor the choices of its model.
+"""
+
+
+def dump(config: Any) -> str:
+    """A TOML file with every value of a trainer's config.
+
+    A config that was made in Python gets a comment in place of ``extends``.
+    """
+    base, model = _base_of(config)
+    first = "# made in Python: to load this, say in extends = ... which config function it changes"
+    lines = [f"extends = {to_toml(base)}" if base else first]
+    lines += [f"{line.key} = {to_toml(line.value)}" for line in _lines(config, model)]
+    return "\n".join(lines) + "\n"
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """``extends``, empty for a config made in Python, and every value by its dotted key."""
+    base, model = _base_of(config)
+    return {"extends": base, **leaves(config, model)}
+
+
+def _base_of(config: Any) -> tuple[str, dict[str, Any]]:
+    return _BASES.get(id(getattr(config.model_spec, "model", None)), (None, "", {}))[1:]
+
+
+class Line(NamedTuple):
+    """A line of a TOML file, and the dotted keys of the values that it sets."""
+
+    key: str
+    value: Any
+    leaves: Collection[str]
+
+
+def _lines(
+    config: Any,
+    model: dict[str, Any],
+    base_has: Callable[[Iterable[str]], bool] = lambda leaves: False,
+) -> Iterator[Line]:
+    """The lines that set every value of a config and of its [model] section.
+
+    A dict is one value, for its names may need quotes. So is a list of sections, unless
+    ``base_has`` its leaves: a file cannot change items that its base lacks.
+    """
+
+    def lines(tree: Any, key: str) -> Iterator[Line]:
+        below = dict(_flat(tree, key))
+        if isinstance(tree, _Section):
+            for name, value in tree.items():
+                yield from lines(value, _join(key, name))
+        elif isinstance(tree, list) and base_has(below):
+            yield from (Line(key, value, [key]) for key, value in below.items())
+        else:
+            yield Line(key, tree, below)
+
+    return lines(_tree_of(config, model), "")
+
+
+def leaves(config: Any, model: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Every value of a config, after those of [model], by dotted key in the order of the fields.
+
+    The key is the one that a TOML file and Titan's command line have. A section whose class or
+    policy is a choice has ``component`` or ``policy`` first. The model spec is left out.
+    """
+    return dict(_flat(_tree_of(config, model or {}), ""))
+
+
+class _Section(dict[str, Any]):
+    """A section of a file; any other dict is a value."""
+
+
+def _tree_of(config: Any, model: dict[str, Any]) -> _Section:
+    choices = {MODEL: _Section(_tree(model))} if model else {}
+    return _Section({**choices, **_tree(config, type(config))})
+
+
+def _tree(value: Any, hint: Any = None) -> Any:
+    """A config, or a value in it, as a file has it."""
+    section = _Section()
+    if choices := named_choices(hint):
+        section[POLICY] = "".join(name for name, cls in choices.items() if cls is type(value))
+    elif (owner := getattr(value, "_owner", None)) and type(value) is not plain(hint):
+        section[COMPONENT] = f"{owner.__module__}.{owner.__qualname__}"
+    if is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value), include_extras=True)
+        names = [f.name for f in fields(value) if f.name[0] != "_" and f.name != "model_spec"]
+        section |= {name: _tree(getattr(value, name), hints[name]) for name in names}
+    elif isinstance(value, dict):
+        return {name: _tree(below) for name, below in value.items()}
+    elif isinstance(value, list) and all(is_dataclass(item) for item in value):
+        item = typing.get_args(plain(hint))[0] if hint else None
+        return [_tree(each, item) for each in value]
+    return section or value
+
+
+def _flat(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
+    below: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        below = tree.items()
+    elif isinstance(tree, list) and any(isinstance(item, _Section) for item in tree):
+        below = enumerate(tree)
+    if not below:
+        yield key, tree
+    for name, value in below:
+        yield from _flat(value, _join(key, name))
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)

@@ -7,7 +7,6 @@ together.
 """
 
 import enum
-import functools
 import itertools
 import json
 import types
@@ -137,7 +136,7 @@ def convert(hint: Any, given: list[Given], current: Any) -> Any:
         current = convert(hint, given[: -len(tables)], current)
     options, choices = options_of(hint), named_choices(hint)
     if choices and tables:
-        return _section(POLICY, functools.partial(_policy_class, choices), tables, current)
+        return _section(POLICY, choices, tables, current)
     if choices:
         raise at.error(f"expected a table [{at.key}] with {POLICY} = ..., got {to_toml(value)}.")
     if value == NONE and type(None) in options:
@@ -148,7 +147,7 @@ def convert(hint: Any, given: list[Given], current: Any) -> Any:
         item = plain(args[kind is dict]) if args else Any
         if is_dataclass(kind) and tables:
             choice = COMPONENT if issubclass(kind, Configurable.Config) else ""
-            return _section(choice, functools.partial(_section_class, kind), tables, current)
+            return _section(choice, kind, tables, current)
         if is_dataclass(kind):
             raise at.error(f"expected a table [{at.key}], got {to_toml(value)}.")
         if kind in (dict, list, tuple) and tables:
@@ -165,13 +164,15 @@ def convert(hint: Any, given: list[Given], current: Any) -> Any:
     return _checked(hint, value, at, current)
 
 
-def _section(
-    choice: str, pick: Callable[[Given, type], type], tables: list[Given], current: Any
-) -> Any:
-    """A section of the class that was chosen last; drops keys given for another class."""
+def _section(choice: str, declared: Any, tables: list[Given], current: Any) -> Any:
+    """A section of the class that was chosen last; drops keys given for another class.
+
+    The key ``choice``, if not "", chooses one of the classes ``declared``: policies by name, or
+    a component's subclasses.
+    """
     cls, kept = type(current), []
     for at, table in tables:
-        if (picked := pick(Given(at, table), cls)) is not cls:
+        if (picked := _class_for(declared, choice, table, at, cls)) is not cls:
             cls, current, kept = picked, MISSING, []
             at.record(f"default of {cls.__qualname__.removesuffix('.Config')}, see {at.file}")
         if choice in table:
@@ -190,26 +191,20 @@ def _section(
     return build(cls, values, at)
 
 
-def _policy_class(choices: dict[str, type], given: Given, current: type) -> type:
-    name = given.value.get(POLICY)
-    if name is None:
-        return current
-    if not isinstance(name, str) or name.replace("-", "_") not in choices:
-        problem = f"no policy is called {to_toml(name)}{nearest(str(name), choices)}"
-        raise given.at.below(POLICY).error(problem)
-    return choices[name.replace("-", "_")]
-
-
-def _section_class(declared: type, given: Given, current: type) -> type:
-    """The config class for ``component``, which names it or its component."""
-    if COMPONENT not in given.value or not issubclass(declared, Configurable.Config):
+def _class_for(declared: Any, choice: str, table: dict, at: KeyLocation, current: type) -> type:
+    """The class that a table chooses; by default that of the value before."""
+    name, at = table.get(choice), at.below(choice)
+    if choice == POLICY:
+        if name is not None and str(name).replace("-", "_") not in declared:
+            raise at.error(f"no policy is called {to_toml(name)}{nearest(str(name), declared)}")
+        return current if name is None else declared[name.replace("-", "_")]
+    if not choice or choice not in table:
         return current if issubclass(current, declared) else declared
-    path, at = given.value[COMPONENT], given.at.below(COMPONENT)
-    found = import_dotted(path, at)
+    found = import_dotted(name, at)
     config = getattr(found, "Config", found)
     if not (isinstance(config, type) and is_dataclass(config) and issubclass(config, declared)):
         wanted = declared.__qualname__.removesuffix(".Config")
-        raise at.error(f"expected a kind of {wanted}, but {path} is none.")
+        raise at.error(f"expected a kind of {wanted}, but {name} is none.")
     return config
 
 

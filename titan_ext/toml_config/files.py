@@ -14,8 +14,7 @@ from typing import Any
 
 import tomli
 
-from titan_ext.mistakes import in_one
-from titan_ext.names import and_more, did_you_mean, shipped_configs, toml_file
+from titan_ext.names import and_more, did_you_mean, in_one, shipped_configs, toml_file
 
 NONE = "None"
 """How a file says None, which TOML lacks; Titan's command line says it the same way."""

@@ -20,7 +20,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer as TitanTrainer
 
-from titan_ext.specs import REFUSED_MODELS, extend_model_spec
+from titan_ext.names import REFUSED_MODELS
+from titan_ext.parallelize import extend_model_spec
 from titan_ext.toml_config.convert import Given, convert, values_of
 from titan_ext.toml_config.files import KeyLocation, import_first, import_problem, nearest, to_toml
 from titan_ext.toml_config.legacy import legacy_advice
@@ -175,12 +176,13 @@ def choose_model(
     compiled = values["compile"].enable and "model" in values["compile"].components
     if converters := arguments.get("converters"):
         # Titan's config functions tell converters by hand; a file may turn compile on or off.
-        for index, converter in enumerate(converters):
-            told = at.below(f"{MODEL}.converters.{index}.{_COMPILED}").key in at.origins
-            if not told and getattr(converter, _COMPILED, compiled) != compiled:
-                converters = [*converters]
-                converters[index] = replace(converter, **{_COMPILED: compiled})
-        arguments["converters"] = converters
+        arguments["converters"] = [
+            converter
+            if f"{MODEL}.converters.{index}.{_COMPILED}" in at.origins
+            or not hasattr(converter, _COMPILED)
+            else replace(converter, **{_COMPILED: compiled})
+            for index, converter in enumerate(converters)
+        ]
     if base.call and (given or arguments != base.call.arguments):
         at_model = given[-1].at if given else at.below(MODEL)
         values["model_spec"] = _make_spec(base.call, arguments, at_model)

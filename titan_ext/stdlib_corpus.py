@@ -7,7 +7,7 @@ BPE tokenizer of 2,048 tokens, the vocabulary of Titan's debug models. Both lie 
 the checkout, or in the user's cache folder where titan_ext is installed. A row is some 50 lines of
 a file, and rows are shuffled: batches of whole files would differ in kind, and so in loss.
 
-``python -m titan_ext.data.stdlib_corpus`` makes them; training makes what is missing.
+``python -m titan_ext.stdlib_corpus`` makes them; training makes what is missing.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _SKIPPED_FOLDERS = frozenset(
 def default_folder() -> Path:
     """The corpus' folder for this Python version; ``TITAN_EXT_DATA`` moves its parent."""
     version = f"{platform.python_implementation()}-{platform.python_version()}".lower()
-    checkout = Path(__file__).parents[2]
+    checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").exists():
         parent = checkout / ".data"
     else:
