@@ -1,6 +1,7 @@
 """Activation checkpointing by budget: traced blocks, the solver, and the tables it writes."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -17,7 +18,14 @@ from tests.cluster import run_ranks
 from tests.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Node, trace
-from titan_ext.activation_checkpoint.budget import BudgetTooSmallError, Kind, solve, table_of
+from titan_ext.activation_checkpoint.budget import (
+    BudgetTooSmallError,
+    Host,
+    Kind,
+    Solution,
+    solve,
+    table_of,
+)
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.activation_checkpoint.rules import OpLocation, OpPolicy, parse_rules
@@ -26,6 +34,7 @@ from titan_ext.memory_plan import fsdp_kind
 from titan_ext.op_cost import MACHINES
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
+OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8
 KIB = 2**10
 CPU_STATE = 5200
 """Bytes of torch's random state on a CPU, which a checkpoint keeps, and of the loss."""
@@ -68,7 +77,8 @@ def _is_right(nodes: tuple[Node, ...], chosen: tuple[OpPolicy, ...], exact_atten
         if "nan" in read and not node.passes:
             return False
         again = "nan" if "nan" in read else "float8" if "float8" in read else "right"
-        values.append({SAVE: "right", FLOAT8: "float8", RECOMPUTE: again, DISCARD: "nan"}[policy])
+        kept = "float8" if policy.is_float8 else "right"
+        values.append({RECOMPUTE: again, DISCARD: "nan"}.get(policy, kept))
         if node.is_read and values[-1] == "nan":
             return False
         if node.is_attention and exact_attention and "float8" in [*read, values[-1]]:
@@ -105,6 +115,32 @@ def test_kinds_share_a_budget_and_what_one_rule_names(budget):
     assert found.nbytes == 3 * nbytes + other_nbytes <= budget
     assert found.ms == pytest.approx(3 * ms + other_ms)
     assert found.chosen[0][0] is found.chosen[1][0], "the inputs of both"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_with_a_host(seed: int):
+    """Six blocks. Of what they offload, the device has that of two; link and room are short."""
+    nodes = _some_nodes(seed, count=4)
+    graph = BlockGraph(nodes, (), 0)
+    kinds = [Kind(graph, 6)]
+    forward_s = sum(node.ms for node in nodes) / 1e3
+    host = Host(limit=6 * 190 * KIB, rate=230 * KIB / forward_s)
+    policies = [node.policies | {OFFLOAD, OFFLOAD_FLOAT8} for node in nodes]
+    priced = [
+        Solution.of(kinds, [list(chosen)])
+        for chosen in itertools.product(*policies)
+        if _is_right(nodes, chosen, exact_attention=False)
+    ]
+    for limit in (host.limit, None):
+        most = min(host.rate * forward_s, math.inf if limit is None else limit / 6)
+        possible = [s for s in priced if s.host_nbytes <= 6 * most]
+        least = min(s.nbytes for s in possible)
+        for budget in (least, 2 * least, 4 * least):
+            best = min(s.ms for s in possible if s.nbytes <= budget)
+            found = solve(kinds, budget, exact_attention=False, host=replace(host, limit=limit))
+            assert found.nbytes <= budget
+            assert found.host_nbytes <= 6 * most
+            assert found.ms == pytest.approx(best, rel=1e-3)
 
 
 class Block:
@@ -167,6 +203,17 @@ def test_the_real_block_keeps_what_was_solved_and_its_gradients_are_exact(block,
     nbytes, gradients = block.measure(config)
     assert solved <= budget
     assert nbytes == pytest.approx(solved, rel=0.01)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, block.gradients[name]), name
+
+
+def test_what_was_solved_to_wait_on_the_host_gives_exact_gradients(block):
+    host = Host(None, 1e12)
+    found = solve([Kind(block.graph, 8)], block.nbytes, float8=False, host=host)
+    assert found.nbytes <= block.nbytes < found.host_nbytes
+    table = table_of(block.kinds, found.chosen, [block.plan(preset="stock")])
+    assert "offload" in table.values()
+    _, gradients = block.measure(FP8AC.Config(preset="stock", op_policies=table))
     for name, gradient in gradients.items():
         assert torch.equal(gradient, block.gradients[name]), name
 

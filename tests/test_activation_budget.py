@@ -1,5 +1,6 @@
 """`activation_checkpoint.budget` in a run: solved once, held to, the same on all ranks."""
 
+import copy
 import os
 import subprocess
 from pathlib import Path
@@ -155,7 +156,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         assert not {"RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"} & options["env"].keys()
         folder = Path(command[command.index("--out") + 1])
         table = '\n[activation_checkpoint.op_policies]\n"*" = "recompute"\n'
-        section = f'[activation_checkpoint]\npolicy = "fp8"\npreset = "stock"\n{table}'
+        section = f'[activation_checkpoint]\npolicy = "fp8"\nbudget = ""\npreset = "stock"\n{table}'
         (folder / "budget.toml").write_text(f'extends = "config.toml"\n{section}')
         load(folder / "budget.toml")
         return SimpleNamespace(returncode=0, stdout="met\n\n[table]", stderr="")
@@ -224,6 +225,24 @@ def test_fit_needs_a_memory(config: Loader, folder: Path, solved: list[list[str]
     (command,) = solved
     assert command[command.index("--activations") + 1] == "fit"
     assert command[command.index("--memory") + 1] == f"{80 * 2.0**20}KiB"
+
+
+def test_a_budget_may_use_the_host(config: Loader, folder: Path):
+    """The limit stays only if the table offloads."""
+    text = DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nbudget = "1GiB"\n'
+    run = config(text + 'offload_limit = "2GiB"\n')
+    asked = run.activation_checkpoint
+    assert isinstance(asked, FP8AC.Config)
+    assert asked.offloads()
+    for treatment, limit in (("offload", "2GiB"), ("save", "")):
+        solved = copy.copy(run)
+        section = {"policy": "fp8", "preset": "stock", "op_policies": {"input": treatment}}
+        use(solved, {**section, "offload_limit": limit})
+        policy = solved.activation_checkpoint
+        assert isinstance(policy, FP8AC.Config)
+        assert (policy.budget, policy.offload_limit, policy.offloads()) == ("", limit, bool(limit))
+    with pytest.raises(ValueError, match=r"offload and offload_float8 do not run under"):
+        asked.check_compiled()
 
 
 @pytest.mark.usefixtures("accelerator")

@@ -62,6 +62,25 @@ def test_the_best_policies_for_a_budget(folder: Path):
     assert float(stored) == pytest.approx(held["this budget"], rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("offload_limit", ["", "1GiB"])
+def test_a_budget_for_a_memory_fits_and_leaves_little(folder: Path, offload_limit: str):
+    (folder / "run.toml").write_text(
+        'extends = "moe_debug.toml"\n[training]\ndisable_cuda_graphs = true\n'
+        '[activation_checkpoint]\npolicy = "fp8"\nbudget = "fit"\n'
+        f'offload_limit = "{offload_limit}"\n'
+    )
+    memory = ["--memory", "256MiB", "--allowance", "0MiB"]
+    done = _dry_run(folder, "run.toml", "--ranks", "8", *memory)
+    (held,) = map(float, re.findall(r"^this budget +([\d.]+) MiB", done.out, re.M))
+    (spare,) = map(float, re.findall(r"fits in 0.25 GiB, ([\d.]+) GiB to spare", done.out))
+    assert 100 < held < 200
+    assert spare < 0.25 * 0.25
+    waits = re.findall(r"([\d.]+) MiB wait on the host", done.out)
+    assert bool(waits) == bool(offload_limit)
+    assert ("offloaded activations of this rank" in done.out) == bool(offload_limit)
+
+
 def test_a_stage_names_the_blocks_that_only_others_have(folder: Path):
     """The first stage has the dense block, and blocks like those of the second."""
     flags = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2")

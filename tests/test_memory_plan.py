@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.cluster import run_ranks
 from tests.training import Run, planned_config, start_as_planned
 from titan_ext import stand_ins
+from titan_ext.budget_plan import budget_in
 from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.memory_plan import LASTING, Budget, Kind, LiveBytes, MemoryPlan, Peak
 
@@ -243,3 +244,32 @@ def test_an_allowance_decides_too():
     plan = replace(plan, budget=replace(budget, allowance=41))
     assert plan.spare == -1
     assert plan.verdict("rank 0").startswith("does not fit")
+
+
+def _without_checkpointing(memory: int, **budget: Any) -> MemoryPlan:
+    """Four blocks of 10 bytes each; gradients replace them."""
+    moments = [Peak(62, "loss", {Kind.PARAMETERS: 20, Kind.EXACT: 40, Kind.LOSS: 2})]
+    for block in (3, 2, 1, 0):
+        by_kind = {
+            Kind.PARAMETERS: 20,
+            Kind.EXACT: 10 * (block + 1),
+            Kind.GRADIENTS: 5 * (4 - block),
+        }
+        moments.append(Peak(sum(by_kind.values()), f"backward of layers.{block}", by_kind))
+    moments.append(Peak(42, "optimizer", {Kind.PARAMETERS: 20, Kind.GRADIENTS: 20}))
+    set_aside = Budget(**{"memory": memory, "allowance": 0} | budget)
+    return MemoryPlan(set_aside, moments[0], moments, communicators=1, on_host=frozenset())
+
+
+def test_what_blocks_may_hold_in_a_memory():
+    """The running block is there whole, and gradients come while blocks go."""
+    assert budget_in(_without_checkpointing(65), 40, 10) == 40
+    # Of 20 + 5 + 10 beside 40, 61 leave 26 to four blocks.
+    assert budget_in(_without_checkpointing(61), 40, 10) == 26
+    # With two blocks left, 20 + 15 + 10 leave 5 to these two.
+    assert budget_in(_without_checkpointing(50), 40, 10) == 10
+    with pytest.raises(ValueError, match="needs 1 B more"):
+        budget_in(_without_checkpointing(49), 40, 10)
+    # 25 % for fragmentation, of what the blocks may hold, too: (60 - 25) / 1.25 - 10.
+    aside = {"allowance": None, "context": 0, "communicator": 0, "fragmentation": 0.25}
+    assert budget_in(_without_checkpointing(60, **aside), 40, 10) == 18

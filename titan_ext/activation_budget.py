@@ -28,7 +28,7 @@ from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget, has_budget
 from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
 from titan_ext.guards.start import RanksAgree
 from titan_ext.limits import world_size
-from titan_ext.names import and_more, checks_later
+from titan_ext.names import and_more
 from titan_ext.plan_report import differences, plain
 from titan_ext.run_record import versions
 
@@ -80,11 +80,13 @@ class ActivationBudget(RunCheck):
 def use(config: Any, section: dict[str, Any]) -> None:
     """Let ``config`` have the solved section [activation_checkpoint] in place of its budget."""
     policy = config.activation_checkpoint
-    keys = ("preset", "op_policies", "solved_for")
-    config.activation_checkpoint = (
-        None
-        if section["policy"] == "none"
-        else replace(policy, budget="", **{key: section[key] for key in keys if key in section})
+    if section["policy"] == "none":
+        config.activation_checkpoint = None
+        return
+    solved = {"budget": "", "offload_limit": ""} | section
+    keys = ("budget", "preset", "op_policies", "solved_for", "offload_limit")
+    config.activation_checkpoint = replace(
+        policy, **{key: solved[key] for key in keys if key in solved}
     )
 
 
@@ -142,9 +144,7 @@ def solve(
     folder.mkdir(parents=True, exist_ok=True)
     budget = Budget.parse(policy.budget)
     file = folder / _CONFIG
-    with checks_later():
-        unsolved = replace(policy, budget="", preset="stock")
-        file.write_text(dump(replace(config, activation_checkpoint=unsolved)))
+    file.write_text(dump(config))
     amount = FIT if budget.nbytes is None else _size(budget.nbytes)
     command = [sys.executable, "-m", "titan_ext", "dry-run", str(file), "--ranks", str(ranks)]
     command += ["--activations", amount, "--out", str(folder), *options]

@@ -17,19 +17,21 @@ import torch.nn as nn
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
-from titan_ext.activation_checkpoint.budget import Kind, Solution, solve, table_of
+from titan_ext.activation_checkpoint.budget import Host, Kind, Solution, solve, table_of
 from titan_ext.activation_checkpoint.op_policies import is_exempt
 from titan_ext.activation_checkpoint.presets import make_plan
+from titan_ext.activation_checkpoint.rules import OpPolicy
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all
 from titan_ext.dry_run import DryRun, dry_run
-from titan_ext.memory_plan import Budget, fsdp_kind
-from titan_ext.names import and_more, format_bytes
+from titan_ext.memory_plan import Budget, MemoryPlan, fsdp_kind
+from titan_ext.memory_plan import Kind as MemoryKind
+from titan_ext.names import and_more, format_bytes, parse_bytes
 from titan_ext.op_cost import MACHINES
 from titan_ext.toml_config.files import to_toml
 
-__all__ = ["BudgetPlan", "TracedBlocks", "plan_activations", "settings_of"]
+__all__ = ["BudgetPlan", "TracedBlocks", "budget_in", "plan_activations", "settings_of"]
 
 _PRESETS = ("stock", "memory", "balanced", "speed")
 
@@ -46,7 +48,9 @@ def settings_of(config: Any) -> FP8AC.Config:
             f"--activations solves for {KEY}.op_policies, and this config has a table already; "
             "expected a config without one."
         )
-    return replace(config, mode="selective", preset="stock", budget="", solved_for={})
+    return replace(
+        config, mode="selective", preset="stock", budget="", offload_limit="", solved_for={}
+    )
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,18 @@ class TracedBlocks:
         run: The dry run.
         settings: ``settings_of`` its config.
         machine: A name in ``op_cost.MACHINES``.
+        offload_limit: For what may wait on the host ("64GiB"); "" if nothing may.
     """
 
-    def __init__(self, run: DryRun, settings: FP8AC.Config, machine: str = "h100") -> None:
+    def __init__(
+        self,
+        run: DryRun,
+        settings: FP8AC.Config,
+        machine: str = "h100",
+        offload_limit: str = "",
+    ) -> None:
         self._settings, self._rates, self._machine = settings, MACHINES[machine], machine
+        self.offload_limit = offload_limit
         self.blocks = list(self._trace(run))
         if not self.blocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
@@ -151,8 +163,14 @@ class TracedBlocks:
     def solve(self, budget: int) -> Solution:
         """The best policies; raises BudgetTooSmallError."""
         allowed = self._settings.attention in ("save_float8", "recompute")
-        ms = self._rates.launch * 1e3
-        return solve(self.kinds, budget, exact_attention=not allowed, rule_ms=ms)
+        limit = self.offload_limit
+        return solve(
+            self.kinds,
+            budget,
+            exact_attention=not allowed,
+            rule_ms=self._rates.launch * 1e3,
+            host=Host(parse_bytes(limit), self._rates.host) if limit else None,
+        )
 
     def table(self, solution: Solution) -> dict[str, str]:
         """The solution as ``op_policies``."""
@@ -232,9 +250,13 @@ class BudgetPlan:
             return "met without recompute, by no checkpointing at all."
         kept = Counter(policy for chosen in self.solution.chosen for policy in chosen)
         counts = ", ".join(
-            f"{kept[policy]} {policy.value.replace('_', ' in ')}" for policy in CHOICES
+            f"{kept[policy]} {policy.value.replace('_', ' in ')}"
+            for policy in OpPolicy
+            if policy in CHOICES or kept[policy]
         )
-        return f"met. Operations by policy: {counts}."
+        host = self.solution.host_nbytes
+        waits = f" {format_bytes(host)} wait on the host." if host else ""
+        return f"met. Operations by policy: {counts}.{waits}"
 
     def toml_lines(self) -> list[str]:
         """The section ``[activation_checkpoint]`` of a TOML file, with ``solved_for``."""
@@ -243,7 +265,8 @@ class BudgetPlan:
     def _section(self) -> list[str]:
         if self.solution is None:
             return [f"[{KEY}]", 'policy = "none"']
-        base = FP8AC.Config()
+        base, limit = FP8AC.Config(), self.traced.offload_limit
+        used = limit if self.solution.host_nbytes else ""
         changed = [
             f"{f.name} = {to_toml(value)}"
             for f in fields(FP8AC.Config)
@@ -255,6 +278,7 @@ class BudgetPlan:
             'policy = "fp8"',
             *changed,
             *(['budget = ""'] if self.had_budget else []),
+            *([f"offload_limit = {to_toml(used)}"] if limit else []),
             *_table("op_policies", self.table),
         ]
 
@@ -292,20 +316,44 @@ def plan_activations(
     """
     settings = settings_of(config.activation_checkpoint)
     had_budget = has_budget(config)
+    offload_limit = getattr(config.activation_checkpoint, "offload_limit", "")
     config.activation_checkpoint = None
     planned = memory if budget is None else None
     run = dry_run(config, ranks, rank, budget=planned, imbalance=imbalance, as_on_a_gpu=as_on_a_gpu)
-    traced = TracedBlocks(run, settings, machine)
+    traced = TracedBlocks(run, settings, machine, offload_limit if had_budget else "")
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"
-        # A recompute needs room for the block that it runs again.
-        budget = run.memory.spare + traced.none_nbytes - traced.temporary_nbytes
-        if budget <= 0:
+        budget = budget_in(run.memory, traced.none_nbytes, traced.temporary_nbytes)
+    return BudgetPlan.of(traced, settings, budget, had_budget=had_budget)
+
+
+def budget_in(memory: MemoryPlan, everything: int, one: int) -> int:
+    """The bytes that blocks may hold, so that every moment of the step fits in ``memory``.
+
+    A block that runs has its activations as without checkpointing, beside what it holds. Those that
+    wait hold their share of the budget.
+
+    Args:
+        memory: The plan without checkpointing.
+        everything: Bytes that all blocks hold in it.
+        one: Bytes that the largest block holds.
+
+    Raises:
+        ValueError: if a moment does not fit with nothing held.
+    """
+    budget = everything
+    for moment in memory.moments:
+        held = min(moment.by_kind.get(MemoryKind.EXACT, 0), everything)
+        runs = "of layers." in moment.moment
+        room = memory.room(moment) + held - (min(one, held) if runs else 0)
+        if room < 0:
             raise ValueError(
-                f"without activations a step needs {format_bytes(-budget)} more than there is: no "
+                f"without activations a step needs {format_bytes(-room)} more than there is: no "
                 "policy makes it fit."
             )
-    return BudgetPlan.of(traced, settings, budget, had_budget=had_budget)
+        if memory.room(moment) < 0:
+            budget = min(budget, room * everything // held)
+    return budget
 
 
 def _kind(block: nn.Module, name: str, exempt: Sequence[str]) -> Any:

@@ -342,10 +342,13 @@ class MemoryPlan:
 
     @property
     def allowance(self) -> int:
+        return self._allowance(self.peak)
+
+    def _allowance(self, moment: Peak) -> int:
         budget = self.budget
         if budget.allowance is not None:
             return budget.allowance
-        moving = sum(n for kind, n in self.peak.by_kind.items() if kind not in LASTING)
+        moving = sum(n for kind, n in moment.by_kind.items() if kind not in LASTING)
         fixed = budget.context + budget.communicator * self.communicators
         return fixed + int(budget.fragmentation * moving)
 
@@ -353,6 +356,12 @@ class MemoryPlan:
     def spare(self) -> int:
         """Bytes that are left; negative if it does not fit."""
         return self.budget.memory - self.peak.nbytes - self.allowance
+
+    def room(self, moment: Peak) -> int:
+        """Bytes that could be made at ``moment``; negative if those that are do not fit."""
+        spare = self.budget.memory - moment.nbytes - self._allowance(moment)
+        is_given = self.budget.allowance is not None
+        return spare if is_given else int(spare / (1 + self.budget.fragmentation))
 
     def verdict(self, rank: str) -> str:
         fits = "fits" if self.spare >= 0 else "does not fit"

@@ -40,6 +40,7 @@ class Machine:
         all_to_all: Of that link when all exchange tokens with all, bytes/s.
         network: Of a rank's share of the network, bytes/s each way.
         launch: Of the shortest kernel, seconds.
+        host: Of its link to pinned memory of the host, bytes/s each way.
     """
 
     block: float
@@ -51,6 +52,7 @@ class Machine:
     all_to_all: float
     network: float = 45e9
     launch: float = 3e-6
+    host: float = 50e9
 
 
 # A block's 350 TFLOP/s on an H100 gives 13.0k tokens/s for DeepSeek-V3 16B on 8 of them; TorchTitan

@@ -38,12 +38,14 @@ from titan_ext.fp8 import Codec
 from titan_ext.fp8.local import parts_in, storage_ids, tensors_in
 from titan_ext.op_cost import Machine, op_cost
 
-__all__ = ["CHOICES", "BlockGraph", "Call", "Node", "trace"]
+__all__ = ["BLOCKS_ON_DEVICE", "CHOICES", "BlockGraph", "Call", "Node", "trace"]
 
 SAVE, FLOAT8 = OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8
 RECOMPUTE, DISCARD = OpPolicy.RECOMPUTE, OpPolicy.DISCARD
 CHOICES = (SAVE, FLOAT8, RECOMPUTE, DISCARD)
-"""The policies that a budget chooses among."""
+"""The policies that a budget chooses among, without a host."""
+BLOCKS_ON_DEVICE = 2
+"""How many blocks have on the device what they offload (``fp8.host``)."""
 _NORMS = (nn.RMSNorm, nn.LayerNorm)
 _KEPT_EXACTLY = ("aten.topk",)
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -139,17 +141,27 @@ class BlockGraph:
             if policy is DISCARD and (is_read[index] or DISCARD not in self.nodes[index].policies)
         ]
 
-    def price(self, chosen: list[OpPolicy]) -> tuple[int, float]:
-        """Bytes held until backward, and milliseconds to have the rest again, codec included."""
+    def price(self, chosen: list[OpPolicy], blocks: int = 1) -> tuple[int, float]:
+        """Bytes that ``blocks`` like this hold on the device until backward, and milliseconds to
+        have the rest again, codec included."""
         nbytes, ms = 0, 0.0
         for node, policy in zip(self.nodes, chosen, strict=True):
+            held = min(blocks, BLOCKS_ON_DEVICE) if policy.on_host else blocks
             if policy is RECOMPUTE:
                 ms += node.ms
-            elif policy is FLOAT8:
-                nbytes, ms = nbytes + node.float8_nbytes, ms + node.codec_ms
-            elif policy is SAVE:
-                nbytes += node.nbytes
-        return nbytes, ms
+            elif policy.is_float8:
+                nbytes, ms = nbytes + held * node.float8_nbytes, ms + node.codec_ms
+            elif policy.keeps:
+                nbytes += held * node.nbytes
+        return nbytes, blocks * ms
+
+    def host_nbytes(self, chosen: list[OpPolicy]) -> int:
+        """Bytes that the block has on the host until backward."""
+        return sum(
+            node.float8_nbytes if policy.is_float8 else node.nbytes
+            for node, policy in zip(self.nodes, chosen, strict=True)
+            if policy.on_host
+        )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,9 @@ A mixed integer program over traced blocks (``block_graph``), which SciPy's HiGH
 the rules of our checkpoint. What is not saved runs again, read or not, unless it is discarded. A
 discard is sound where its values only pass through operations that backward does not look into.
 The solution becomes an ordinary ``op_policies`` table for ``preset = "stock"``.
+
+With a host, a block may offload as much as the link takes during one forward of it. Then copies
+cost no time, and bytes of the last blocks only.
 """
 
 import contextlib
@@ -20,14 +23,21 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Call, Node
+from titan_ext.activation_checkpoint.block_graph import (
+    BLOCKS_ON_DEVICE,
+    CHOICES,
+    BlockGraph,
+    Call,
+    Node,
+)
 from titan_ext.activation_checkpoint.op_policies import BlockPlan
 from titan_ext.activation_checkpoint.rules import INPUT, ROOT, OpPolicy, parse_rules
 from titan_ext.names import format_bytes
 
-__all__ = ["BudgetTooSmallError", "Kind", "Solution", "solve", "table_of"]
+__all__ = ["BudgetTooSmallError", "Host", "Kind", "Solution", "solve", "table_of"]
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
+OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8
 _US = 1e3
 """Microseconds a millisecond: the unit of the objective, so that tolerances suit it."""
 _A_RULE_US = 1e-3
@@ -62,13 +72,27 @@ class Solution:
     chosen: list[list[OpPolicy]]
     nbytes: int
     ms: float
+    host_nbytes: int
 
     @classmethod
     def of(cls, kinds: Sequence[Kind], chosen: list[list[OpPolicy]]) -> "Solution":
-        prices = [kind.graph.price(c) for kind, c in zip(kinds, chosen, strict=True)]
-        nbytes = sum(kind.count * price[0] for kind, price in zip(kinds, prices, strict=True))
-        ms = sum(kind.count * price[1] for kind, price in zip(kinds, prices, strict=True))
-        return cls(chosen, nbytes, ms)
+        both = list(zip(kinds, chosen, strict=True))
+        prices = [kind.graph.price(c, kind.count) for kind, c in both]
+        host = sum(kind.count * kind.graph.host_nbytes(c) for kind, c in both)
+        return cls(chosen, sum(n for n, _ in prices), sum(ms for _, ms in prices), host)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Memory for what is offloaded.
+
+    Attributes:
+        limit: Its bytes; None for no limit.
+        rate: Of the link to it, bytes/s each way.
+    """
+
+    limit: int | None
+    rate: float
 
 
 def solve(
@@ -78,6 +102,7 @@ def solve(
     float8: bool = True,
     exact_attention: bool = True,
     rule_ms: float = 0.0,
+    host: Host | None = None,
 ) -> Solution:
     """The policies with the least milliseconds of recompute and codec.
 
@@ -88,6 +113,7 @@ def solve(
         exact_attention: Whether what attention's backward reads must be exact.
         rule_ms: What an operation must save at least for a policy other than "recompute": so a
             table has no rules for tiny kernels.
+        host: Where tensors may wait, too.
 
     Raises:
         BudgetTooSmallError: if nothing holds so little.
@@ -97,6 +123,7 @@ def solve(
         float8=float8,
         exact_attention=exact_attention,
         rule_us=max(rule_ms * _US, _A_RULE_US),
+        host=host,
     )
     limit = budget
     while (found := program.solve(limit)) is not None:
@@ -118,6 +145,7 @@ class _Program:
     float8: bool
     exact_attention: bool
     rule_us: float
+    host: Host | None
     _costs: list[float] = field(default_factory=list)
     _nbytes: list[float] = field(default_factory=list)
     _upper: list[float] = field(default_factory=list)
@@ -131,6 +159,8 @@ class _Program:
             if self.float8 and self.exact_attention:
                 self._keep_attention_exact(kind.graph.nodes, policies)
         self._tie_what_one_rule_names()
+        if self.host is not None:
+            self._keep_to_the_host(self.host)
 
     def _column(self, cost: float = 0.0, nbytes: float = 0.0, *, most: int = 1, whole=0) -> int:
         self._costs.append(cost)
@@ -151,20 +181,42 @@ class _Program:
                 allowed.discard(FLOAT8)
             if not node.ms and RECOMPUTE in allowed:
                 allowed = {RECOMPUTE}
+            if self.host is not None and len(allowed) > 1:
+                on_host = {SAVE: OFFLOAD, FLOAT8: OFFLOAD_FLOAT8}
+                allowed |= {on_host[policy] for policy in on_host.keys() & allowed}
+            float8_us = self.rule_us + node.codec_ms * _US
             price = {
                 SAVE: (self.rule_us, node.nbytes),
-                FLOAT8: (self.rule_us + node.codec_ms * _US, node.float8_nbytes),
+                FLOAT8: (float8_us, node.float8_nbytes),
+                OFFLOAD: (self.rule_us, node.nbytes),
+                OFFLOAD_FLOAT8: (float8_us, node.float8_nbytes),
                 RECOMPUTE: (node.ms * _US, 0),
                 DISCARD: (self.rule_us, 0),
             }
-            columns = {
-                policy: self._column(*(kind.count * x for x in price[policy]), whole=1)
-                for policy in CHOICES
-                if policy in allowed
-            }
+            columns = {}
+            for policy in (p for p in price if p in allowed):
+                (us, nbytes), blocks = price[policy], kind.count
+                held = min(blocks, BLOCKS_ON_DEVICE) if policy.on_host else blocks
+                columns[policy] = self._column(blocks * us, held * nbytes, whole=1)
             self._row(dict.fromkeys(columns.values(), 1.0), 1, 1)
             found.append(columns)
         return found
+
+    def _keep_to_the_host(self, host: Host) -> None:
+        """What a block offloads crosses the link during its forward; all of it finds room."""
+        everything: dict[int, float] = {}
+        for kind, policies in zip(self.kinds, self._policies, strict=True):
+            crosses: dict[int, float] = {
+                column: node.float8_nbytes if policy.is_float8 else node.nbytes
+                for node, columns in zip(kind.graph.nodes, policies, strict=True)
+                for policy, column in columns.items()
+                if policy.on_host
+            }
+            forward_ms = sum(node.ms for node in kind.graph.nodes)
+            self._row(crosses, 0, host.rate * forward_ms / 1e3)
+            everything |= {column: kind.count * nbytes for column, nbytes in crosses.items()}
+        if host.limit is not None:
+            self._row(everything, 0, host.limit)
 
     def _keep_discards_sound(self, nodes: Sequence[Node], policies: Any) -> None:
         may_taint = [not node.is_read for node in nodes]
@@ -184,8 +236,8 @@ class _Program:
         exact |= {index for index, node in enumerate(nodes) if node.is_attention}
         inexact = [self._column(most=int(index not in exact)) for index in range(len(nodes))]
         for index, node in enumerate(nodes):
-            if FLOAT8 in policies[index]:
-                self._at_least(inexact[index], policies[index][FLOAT8])
+            for policy in {FLOAT8, OFFLOAD_FLOAT8} & policies[index].keys():
+                self._at_least(inexact[index], policies[index][policy])
             for read in node.reads if RECOMPUTE in policies[index] else ():
                 self._at_least(inexact[index], inexact[read], policies[index][RECOMPUTE])
 

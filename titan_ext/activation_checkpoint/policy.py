@@ -187,7 +187,7 @@ class FP8AC(ActivationCheckpointing):
             if self.offload_limit and not self.offloads():
                 raise ValueError(
                     f"{KEY}.offload_limit is {self.offload_limit!r}, but nothing is offloaded: "
-                    f"expected offload or offload_float8 in {KEY}.op_policies."
+                    f"expected offload or offload_float8 in {KEY}.op_policies, or a budget."
                 )
             try:
                 self.codec()
@@ -203,8 +203,9 @@ class FP8AC(ActivationCheckpointing):
             return parse_rules(self.op_policies, f"{KEY}.op_policies")
 
         def offloads(self) -> bool:
-            """Whether a rule keeps anything on the host."""
-            return any(rule.policy.on_host for rule in self.rules())
+            """Whether a rule keeps anything on the host, or a budget may."""
+            solves = bool(self.budget and self.offload_limit)
+            return solves or any(rule.policy.on_host for rule in self.rules())
 
         def check_compiled(self) -> None:
             """Raise ValueError for a key that asks for what compiled code cannot do."""
