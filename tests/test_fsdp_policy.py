@@ -266,9 +266,10 @@ def _gathers_of_a_step(run: Run, runs: Runs) -> Counter[str]:
     "settings",
     [
         {"prefetch": 0},
+        {"prefetch": 2},
         pytest.param({"prefetch": 3}, marks=pytest.mark.slow),
         pytest.param({"prefetch": "64MiB"}, marks=pytest.mark.slow),  # all units
-        {"prefetch": 3, "ac": "full"},
+        pytest.param({"prefetch": 3, "ac": "full"}, marks=pytest.mark.slow),
         pytest.param({"prefetch": 3, "ac": "none"}, marks=pytest.mark.slow),
         pytest.param(
             {"prefetch": 3, "prefetch_backward": 0, "parallelize": "block"}, marks=pytest.mark.slow

@@ -35,7 +35,7 @@ LAYOUTS = [
 OTHER_DIM = replace(TRACKED, world=2, parallelize="submodule", layers=2, expert_shard_dim=1)
 """Experts beside dense parameters in one group, as without EP."""
 LAYOUTS += [OTHER_DIM, replace(OTHER_DIM, stock_copy_out=True)]
-WHOLE = replace(TRACKED, world=2, parallelize="block", layers=4)
+WHOLE = replace(TRACKED, world=2, parallelize="block")
 LAYOUTS += [WHOLE, replace(WHOLE, stock_copy_out=True)]
 IN_PLACE = replace(TRACKED, world=2, ep=2, parallelize="submodule", ac="none", layers=4)
 LAYOUTS += [IN_PLACE, replace(IN_PLACE, gather_in_place=True)]

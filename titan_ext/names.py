@@ -32,13 +32,10 @@ REFUSED_MODELS = {
 """Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
 
 
-def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """The end of a message about an unknown ``name``: the nearest of ``known``, or a full stop.
-
-    Case is ignored. ``cutoff`` is that of ``difflib.get_close_matches``.
-    """
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The end of a message about an unknown ``name``: the nearest of ``known``, or a full stop."""
     by_lower = {word.lower(): word for word in known}
-    close = get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
+    close = get_close_matches(str(name).lower(), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else "."
 
 

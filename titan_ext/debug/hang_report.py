@@ -169,9 +169,7 @@ class Comparison:
         self.infos = {r: i for r, i in everyone.items() if self._host in ("", i.host)}
         news = False
         for rank in self.infos:
-            if rank not in self._readers:
-                self._readers[rank] = TraceReader(self._folder, rank)
-            for record in self._readers[rank]:
+            for record in self._readers.setdefault(rank, TraceReader(self._folder, rank)):
                 news = True
                 self.last[rank] = record
                 self._newest[rank, record.group] = record.position
@@ -200,13 +198,11 @@ class Comparison:
         return "\n".join(lines[:_SHOWN])
 
     def _elsewhere(self, rank: int) -> str:
-        last = self.last.get(rank)
-        if last is None:
-            return f"  rank {rank} has not issued it, nor any other collective"
-        return (
-            f"  rank {rank} has not issued it; the last that it issued is collective "
-            f"{last.position} of group {last.group}: {describe(last)}"
-        )
+        said = f"  rank {rank} has not issued it"
+        if (last := self.last.get(rank)) is None:
+            return f"{said}, nor any other collective"
+        where = f"collective {last.position} of group {last.group}"
+        return f"{said}; the last that it issued is {where}: {describe(last)}"
 
     def _missing(self, key: tuple[str, int]) -> set[int]:
         """The ranks that have not reached this position of the group."""
@@ -264,16 +260,16 @@ def _signature(record: Record) -> tuple[str, str]:
 
 def _wrong_splits(records: dict[int, Record]) -> list[str]:
     """The pairs of ranks of an all-to-all that disagree about how many rows go between them."""
-    splits = [record.splits for _, record in sorted(records.items())]
     ranks = sorted(records)
-    if any(split is None or len(split[0]) != len(ranks) for split in splits):
+    splits = {rank: records[rank].splits or ([], []) for rank in ranks}
+    if any(len(sends) != len(ranks) for sends, _ in splits.values()):
         return []  # unknown, or some ranks of the group are out of sight
     return [
-        f"  rank {sender} sends {sends[0][j]} rows to rank {receiver}, which expects "
-        f"{expects[1][i]}: {describe(records[sender])}"
-        for i, (sender, sends) in enumerate(zip(ranks, splits, strict=True))
-        for j, (receiver, expects) in enumerate(zip(ranks, splits, strict=True))
-        if sends is not None and expects is not None and sends[0][j] != expects[1][i]
+        f"  rank {sender} sends {sent} rows to rank {receiver}, which expects {expected}: "
+        f"{describe(records[sender])}"
+        for i, sender in enumerate(ranks)
+        for j, receiver in enumerate(ranks)
+        if (sent := splits[sender][0][j]) != (expected := splits[receiver][1][i])
     ]
 
 

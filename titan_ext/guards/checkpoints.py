@@ -92,7 +92,7 @@ def check_excluded(config: Trainer.Config) -> None:
         if name not in _STATES:
             raise ValueError(
                 f"checkpoint.exclude_from_loading has {name!r}; expected names of "
-                f"{', '.join(_STATES)}{did_you_mean(name, _STATES, cutoff=0.3)}"
+                f"{', '.join(_STATES)}{did_you_mean(name, _STATES)}"
             )
 
 
