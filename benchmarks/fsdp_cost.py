@@ -16,23 +16,13 @@ from typing import Any
 
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3
 from torchtitan.models.qwen3 import model_registry as qwen3
 
-from titan_ext.fsdp.auto import (
-    CANDIDATES,
-    STOCK,
-    Choice,
-    cheapest,
-    cost,
-    job_of,
-    local_plan,
-    with_choice,
-)
+from titan_ext.fsdp.auto import CANDIDATES, STOCK, Choice, Comparison, job_of
 from titan_ext.fsdp.cost import Estimate, Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder
-from titan_ext.fsdp.plan import ShardSizes
+from titan_ext.fsdp.mesh import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.op_cost import MACHINES
 
@@ -57,8 +47,8 @@ _DRAWN = "671B, 512 ranks, EP 32, 4k tokens, full AC"
 _COLOURS = {"compute": "tab:blue", "gather": "tab:green", "reduce-scatter": "tab:orange"}
 
 
-def arguments(name: str) -> tuple[Decoder, FSDPSettings, ShardSizes, Job, Any]:
-    """What ``cost`` needs to know of a job."""
+def comparison(name: str) -> Comparison:
+    """What the candidates cost for a job."""
     registry, size, ranks, ep, tokens, ac_config = JOBS[name]
     with torch.device("meta"):
         model = registry(size, attn_backend="flex").model.build()
@@ -71,15 +61,14 @@ def arguments(name: str) -> tuple[Decoder, FSDPSettings, ShardSizes, Job, Any]:
         ep=ep,
         exchanges_again=ep <= Job.ranks_per_node,  # as save_all_to_all = "auto" decides
     )
-    return model, FSDPSettings(), sizes, job, MACHINES["h100"]
+    return Comparison(model, FSDPSettings(), sizes, job, MACHINES["h100"])
 
 
 def step(choice: Choice, name: str) -> Estimate:
     """The modelled step of a job."""
-    model, settings, sizes, job, machine = arguments(name)
-    units = local_plan(model, with_choice(settings, choice), sizes, job.ep).decoder_units
+    given = comparison(name)
     order = StepOrder(reduce_scatter_buffers=choice.buffers, frees_buffers=False)  # as stock
-    return estimate(units, order, job, machine)
+    return estimate(given.units(choice), order, given.job, given.machine)
 
 
 def main() -> None:
@@ -100,10 +89,10 @@ def main() -> None:
     rows = [BEFORE, *CANDIDATES]
     print(f"{'time and bytes, of whole blocks in stock':44}", *(f"{_say(c):>21}" for c in rows))
     for name in JOBS:
-        job = arguments(name)
-        costs = {c: cost(c, *job) for c in rows}
-        best, _ = cheapest(list(CANDIDATES), *job)
-        ms, nbytes = cost(STOCK, *job, as_stock=True)
+        given = comparison(name)
+        costs = {c: given.cost(c) for c in rows}
+        best, _ = given.cheapest(CANDIDATES)
+        ms, nbytes = given.cost(STOCK, as_stock=True)
         cells = [
             f"{costs[c][0] / ms:.3f} {costs[c][1] / nbytes:.2f}{' *' if c == best else '  '}"
             for c in rows
@@ -121,9 +110,10 @@ def print_expert_collectives() -> None:
     arms["both"] = arms["float8 gathers"] | arms["bf16 reductions"]
     print(f"{'s a step, GiB':44}" + "".join(f"{arm:>18}" for arm in arms))
     for name in JOBS:
-        model, settings, *rest = arguments(name)
-        choice, _ = cheapest(list(CANDIDATES), model, settings, *rest)
-        costs = [cost(choice, model, replace(settings, **arm), *rest) for arm in arms.values()]
+        given = comparison(name)
+        choice, _ = given.cheapest(CANDIDATES)
+        each = (replace(given.settings, **arm) for arm in arms.values())
+        costs = [replace(given, settings=settings).cost(choice) for settings in each]
         cells = [f"{ms / 1e3:.2f} {nbytes / 2**30:.2f}" for ms, nbytes in costs]
         print(f"{name:44}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
 
@@ -138,15 +128,12 @@ def print_exchanges() -> None:
     across["16B, 64 ranks, EP 64, 16k tokens"] = (deepseek_v3, "16B", 64, 64, 16384)
     JOBS.update({name: (*job, SelectiveAC.Config()) for name, job in across.items()})
     for name in [*selective, *across]:
-        model, settings, sizes, job, machine = arguments(name)
-        choice, _ = cheapest(list(CANDIDATES), model, settings, sizes, job, machine)
-        saved, again = (
-            cost(choice, model, settings, sizes, replace(job, exchanges_again=a), machine)[0]
-            for a in (False, True)
-        )
-        plain, overlapped = (
-            cost(choice, model, settings, sizes, replace(job, overlaps_shared=o), machine)[0]
-            for o in (False, True)
+        given = comparison(name)
+        job, (choice, _) = given.job, given.cheapest(CANDIDATES)
+        saved, again, plain, overlapped = (
+            replace(given, job=replace(job, **{key: value})).cost(choice)[0]
+            for key in ("exchanges_again", "overlaps_shared")
+            for value in (False, True)
         )
         kept = 2 * job.tokens * job.top_k * job.dim * 2
         print(
@@ -161,7 +148,7 @@ def draw(picture: Path) -> None:
     from matplotlib.figure import Figure
 
     arms = {"whole blocks (stock)": STOCK, "attention | MoE, one ahead": BEFORE}
-    arms["auto"] = cheapest(list(CANDIDATES), *arguments(_DRAWN))[0]
+    arms["auto"] = comparison(_DRAWN).cheapest(CANDIDATES)[0]
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     panels = figure.subplots(len(arms), 1)
     for axes, (title, choice) in zip(panels, arms.items(), strict=True):

@@ -11,7 +11,9 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import resource
+import runpy
 import secrets
+import shlex
 import socket
 import sys
 import time
@@ -20,8 +22,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
-
-from titan_ext.cli import main
 
 _PORTS = range(12_000, 32_000)  # below Linux' own, which begin at 32768
 _ROOT = Path(__file__).parent.parent
@@ -72,25 +72,43 @@ class Command(NamedTuple):
 
 def run_command(folder: Path, *arguments: str) -> Command:
     """``titan_ext ARGUMENTS`` in ``folder``, in a process of its own that need not import torch."""
+    return run_line(folder, shlex.join(["python", "-m", "titan_ext", *arguments]))[0]
+
+
+def run_line(folder: Path, line: str) -> list[Command]:
+    """``python -m MODULE ...``, or all ranks of ``torchrun --nproc_per_node=N -m MODULE ...``.
+
+    In ``folder``. No launcher runs, and no process need import torch.
+    """
+    program, *rest = shlex.split(line)
+    launched = program == "torchrun"
+    ranks = int(rest.pop(0).removeprefix("--nproc_per_node=")) if launched else 1
+    flag, module, *arguments = rest
+    assert flag == "-m", line
     log = folder.parent / f"{folder.name}.logs"
-    (done,) = run_ranks(_run_command, 1, folder, arguments, log, log_folder=log)
-    return done
+    return run_ranks(_run_module, ranks, folder, module, arguments, log, launched, log_folder=log)
 
 
-def _run_command(folder: Path, arguments: tuple[str, ...], log: Path) -> Command:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]  # as in a terminal
+def _run_module(
+    folder: Path, module: str, arguments: list[str], log: Path, launched: bool
+) -> Command:
+    out, error = (log / f"{name}_{os.environ['RANK']}" for name in ("out", "error"))
+    if not launched:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]  # as in a terminal
     os.environ["PYTHONPATH"] = str(_ROOT)
     os.chdir(folder)
-    out, error = log / "out", log / "error"
+    sys.path.insert(0, str(folder))
+    sys.argv = [module, *arguments]
     for path, stream in ((out, sys.stdout), (error, sys.stderr)):
         with open(path, "w") as file:
             os.dup2(file.fileno(), stream.fileno())
     before = resource.getrusage(resource.RUSAGE_SELF)
     try:
-        code = main(arguments)
+        runpy.run_module(module, run_name="__main__")
+        code = 0
     except SystemExit as end:
-        code = cast(int, end.code)
+        code = cast(int, end.code or 0)
     sys.stdout.flush()
     sys.stderr.flush()
     after = resource.getrusage(resource.RUSAGE_SELF)

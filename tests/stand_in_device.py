@@ -99,7 +99,7 @@ def main(ep: int, backend: Any, how: str) -> None:
     dims = ParallelDims.from_config(parallelism, WORLD)
     dims.build_mesh()
     spec = api.extend_model_spec(model_registry("debugmodel"))
-    use_stand_ins(spec, context_parallel=False, backend=backend)
+    use_stand_ins(SimpleNamespace(model_spec=spec, parallelism=parallelism))
     config: Any = spec.model
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     config.layers = config.layers[:4]

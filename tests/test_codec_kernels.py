@@ -85,6 +85,7 @@ def test_whole_blocks_of_any_width_share_kernels():
     assert kernels()[640] == ([], [])
 
 
+@pytest.mark.slow
 def test_the_codec_as_it_was_is_found(monkeypatch: pytest.MonkeyPatch):
     """Its block size was a symbol: 2 kernels, an intermediate, a byte at a time."""
 

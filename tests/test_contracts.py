@@ -203,7 +203,7 @@ def test_torch_frames_and_ops_that_the_collective_recorder_knows():
 
 
 def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
-    """fsdp.copy_out and fsdp.memory.tracker set it; torch has no public way to."""
+    """fsdp.collectives and fsdp.memory.tracker set it; torch has no public way to."""
     assert _Code(FSDPParamGroup.__init__).has(
         "self._all_gather_output_fn: Callable = _default_all_gather_output_fn"
     )
@@ -476,7 +476,7 @@ def test_fsdp2_names_the_places_of_its_parameters():
 
 
 def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
-    """The tracker and fsdp.expert_collectives set it; the public setters refuse two groups."""
+    """The tracker and fsdp.collectives set it; the public setters refuse two groups."""
     for method, attribute in (
         (FSDPModule.set_custom_all_gather, "_all_gather_comm"),
         (FSDPModule.set_custom_reduce_scatter, "_reduce_scatter_comm"),
@@ -487,7 +487,7 @@ def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
 
 
 def test_fsdp2_takes_an_unsharded_parameter_as_it_finds_it():
-    """fsdp.copy_out makes it first, as FSDP2 would but for where in its storage it begins."""
+    """fsdp.collectives makes it first, as FSDP2 would but for where in its storage it begins."""
     init = _Code(FSDPParam.init_unsharded_param)
     for code in (
         'hasattr(self, "_unsharded_param")',
@@ -502,7 +502,7 @@ def test_fsdp2_takes_an_unsharded_parameter_as_it_finds_it():
 
 @pytest.mark.usefixtures("one_rank")
 def test_torch_coalesces_all_gathers():
-    """fsdp.copy_out gathers the parameters of a group in one launch."""
+    """fsdp.collectives gathers the parameters of a group in one launch."""
     shards, whole = torch.arange(4.0), torch.zeros(4)
     group = torch.distributed.group.WORLD
     with torch.distributed.distributed_c10d._coalescing_manager(group):
@@ -513,7 +513,7 @@ def test_torch_coalesces_all_gathers():
 
 
 def test_fsdp2_runs_a_groups_collectives_through_these_calls():
-    """fsdp.expert_collectives subclasses them; no handle from one means nothing to wait for."""
+    """fsdp.collectives subclasses them; no handle from one means nothing to wait for."""
     gather = ["self", "output_tensor", "input_tensor", "group", "async_op"]
     assert _parameters(_fsdp_collectives.DefaultAllGather.__call__) == gather
     for default in (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter):
@@ -523,7 +523,7 @@ def test_fsdp2_runs_a_groups_collectives_through_these_calls():
 
 
 def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
-    """fsdp.memory.tracker and fsdp.expert_collectives tell them apart by that."""
+    """fsdp.memory.tracker and fsdp.collectives tell them apart by that."""
     tree = ast.parse(inspect.getsource(_fsdp_collectives.foreach_reduce))
     allocated = [
         (node.lineno, ast.unparse(node.targets[0]))
@@ -656,7 +656,7 @@ def test_torch_ignores_unknown_keys_of_a_parameter_group():
 
 
 def test_torch_replicates_modules_inside_of_sharded_ones():
-    """fsdp.replicated: a state of FSDP2's own, that fully_shard leaves alone, on one axis."""
+    """fsdp.mesh replicates: a state of FSDP2's own, that fully_shard leaves alone, on one axis."""
     assert issubclass(replicate_with_fsdp.ReplicateModule, FSDPModule)
     assert issubclass(replicate_with_fsdp._ReplicateState, FSDPState)
     assert {"mesh", "mp_policy", "offload_policy", "ignored_params"} <= set(

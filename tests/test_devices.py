@@ -66,7 +66,10 @@ def _on_the_stand_in(*arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize(("ep", "backend"), [(2, "spmd_types"), (1, "partial_dtensor")])
+@pytest.mark.parametrize(
+    ("ep", "backend"),
+    [pytest.param(2, "spmd_types", marks=pytest.mark.slow), (1, "partial_dtensor")],
+)
 def test_a_model_runs_on_a_device_that_is_not_cuda(ep: int, backend: str):
     output = _on_the_stand_in(str(ep), backend)
     assert "device standin, gradients on {'standin'}" in output

@@ -7,7 +7,6 @@ import os
 import pkgutil
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import tomli
 
 from tests import muon
-from tests.cluster import PATIENCE_S, run_ranks
+from tests.cluster import run_line, run_ranks
 from tests.toml_files import DEBUG, Loader
 from titan_ext.fsdp.unmanaged import replicate_undeclared
 from titan_ext.optim import resolve_groups
@@ -166,21 +165,9 @@ def test_your_model_trains_as_the_page_says(tmp_path: Path):
     (tmp_path / "my_run.toml").write_text(examples("toml")[YOURS, 0])
     (command,) = (line for line in _commands(YOURS) if line.startswith("torchrun"))
     make_corpus()
-    done = subprocess.run(
-        [Path(sys.executable).parent / "torchrun", *shlex.split(command)[1:]],
-        cwd=tmp_path,
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "TITAN_EXT_DATA": str(default_folder().parent),
-        },
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    output = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
-    assert done.returncode == 0, output[-3000:]
+    ranks = run_line(tmp_path, command)
+    output = re.sub(r"\x1b\[[0-9;]*m", "", "".join(rank.out + rank.error for rank in ranks))
+    assert [rank.code for rank in ranks] == [0, 0], output[-3000:]
     assert "FSDP units: submodule, 20 units" in output
     assert "6 block, 6 attention, 6 feed_forward" in output, "the gain is a group of the block"
     losses = [float(loss) for loss in re.findall(r"step: +5 +loss: +(\d+\.\d+)", output)]

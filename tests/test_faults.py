@@ -4,6 +4,8 @@ The faults of whole launches (torchrun, its agents, kill -9 of saves) take minut
 """
 
 import contextlib
+import ctypes
+import logging
 import os
 import resource
 import signal
@@ -19,12 +21,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools.logging import init_logger
 
 from tests import planted
-from tests.cluster import PATIENCE_S, RankError, run_ranks
+from tests.cluster import PATIENCE_S, RankError, kill_ranks, run_ranks, start_ranks
 from tests.faults.torchrun import is_alive
 from tests.training import Run, make_config, titan_config
 from titan_ext.guards.checkpoints import corrupt_items, verify_checksums
@@ -303,37 +306,34 @@ def test_what_is_saved_is_not_saved_again(
     assert caplog.messages[-1] == f"SIGTERM: {said}"
 
 
-def test_a_signal_is_answered_while_the_step_waits():
+def _wait_in_c() -> None:
+    """As in a collective: one long call, which goes on after a signal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's tests ignore it
+    logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s", force=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    checkpointer = SimpleNamespace(enable=False)
+    StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    libc = ctypes.CDLL(None)  # releases the GIL
+    left = 600
+    while left:
+        left = libc.sleep(left)
+
+
+def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
     """The main thread is in one long call into C, so no Python handler can run."""
-    program = """if True:
-        import ctypes, logging, os, signal, sys, threading
-        from types import SimpleNamespace
-        import torch.distributed as dist
-        from titan_ext.guards.stop import StopOnSignal
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's tests ignore it
-        logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s", force=True)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        checkpointer = SimpleNamespace(enable=False)
-        StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        libc = ctypes.CDLL(None)  # releases the GIL, and sleeps on after a signal
-        left = 600
-        while left:
-            left = libc.sleep(left)
-    """
-    waiting = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    too_late = threading.Timer(120, waiting.kill)
-    too_late.start()
-    assert waiting.stdout is not None
+    ranks = start_ranks(_wait_in_c, 1, log_folder=tmp_path)
+    deadline = time.monotonic() + PATIENCE_S
+    log = tmp_path / "rank_0.log"
     try:
-        said = waiting.stdout.readline()
+        while not log.exists() or "ends the run" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
     finally:
-        too_late.cancel()
-        waiting.kill()
-        waiting.communicate()
-    assert said.strip() == (
+        kill_ranks(ranks)
+    assert (
         "SIGINT: stopping after this step; nothing is saved. A second signal ends the run at once."
-    )
+    ) in log.read_text().splitlines()
 
 
 def test_an_ignored_signal_stays_ignored(stop: StopOnSignal):

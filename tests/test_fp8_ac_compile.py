@@ -1,7 +1,6 @@
 """Policies in compiled code: what is saved how, what runs again, and what gradients come of it."""
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -80,14 +79,15 @@ def run(
     wrap: Wrap,
     *,
     backend: str | None = "aot_eager",
+    layers: int = 2,
     lengths: tuple[int, ...] = (L, L),
     at: Callable[[str], None] = lambda moment: None,
 ) -> Outcome:
-    """Forward and backward of one dense and two MoE blocks, for each length; None: eager.
+    """Forward and backward of a dense and MoE blocks, for each length; None: eager.
 
     ``at`` is called where another module could run: before, between, and after them.
     """
-    model = debug_model(layers=3)
+    model = debug_model(layers=layers)
     units = plan_units(model, wrap)
     apply_activation_checkpointing(model, policy, units, compiled=backend is not None)
     saved: list[list[Saved]] = []
@@ -189,26 +189,25 @@ def test_op_policies_tensor_by_tensor(wrap: Wrap):
     outcome = outcome_of(OpPolicyAC, wrap)
     assert [activations(saved) for saved in outcome.saved] == EXPECTED[wrap]
     assert outcome.graphs == len(EXPECTED[wrap])
-    assert outcome.operations["aten::topk"] == 2
+    assert outcome.operations["aten::topk"] == 1
 
     exact = outcome_of(ExactAC, wrap)
     assert exact.operations["aten::mm"] == outcome.operations["aten::mm"]
     assert worst_cosine(outcome, exact) > 0.999
     assert worst_cosine(outcome, exact) < 1
 
-    moe_blocks = 2
-    halved = {"block": 3, "submodule": 6}[wrap] * TOKENS * D
-    halved += moe_blocks * TOKENS * (3 * 256 + 2 * 512)
+    halved = {"block": 2, "submodule": 4}[wrap] * TOKENS * D
+    halved += TOKENS * (3 * 256 + 2 * 512)
     assert exact.nbytes - outcome.nbytes == 2 * halved - halved * 129 // 128
 
 
-@pytest.mark.parametrize("wrap", ["block", "submodule"])
+@pytest.mark.parametrize("wrap", [pytest.param("block", marks=pytest.mark.slow), "submodule"])
 def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
     """And runs no matrix multiplication more often: the checkpoint is inside compiled code."""
     compiled = run(SelectiveAC(SelectiveAC.Config()), wrap)
     eager = run(RespectingSelectiveAC(SelectiveAC.Config()), wrap, backend=None)
     assert 0.95 * eager.nbytes < compiled.nbytes <= eager.nbytes
-    assert compiled.operations["aten::topk"] == 2
+    assert compiled.operations["aten::topk"] == 1
     assert compiled.operations["aten::mm"] < eager.operations["aten::mm"]
     assert worst_cosine(compiled, eager) > 0.9999
 
@@ -216,7 +215,7 @@ def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
 def test_without_float8_nothing_changes():
     """The partitioner is torch's own for graphs that do not ask for float8."""
     ours = outcome_of(ExactAC, "block")
-    model = debug_model(layers=3)
+    model = debug_model(layers=2)
     units = plan_units(model, "block")
     apply_activation_checkpointing(model, ExactAC(ExactAC.Config()), units, compiled=True)
     for part in parts(model, units):
@@ -262,10 +261,12 @@ def _strange_gradient(rows: int) -> torch.Tensor:
     return weight.grad
 
 
-def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us():
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(layers: int):
     """One test, since Inductor needs a minute. Other modules run before, between, and after ours.
 
-    Its kernels round otherwise, which a router may turn into another choice.
+    The first layer is dense; Inductor takes longest over the second. Its kernels round otherwise,
+    which a router may turn into another choice.
     """
     rows = {"before": 64, "between": 96, "after": 128}
     alone = {moment: _strange_gradient(n) for moment, n in rows.items()}
@@ -277,10 +278,11 @@ def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us():
         assert torch.equal(_strange_gradient(rows[moment]), alone[moment]), moment
 
     policy = OpPolicyAC(OpPolicyAC.Config())
-    inductor = run(policy, "submodule", backend="inductor", lengths=(L,), at=check)
+    inductor = run(policy, "submodule", backend="inductor", layers=layers, lengths=(L,), at=check)
     assert moments == list(rows)
-    assert [activations(saved) for saved in inductor.saved] == EXPECTED["submodule"]
-    aot_eager = outcome_of(OpPolicyAC, "submodule")
+    kinds = 2 if layers == 1 else 3
+    assert [activations(saved) for saved in inductor.saved] == EXPECTED["submodule"][:kinds]
+    aot_eager = run(policy, "submodule", layers=layers, lengths=(L,))
     assert inductor.nbytes == aot_eager.nbytes
     assert worst_cosine(inductor, aot_eager) > 0.98
 
@@ -299,7 +301,7 @@ def test_blocks_that_decide_differently_share_no_code():
                 return rule_decisions(parse_rules({"*:aten.topk": "save"}), inputs=self.inputs)
             return super().compiled_decisions(block, name)
 
-    outcome = run(SecondExact(OpPolicyAC.Config()), "block")
+    outcome = run(SecondExact(OpPolicyAC.Config()), "block", layers=3, lengths=(L,))
     assert [activations(saved) for saved in outcome.saved] == [
         *EXPECTED["block"],
         [INPUT, ("aten.topk", (B, L, 3), "exact")],
@@ -311,7 +313,7 @@ def test_a_block_without_decisions_is_not_checkpointed():
         def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
             return None if name == "layers.2" else super().compiled_decisions(block, name)
 
-    outcome = run(SecondFree(OpPolicyAC.Config()), "block")
+    outcome = run(SecondFree(OpPolicyAC.Config()), "block", layers=3, lengths=(L,))
     assert not [s for s in outcome.saved[2] if s.treatment.startswith("float8")]
     assert len(outcome.saved[2]) > len(outcome.saved[1])
 
@@ -413,7 +415,7 @@ def test_what_cannot_be_compiled_is_refused(backend: str, codec: Codec, message:
         compile_arguments(Float8Partitioner(codec), backend)
 
 
-@pytest.mark.parametrize("routing", ["learned", "one_expert"])
+@pytest.mark.parametrize("routing", [pytest.param("learned", marks=pytest.mark.slow), "one_expert"])
 def test_expert_parallel_exchanges_are_not_run_again(routing: str, tmp_path: Path):
     """Three all-to-alls in the forward of the MoE layer and two in its backward; float8 outputs.
 
@@ -454,8 +456,17 @@ class RespectingSelectiveAC(SelectiveAC):
 @pytest.mark.parametrize(
     ("preset", "wrap"),
     [
-        *itertools.product(("memory", "speed"), ("block", "submodule")),
-        *(pytest.param(name, "block", marks=pytest.mark.slow) for name in ("balanced", "gemms")),
+        ("memory", "block"),
+        ("speed", "submodule"),
+        *(
+            pytest.param(name, wrap, marks=pytest.mark.slow)
+            for name, wrap in [
+                ("memory", "submodule"),
+                ("speed", "block"),
+                ("balanced", "block"),
+                ("gemms", "block"),
+            ]
+        ),
     ],
 )
 def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
@@ -473,7 +484,7 @@ def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
 
 def test_a_compiled_run_that_stores_nothing_in_float8_fails():
     policy = FP8AC(FP8AC.Config())
-    run(policy, "block", lengths=(L,))
+    run(policy, "block", layers=1, lengths=(L,))
     policy.reporter.graphs.clear()
     with pytest.raises(RuntimeError, match="stores in float8, but nothing was stored in it"):
         policy.reporter.check_graphs()

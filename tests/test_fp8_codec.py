@@ -488,7 +488,15 @@ def _compile(function: Callable[..., Any], *args: Any) -> tuple[Any, int, int]:
 
 @pytest.mark.parametrize(
     ("codec", "last"),
-    [(codec, 256) for codec in COMPILED] + [(COMPILED[0], 200), (COMPILED[4], 200)],
+    [
+        (Codec(), 256),
+        (Codec(stochastic=True), 200),
+        (Codec(block="tensor"), 256),
+        *(
+            pytest.param(codec, last, marks=pytest.mark.slow)
+            for codec, last in [*((codec, 256) for codec in COMPILED[1:-1]), (Codec(), 200)]
+        ),
+    ],
     ids=str,
 )
 def test_compiled_is_the_same_to_the_bit(codec: Codec, last: int):

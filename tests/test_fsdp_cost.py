@@ -10,13 +10,13 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
-from benchmarks.fsdp_cost import BEFORE, JOBS, arguments
+from benchmarks.fsdp_cost import BEFORE, JOBS, comparison
 from tests.training import Run, Runs, observed, titan_config
 from titan_ext.fsdp import auto
-from titan_ext.fsdp.auto import STOCK, cheapest, choose, cost, local_plan
+from titan_ext.fsdp.auto import STOCK, choose, local_plan
 from titan_ext.fsdp.cost import Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder
-from titan_ext.fsdp.plan import ShardSizes
+from titan_ext.fsdp.mesh import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.op_cost import MACHINES
 
@@ -80,10 +80,10 @@ _SLOW = [name for name in JOBS if "235B" in name or "2048" in name]
     "job", [pytest.param(j, marks=[pytest.mark.slow] * (j in _SLOW)) for j in JOBS]
 )
 def test_auto_costs_no_time_and_no_bytes_across_nodes(job: str):
-    given = arguments(job)
-    choice, _ = cheapest(list(auto.CANDIDATES), *given)
-    stock = cost(STOCK, *given, as_stock=True)
-    before, mine = (cost(c, *given) for c in (BEFORE, choice))
+    given = comparison(job)
+    choice, _ = given.cheapest(auto.CANDIDATES)
+    stock = given.cost(STOCK, as_stock=True)
+    before, mine = map(given.cost, (BEFORE, choice))
     assert mine[0] <= 1.001 * min(stock[0], before[0])
     assert mine[1] <= stock[1]
     assert before[0] > 1.01 * stock[0], "small units alone would have cost time"
@@ -111,7 +111,7 @@ def test_what_auto_means_without_a_network(
     dims: dict[str, int], wrap: str, model: Decoder, monkeypatch
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(auto, "cheapest", None)  # the cost is not asked for
+    monkeypatch.setattr(auto, "Comparison", None)  # the cost is not asked for
     settings = choose(model, FSDPSettings(), _dims(**dims))
     assert (settings.wrap, settings.reduce_scatter_buffers) == (wrap, 1)
     assert settings.prefetch_backward in (None, "auto", 1)

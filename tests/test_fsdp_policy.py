@@ -17,10 +17,10 @@ from tests.toml_files import DEBUG
 from tests.training import Run, Runs, observed, titan_config
 from titan_ext.api import build_decoder
 from titan_ext.configs import ParallelismConfig
-from titan_ext.fsdp.plan import FSDPPlan, ShardSizes, make_plan
+from titan_ext.fsdp.mesh import ShardSizes
+from titan_ext.fsdp.plan import FSDPPlan, make_plan
 from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
-from titan_ext.fsdp.reshard import Reshard
-from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.settings import FSDPSettings, Reshard
 from titan_ext.fsdp.units import Wrap, plan_units
 from titan_ext.trainer import extend_config
 
@@ -63,6 +63,7 @@ def _decisions(plan: FSDPPlan) -> dict[str, bool | int]:
         ("always", False, True, True),
         ("always", True, True, True),
         ("never", False, False, False),
+        ("never", True, False, False),
         (2, False, 2, False),
     ],
 )
@@ -265,9 +266,10 @@ def _gathers_of_a_step(run: Run, runs: Runs) -> Counter[str]:
     "settings",
     [
         {"prefetch": 0},
+        {"prefetch": 2},
         pytest.param({"prefetch": 3}, marks=pytest.mark.slow),
         pytest.param({"prefetch": "64MiB"}, marks=pytest.mark.slow),  # all units
-        {"prefetch": 3, "ac": "full"},
+        pytest.param({"prefetch": 3, "ac": "full"}, marks=pytest.mark.slow),
         pytest.param({"prefetch": 3, "ac": "none"}, marks=pytest.mark.slow),
         pytest.param(
             {"prefetch": 3, "prefetch_backward": 0, "parallelize": "block"}, marks=pytest.mark.slow

@@ -14,7 +14,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.trainer import extend_config
 
 ADAPTERS = ("lora_a.weight", "lora_b.weight")
-SPMD = Run(world=2, ep=2, lora=True, layers=2, parallelize="submodule", steps=3)
+SPMD = Run(world=2, ep=2, lora=True, layers=2, parallelize="submodule", steps=2)
 DTENSOR = replace(SPMD, backend="partial_dtensor")
 
 
@@ -92,7 +92,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     "run",
     [
         SPMD,
-        DTENSOR,
+        pytest.param(DTENSOR, marks=pytest.mark.slow),
         replace(SPMD, tp=2),
         pytest.param(replace(DTENSOR, tp=2), marks=pytest.mark.slow),
         pytest.param(replace(SPMD, ac=FP8AC.Config()), marks=pytest.mark.slow),

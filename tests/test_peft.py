@@ -1,12 +1,12 @@
-"""Adapters of Titan's LoRA in the ``peft`` library: same logits as Titan's model has."""
+"""Adapters of Titan's LoRA in the ``peft`` library: same logits as Titan's model has.
+
+peft and transformers take seconds to import, so the functions that need them do it: ranks and the
+workers of pytest import this file too.
+"""
 
 import json
-import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peft import PeftModel
 from safetensors.torch import load_file
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.lora import LoRAConverter
@@ -28,16 +27,8 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.deepseek_v3 import _build_dsv3_layers
 from torchtitan.models.qwen3.config_registry import qwen3_debugmodel_non_fused_qkv
 from torchtitan.tools.logging import init_logger
-from transformers import (
-    DeepseekV3Config,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from tests.cluster import PATIENCE_S, run_ranks
+from tests.cluster import run_line, run_ranks
 from tests.training import titan_config
 from titan_ext import no_accelerator
 from titan_ext.cli import main
@@ -103,8 +94,10 @@ def _titan_config(name: str, linears: list[str] | None, folder: Path) -> Any:
     return extend_config(config)
 
 
-def _hf_config(name: str, layers: int) -> PreTrainedConfig:
+def _hf_config(name: str, layers: int) -> Any:
     """What transformers calls the same model."""
+    import transformers
+
     sizes: dict[str, Any] = {
         "vocab_size": 2048,
         "hidden_size": 256,
@@ -118,9 +111,9 @@ def _hf_config(name: str, layers: int) -> PreTrainedConfig:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
     if name in ("qwen3", "qwen3_unfused"):
-        return Qwen3Config(**qwen3, intermediate_size=3072, tie_word_embeddings=True)
+        return transformers.Qwen3Config(**qwen3, intermediate_size=3072, tie_word_embeddings=True)
     if name == "qwen3_moe":
-        return Qwen3MoeConfig(
+        return transformers.Qwen3MoeConfig(
             **qwen3,
             moe_intermediate_size=768,
             num_experts=64,
@@ -128,7 +121,7 @@ def _hf_config(name: str, layers: int) -> PreTrainedConfig:
             norm_topk_prob=True,
         )
     if name == "llama3":
-        return LlamaConfig(
+        return transformers.LlamaConfig(
             **sizes,
             num_attention_heads=16,
             intermediate_size=768,
@@ -142,7 +135,7 @@ def _hf_config(name: str, layers: int) -> PreTrainedConfig:
                 "original_max_position_embeddings": 8192,
             },
         )
-    return DeepseekV3Config(
+    return transformers.DeepseekV3Config(
         **sizes,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -167,6 +160,8 @@ def _hf_config(name: str, layers: int) -> PreTrainedConfig:
 
 def _save_base(name: str, folder: Path, layers: int = 2) -> None:
     """Random weights in safetensors, with norms and routing biases that are not all the same."""
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(_hf_config(name, layers), dtype=torch.float32)
     with torch.no_grad():
@@ -238,6 +233,9 @@ def _assert_same_function(titan: torch.Tensor, adapted: Any) -> None:
 
 
 def _peft(base: Path, adapters: Path) -> Any:
+    from peft import PeftModel
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return PeftModel.from_pretrained(model, adapters)
 
@@ -421,22 +419,6 @@ def test_deepseek_v3_from_safetensors_to_peft(tmp_path: Path):
 DOC = (Path(__file__).parent.parent / "docs" / "lora.md").read_text()
 
 
-def _run(command: str, folder: Path) -> str:
-    words = shlex.split(command)
-    assert words[0] in ("torchrun", "python")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / words[0]), *words[1:]],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_the_documented_way(folder: Path):
     """docs/lora.md from its TOML to its Python, on a small model of the same kind and 2 ranks."""
     section = DOC[DOC.index("## From base weights") : DOC.index("## Parameters that FSDP")]
@@ -456,8 +438,10 @@ def test_the_documented_way(folder: Path):
     make_corpus()
     shutil.copytree(default_tokenizer_path(), base, dirs_exist_ok=True)
     train = train.replace("--nproc_per_node=8", "--nproc_per_node=2")
-    _run(train.replace("my_lora.toml", "small.toml"), folder)
-    assert _run(export.replace("my_lora.toml", "small.toml"), folder) == "my_adapters\n"
+    for rank in run_line(folder, train.replace("my_lora.toml", "small.toml")):
+        assert rank.code == 0, rank.error[-3000:]
+    (exported,) = run_line(folder, export.replace("my_lora.toml", "small.toml"))
+    assert (exported.code, exported.out) == (0, "my_adapters\n"), exported.error[-3000:]
     names: dict[str, Any] = {}
     exec(code, names)
     config = load("small.toml")

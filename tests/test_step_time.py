@@ -22,13 +22,21 @@ from tests.cluster import run_ranks
 from tests.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.fsdp.cost import collective_ms
-from titan_ext.measured_step import calibrate
 from titan_ext.memory_plan import LiveBytes
-from titan_ext.op_cost import MACHINES, op_cost
-from titan_ext.pipeline_idle import Action, actions_of, idle_share, one_stage_actions
+from titan_ext.op_cost import MACHINES, collective_ms, op_cost
+from titan_ext.plan_report import calibrate
 from titan_ext.run_record import CONFIG, RECORD
-from titan_ext.step_time import WAITS, Part, Pass, StepClock, StepTime
+from titan_ext.step_time import (
+    WAITS,
+    Action,
+    Part,
+    Pass,
+    StepClock,
+    StepTime,
+    actions_of,
+    idle_share,
+    one_stage_actions,
+)
 
 ONE = Run(world=1, ep=1, parallelize="block", seq_len=64, layers=2)
 EIGHT = Run(world=8, ep=2, parallelize="submodule", global_batch=8, layers=2)

@@ -1,7 +1,7 @@
 """What one unit is: planned on the meta device, without a process group."""
 
 import dataclasses
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
 from tests.training import titan_config
-from titan_ext.fsdp.plan import ShardSizes, make_plan
-from titan_ext.fsdp.reshard import Reshard, reshard_after_forward
+from titan_ext.fsdp.mesh import ShardSizes
+from titan_ext.fsdp.plan import make_plan
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Unit, UnitKind, plan_units, resolve_wrap
 
@@ -164,30 +164,6 @@ def test_experts_apart_are_a_unit_inside_their_block():
 @pytest.mark.parametrize(("name", "wrap"), [("deepseek_v3", "submodule"), ("llama3", "block")])
 def test_auto_splits_blocks_only_where_expert_parallelism_splits_experts(name: str, wrap: str):
     assert resolve_wrap("auto", 2, _build(name).config) == wrap
-
-
-def test_reshard_policy():
-    units = plan_units(_build("deepseek_v3"), "submodule")
-    attention = next(unit for unit in units if unit.kind is UnitKind.ATTENTION)
-    head = units[-1]
-    resolved = {
-        (policy, pp): (
-            reshard_after_forward(attention, policy, {}, pp_enabled=pp),
-            reshard_after_forward(head, policy, {}, pp_enabled=pp),
-        )
-        for policy in cast(list[Reshard], ["default", "always", "never"])
-        for pp in (False, True)
-    }
-    assert resolved == {
-        ("default", False): (True, False),
-        ("default", True): (False, False),
-        ("always", False): (True, True),
-        ("always", True): (True, True),
-        ("never", False): (False, False),
-        ("never", True): (False, False),
-    }
-    with pytest.raises(ValueError, match="sometimes"):
-        FSDPSettings(reshard_after_forward=cast(Any, "sometimes"))
 
 
 def test_a_unit_is_immutable():

@@ -48,11 +48,10 @@ from tests.converters import convert
 from tests.on_cpu import flex_on_cpu, list_all_to_all
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.fsdp import copy_out, prefetch
+from titan_ext.fsdp import plan, prefetch
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.log import MemoryLog
-from titan_ext.fsdp.plan import ShardSizes
-from titan_ext.guards.run_checks import FSDPMemory
+from titan_ext.fsdp.mesh import ShardSizes
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.stdlib_corpus import (
     STDLIB_CORPUS,
@@ -462,7 +461,7 @@ def patched(run: Run) -> Iterator[None]:
             dim = run.expert_shard_dim
             stack.enter_context(patch(ShardSizes, "expert_shard_dim", lambda *_: dim))
         if run.stock_copy_out:
-            stack.enter_context(patch(copy_out, "copies_out_directly", lambda: False))
+            stack.enter_context(patch(plan, "copies_out_directly", lambda: False))
             stack.enter_context(patch(prefetch, "_freeing", lambda *_: set()))
         if run.exact_sums:
             stack.enter_context(
@@ -512,9 +511,8 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
 
 
 def _memory_log(trainer) -> MemoryLog:
-    (check,) = (check for check in trainer.checks if isinstance(check, FSDPMemory))
-    assert check.log is not None
-    return check.log
+    (log,) = (check for check in trainer.checks if isinstance(check, MemoryLog))
+    return log
 
 
 def _watch_routing(trainer) -> list[tuple[str, bool, np.ndarray]]:

@@ -238,8 +238,8 @@ class DryRun:
             raise SystemExit(_DOES_NOT_FIT)
 
     def _calibrated(self) -> float:
-        from titan_ext.measured_step import calibrate
         from titan_ext.op_cost import MACHINES
+        from titan_ext.plan_report import calibrate
 
         if self.machine and self.machine not in MACHINES:
             raise ValueError(

@@ -18,15 +18,24 @@ from torchtitan.protocols.model import BaseModel
 
 from titan_ext.dispatch import SaveAllToAll
 from titan_ext.fsdp.nf4 import find_frozen_linears
-from titan_ext.fsdp.replicated import find_replicated, units_without
-from titan_ext.fsdp.reshard import Reshard, check_divides, check_reshard_groups, read_reshard
 from titan_ext.fsdp.settings import (
     EXPERT_REDUCE_SCATTER,
     QUANTIZE_FROZEN,
-    REPLICATE,
     FSDPSettings,
+    Reshard,
+    check_divides,
+    read_reshard,
 )
-from titan_ext.fsdp.units import FSDPWrap, Wrap, plan_units, resolve_wrap, vision_units
+from titan_ext.fsdp.units import (
+    REPLICATE,
+    FSDPWrap,
+    Wrap,
+    find_replicated,
+    plan_units,
+    resolve_wrap,
+    units_without,
+    vision_units,
+)
 from titan_ext.names import are_checked_later, table_flag
 
 __all__ = ["DebugConfig", "ParallelismConfig"]
@@ -257,7 +266,7 @@ def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfi
     # In a pipeline a vision tower is no unit (fsdp.plan).
     towers = vision_units(built) if parallelism.pipeline_parallel_degree == 1 else []
     units = [u for w in wraps for u in units_without(built, plan_units(built, w), replicated)]
-    check_reshard_groups(settings.reshard_groups, [*towers, *units])
+    settings.check_reshard_groups([*towers, *units])
 
 
 def _check_replicate(parallelism: TitanParallelismConfig, compiled: bool) -> None:

@@ -12,7 +12,6 @@ would stop the job at its start stops here, with the same message.
 import contextlib
 import dataclasses
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,18 +31,15 @@ from titan_ext.dispatch import ranks_per_node
 from titan_ext.fp8.local import plain_tensors
 from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import predict
-from titan_ext.fsdp.plan import plan_of
+from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.guards.run_checks import LoRATargets
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.memory_plan import LASTING, Budget, LiveBytes, MemoryPlan
 from titan_ext.names import format_bytes
 from titan_ext.op_cost import MACHINES
-from titan_ext.pipeline_idle import actions_of, idle_share
 from titan_ext.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
-from titan_ext.step_time import Part, StepClock, StepTime
+from titan_ext.step_time import Part, StepClock, StepTime, actions_of, idle_share
 from titan_ext.trainer import Trainer
-
-__all__ = ["DryRun", "dry_run"]
 
 _AT_ONCE = 128
 """Parameters a call of clipping and optimizer: torch's time grows with the square of the list.
@@ -179,19 +175,14 @@ class DryRun(Trainer):
         self.optimizers.zero_grad()
         offloads = self.config.training.enable_cpu_offload
         live = LiveBytes(self.model_parts, self.optimizers, on_host=LASTING if offloads else ())
-        clock = None
+        per_node, clock = ranks_per_node(), None
         if machine:
-            clock = StepClock(
-                self.model_parts,
-                live,
-                MACHINES[machine],
-                ranks_per_node=ranks_per_node(),
-                slower=slower,
-            )
+            rates = MACHINES[machine]
+            clock = StepClock(self.model_parts, live, rates, ranks_per_node=per_node, slower=slower)
         with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
         if budget is not None:
-            self.memory = MemoryPlan.of(live, budget, ranks_per_node())
+            self.memory = MemoryPlan.of(live, budget, per_node)
         if clock is not None:
             self.time = self._step_time(clock, machine)
 
@@ -279,14 +270,8 @@ class DryRun(Trainer):
             yield "time", self.time.verdict()
             yield from (("", line) for line in self.time.table())
         yield "model", f"{spec.name} {spec.flavor}, {_count(self.model_parameters)} parameters"
-        axes = {
-            "replicated": dims.dp_replicate,
-            "FSDP": dims.dp_shard,
-            "CP": dims.cp,
-            "TP": dims.tp,
-            "PP": dims.pp,
-            "EP": dims.ep,
-        }
+        axes = {"replicated": dims.dp_replicate, "FSDP": dims.dp_shard, "CP": dims.cp}
+        axes |= {"TP": dims.tp, "PP": dims.pp, "EP": dims.ep}
         shown = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
         backend = config.parallelism.spmd_backend
         yield "layout", f"rank {self.rank} of {self.ranks}: {shown or 'one rank'} ({backend})"
@@ -309,11 +294,7 @@ class DryRun(Trainer):
         if self.imbalance != 1:
             yield "", f"this rank's experts get {self.imbalance:g} times the balanced tokens"
         plans = [plan_of(part) for part in self.model_parts]
-        units = [unit for plan in plans for unit in plan.decoder_units]
-        kinds = Counter(unit.kind.value for unit in units)
-        groups = sum(len(unit.groups) for unit in units)
-        by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        yield "FSDP units", f"{len(units)} in {groups} groups: {by_kind}"
+        yield "FSDP units", count_units(unit for plan in plans for unit in plan.decoder_units)
         for chosen in dict.fromkeys(plan.chosen for plan in plans if plan.chosen):
             yield "", chosen
         parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -376,14 +357,7 @@ def dry_run(
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
-    assert config.model_spec is not None
-    use_stand_ins(
-        config.model_spec,
-        context_parallel=config.parallelism.context_parallel_degree > 1,
-        backend=config.parallelism.spmd_backend,
-        as_on_a_gpu=as_on_a_gpu,
-        imbalance=imbalance,
-    )
+    use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance)
     no_accelerator.adapt_config(config)
     HuggingFaceExport().before_start(config)
     torch.compiler.set_stance("force_eager")

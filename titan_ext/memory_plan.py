@@ -29,19 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_ext.fp8 import host
 from titan_ext.fp8.local import plain_tensors, tensors_in
 
-__all__ = [
-    "LASTING",
-    "PLAIN_TYPES",
-    "Budget",
-    "Kind",
-    "LiveBytes",
-    "MemoryPlan",
-    "Peak",
-    "fsdp_kind",
-    "groups_of",
-    "in_backward",
-]
-
 
 class Kind(StrEnum):
     """What a storage is for."""
@@ -231,12 +218,9 @@ class LiveBytes(TorchDispatchMode):
         key, nbytes = untyped._cdata, untyped.nbytes()
         storage = self._live.get(key)
         if storage is None:
-            ref = weakref.ref(untyped, functools.partial(self._freed, key))
+            ref = weakref.ref(untyped, lambda _: self._end(key))
             return self._begin(key, _Storage(kind, nbytes, self._operations, ref))
         return storage if storage.nbytes == nbytes else self._resize(key, nbytes)
-
-    def _freed(self, key: int, _: object) -> None:
-        self._end(key)
 
     def _resize(self, key: int, nbytes: int) -> _Storage:
         old = self._end(key)
@@ -293,14 +277,9 @@ class LiveBytes(TorchDispatchMode):
                 self.begin("loss" if name == "lm_head" else f"forward of {name}")
 
         def end(name: str, _module: nn.Module, _args: Any, out: Any) -> None:
-            if in_backward() or name == "lm_head":
-                return
-            for tensor in tensors_in(out):
+            for tensor in () if in_backward() or name == "lm_head" else tensors_in(out):
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(backward, name))
-
-        def backward(name: str, _: torch.Tensor) -> None:
-            self.begin(f"backward of {name}")
+                    tensor.register_hook(lambda _: self.begin(f"backward of {name}"))
 
         def enter(*_: Any) -> None:
             self._depth += 1

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one operation costs: its FLOPs, the bytes that it moves, and milliseconds at given rates.
+"""What an operation or a collective costs: FLOPs, bytes, and milliseconds at a machine's rates.
 
 A roofline of single kernels, from shapes alone: a matrix product takes the longer of its arithmetic
-and its traffic, everything else its traffic. The planners of a step's time and of activation
-checkpointing choose by it.
+and its traffic, everything else its traffic. The planners of a step's time, of FSDP's units and of
+activation checkpointing choose by it.
 """
 
+import bisect
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +20,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from titan_ext.fp8.local import local_tensor, parts_in, tensors_in
 
-__all__ = ["MACHINES", "Machine", "OpCost", "count_flops", "moves_nothing", "op_cost"]
+LAUNCH_MS = 0.015  # of a collective
+_HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
+TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
+SYNC_MS = 0.05  # the host reads how many tokens each expert gets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +102,13 @@ class OpCost:
 def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> OpCost:
     """The cost of one call, from the shapes of what went in and came out.
 
-    Args:
-        func: The operation (``torch._ops.OpOverload``), as a dispatch mode sees it.
-        args: Its arguments, any tensors: real, fake, meta or DTensors.
-        kwargs: And those by name.
-        out: What it returned.
-        machine: The accelerator.
+    ``func`` is the operation (``torch._ops.OpOverload``), as a dispatch mode sees it, with any
+    tensors: real, fake, meta or DTensors.
     """
     if moves_nothing(func):
         return OpCost(0, 0, 0.0)
     made, read = _traffic(func, args, kwargs, out)
-    if _is_exchange(func):
+    if func._schema.name.endswith("all_to_all_single"):
         return OpCost(0, made + read, 2e-2 + max(made, read) / machine.all_to_all * 1e3)
     flops = count_flops(func, args, kwargs, out)
     seconds = max((made + read) / machine.memory, machine.launch)
@@ -159,10 +161,6 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
 """Attention as one operation, which torch's registry does not know."""
 
 
-def _is_exchange(func: Any) -> bool:
-    return func._schema.name.endswith("all_to_all_single")
-
-
 def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
     """Bytes written and read. What is written in place may not be returned."""
     if func._schema.name == "fsdp::all_gather_copy_in":
@@ -188,11 +186,54 @@ _OVERWRITE = (_ops.copy_, _ops._foreach_copy_, _ops.fill_, _ops.zero_, _ops._for
 
 def _nbytes(tree: Any) -> int:
     """Of all tensors in ``tree`` on this rank; an expanded dimension is read once."""
-    return sum(part.element_size() * _numel(part) for part in parts_in(tree))
+    return sum(
+        x.element_size()
+        * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
+        for x in parts_in(tree)
+    )
 
 
-def _numel(x: torch.Tensor) -> int:
-    numel = 1
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        numel *= size if stride else 1
-    return numel
+class Links:
+    """When each link between ranks is taken, in ms."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def take(self, link: str, start: float, ms: float) -> float:
+        """The first time from ``start`` on at which ``link`` is free for ``ms``; takes it."""
+        taken = self._taken[link]
+        index = bisect.bisect_left(taken, (start, start))
+        if index and taken[index - 1][1] > start:
+            start = taken[index - 1][1]
+        while index < len(taken) and taken[index][0] < start + ms:
+            start = max(start, taken[index][1])
+            index += 1
+        bisect.insort(taken, (start, start + ms))
+        return start
+
+
+def collective_ms(
+    machine: Machine, nbytes: int, world: int, per_node: int, *, is_exchange: bool = False
+) -> tuple[float, str]:
+    """Time of a collective, and the link that it takes: "node" or "network".
+
+    Args:
+        machine: Whose links.
+        nbytes: Of the whole buffer.
+        world: Ranks that take part.
+        per_node: Of them, on a node.
+        is_exchange: Whether it is an all-to-all, where no rank of a node adds for others.
+    """
+    nodes = max(1, world // per_node)
+    share = nbytes * (world - 1) / world if per_node > 1 else 0
+    in_node_ms = share / machine.in_node * 1e3
+    if nodes == 1:
+        return LAUNCH_MS + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
+    sharing = 1 if is_exchange else per_node
+    network_ms = nbytes * (nodes - 1) / nodes / sharing / machine.network * 1e3
+    latency = nodes * _HOP_MS + (world - nodes) * _HOP_IN_NODE_MS
+    if per_node == 1:
+        latency = math.log2(world) * TREE_STEP_MS
+    if is_exchange:  # no ring: all messages are on their way at once
+        latency = _HOP_MS + (world - 1) * _HOP_IN_NODE_MS
+    return LAUNCH_MS + latency + max(in_node_ms, network_ms), "network"

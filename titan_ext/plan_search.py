@@ -18,8 +18,6 @@ from titan_ext.names import format_bytes
 from titan_ext.plan_report import file_name
 from titan_ext.toml_config.files import to_toml
 
-__all__ = ["CHANGES", "suggest"]
-
 _REASON = 160
 """Characters of a reason, at most."""
 
@@ -43,10 +41,9 @@ def _best_that_fits(now: _Config) -> dict[str, Any]:
 
 
 def _half_the_batch(now: _Config) -> dict[str, Any]:
-    others = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
     copies = now["ranks"]
-    for name in others:
-        copies //= now[f"parallelism.{name}"]
+    for axis in ("tensor", "context", "pipeline"):
+        copies //= now[f"parallelism.{axis}_parallel_degree"]
     total = now[_GLOBAL] if now[_GLOBAL] > 0 else now[_BATCH] * copies
     return {} if now[_BATCH] % 2 else {_BATCH: now[_BATCH] // 2, _GLOBAL: total}
 

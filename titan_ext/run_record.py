@@ -204,17 +204,8 @@ def with_whole_blocks(
                 ),
             )
         )
-    nbytes = {unit.name: unit.gathered_nbytes for unit in merged}
-    decoder = [unit for unit in merged if unit.kind is not UnitKind.VISION]
-    ahead = plan_prefetch(decoder, nbytes, forward, backward)
-    return [
-        replace(
-            unit,
-            forward_prefetch=ahead[unit.name].forward if unit.name in ahead else (),
-            backward_prefetch=ahead[unit.name].backward if unit.name in ahead else (),
-        )
-        for unit in merged
-    ]
+    towers = [unit for unit in merged if unit.kind is UnitKind.VISION]
+    return [*towers, *plan_prefetch(merged[len(towers) :], forward, backward)]
 
 
 def _exchanges(trainer: Any) -> list[str]:

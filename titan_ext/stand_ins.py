@@ -31,26 +31,15 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.titan import BaseDataLoader
 
-__all__ = ["NoDataLoader", "NoTokenizer", "use_stand_ins"]
 
+def use_stand_ins(config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0) -> None:
+    """Put them into the model of a trainer's config, in place.
 
-def use_stand_ins(
-    spec: ModelSpec,
-    *,
-    context_parallel: bool,
-    backend: str,
-    as_on_a_gpu: bool = True,
-    imbalance: float = 1.0,
-) -> None:
-    """Put them into the model config of ``spec``, in place.
-
-    Args:
-        spec: Whose.
-        context_parallel: Whether the sequence is split over ranks.
-        backend: ``parallelism.spmd_backend``.
-        as_on_a_gpu: False: only those without which no step runs.
-        imbalance: Tokens that this rank's experts get, for one if routing were balanced.
+    Without ``as_on_a_gpu`` only those without which no step runs. ``imbalance`` are the tokens that
+    this rank's experts get, for one if routing were balanced.
     """
+    spec, parallelism = config.model_spec, config.parallelism
+    context_parallel = parallelism.context_parallel_degree > 1
     dispatcher = FunctionalAllToAllTokenDispatcher.Config
     told = functools.partial(derive, target_cls=PlannedTokenDispatcher.Config, imbalance=imbalance)
     _replace(spec, dispatcher, told)
@@ -60,10 +49,11 @@ def use_stand_ins(
     if not context_parallel and as_on_a_gpu:
         for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
             _replace(spec, kind.Config, lambda _: AttentionShapes.Config())
-    elif context_parallel and backend == "spmd_types":  # with its masks, which are split too
-        _replace(
-            spec, FlexAttention.Config, lambda config: derive(config, FlexAttentionShapes.Config)
-        )
+    elif (
+        context_parallel and parallelism.spmd_backend == "spmd_types"
+    ):  # with its masks, which are split too
+        flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
+        _replace(spec, FlexAttention.Config, flex)
 
 
 def _replace(spec: ModelSpec, kind: type, stand_in: Callable[[Any], Any]) -> None:

@@ -3,34 +3,39 @@
 
 A dispatch mode sees each operation of a dry run's step, with the stream on which FSDP2 puts it. It
 keeps a clock for each stream, communicator and link: an operation starts when its stream is free
-and what it reads is there, and takes what ``op_cost`` or ``fsdp.cost`` says. So it times every
-policy, layout and schedule that trains, and no formula repeats what they do. Kernels are ideal:
-nothing here knows of gaps between them, of a slow host, or of neighbours that are late.
+and what it reads is there, and takes what ``op_cost`` says. So it times every policy, layout and
+schedule that trains, and no formula repeats what they do. Kernels are ideal: nothing here knows of
+gaps between them, of a slow host, or of neighbours that are late. One rank is all that a dry run
+sees: every stage of a pipeline is taken to be as long as its own, and sending to take no time.
 
 ``titan_ext dry-run --machine h100`` prints ``StepTime.lines``.
 """
 
+import itertools
 import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    Schedule1F1B,
+    ScheduleGPipe,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.fp8.local import tensors_in
-from titan_ext.fsdp.cost import SYNC_MS, Links, collective_ms
+from titan_ext.fsdp.memory.predict import Pipeline
 from titan_ext.memory_plan import PLAIN_TYPES, LiveBytes, groups_of, in_backward
-from titan_ext.op_cost import Machine, moves_nothing, op_cost
-
-__all__ = ["WAITS", "Part", "Pass", "StepClock", "StepTime"]
+from titan_ext.op_cost import SYNC_MS, Links, Machine, collective_ms, moves_nothing, op_cost
 
 
 class Part(StrEnum):
@@ -192,14 +197,21 @@ class StepClock(TorchDispatchMode):
         sent, is_functional = [*tensors_in(args)], "functional" in name
         self._wait_for(stream, sent)
         nbytes = max(x.numel() * x.element_size() for x in (*sent, *tensors_in(out)))
-        ms, link = self._collective_ms(kind, nbytes, dist.get_process_group_ranks(group))
+        ranks, machine = dist.get_process_group_ranks(group), self._machine
+        nodes = len({rank // self._per_node for rank in ranks})
+        is_exchange = kind == "alltoall"
+        if is_exchange and nodes == 1:
+            machine = replace(machine, in_node=machine.all_to_all)
+        per_node = max(len(ranks) // nodes, 1)
+        ms, link = collective_ms(machine, nbytes, len(ranks), per_node, is_exchange=is_exchange)
+        ms *= 2 if kind == "allreduce" else 1
         start = max(self._host, self._free[stream], self._free[group.group_name])
         if not is_functional and not all(self._known(x) for x in sent):
             start = max(start, self._free[self._compute])  # which made what is sent
         if not is_functional:  # exchanges do not slow FSDP down, nor it them: at best
             start = self._links.take(link, start, ms)
         end = self._free[group.group_name] = start + ms
-        why = Part.EXCHANGES if is_functional and kind == "alltoall" else Part.COLLECTIVES
+        why = Part.EXCHANGES if is_functional and is_exchange else Part.COLLECTIVES
         if not is_functional and (kind == "allgather" or stream is not self._compute):
             why = Part.GATHERS if kind == "allgather" else Part.REDUCTIONS
         for tensor in tensors_in(out) if is_functional else sent:
@@ -211,20 +223,6 @@ class StepClock(TorchDispatchMode):
         elif why is Part.EXCHANGES and not sent[0].is_floating_point():
             self._wait_until(stream, end + SYNC_MS, Part.HOST)  # the host reads the counts
             self._host = self._free[stream]
-
-    def _collective_ms(self, kind: str, nbytes: int, ranks: Sequence[int]) -> tuple[float, str]:
-        world, nodes = len(ranks), len({rank // self._per_node for rank in ranks})
-        machine, is_exchange = self._machine, kind == "alltoall"
-        if is_exchange and nodes == 1:
-            machine = self._in_node_exchange
-        ms, link = collective_ms(
-            machine, nbytes, world, max(world // nodes, 1), is_exchange=is_exchange
-        )
-        return ms * (2 if kind == "allreduce" else 1), link
-
-    @cached_property
-    def _in_node_exchange(self) -> Machine:
-        return replace(self._machine, in_node=self._machine.all_to_all)
 
     def _part(self, name: str) -> Part:
         if name in _CODEC:
@@ -265,12 +263,12 @@ class StepClock(TorchDispatchMode):
         return self._buffers.get(tensor.untyped_storage()._cdata)
 
     def _buffer(self, tensor: torch.Tensor, made_on: Any) -> _Buffer:
-        untyped = tensor.untyped_storage()
-        key = untyped._cdata
-        if key not in self._buffers:
+        if (buffer := self._known(tensor)) is None:
+            untyped = tensor.untyped_storage()
+            key = untyped._cdata
             ref = weakref.ref(untyped, partial(self._freed, key))
-            self._buffers[key] = _Buffer(made_on, ref)
-        return self._buffers[key]
+            buffer = self._buffers[key] = _Buffer(made_on, ref)
+        return buffer
 
     def _freed(self, key: int, _: object) -> None:
         if (buffer := self._buffers.pop(key, None)) is None:
@@ -362,3 +360,88 @@ class StepTime:
         if self.slower != 1:
             rates = f"kernels take {self.slower:.2f} times the ideal"
         yield f"{self.step_ms:>8.1f}  sum, {rates}"
+
+
+_ACTIONS = ("F", "B", "I", "W")
+
+
+class Action(NamedTuple):
+    """A forward (F), backward (B), or one half of it (I: of inputs, W: of weights)."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+def actions_of(schedule: Any) -> dict[int, list[Action]]:
+    """What each rank of a schedule of torch does, in order; ValueError for an unknown one."""
+    if isinstance(schedule, PipelineScheduleMulti):
+        return {
+            rank: [
+                Action(one.computation_type.value, one.stage_index, one.microbatch_index or 0)
+                for action in order
+                if action is not None
+                for one in action.sub_actions or (action,)
+                if one.computation_type.value in _ACTIONS
+            ]
+            for rank, order in schedule.pipeline_order.items()
+        }
+    if not isinstance(schedule, Schedule1F1B | ScheduleGPipe):
+        name = type(schedule).__name__
+        raise ValueError(f"pipeline schedule {name}: how long its stages wait is not known.")
+    # torch 2.15 has the order of these two for display; 1F1B's last rank starts at microbatch 1.
+    return one_stage_actions(
+        "GPipe" if isinstance(schedule, ScheduleGPipe) else "1F1B",
+        schedule._stage.num_stages,
+        schedule._n_microbatches,
+    )
+
+
+def one_stage_actions(schedule: str, stages: int, microbatches: int) -> dict[int, list[Action]]:
+    """Those of "1F1B" or "GPipe", with one stage a rank."""
+    orders: dict[int, list[Action]] = {}
+    for stage in range(stages):
+        one = Pipeline(stage=stage, stages=stages, microbatches=microbatches, schedule=schedule)
+        batches = {"F": itertools.count(), "B": itertools.count()}
+        kinds = one.forwards_and_backwards()
+        orders[stage] = [Action(kind, stage, next(batches[kind])) for kind in kinds]
+    return orders
+
+
+def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
+    """How long a rank is idle, over how long the busiest one is busy.
+
+    ``orders`` are the actions of each rank, ``forward`` is the share of forward in a microbatch's
+    time in a stage. Raises ValueError for actions that wait for each other.
+    """
+    backward = 1 - forward
+    cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+    queues = {rank: list(order) for rank, order in orders.items()}
+    last = max(action.stage for queue in queues.values() for action in queue)
+    now = dict.fromkeys(queues, 0.0)
+    done: dict[tuple[bool, int, int], float] = {}
+    """When the forwards (True) and backwards of stages and microbatches have ended."""
+
+    def ready(action: Action) -> float | None:
+        is_forward = action.kind == "F"
+        if is_forward and action.stage == 0:
+            return 0.0
+        if not is_forward and action.stage == last:
+            return done.get((True, last, action.microbatch))
+        neighbour = action.stage + (-1 if is_forward else 1)
+        return done.get((is_forward, neighbour, action.microbatch))
+
+    progresses = True
+    while progresses:
+        progresses = False
+        for rank, queue in queues.items():
+            while queue and (at := ready(queue[0])) is not None:
+                action = queue.pop(0)
+                now[rank] = max(now[rank], at) + cost[action.kind]
+                if action.kind != "W":
+                    done[action.kind == "F", action.stage, action.microbatch] = now[rank]
+                progresses = True
+    if any(queues.values()):
+        raise ValueError("the stages of this pipeline schedule wait for each other.")
+    busiest = max(sum(cost[action.kind] for action in order) for order in orders.values())
+    return max(now.values()) / busiest - 1

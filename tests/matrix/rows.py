@@ -43,7 +43,7 @@ DRY: list[Run] = [
 ]
 """What only a GPU, or more of them, can train: parallelized on the meta device (``dry``)."""
 
-_EXPERTS_TUNED = Run(
+EXPERTS_TUNED = Run(
     world=4,
     ep=2,
     parallelize="experts",
@@ -57,13 +57,11 @@ FAST: list[Run] = [
         Run(world=1, parallelize="submodule"),
         Run(world=2, ep=2, parallelize="block"),
         Run(world=2, ep=2, parallelize="submodule"),
-        Run(world=2, ep=2, backend="partial_dtensor", parallelize="submodule"),
         Run(world=4, ep=2, parallelize="submodule"),
-        _EXPERTS_TUNED,
+        EXPERTS_TUNED,
         Run(world=2, pp=2, parallelize="submodule"),
         Run(model="qwen3", world=2, parallelize="submodule"),
         Run(world=2, ep=2, tp=2, sequence_parallel=False, **SUBMODULE[1]),
-        Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
     ]
 ]
 """The rows of ``make test``; all are rows of the matrix."""
@@ -71,6 +69,8 @@ FAST: list[Run] = [
 SLOW: list[Run] = [
     _row(run)
     for run in [
+        Run(world=2, ep=2, backend="partial_dtensor", parallelize="submodule"),
+        Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
         Run(world=4, dp_replicate=2, ep=2, parallelize="submodule"),
         Run(world=4, ep=4, backend="partial_dtensor", parallelize="submodule"),
         Run(model="qwen3_moe", world=2, ep=2, parallelize="submodule"),

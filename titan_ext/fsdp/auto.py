@@ -9,8 +9,7 @@ compute the same from the same numbers.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -24,11 +23,10 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from titan_ext.dispatch import ranks_per_node
-from titan_ext.fsdp.copy_out import fits_in_place
 from titan_ext.fsdp.cost import Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder, predict
-from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ShardSizes, make_plan
-from titan_ext.fsdp.reshard import check_reshard_groups
+from titan_ext.fsdp.mesh import ShardSizes
+from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, UnitPlan, make_plan
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Wrap, decoder_blocks, plan_units, resolve_wrap
 from titan_ext.op_cost import MACHINES, Machine
@@ -67,10 +65,8 @@ def choose(
     *,
     training: TrainingConfig | None = None,
     parallelism: ParallelismConfig | None = None,
-    ac_config: Any = None,
     compiled: bool = False,
-    exchanges_again: bool = False,
-    overlaps_shared: bool = False,
+    **work: Any,
 ) -> FSDPSettings:
     """``settings`` with values in place of "auto", said in the log with the reason.
 
@@ -80,18 +76,15 @@ def choose(
         parallel_dims: Sizes of the axes.
         training: For the tokens of a microbatch; 4096 if None.
         parallelism: For the microbatches of a pipeline.
-        ac_config: The activation checkpointing policy's config, or None.
         compiled: Whether the model is compiled.
-        exchanges_again: Whether selective activation checkpointing sends tokens again.
-        overlaps_shared: Whether shared experts run while tokens travel back.
+        work: What else ``job_of`` wants to know.
     """
     if "auto" not in (settings.wrap, settings.reduce_scatter_buffers):
         return settings
     ep, shards = parallel_dims.ep, parallel_dims.dp_shard * parallel_dims.cp * parallel_dims.tp
     if resolve_wrap("auto", ep, model.config) == "block":  # EP splits no experts
-        return with_choice(
-            settings, Choice(resolve_wrap(settings.wrap, ep, model.config), "auto", 1)
-        )
+        wrap = resolve_wrap(settings.wrap, ep, model.config)
+        return with_choice(settings, Choice(wrap, "auto", 1))
     candidates = [
         choice
         for choice in _allowed(settings, no_experts=compiled)
@@ -113,16 +106,14 @@ def choose(
         tp=parallel_dims.tp,
         replicas=parallel_dims.dp_replicate,
         ranks_per_node=per_node,
-        ac_config=ac_config,
-        exchanges_again=exchanges_again,
-        overlaps_shared=overlaps_shared,
+        **work,
     )
     sizes = ShardSizes(
         dense=parallel_dims.dp_shard * parallel_dims.cp, experts=shards // ep, expert_ranks=shards
     )
-    name, machine = _machine()
+    name = _machine()
     try:
-        choice, why = cheapest(candidates, model, settings, sizes, job, machine)
+        choice, why = Comparison(model, settings, sizes, job, MACHINES[name]).cheapest(candidates)
     except ValueError as error:  # an order that the model of a step does not know
         choice, why = candidates[0], f"cost not modelled: {error}"
     if sizes.dense > _LARGE_WORLD:
@@ -133,66 +124,52 @@ def choose(
     return _chosen(settings, choice, f"EP {ep}, {shards} ranks on {name}: {why}")
 
 
-def cheapest(
-    candidates: list[Choice],
-    model: Decoder,
-    settings: FSDPSettings,
-    sizes: ShardSizes,
-    job: Job,
-    machine: Machine,
-) -> tuple[Choice, str]:
-    """The candidate with the least peak of bytes among those as fast as the fastest, and why.
+@dataclass(frozen=True)
+class Comparison:
+    """What candidates cost for one job: ``settings`` where they are not "auto", on ``machine``."""
 
-    Raises ValueError for a model whose order of units is not known.
-    """
-    costs = {c: cost(c, model, settings, sizes, job, machine) for c in candidates}
-    stock_cost = cost(STOCK, model, settings, sizes, job, machine, as_stock=True)
-    fastest = min(costs[c][0] for c in candidates)
-    fast = [c for c in candidates if costs[c][0] <= fastest * _AS_FAST]
-    best = min(fast, key=lambda c: costs[c][1])
-    of_stock = [mine / stock for mine, stock in zip(costs[best], stock_cost, strict=True)]
-    return best, f"modelled at {of_stock[0]:.3f} of whole blocks' time, {of_stock[1]:.2f} of bytes"
+    model: Decoder
+    settings: FSDPSettings
+    sizes: ShardSizes
+    job: Job
+    machine: Machine
 
+    def cheapest(self, candidates: Sequence[Choice]) -> tuple[Choice, str]:
+        """The candidate with the least peak of bytes among those as fast as the fastest, and why.
 
-def cost(
-    choice: Choice,
-    model: Decoder,
-    settings: FSDPSettings,
-    sizes: ShardSizes,
-    job: Job,
-    machine: Machine,
-    *,
-    as_stock: bool = False,
-) -> tuple[float, int]:
-    """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes.
+        Raises ValueError for a model whose order of units is not known.
+        """
+        costs = {choice: self.cost(choice) for choice in candidates}
+        fastest = min(ms for ms, _ in costs.values())
+        fast = [choice for choice in candidates if costs[choice][0] <= fastest * _AS_FAST]
+        best = min(fast, key=lambda choice: costs[choice][1])
+        stock = self.cost(STOCK, as_stock=True)
+        ms, nbytes = (mine / its for mine, its in zip(costs[best], stock, strict=True))
+        return best, f"modelled at {ms:.3f} of whole blocks' time, {nbytes:.2f} of bytes"
 
-    ``as_stock``: with buffers of all-gathers held as FSDP2 does by itself.
-    """
-    units = local_plan(model, with_choice(settings, choice), sizes, job.ep).decoder_units
-    order = StepOrder(
-        recomputes=job.recompute > 0,
-        reduce_scatter_buffers=choice.buffers,
-        copies_out_directly=not as_stock,
-        frees_buffers=not as_stock,
-    )
-    ms = estimate(units, order, job, machine).ms
-    names = {name for name, _ in decoder_blocks(model)[-_BLOCKS:]}
-    few = [u for u in units if u.block in names]
-    inside = {u.name for u in few}
-    few = [
-        replace(
-            u,
-            forward_prefetch=tuple(n for n in u.forward_prefetch if n in inside),
-            backward_prefetch=tuple(n for n in u.backward_prefetch if n in inside),
+    def cost(self, choice: Choice, *, as_stock: bool = False) -> tuple[float, int]:
+        """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes.
+
+        ``as_stock``: with buffers of all-gathers held as FSDP2 does by itself.
+        """
+        units = self.units(choice)
+        order = StepOrder(
+            recomputes=self.job.recompute > 0,
+            reduce_scatter_buffers=choice.buffers,
+            copies_out_directly=not as_stock,
+            frees_buffers=not as_stock,
         )
-        for u in few
-    ]
-    return ms, predict(few, order).peak("total")
+        ms = estimate(units, order, self.job, self.machine).ms
+        names = {name for name, _ in decoder_blocks(self.model)[-_BLOCKS:]}
+        return ms, predict([u for u in units if u.block in names], order).peak("total")
+
+    def units(self, choice: Choice) -> list[UnitPlan]:
+        """FSDP's units with ``choice``."""
+        settings = with_choice(self.settings, choice)
+        return local_plan(self.model, settings, self.sizes, self.job.ep).decoder_units
 
 
-def local_plan(
-    model: Decoder, settings: FSDPSettings, sizes: ShardSizes, ep: int, *, is_chunk: bool = False
-) -> FSDPPlan:
+def local_plan(model: Decoder, settings: FSDPSettings, sizes: ShardSizes, ep: int) -> FSDPPlan:
     """The plan of a model that expert parallelism has yet to split over ``ep`` ranks."""
 
     def local(group: GroupPlan) -> GroupPlan:
@@ -200,13 +177,13 @@ def local_plan(
             return group
         params = tuple(replace(p, shape=(p.shape[0] // ep, *p.shape[1:])) for p in group.params)
         group = replace(group, params=params)
-        return replace(group, in_place=group.in_place and fits_in_place(group))
+        return replace(group, in_place=group.in_place and group.fits_in_place)
 
     units = plan_units(model, settings.resolved_wrap)
     if any(isinstance(p, DTensor) for p in model.parameters()):
         ep = 1  # it has been split
     settings = replace(settings, reshard_groups={}) if settings.wrap == "block" else settings
-    plan = make_plan(model, units, settings, sizes, is_chunk=is_chunk)
+    plan = make_plan(model, units, settings, sizes)
     units = tuple(replace(u, groups=tuple(map(local, u.groups))) for u in plan.units)
     return replace(plan, units=units)
 
@@ -221,15 +198,26 @@ def job_of(
     overlaps_shared: bool = False,
     **sizes: int,
 ) -> Job:
-    """What a rank computes; ``sizes`` are the fields of ``Job`` with numbers of ranks."""
+    """What a rank computes.
+
+    Args:
+        model: The decoder or pipeline chunk.
+        tokens: Of a microbatch on this rank.
+        seq_len: Of a sequence.
+        ac_config: The activation checkpointing policy's config, or None.
+        exchanges_again: Whether selective activation checkpointing sends tokens again.
+        overlaps_shared: Whether shared experts run while tokens travel back.
+        sizes: The fields of ``Job`` with numbers of ranks.
+    """
     config = cast(Any, model.config)
     moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
     attention = 0.0
     if hasattr(config, "get_nparams_and_flops"):
-        with _quiet():
-            once, twice = (
-                config.get_nparams_and_flops(model, n)[1] for n in (seq_len, 2 * seq_len)
-            )
+        level = logger.level
+        logger.setLevel(logging.WARNING)  # Titan logs parameter counts whenever it counts FLOPs
+        lengths = (seq_len, 2 * seq_len)
+        once, twice = (config.get_nparams_and_flops(model, length)[1] for length in lengths)
+        logger.setLevel(level)
         # Linear in the length: forward is a third of it, and a causal mask leaves half.
         attention = (twice - once) * tokens / 6 / len(config.layers)
     full = isinstance(ac_config, FullAC.Config)
@@ -272,7 +260,7 @@ def _allowed(settings: FSDPSettings, *, no_experts: bool) -> list[Choice]:
 def _has_named_units(model: Decoder, settings: FSDPSettings, wrap: Wrap) -> bool:
     """Whether all names in fsdp_reshard_groups are of units that ``wrap`` makes."""
     try:
-        check_reshard_groups(settings.reshard_groups, plan_units(model, wrap))
+        settings.check_reshard_groups(plan_units(model, wrap))
     except ValueError:
         return False
     return True
@@ -290,13 +278,13 @@ def with_choice(settings: FSDPSettings, choice: Choice) -> FSDPSettings:
     return replace(settings, **given)
 
 
-def _machine() -> tuple[str, Machine]:
+def _machine() -> str:
+    """The one of ``MACHINES`` that this process has; without an accelerator an H100."""
     name = ""
     if torch.accelerator.is_available():
         module = torch.get_device_module()
         name = getattr(module, "get_device_name", lambda: "")().lower()
-    known = next((machine for machine in MACHINES if machine in name), "h100")
-    return known, MACHINES[known]
+    return next((machine for machine in MACHINES if machine in name), "h100")
 
 
 def _chosen(settings: FSDPSettings, choice: Choice, why: str) -> FSDPSettings:
@@ -304,14 +292,3 @@ def _chosen(settings: FSDPSettings, choice: Choice, why: str) -> FSDPSettings:
     chosen = f'auto is "{choice.wrap}"{buffers} ({why})'
     logger.info(f"FSDP units: {chosen}")
     return replace(with_choice(settings, choice), chosen=chosen)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Titan logs parameter counts whenever it counts FLOPs."""
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -7,14 +7,15 @@ SPMD mesh under ``spmd_types``, with the names of its data-parallel axes, and th
 alone under ``partial_dtensor``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard
@@ -22,11 +23,34 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.models.common.moe import GroupedExperts
 
-from titan_ext.fsdp.plan import GroupKind, ShardSizes
+from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 from titan_ext.no_accelerator import reduce_without_premul_sum
 from titan_ext.titan import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
+GroupKind = Literal["dense", "experts"]
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSizes:
+    """How many ranks parameters are sharded over.
+
+    Attributes:
+        dense: Dense parameters.
+        experts: Routed experts when EP > 1; None: they are sharded as the others.
+        expert_ranks: The ranks that the experts of a layer are spread over, EP included.
+    """
+
+    dense: int
+    experts: int | None = None
+    expert_ranks: int = 1
+
+    def expert_shard_dim(self, num_experts: int) -> int:
+        """The dim that FSDP shards routed experts along, as in Titan: 0, the experts.
+
+        With more ranks than experts it is 1, so that no rank holds only padding.
+        """
+        return 1 if self.expert_ranks > num_experts else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +93,23 @@ class FSDPMeshes:
             return self.dense, self.dense_axes
         assert self.experts is not None, "only expert parallelism makes groups of experts"
         return self.experts, self.experts_axes
+
+    def replicate(
+        self, modules: Sequence[nn.Module], kind: GroupKind, arguments: Mapping[str, Any]
+    ) -> None:
+        """Make one replicating FSDP2 group of ``modules`` of a unit, before what is around them.
+
+        ``arguments`` are ``mp_policy``, ``offload_policy`` and ``ignored_params``.
+        """
+        mesh, axes = self.mesh_and_axes(kind)
+        if axes is None:
+            replicate(list(modules), mesh=mesh, **arguments)
+        else:
+            data_axes = {*axes.replicate_names, *axes.shard_names}
+            names = tuple(name for name in mesh.mesh_dim_names or () if name in data_axes)
+            axes = DataParallelMeshDims(replicate=names)
+            fully_shard(list(modules), mesh=mesh, dp_mesh_dims=axes, **arguments)
+        prefetch_nothing_in_backward(modules)
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Have FSDP2 sum gradients, not average them: Titan divides the loss by all tokens."""

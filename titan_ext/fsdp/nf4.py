@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.fp8.local import Layout
 from titan_ext.fsdp.settings import QUANTIZE_FROZEN, QUANTIZE_FROZEN_MODULES
+from titan_ext.fsdp.units import before_first_forward
 from titan_ext.names import did_you_mean, matches
 
 _BLOCK = 64 * 256  # elements whose scales have one scale of their own
@@ -95,23 +96,17 @@ def find_frozen_linears(
 
 def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:
     """Quantize the weights of ``linears`` when ``model`` first runs forward, before FSDP does."""
-    if not linears:
-        return
 
-    @torch._dynamo.disable  # as FSDP's own hooks are
-    def quantize_once(module: nn.Module, args: object) -> None:
-        handle.remove()
-        before = after = 0
-        for name in linears:
-            shard_nbytes, quantized_nbytes = _quantize(module.get_submodule(name))
-            before += shard_nbytes
-            after += quantized_nbytes
+    def quantize() -> None:
+        nbytes = [_quantize(model.get_submodule(name)) for name in linears]
+        before, after = map(sum, zip(*nbytes, strict=True))
         logger.info(
             f"NF4: {len(linears)} frozen weights took {before} bytes on this rank, now {after} "
             "(the FSDP plan counts them before quantization)"
         )
 
-    handle = model.register_forward_pre_hook(quantize_once, prepend=True)
+    if linears:
+        before_first_forward(model, quantize)
 
 
 def _can_be_cut(weight: torch.Tensor, shard_world: int | None) -> bool:

@@ -7,6 +7,7 @@ log prints the plan, ``shard`` follows it, and ``memory.predict`` computes bytes
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,46 +21,24 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.fp8 import Codec
-from titan_ext.fsdp.copy_out import fits_in_place
+from titan_ext.fsdp.mesh import GroupKind, ShardSizes
 from titan_ext.fsdp.nf4 import find_frozen_linears
-from titan_ext.fsdp.prefetch import NOTHING_AHEAD, PrefetchLimit, plan_prefetch
-from titan_ext.fsdp.replicated import (
+from titan_ext.fsdp.prefetch import plan_prefetch
+from titan_ext.fsdp.settings import EXPERT_ALL_GATHER, FSDPSettings, copies_out_directly
+from titan_ext.fsdp.units import (
+    Unit,
+    UnitKind,
     find_ignored,
     find_replicated,
+    innermost_first,
     replicated_by_unit,
     units_without,
+    vision_units,
 )
-from titan_ext.fsdp.reshard import check_reshard_groups, reshard_after_forward, say_reshard
-from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import Unit, UnitKind, innermost_first, vision_units
 from titan_ext.names import format_bytes
-
-GroupKind = Literal["dense", "experts"]
 
 WIRE_CODEC = Codec()
 """How experts travel in float8: e4m3, and a byte of scale for 128 neighbours."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardSizes:
-    """How many ranks parameters are sharded over.
-
-    Attributes:
-        dense: Dense parameters.
-        experts: Routed experts when EP > 1; None: they are sharded as the others.
-        expert_ranks: The ranks that the experts of a layer are spread over, EP included.
-    """
-
-    dense: int
-    experts: int | None = None
-    expert_ranks: int = 1
-
-    def expert_shard_dim(self, num_experts: int) -> int:
-        """The dim that FSDP shards routed experts along, as in Titan: 0, the experts.
-
-        With more ranks than experts it is 1, so that no rank holds only padding.
-        """
-        return 1 if self.expert_ranks > num_experts else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +78,8 @@ class GroupPlan:
         kind: "dense", or "experts" (on the expert mesh, when EP > 1).
         shard_world: Ranks that they are sharded over; 1 gathers nothing, but still copies.
         params: In the order of the collective's buffer.
-        all_gather, reduce_scatter: What travels, if not their dtypes (``expert_collectives``).
-        in_place: Whether they are gathered into themselves, without a buffer (``copy_out``).
+        all_gather, reduce_scatter: What travels, if not their dtypes (``fsdp.collectives``).
+        in_place: Whether they are gathered into themselves, without a buffer.
     """
 
     kind: GroupKind
@@ -122,6 +101,21 @@ class GroupPlan:
             return self.gathered_nbytes
         shards = sum(p.padded_numel(self.shard_world) for p in self.params) // self.shard_world
         return self.shard_world * WIRE_CODEC.nbytes(Size((shards,)))
+
+    @property
+    def sends_less(self) -> bool:
+        """Whether what travels is not of its dtypes."""
+        return bool(self.all_gather or self.reduce_scatter) and self.shard_world > 1
+
+    @property
+    def fits_in_place(self) -> bool:
+        """Whether the ranks' shards of each parameter, one after the other, are the parameter."""
+        dtypes = {param.dtype for param in self.params}
+        is_even = all(
+            param.shape and param.shard_dim == 0 and param.shape[0] % self.shard_world == 0
+            for param in self.params
+        )
+        return is_even and self.shard_world > 1 and self.all_gather is None and len(dtypes) == 1
 
     def reduce_scatter_nbytes(self, params: Iterable[ParamPlan]) -> int:
         """Bytes of the gradients of ``params``, some of its own, as they travel."""
@@ -157,7 +151,7 @@ class UnitPlan(Unit):
     """
 
     groups: tuple[GroupPlan, ...]
-    reshard_after_forward: bool | int
+    reshard_after_forward: bool | int = True
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
     frees_buffer: bool = False
@@ -167,6 +161,22 @@ class UnitPlan(Unit):
         """Bytes of its parameters while they are unsharded, on one rank."""
         return sum(group.gathered_nbytes for group in self.groups)
 
+    @property
+    def treatment(self) -> tuple[str, ...]:
+        """Its kind, and the cells of its row in a plan's table: like units differ only by name."""
+        after = self.reshard_after_forward
+        if isinstance(after, bool):
+            said = "resharded" if after else "kept"
+        else:
+            said = f"resharded to {after} ranks"
+        return (
+            self.kind,
+            " + ".join(format_bytes(group.gathered_nbytes) for group in self.groups),
+            said,
+            str(len(self.forward_prefetch)),
+            str(len(self.backward_prefetch)),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlan:
@@ -174,12 +184,14 @@ class FSDPPlan:
 
     Attributes:
         units: What FSDP shards; vision towers first.
-        replicated: Parameters that every rank holds whole (``fsdp.replicated``); in no unit.
+        replicated: Parameters that every rank holds whole (``fsdp.units``); in no unit.
         quantized: Names of the linears whose shards are quantized (``fsdp.nf4``).
         ignored: Names of the parameters that FSDP leaves alone.
         unmanaged: Names of the parameters that FSDP got later (``fsdp.unmanaged``); in no unit.
         reduce_scatter_buffers: Inputs of reduce-scatters that may live at the same time.
         chosen: What "auto" became, and why; "" without "auto".
+        copies_out_directly: Whether groups that are sharded along another dim than 0 are copied out
+            without a temporary (``fsdp.collectives``).
     """
 
     units: tuple[UnitPlan, ...]
@@ -189,6 +201,7 @@ class FSDPPlan:
     unmanaged: tuple[str, ...] = ()
     reduce_scatter_buffers: int = 1
     chosen: str = ""
+    copies_out_directly: bool = True
 
     @property
     def decoder_units(self) -> list[UnitPlan]:
@@ -206,19 +219,15 @@ class FSDPPlan:
 
     def table(self) -> str:
         """A table with one line for each run of like units: their number, bytes and treatment."""
-        rows = [("unit", "gathered", "after forward", "ahead", "ahead in backward")]
-        for run in _runs_of_like_units(self.units):
-            first = run[0]
-            name = first.name if len(run) == 1 else f"{first.name} ... {run[-1].name} ({len(run)})"
-            rows.append(
-                (
-                    name,
-                    " + ".join(format_bytes(group.gathered_nbytes) for group in first.groups),
-                    say_reshard(first.reshard_after_forward),
-                    str(len(first.forward_prefetch)),
-                    str(len(first.backward_prefetch)),
-                )
-            )
+        rows: list[tuple[str, ...]] = [
+            ("unit", "gathered", "after forward", "ahead", "ahead in backward")
+        ]
+        runs: dict[tuple[str, ...], list[UnitPlan]] = {}
+        for unit in self.units:
+            runs.setdefault(unit.treatment, []).append(unit)
+        for (_, *treatment), (first, *others) in runs.items():
+            last = f" ... {others[-1].name} ({len(others) + 1})" if others else ""
+            rows.append((first.name + last, *treatment))
         if self.replicated:
             count = sum(len(group.params) for group in self.replicated)
             nbytes = format_bytes(self.replicated_nbytes)
@@ -230,29 +239,23 @@ class FSDPPlan:
         )
 
 
-_PLANS: WeakKeyDictionary[nn.Module, FSDPPlan] = WeakKeyDictionary()
+def count_units(units: Iterable[UnitPlan]) -> str:
+    """ "3 units in 4 groups: 1 embedding, 1 block, 1 head"."""
+    units = list(units)
+    kinds = Counter(unit.kind.value for unit in units)
+    by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{len(units)} units in {sum(len(unit.groups) for unit in units)} groups: {by_kind}"
 
 
-def remember_plan(model: nn.Module, plan: FSDPPlan) -> None:
-    """Keep ``plan`` for ``plan_of``, as long as the model lives."""
-    _PLANS[model] = plan
-
-
-def find_plan(model: nn.Module) -> FSDPPlan | None:
-    """The plan of a model; None if titan_ext has not sharded it."""
-    return _PLANS.get(model)
+PLANS: WeakKeyDictionary[nn.Module, FSDPPlan] = WeakKeyDictionary()
+"""Of the models that titan_ext has sharded, as long as they live."""
 
 
 def plan_of(model: nn.Module) -> FSDPPlan:
-    """What FSDP does with the units of a model that ``parallelize`` or ``shard_decoder`` sharded.
-
-    Raises:
-        ValueError: for a model that has not been sharded by titan_ext.
-    """
-    plan = find_plan(model)
-    if plan is None:
+    """What FSDP does with the units of a model that titan_ext has sharded; else ValueError."""
+    if model not in PLANS:
         raise ValueError("titan_ext has not sharded this model: it has no FSDP plan.")
-    return plan
+    return PLANS[model]
 
 
 def make_plan(
@@ -295,22 +298,24 @@ def make_plan(
     ]
     units = units_without(model, units, replicated)
     if not is_chunk:
-        check_reshard_groups(settings.reshard_groups, [*towers, *units])
+        settings.check_reshard_groups([*towers, *units])
     others = {*ignored.values()}
     for name in replicated:
         others |= {*model.get_submodule(name).parameters(recurse=False)}
+    planned = _plan_units(model, units, settings, sizes, others, is_chunk=is_chunk)
+    _check_expert_collectives(planned, settings, is_chunk)
+    frees_buffers = not settings.gather_in_place
     return FSDPPlan(
         units=(
-            *_plan_units(model, towers, settings, sizes, (NOTHING_AHEAD, NOTHING_AHEAD)),
-            *_plan_units(
-                model, units, settings, sizes, settings.prefetch_limits, others, is_chunk=is_chunk
-            ),
+            *_plan_units(model, towers, settings, sizes),
+            *plan_prefetch(planned, *settings.prefetch_limits, frees_buffers=frees_buffers),
         ),
         replicated=tuple(replicated_plans),
         quantized=tuple(quantized),
         ignored=tuple(ignored),
         reduce_scatter_buffers=settings.reduce_scatter_inputs,
         chosen=settings.chosen,
+        copies_out_directly=copies_out_directly(),
     )
 
 
@@ -319,35 +324,28 @@ def _plan_units(
     units: Sequence[Unit],
     settings: FSDPSettings,
     sizes: ShardSizes,
-    prefetch_limits: tuple[PrefetchLimit, PrefetchLimit],
     others: Collection[nn.Parameter] = (),
     *,
     is_chunk: bool = False,
 ) -> list[UnitPlan]:
-    """Plan ``units``; ``others`` are parameters outside all of them."""
+    """Plan ``units``, but for prefetching; ``others`` are parameters outside all of them."""
     owned = _owned_parameters(model, units, others)
-    groups = {u.name: _plan_groups(model, u, owned[u.name], settings, sizes) for u in units}
-    nbytes = {name: sum(group.gathered_nbytes for group in groups[name]) for name in groups}
-    largest = max(nbytes.values(), default=0)
-    ahead = plan_prefetch(units, nbytes, *prefetch_limits)
+    plans = [
+        UnitPlan(**vars(u), groups=_plan_groups(model, u, owned[u.name], settings, sizes))
+        for u in units
+    ]
+    largest = max((plan.gathered_nbytes for plan in plans), default=0)
     return [
-        UnitPlan(
-            **vars(unit),
-            groups=groups[unit.name],
-            reshard_after_forward=reshard_after_forward(
-                unit,
-                settings.reshard_after_forward,
-                settings.reshard_groups,
-                pp_enabled=is_chunk,
-                is_rounding_error=nbytes[unit.name] * 100 <= largest,
-                has_dtensors=any(isinstance(p, DTensor) for p in owned[unit.name].values()),
-                group_worlds=[group.shard_world for group in groups[unit.name]],
+        replace(
+            plan,
+            reshard_after_forward=settings.reshard_of(
+                plan,
+                is_chunk=is_chunk,
+                is_rounding_error=plan.gathered_nbytes * 100 <= largest,
+                has_dtensors=any(isinstance(p, DTensor) for p in owned[plan.name].values()),
             ),
-            forward_prefetch=ahead[unit.name].forward,
-            backward_prefetch=ahead[unit.name].backward,
-            frees_buffer=ahead[unit.name].frees_buffer and not settings.gather_in_place,
         )
-        for unit in units
+        for plan in plans
     ]
 
 
@@ -375,9 +373,25 @@ def _plan_groups(
     if sizes.experts is not None:
         params = tuple(on_expert_mesh)
         groups.append(GroupPlan(kind="experts", shard_world=sizes.experts, params=params, **wire))
-    groups = [group for group in groups if group.params]
     in_place = settings.gather_in_place
-    return tuple(replace(group, in_place=in_place and fits_in_place(group)) for group in groups)
+    return tuple(replace(g, in_place=in_place and g.fits_in_place) for g in groups if g.params)
+
+
+def _check_expert_collectives(
+    units: Sequence[UnitPlan], settings: FSDPSettings, is_chunk: bool
+) -> None:
+    """Refuse keys for a model without sharded experts, or for experts with other than matrices."""
+    sent = [group for unit in units for group in unit.groups if group.sends_less]
+    keys = [key for key, value, _ in settings.expert_collectives if value]
+    if keys and not sent and not is_chunk:
+        raise ValueError(f"{keys[0]}: FSDP shards no routed experts of this model.")
+    for param in (param for group in sent if group.all_gather for param in group.params):
+        # A bias is one value a row: its neighbours in a block of 128 are those of other rows.
+        if len(param.shape) < 3:
+            raise ValueError(
+                f"{EXPERT_ALL_GATHER} sends the matrices of experts in float8; {param.name} is a "
+                "bias, which would be rounded too. Expected no such key for this model."
+            )
 
 
 def _plan_replicated(
@@ -432,18 +446,3 @@ def _owned_parameters(
                     taken.add(param)
                     owned[unit.name][canonical_fqn(name)] = param
     return owned
-
-
-def _runs_of_like_units(units: Sequence[UnitPlan]) -> list[list[UnitPlan]]:
-    """Group units that differ only by name; each group is where its first unit was."""
-    runs: dict[object, list[UnitPlan]] = {}
-    for unit in units:
-        key = (
-            unit.kind,
-            tuple((group.kind, group.gathered_nbytes) for group in unit.groups),
-            unit.reshard_after_forward,
-            len(unit.forward_prefetch),
-            len(unit.backward_prefetch),
-        )
-        runs.setdefault(key, []).append(unit)
-    return list(runs.values())

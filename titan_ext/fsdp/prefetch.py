@@ -21,6 +21,7 @@ was gathered ahead copies out before FSDP2's own hook, and its buffer is freed a
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,21 +55,8 @@ class PrefetchLimit:
         return PrefetchLimit(units=self.from_attention)
 
 
-NOTHING_AHEAD = PrefetchLimit(units=0)
 AUTO_FORWARD = PrefetchLimit(units=1)
 AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """The units to gather while one runs, nearest first, by name.
-
-    ``frees_buffer`` says whether its own all-gather buffer is freed once it is copied out.
-    """
-
-    forward: tuple[str, ...] = ()
-    backward: tuple[str, ...] = ()
-    frees_buffer: bool = False
 
 
 def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
@@ -91,39 +79,39 @@ def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
 
 
 def plan_prefetch(
-    units: Sequence[Unit],
-    nbytes: Mapping[str, int],
+    units: Sequence["UnitPlan"],
     forward: PrefetchLimit,
     backward: PrefetchLimit,
-) -> dict[str, Prefetch]:
-    """The units to gather ahead of each unit.
+    *,
+    frees_buffers: bool = True,
+) -> list["UnitPlan"]:
+    """``units`` with those to gather ahead of each.
 
     Args:
         units: In forward order; backward runs in the reverse.
-        nbytes: Bytes of each unit's gathered parameters, by name.
         forward: How far ahead in forward, ``backward`` in backward.
+        frees_buffers: Whether a unit may free its all-gather buffer once it is copied out.
     """
     order, back = list(units), _backward_order(units)
     if units and units[0].kind is UnitKind.TIED:
         order.append(units[0])  # embeddings run first, norm and head last
         back.insert(0, units[0])
-    plans = {unit.name: Prefetch() for unit in units}
-    for index, unit in enumerate(order):
-        ahead = _within(order[index + 1 :], nbytes, forward.of(unit))
-        # The tied unit has two places: what follows its first counts.
-        plans[unit.name] = Prefetch(plans[unit.name].forward or ahead)
-    for index, unit in enumerate(back):
-        behind = _within(back[index + 1 :], nbytes, backward.of(unit))
-        plan = plans[unit.name]
-        plans[unit.name] = Prefetch(plan.forward, plan.backward or behind)
+    ahead, behind = _ahead(order, forward), _ahead(back, backward)
     for unit in units:
         if unit.kind is UnitKind.HEAD and unit.module_names == ("lm_head",):
             # Alone (its norm is replicated), it ends a backward with every chunk of the loss. FSDP2
             # would free what it gathered ahead, and gather it again for the next chunk.
-            plans[unit.name] = Prefetch(plans[unit.name].forward)
-    for name in _freeing(units, plans):
-        plans[name] = replace(plans[name], frees_buffer=True)
-    return plans
+            behind[unit.name] = ()
+    freeing = _freeing(units, ahead) if frees_buffers else set()
+    return [
+        replace(
+            unit,
+            forward_prefetch=ahead[unit.name],
+            backward_prefetch=behind.get(unit.name, ()),
+            frees_buffer=unit.name in freeing,
+        )
+        for unit in units
+    ]
 
 
 def set_prefetch(model: nn.Module, units: Sequence["UnitPlan"]) -> None:
@@ -179,9 +167,9 @@ def _out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _backward_order(units: Sequence[Unit]) -> list[Unit]:
+def _backward_order(units: Sequence["UnitPlan"]) -> list["UnitPlan"]:
     """The order in which FSDP2 needs ``units`` in backward: of nested units the outer one first."""
-    order: list[Unit] = []
+    order: list[UnitPlan] = []
     for unit in reversed(units):
         if unit.kind is UnitKind.EMBEDDING:
             continue  # FSDP2 does not gather it (fsdp.shard)
@@ -190,29 +178,29 @@ def _backward_order(units: Sequence[Unit]) -> list[Unit]:
     return order
 
 
-def _freeing(units: Sequence[Unit], plans: Mapping[str, Prefetch]) -> set[str]:
+def _ahead(order: Sequence["UnitPlan"], limit: PrefetchLimit) -> dict[str, tuple[str, ...]]:
+    """What follows each unit in ``order``, as far as ``limit`` goes."""
+    found: dict[str, tuple[str, ...]] = {}
+    for index, unit in enumerate(order):
+        # The tied unit has two places: what follows its first counts.
+        found[unit.name] = found.get(unit.name) or _within(order[index + 1 :], limit.of(unit))
+    return found
+
+
+def _freeing(units: Sequence["UnitPlan"], ahead: Mapping[str, tuple[str, ...]]) -> set[str]:
     """The units whose buffers are freed at once: with whole blocks, all that are gathered ahead.
 
     And the first one: nothing overlaps with its gather. Another one that is not gathered ahead
     may be gathered while the host runs ahead, and is left to FSDP2.
     """
-    ahead = {name for plan in plans.values() for name in plan.forward}
-    has_blocks = any(unit.kind is UnitKind.BLOCK and unit.name in ahead for unit in units)
-    return {units[0].name, *ahead} if has_blocks and not splits_blocks(units) else set()
+    gathered = {name for names in ahead.values() for name in names}
+    has_blocks = any(unit.kind is UnitKind.BLOCK and unit.name in gathered for unit in units)
+    return {units[0].name, *gathered} if has_blocks and not splits_blocks(units) else set()
 
 
-def _within(
-    units: Sequence[Unit], nbytes: Mapping[str, int], limit: PrefetchLimit
-) -> tuple[str, ...]:
-    names = [unit.name for unit in units]
+def _within(units: Sequence["UnitPlan"], limit: PrefetchLimit) -> tuple[str, ...]:
     if limit.units is not None:
-        return tuple(names[: limit.units])
+        return tuple(unit.name for unit in units[: limit.units])
     assert limit.nbytes is not None
-    chosen: list[str] = []
-    left = limit.nbytes
-    for name in names:
-        left -= nbytes[name]
-        if left < 0:
-            break
-        chosen.append(name)
-    return tuple(chosen)
+    totals = accumulate(unit.gathered_nbytes for unit in units)
+    return tuple(u.name for u, nbytes in zip(units, totals, strict=True) if nbytes <= limit.nbytes)

@@ -1,30 +1,46 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The user's FSDP settings, in one object that checks them."""
+"""The user's FSDP settings, in one object that checks them; when a unit's parameters are freed.
+
+FSDP may free a unit's parameters after its forward, to gather them again for its backward.
+Parameters that stay gathered save an all-gather and cost their bytes from forward to backward. An
+int is in between: after forward FSDP shards the parameters over a smaller world of that many
+neighbouring ranks. Each rank then holds a larger shard, and backward gathers within that world (on
+one machine, say). It does not limit the number of concurrent all-gathers.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
-from titan_ext.fsdp.copy_out import copies_out_directly
 from titan_ext.fsdp.prefetch import (
     AUTO_BACKWARD,
     AUTO_FORWARD,
     PrefetchLimit,
     parse_prefetch_limit,
 )
-from titan_ext.fsdp.reshard import Reshard, check_reshard
-from titan_ext.fsdp.units import Wrap, resolve_wrap
+from titan_ext.fsdp.units import REPLICATE, Unit, UnitKind, Wrap, resolve_wrap
+from titan_ext.names import did_you_mean
 
-REPLICATE = "parallelism.fsdp_replicate"
+if TYPE_CHECKING:
+    from titan_ext.fsdp.plan import UnitPlan
+
+Reshard = Literal["default", "always", "never"] | int
+
 QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
 QUANTIZE_FROZEN_MODULES = "parallelism.fsdp_quantize_frozen_modules"
 EXPERT_ALL_GATHER = "parallelism.fsdp_expert_all_gather"
 EXPERT_REDUCE_SCATTER = "parallelism.fsdp_expert_reduce_scatter"
 GATHER_IN_PLACE = "parallelism.fsdp_gather_in_place"
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+_RESHARD_GROUPS = "parallelism.fsdp_reshard_groups"
+_RESHARD_NAMES = ("default", "always", "never")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +107,7 @@ class FSDPSettings:
         _check_names(REPLICATE, self.replicate)
         _check_names(QUANTIZE_FROZEN_MODULES, self.quantize_frozen_modules)
         for key, value in self.reshard_by_key.items():
-            check_reshard(key, value)
+            _check_reshard(key, value)
         if self.quantize_frozen is not None:
             self._check_quantize_frozen(self.quantize_frozen)
         elif self.quantize_frozen_modules:
@@ -192,10 +208,67 @@ class FSDPSettings:
     @property
     def reshard_by_key(self) -> dict[str, Reshard]:
         """The reshard settings by the key that holds each."""
-        return {"parallelism.fsdp_reshard_after_forward": self.reshard_after_forward} | {
-            f"parallelism.fsdp_reshard_groups.{name}": value
-            for name, value in self.reshard_groups.items()
+        return {_RESHARD: self.reshard_after_forward} | {
+            f"{_RESHARD_GROUPS}.{name}": value for name, value in self.reshard_groups.items()
         }
+
+    def check_reshard_groups(self, units: Sequence[Unit]) -> None:
+        """Raise ValueError for a name in ``reshard_groups`` that matches none of ``units``."""
+        for name in self.reshard_groups:
+            if not any(_matches(unit, name) for unit in units):
+                kinds = list(dict.fromkeys(_kind_name(unit) for unit in units))
+                known = [*kinds, *(unit.name for unit in units)]
+                raise ValueError(
+                    f"{_RESHARD_GROUPS}: no unit of this model is called {name!r}; expected a kind "
+                    f"of unit ({', '.join(kinds)}) or a pattern for names such as "
+                    f"{units[len(units) // 2].name}{did_you_mean(name, known)}"
+                )
+
+    def reshard_of(
+        self, unit: "UnitPlan", *, is_chunk: bool, is_rounding_error: bool, has_dtensors: bool
+    ) -> bool | int:
+        """FSDP2's ``reshard_after_forward`` for one unit.
+
+        Of several patterns for its name the last counts, then its kind, then the setting for all.
+        "default" frees a unit after forward, except in a pipeline, which would gather it again for
+        every microbatch, and except small units outside the blocks. The head runs first in
+        backward, so of the settings for all units only "always" frees it. An int frees the
+        embedding: no backward would gather its larger shard, and FSDP2 would hold that until the
+        next forward.
+
+        Args:
+            unit: The unit; its groups are planned.
+            is_chunk: Whether the model is a chunk of a pipeline.
+            is_rounding_error: Whether its bytes are negligible beside the largest unit's.
+            has_dtensors: Whether another kind of parallelism has split its parameters already:
+                torch cannot reshard those to a smaller world.
+
+        Raises:
+            ValueError: for an int that does not fit.
+        """
+        kind = _kind_name(unit)
+        names = [name for name in self.reshard_groups if name != kind and _matches(unit, name)]
+        names = [kind] * (kind in self.reshard_groups) + names
+        key, value = _RESHARD, self.reshard_after_forward
+        if names:
+            key, value = f"{_RESHARD_GROUPS}.{names[-1]}", self.reshard_groups[names[-1]]
+        is_head = kind == UnitKind.HEAD
+        if is_head and not names:
+            return value == "always"
+        if isinstance(value, int):
+            if has_dtensors:
+                raise ValueError(
+                    f"{key} is {value}, a number of ranks. FSDP2 reshards only plain tensors to a "
+                    "smaller world, but tensor or expert parallelism has split the parameters of "
+                    f'{unit.name}. Give it "always" or "never" in {_RESHARD_GROUPS}.'
+                )
+            for group in unit.groups:
+                check_divides(key, value, group.shard_world, f"{unit.name} is")
+            return value if unit.gathers_in_backward else True
+        is_outside_blocks = "." not in unit.name
+        if value == "default" and (is_head or (is_rounding_error and is_outside_blocks)):
+            return False
+        return get_fsdp_reshard_after_forward_policy(value, is_chunk)
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
@@ -213,6 +286,46 @@ class FSDPSettings:
         if self.cpu_offload:
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type != "cpu")
         return arguments
+
+
+def copies_out_directly() -> bool:
+    """Whether this torch (2.15) lets a parameter group bring its own copy-out."""
+    return hasattr(_fsdp_collectives, "_default_all_gather_output_fn")
+
+
+def read_reshard(word: str) -> str | int:
+    """Parse a reshard setting of the command line: a number of ranks, or a name."""
+    return int(word) if word.isdecimal() else word
+
+
+def check_divides(key: str, ranks: int, world: int, what_is: str) -> None:
+    """Raise ValueError, naming ``key``, unless ``ranks`` divides ``world``."""
+    if world % ranks:
+        fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise ValueError(
+            f"{key} is {ranks}, the number of ranks over which to reshard, but {what_is} sharded "
+            f"over {world}; expected one of {fitting}."
+        )
+
+
+def _check_reshard(key: str, value: object) -> None:
+    if value in _RESHARD_NAMES and isinstance(value, str):
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    raise ValueError(
+        f"{key} is {value!r}; expected one of {', '.join(_RESHARD_NAMES)}, or the number of ranks "
+        f"(at least 1) over which to reshard{did_you_mean(value, _RESHARD_NAMES)}"
+    )
+
+
+def _matches(unit: Unit, name: str) -> bool:
+    return name == _kind_name(unit) or fnmatchcase(unit.name, name)
+
+
+def _kind_name(unit: Unit) -> str:
+    # Tied weights are the head's: they are needed first in backward.
+    return (UnitKind.HEAD if unit.kind is UnitKind.TIED else unit.kind).value
 
 
 def _check_names(key: str, names: Iterable[object]) -> None:

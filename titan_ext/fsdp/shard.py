@@ -5,7 +5,6 @@ Source of the order of calls and of the rules for experts: torchtitan/distribute
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -19,25 +18,21 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.auto import choose
-from titan_ext.fsdp.copy_out import copy_out_directly, gather_in_place
-from titan_ext.fsdp.expert_collectives import set_expert_collectives
+from titan_ext.fsdp.collectives import set_collectives
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
-from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, make_plan, remember_plan
+from titan_ext.fsdp.plan import PLANS, FSDPPlan, UnitPlan, count_units, make_plan
 from titan_ext.fsdp.prefetch import set_prefetch
-from titan_ext.fsdp.replicated import replicate_modules
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (
     Unit,
     UnitKind,
+    before_first_forward,
     decoder_blocks,
     innermost_first,
     plan_units,
 )
-from titan_ext.fsdp.unmanaged import (
-    refuse_unmanaged_parameters_at_first_forward,
-    replicate_undeclared,
-)
+from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, replicate_undeclared
 
 
 def shard_decoder(
@@ -71,13 +66,11 @@ def shard_decoder(
     if meshes.dense_axes is not None:
         replicate_undeclared(model, parallel_dims, plan.ignored)
     _shard(model, plan, settings, meshes)
-    copy_out_directly(model)
-    gather_in_place(model, plan.decoder_units)
     quantize_at_first_forward(model, plan.quantized)
     if settings.symm_mem:
         enable_fsdp_symm_mem(model)
     meshes.sum_gradients(model)
-    set_expert_collectives(model, plan, settings, is_chunk=parallel_dims.pp_enabled)
+    set_collectives(model, plan)
     set_prefetch(model, plan.decoder_units)
     for unit in plan.decoder_units:
         if not unit.gathers_in_backward:
@@ -86,15 +79,10 @@ def shard_decoder(
         root = cast(FSDPModule, model)
         root.set_separate_reduce_scatter_group(True)
         root.set_reduce_scatter_max_input_buffers(plan.reduce_scatter_buffers)
-    kinds = Counter(unit.kind.value for unit in plan.decoder_units)
-    groups = sum(len(unit.groups) for unit in plan.decoder_units)
-    logger.info(
-        f"FSDP units: {settings.wrap}, {kinds.total()} units in {groups} groups: "
-        + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    )
+    logger.info(f"FSDP units: {settings.wrap}, {count_units(plan.decoder_units)}")
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")
-    remember_plan(model, plan)
-    refuse_unmanaged_parameters_at_first_forward(model)
+    PLANS[model] = plan
+    before_first_forward(model, lambda: refuse_unmanaged_parameters([model]))
     return plan
 
 
@@ -114,7 +102,7 @@ def _shard(model: Decoder, plan: FSDPPlan, settings: FSDPSettings, meshes: FSDPM
     arguments["ignored_params"] = {model.get_parameter(name) for name in plan.ignored} or None
     for group in plan.replicated:
         modules = [model.get_submodule(name) for name in group.module_names]
-        replicate_modules(modules, *meshes.mesh_and_axes(group.kind), arguments)
+        meshes.replicate(modules, group.kind, arguments)
     arguments |= {"mesh": meshes.dense, "dp_mesh_dims": meshes.dense_axes}
     for unit in innermost_first(plan.decoder_units):
         modules = unit.modules(model)

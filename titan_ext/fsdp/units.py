@@ -12,15 +12,22 @@ Norms are never units of their own: a group of a few KiB costs the same collecti
 So a unit may have several modules. FSDP2 gathers them before the first one runs and frees them
 after the last.
 
+A router or a norm is small: sharding it saves nothing, and gathering it costs. Replicated
+(``fsdp_replicate``), it is in no unit: every rank holds it whole, in an FSDP2 group that gathers
+nothing and sums gradients by one all-reduce over the data axes. Results are those of a sharded
+parameter. So are the dtype of the computation, gradient accumulation, microbatches of a pipeline,
+and the placement that checkpoints and gradient clipping see.
+
 ``parallelize`` plans the units once; activation checkpointing, compile and FSDP share them. A unit
 names its modules instead of holding them, because those passes may wrap them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, cast, get_args
 
+import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -29,6 +36,9 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model import BaseModel
 
+from titan_ext.names import did_you_mean, matches
+
+REPLICATE = "parallelism.fsdp_replicate"
 Wrap = Literal["submodule", "experts", "block"]
 FSDPWrap = Literal["auto", "submodule", "experts", "block"]
 
@@ -46,6 +56,8 @@ _ATTENTION_CHILDREN = (
 )
 _FFN_CHILDREN = ("ffn_norm", "moe", "feed_forward", "post_ffn_norm", "mtp_norm")
 _VISION_MODULES = ("vision_encoder", "vision_adapter")
+_REPLICATED_KINDS = ("router", "norms", "adapters")
+_ADAPTERS = ("lora_a", "lora_b")
 
 
 class UnitKind(StrEnum):
@@ -112,6 +124,17 @@ def param_groups(modules: Iterable[nn.Module | FSDPModule]) -> list[FSDPParamGro
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     groups = (g for module in sharded for g in module._get_fsdp_state()._fsdp_param_groups)
     return list(dict.fromkeys(groups))
+
+
+def before_first_forward(model: nn.Module, do: Callable[[], object]) -> None:
+    """Call ``do`` when ``model`` first runs forward, before FSDP's hook; once, unless it raises."""
+
+    @torch._dynamo.disable  # as FSDP's own hooks are
+    def once(module: nn.Module, args: object) -> None:
+        do()
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(once, prepend=True)
 
 
 def resolve_wrap(fsdp_wrap: str, ep_degree: int, model: BaseModel.Config | None = None) -> Wrap:
@@ -205,6 +228,92 @@ def innermost_first(units: Sequence[Unit]) -> list[Unit]:
     return sorted(units, key=lambda unit: -unit.name.count("."))
 
 
+def find_replicated(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> list[str]:
+    """The modules whose own parameters ``parallelism.fsdp_replicate`` keeps whole.
+
+    Args:
+        model: A decoder, before FSDP.
+        names: "router", "norms", "adapters", or patterns for names of modules or parameters.
+        is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
+
+    Returns:
+        Their names, in forward order. torch shards or replicates a module's own parameters
+        together.
+
+    Raises:
+        ValueError: for a name that is not in the model, or what torch cannot replicate.
+    """
+    replicated: list[str] = []
+    used: set[str] = set()
+    for path, module, params in modules_with_parameters(model):
+        found = {param: _names_for(path, module, param, names) for param in params}
+        used.update(name for some in found.values() for name in some)
+        if not any(found.values()):
+            continue
+        if not all(found.values()):
+            missing = next(param for param, some in found.items() if not some)
+            raise ValueError(
+                f"{REPLICATE}: {path} also has {missing.rsplit('.', 1)[-1]}, which no name in it "
+                "matches; torch replicates or shards the parameters of one module together. "
+                f"Expected {path!r}."
+            )
+        replicated.append(path)
+    _check_names(model, () if is_chunk else names, used)
+    _check_modules(model, replicated)
+    return replicated
+
+
+def find_ignored(
+    model: nn.Module, names: Sequence[str], *, is_chunk: bool
+) -> dict[str, nn.Parameter]:
+    """The parameters whose name, or that of a module around them, matches one of ``names``.
+
+    Raises:
+        ValueError: for a name that is not in the model.
+    """
+    found = {
+        name: module.get_parameter(name.rsplit(".", 1)[-1])
+        for _, module, params in modules_with_parameters(model)
+        for name in params
+        if any(matches(name, pattern) for pattern in names)
+    }
+    for pattern in () if is_chunk else names:
+        if not any(matches(name, pattern) for name in found):
+            raise ValueError(f"ignored: this model has no parameter {pattern!r}.")
+    return found
+
+
+def units_without(
+    model: nn.Module, units: Sequence[Unit], replicated: Collection[str]
+) -> list[Unit]:
+    """``units`` without the modules ``replicated``, and without units that are then empty."""
+    if not replicated:
+        return list(units)
+    gone = {p for name in replicated for p in model.get_submodule(name).parameters(recurse=False)}
+    return [
+        replace(
+            unit,
+            module_names=tuple(name for name in unit.module_names if name not in replicated),
+            experts=unit.experts if unit.experts not in replicated else None,
+        )
+        for unit in units
+        if any(param not in gone for module in unit.modules(model) for param in module.parameters())
+    ]
+
+
+def replicated_by_unit(units: Sequence[Unit], replicated: Iterable[str]) -> list[list[str]]:
+    """``replicated``, grouped by the innermost unit around them; those outside come last."""
+    left = list(replicated)
+    groups = []
+    for unit in innermost_first(units):
+        inside = [
+            name for part in unit.module_names for name in left if f"{name}.".startswith(f"{part}.")
+        ]
+        groups.append(inside)
+        left = [name for name in left if name not in inside]
+    return [group for group in (*groups, left) if group]
+
+
 def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
     # Dense models (llama3) have no moe_enabled at all. A CheckpointWrapper forwards getattr.
     is_moe = getattr(block, "moe_enabled", False)
@@ -214,33 +323,23 @@ def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
         return [whole]
     if wrap == "experts":
         assert experts is not None
-        inner = Unit(
-            name=f"{name}.experts",
-            kind=UnitKind.EXPERTS,
-            module_names=(experts,),
-            experts=experts,
-        )
+        kind = UnitKind.EXPERTS
+        inner = Unit(name=f"{name}.experts", kind=kind, module_names=(experts,), experts=experts)
         return [replace(whole, experts=None), inner]
 
     ffn_kind = UnitKind.MOE if is_moe else UnitKind.FEED_FORWARD
     units = []
     covered: set[nn.Parameter] = set()
-    for kind, children, unit_experts in (
+    for kind, children, inside in (
         (UnitKind.ATTENTION, _ATTENTION_CHILDREN, None),
         (ffn_kind, _FFN_CHILDREN, experts),
     ):
-        module_names = _present(block, name, children)
-        modules = [block.get_submodule(path.removeprefix(f"{name}.")) for path in module_names]
+        paths = _present(block, name, children)
+        modules = [block.get_submodule(path.removeprefix(f"{name}.")) for path in paths]
         params = {param for module in modules for param in module.parameters()}
         if params:
-            units.append(
-                Unit(
-                    name=f"{name}.{kind.value}",
-                    kind=kind,
-                    module_names=module_names,
-                    experts=unit_experts,
-                )
-            )
+            unit = f"{name}.{kind.value}"
+            units.append(Unit(name=unit, kind=kind, module_names=paths, experts=inside))
         covered |= params
     if any(param not in covered for param in block.parameters()):
         # A block with parameters of its own: they form the block's group, gathered around both.
@@ -252,3 +351,44 @@ def _present(parent: nn.Module, path: str, children: Sequence[str]) -> tuple[str
     """Full names of those ``children`` that ``parent``, which is at ``path``, has."""
     prefix = f"{path}." if path else ""
     return tuple(prefix + name for name in children if getattr(parent, name, None) is not None)
+
+
+def _names_for(path: str, module: nn.Module, param: str, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that mean the parameter ``param`` of the module at ``path``."""
+    parts = path.split(".")
+    kinds = {
+        "router": "router" in parts,
+        "norms": isinstance(module, nn.RMSNorm | nn.LayerNorm),
+        "adapters": parts[-1] in _ADAPTERS,
+    }
+    return [name for name in names if (kinds[name] if name in kinds else matches(param, name))]
+
+
+def _check_names(model: Decoder, names: Sequence[str], used: set[str]) -> None:
+    for name in names:
+        if name in used:
+            continue
+        paths = [path for path, _, _ in modules_with_parameters(model)]
+        parents = {".".join(p.split(".")[:n]) for p in paths for n in range(1, p.count(".") + 2)}
+        raise ValueError(
+            f"{REPLICATE}: this model has no {name!r}; expected {', '.join(_REPLICATED_KINDS)}, or "
+            f"a pattern for names of modules or parameters such as {paths[len(paths) // 2]}"
+            f"{did_you_mean(name, [*_REPLICATED_KINDS, *sorted(parents)])}"
+        )
+
+
+def _check_modules(model: Decoder, replicated: Sequence[str]) -> None:
+    modules = {path: model.get_submodule(path) for path in replicated}
+    inside = {id(p) for module in modules.values() for p in module.parameters(recurse=False)}
+    for path, module in modules.items():
+        is_head = path.split(".")[0] == "lm_head"
+        if is_head or (path == "tok_embeddings" and model.enable_weight_tying):
+            raise ValueError(
+                f"{REPLICATE}: {path} cannot be replicated: TorchTitan's chunked loss tells the "
+                "head when to reshard, which torch allows only for sharded parameters."
+            )
+        if any(id(param) not in inside for param in module.parameters()):
+            raise ValueError(
+                f"{REPLICATE}: {path} cannot be replicated without the modules inside it; expected "
+                f'"{path}.*" as well, or its children only.'
+            )

@@ -13,7 +13,7 @@ reduce-scatter.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import spmd_types as spmd
@@ -37,8 +37,8 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
-from titan_ext.fsdp.mesh import FSDPMeshes
-from titan_ext.fsdp.plan import GroupKind, find_plan, remember_plan
+from titan_ext.fsdp.mesh import FSDPMeshes, GroupKind
+from titan_ext.fsdp.plan import PLANS
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups
@@ -55,17 +55,6 @@ def refuse_fsdp1(model: nn.Module) -> None:
                 "(torch.distributed.fsdp.FullyShardedDataParallel), which titan_ext does not "
                 "support; expected a module that is not wrapped: titan_ext applies FSDP2."
             )
-
-
-def refuse_unmanaged_parameters_at_first_forward(model: nn.Module) -> None:
-    """Run ``refuse_unmanaged_parameters`` when ``model`` first runs forward, before FSDP does."""
-
-    @torch._dynamo.disable  # as FSDP's own hooks are
-    def check_once(module: nn.Module, args: object) -> None:
-        refuse_unmanaged_parameters([module])
-        handle.remove()
-
-    handle = model.register_forward_pre_hook(check_once, prepend=True)
 
 
 def refuse_unmanaged_parameters(models: Iterable[nn.Module]) -> None:
@@ -95,9 +84,14 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return []
     managed = set(_managed_places(model))
-    gathered = _gathered_parameters(model)
-    plan = find_plan(model)
-    ignored = plan.ignored if plan is not None else ()
+    # Those that stand in for shards now: a pipeline schedule gathers before the first forward.
+    gathered = {
+        id(param._unsharded_param)
+        for group in param_groups(model.modules())
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param")
+    }
+    ignored = PLANS[model].ignored if model in PLANS else ()
     found = []
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -146,14 +140,14 @@ def synchronize_unmanaged_parameters(
     by_path = {canonical_fqn(path): module for path, module in model.named_modules()}
     managed = set(_managed_places(model))
     managed_params = {getattr(module, name) for module, name in managed}
-    modules = [
-        path
+    modules = {
+        path: module
         for path, module in by_path.items()
         if any(name in names for name, _ in module.named_parameters(path, recurse=False))
-    ]
+    }
     for path in modules:
         _check_place(path, by_path, managed)
-    _place_on_model_axes({path: by_path[path] for path in modules}, parallel_dims)
+    _place_on_model_axes(modules, parallel_dims)
 
     meshes = FSDPMeshes.resolve(parallel_dims)
     arguments = FSDPSettings.from_config(training=training).fully_shard_arguments(
@@ -165,7 +159,14 @@ def synchronize_unmanaged_parameters(
         for path, module in model.named_modules()
         if isinstance(module, FSDPModule)
     }
-    for kind, group in _by_unit(modules, by_path, units, parallel_dims.ep_enabled):
+    groups: dict[tuple[Any, GroupKind], list[nn.Module]] = {}
+    for path, module in modules.items():
+        around = _path_and_parents(path)
+        unit = next(units[parent] for parent in around if parent in units)
+        in_experts = any(isinstance(by_path[parent], GroupedExperts) for parent in around)
+        kind = "experts" if in_experts and parallel_dims.ep_enabled else "dense"
+        groups.setdefault((unit._get_fsdp_state(), kind), []).append(module)
+    for (_, kind), group in groups.items():
         mesh, axes = meshes.mesh_and_axes(kind)
         ignored = {p for m in group for p in m.parameters() if p in managed_params}
         _make_equal([p for m in group for p in m.parameters() if p not in ignored], mesh, axes)
@@ -180,8 +181,8 @@ def synchronize_unmanaged_parameters(
         prefetch_nothing_in_backward(group)
     meshes.sum_gradients(model)
     assert not unmanaged_parameters(model)
-    if plan := find_plan(model):
-        remember_plan(model, dataclasses.replace(plan, unmanaged=tuple(sorted(names))))
+    if model in PLANS:
+        PLANS[model] = dataclasses.replace(PLANS[model], unmanaged=tuple(sorted(names)))
     return sorted(names)
 
 
@@ -192,16 +193,6 @@ def _managed_places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             info = param._module_info
             yield info.module, info.param_name
             yield from zip(info.shared_modules, info.shared_param_names, strict=True)
-
-
-def _gathered_parameters(model: nn.Module) -> set[int]:
-    """Those that stand in for shards now: a pipeline schedule gathers before the first forward."""
-    return {
-        id(param._unsharded_param)
-        for group in param_groups(model.modules())
-        for param in group.fsdp_params
-        if hasattr(param, "_unsharded_param")
-    }
 
 
 def _check_place(
@@ -227,23 +218,6 @@ def _check_place(
                 "torch.compile refuses FSDP's hooks inside. Add it before the model is "
                 "parallelized, or train without compile."
             )
-
-
-def _by_unit(
-    modules: Iterable[str],
-    by_path: dict[str, nn.Module],
-    units: Mapping[str, FSDPModule],
-    ep_enabled: bool,
-) -> list[tuple[GroupKind, list[nn.Module]]]:
-    """The modules of one unit on one mesh; they form a group."""
-    groups: dict[tuple[Any, GroupKind], list[nn.Module]] = {}
-    for path in modules:
-        around = _path_and_parents(path)
-        unit = next(units[parent] for parent in around if parent in units)
-        is_routed = ep_enabled and any(isinstance(by_path[p], GroupedExperts) for p in around)
-        kind = "experts" if is_routed else "dense"
-        groups.setdefault((unit._get_fsdp_state(), kind), []).append(by_path[path])
-    return [(kind, group) for (_, kind), group in groups.items()]
 
 
 def _path_and_parents(path: str) -> list[str]:

@@ -6,7 +6,7 @@ To add one, write a subclass of ``RunCheck`` and add it to ``RUN_CHECKS``.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -105,25 +105,6 @@ class FiniteGradients(RunCheck):
         trainer.optimizers.register_step_pre_hook(check)
 
 
-class FSDPMemory(RunCheck):
-    """``parallelism.fsdp_track_memory``."""
-
-    log: MemoryLog | None = None
-
-    def after_build(self, trainer: Any) -> None:
-        if trainer.config.parallelism.fsdp_track_memory:
-            self.log = MemoryLog(trainer)
-
-    def around_step(self, trainer: Any) -> AbstractContextManager[None]:
-        return self.log.step() if self.log else nullcontext()
-
-    @contextmanager
-    def around_run(self, trainer: Any) -> Iterator[None]:
-        yield
-        if self.log:
-            self.log.finish()
-
-
 class ActivationMemory(RunCheck):
     """Logs, after the first step, what float8 activation checkpointing stored."""
 
@@ -187,7 +168,7 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     Checkpoints,
     HuggingFaceExport,
     FiniteGradients,
-    FSDPMemory,
+    MemoryLog,
     ActivationMemory,
     PlanCheck,
     Progress,

@@ -8,7 +8,7 @@ compared without a tolerance.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_ext.fsdp.units import BLOCK_KINDS
 
@@ -80,8 +80,7 @@ class Event:
         return sum((self.live[kind] for kind in chosen), Bytes())
 
 
-@dataclass(frozen=True)
-class GroupBytes:
+class GroupBytes(NamedTuple):
     """The live bytes of one parameter group; ``name`` is as in ``Event.unsharded``."""
 
     name: str

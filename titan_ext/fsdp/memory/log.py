@@ -12,7 +12,7 @@ a rank.
 import argparse
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.fsdp import copy_out
 from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
 from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
 from titan_ext.fsdp.memory.tracker import MemoryTracker
 from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, plan_of
+from titan_ext.guards import RunCheck
 
 FOLDER = "fsdp_memory"
 _MIB = 2**20
@@ -51,73 +51,75 @@ _LABELS = {
 _METRICS = ("gathered", "all_gather", "reduce_scatter", "logical", "unsharded")
 
 
-class MemoryLog:
-    """Measures, writes and reports for one rank of a run, its model sharded."""
+class MemoryLog(RunCheck):
+    """Measures, writes and reports on one rank, with ``parallelism.fsdp_track_memory``."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        plans = [plan_of(part) for part in trainer.model_parts]
-        self._trainer = trainer
-        self._tracker = MemoryTracker(
-            [
-                (part, plan.decoder_units)
-                for part, plan in zip(trainer.model_parts, plans, strict=True)
-            ]
-        )
+    _tracker: MemoryTracker | None = None
+    _steps = 0
+
+    def after_build(self, trainer: Any) -> None:
+        if not trainer.config.parallelism.fsdp_track_memory:
+            return
+        parts = [(part, plan_of(part)) for part in trainer.model_parts]
+        self._tracker = MemoryTracker([(part, plan.decoder_units) for part, plan in parts])
         self._path = Path(trainer.config.dump_folder) / FOLDER / f"rank{dist.get_rank()}.jsonl"
-        self._steps = 0
-        self._drawn = False
-        self.timeline = Timeline()
-        self.predicted = _predict(plans, trainer)
+        self.predicted: Timeline | None = None
+        try:
+            self.predicted = predict(
+                predictable_units(plan for _, plan in parts), step_order(trainer)
+            )
+        except ValueError as error:
+            logger.warning(f"FSDP memory is measured, not predicted: {error}")
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a step."""
+    def around_step(self, trainer: Any) -> Iterator[None]:
+        if self._tracker is None:
+            yield
+            return
         self._tracker.begin_step()
         yield
-        self._end_step()
+        self._write(trainer, self._tracker.end_step())
 
-    def finish(self) -> None:
-        """Draw the last step of a run that ended before the first steady one."""
-        if self._steps and not self._drawn:
-            logger.info(f"FSDP memory of the only step: {self._draw()}")
+    @contextlib.contextmanager
+    def around_run(self, trainer: Any) -> Iterator[None]:
+        yield
+        if self._steps == 1:  # it ended before the first steady one
+            logger.info(f"FSDP memory of the only step: {self._draw(trainer.step)}")
 
-    def _draw(self) -> Path:
+    def _draw(self, step: int) -> Path:
         picture = self._path.with_suffix(".png")
-        draw(self.timeline, picture, f"FSDP on {picture.stem}, step {self._trainer.step}")
-        self._drawn = True
+        draw(self.timeline, picture, f"FSDP on {picture.stem}, step {step}")
         return picture
 
-    def _end_step(self) -> None:
+    def _write(self, trainer: Any, timeline: Timeline) -> None:
         """Write the step's events. The first steady step goes to the log and is drawn."""
-        trainer, self.timeline = self._trainer, self._tracker.end_step()
+        self.timeline = timeline
         self._steps += 1
         is_first_steady = self._steps == 2  # the first step gathers as no later one does
-        peaks = self.timeline.peaks()
+        peaks = timeline.peaks()
         predicted = self.predicted.peaks() if self.predicted is not None else None
-        left_over = self.timeline.left_over()
+        left_over = timeline.left_over()
         line: dict[str, Any] = {
             "step": trainer.step,
             "peak_nbytes": peaks,
             "predicted_peak_nbytes": predicted,
-            "unshards": self.timeline.unshards(),
-            "reshards": self.timeline.reshards(),
+            "unshards": timeline.unshards(),
+            "reshards": timeline.reshards(),
             "left_over": list(left_over),
         }
         if is_first_steady:
-            line["events"] = self.timeline.to_json()
+            line["events"] = timeline.to_json()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if left_over:
             logger.warning(f"FSDP: not freed at the end of the step: {', '.join(left_over)}")
         if is_first_steady:
-            logger.info(f"{summary(peaks, predicted)}; {self._draw()}")
+            logger.info(f"{summary(peaks, predicted)}; {self._draw(trainer.step)}")
         metrics = trainer.metrics_processor
         if metrics.should_log(trainer.step):
-            metrics.logger.log(
-                {f"fsdp_memory/{name}(GiB)": peaks[name] / 2**30 for name in _METRICS},
-                trainer.step,
-            )
+            gib = {f"fsdp_memory/{name}(GiB)": peaks[name] / 2**30 for name in _METRICS}
+            metrics.logger.log(gib, trainer.step)
 
 
 def step_order(trainer: Trainer) -> StepOrder:
@@ -125,8 +127,7 @@ def step_order(trainer: Trainer) -> StepOrder:
 
     Raises ValueError for a pipeline with several stages a rank.
     """
-    config = trainer.config
-    loss = trainer.loss_fn
+    config, loss, plan = trainer.config, trainer.loss_fn, plan_of(trainer.model_parts[0])
     pipeline = None
     if trainer.parallel_dims.pp_enabled:
         if len(trainer.model_parts) > 1:
@@ -144,8 +145,8 @@ def step_order(trainer: Trainer) -> StepOrder:
         accumulation=trainer.gradient_accumulation_steps,
         pipeline=pipeline,
         grad_dtype=TORCH_DTYPE_MAP[config.training.dtype],
-        reduce_scatter_buffers=plan_of(trainer.model_parts[0]).reduce_scatter_buffers,
-        copies_out_directly=copy_out.copies_out_directly(),
+        reduce_scatter_buffers=plan.reduce_scatter_buffers,
+        copies_out_directly=plan.copies_out_directly,
     )
 
 
@@ -155,14 +156,6 @@ def predictable_units(plans: Iterable[FSDPPlan]) -> list[UnitPlan]:
     if any(plan.replicated or plan.unmanaged for plan in plans):
         raise ValueError("some parameters are replicated, or were added after FSDP.")
     return [unit for plan in plans for unit in plan.units]
-
-
-def _predict(plans: Sequence[FSDPPlan], trainer: Trainer) -> Timeline | None:
-    try:
-        return predict(predictable_units(plans), step_order(trainer))
-    except ValueError as error:
-        logger.warning(f"FSDP memory is measured, not predicted: {error}")
-        return None
 
 
 def summary(peaks: Mapping[str, int], predicted: Mapping[str, int] | None) -> str:

@@ -6,7 +6,7 @@ process group. So a laptop answers for a job of 512 ranks. Tests compare it with
 ``fsdp.memory.tracker`` measures, event by event.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,6 +18,7 @@ from titan_ext.fsdp.plan import UnitPlan
 from titan_ext.fsdp.units import UnitKind
 
 _NORM, _HEAD = "norm", "lm_head"
+_TIED = UnitKind.TIED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class StepOrder:
         grad_dtype: Of sharded parameters and their gradients (``training.dtype``).
         reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
         copies_out_directly: Whether parameters that are sharded along another dim than 0 are copied
-            out without a temporary (``fsdp.copy_out``); FSDP2 by itself makes one.
+            out without a temporary (``fsdp.collectives``); FSDP2 by itself makes one.
         frees_buffers: Whether units whose plan says so free their all-gather buffers once copied
             out (``fsdp.prefetch``); FSDP2 by itself keeps each until the next copy-out of forward.
     """
@@ -93,20 +94,15 @@ def predict(units: Sequence[UnitPlan], order: StepOrder) -> Timeline:
     """
     step = Step(units, order)
     for is_steady in (False, True):
-        step.fsdp.records = is_steady
+        step.records = is_steady
         step.run()
-    return step.fsdp.timeline
+    return step.timeline
 
 
-class Step:
+class Step(FSDPSimulation):
     """Runs a step in a simulation, which records bytes (or time: ``fsdp.cost``)."""
 
-    def __init__(
-        self,
-        units: Sequence[UnitPlan],
-        order: StepOrder,
-        simulation: Callable[..., FSDPSimulation] = FSDPSimulation,
-    ) -> None:
+    def __init__(self, units: Sequence[UnitPlan], order: StepOrder) -> None:
         if order.pipeline is not None and order.pipeline.schedule not in ("1F1B", "GPipe"):
             raise ValueError(
                 f"pipeline schedule {order.pipeline.schedule!r}: what FSDP holds is predicted for "
@@ -114,157 +110,149 @@ class Step:
             )
         if any(unit.name.startswith("mtp_layers.") for unit in units):
             raise ValueError("multi-token prediction runs norm and head between blocks.")
-        self.order = order
-        self.fsdp = simulation(
+        super().__init__(
             units,
             _roles(units, order),
-            order.grad_dtype,
-            order.reduce_scatter_buffers,
-            order.copies_out_directly,
-            order.frees_buffers,
+            grad_dtype=order.grad_dtype,
+            reduce_scatter_buffers=order.reduce_scatter_buffers,
+            copies_out_directly=order.copies_out_directly,
+            frees_buffers=order.frees_buffers,
         )
-        found = list(self.fsdp.units.values())
+        self.order = order
+        found = list(self.units.values())
         self.embedding = next((u for u in found if u.plan.kind == "embedding"), None)
-        self.head = next((u for u in found if _is_head(u)), None)
-        self.is_tied = self.head is not None and self.head.plan.kind == "tied_embedding_and_head"
+        self.head = next((u for u in found if u.plan.kind in ("head", _TIED)), None)
+        self.is_tied = self.head is not None and self.head.plan.kind == _TIED
         between = [u for u in found if u is not self.embedding and u is not self.head]
         self.blocks = [list(block) for _, block in groupby(between, key=lambda u: u.plan.block)]
 
     def run(self) -> None:
-        self.fsdp.timeline = Timeline()
-        self.fsdp.sample("step", "")
-        self.fsdp.zero_grad()
+        self.timeline = Timeline()
+        self.sample("step", "")
+        self.zero_grad()
         for _ in range(self.order.accumulation):
             if self.order.pipeline is None:
                 self._forward()
                 self._backward()
-                self.fsdp.end_backward()
+                self.end_backward()
             else:
                 self._run_pipeline(self.order.pipeline)
-        self.fsdp.sample("after step", "")
+        self.sample("after step", "")
 
     def _run_pipeline(self, pipeline: Pipeline) -> None:
-        everything = list(self.fsdp.units.values())
         for what in pipeline.forwards_and_backwards():
             if what == "F":
                 self._forward()
                 continue
-            self.fsdp.configure(everything, reduces=False, reshards_after_backward=False)
+            self.configure(self.units.values(), reduces=False, reshards_after_backward=False)
             self._backward()
-            self.fsdp.end_backward(finalizes=False)
-        self.fsdp.finalize()
+            self.end_backward(finalizes=False)
+        self.finalize()
 
     def _forward(self) -> None:
-        fsdp = self.fsdp
-        fsdp.begin_forward()
+        self.begin_forward()
         if self.embedding is not None:
-            fsdp.pre_forward(self.embedding)
-            fsdp.run(self.embedding, "forward")
-            fsdp.post_forward(self.embedding)
+            self.pre_forward(self.embedding)
+            self.compute(self.embedding, "forward")
+            self.post_forward(self.embedding)
         if self.head is not None and self.is_tied:
-            fsdp.pre_forward(self.head)
-            fsdp.post_forward(self.head, "tok_embeddings")
+            self.pre_forward(self.head)
+            self.post_forward(self.head, "tok_embeddings")
         for block in self.blocks:
             self._run_block(block)
         if self.head is not None:
             for role in (_NORM, _HEAD) if not self.order.loss_chunks else (_NORM,):
-                fsdp.pre_forward(self.head)
+                self.pre_forward(self.head)
                 if role == _HEAD:
-                    fsdp.run(self.head, "loss")
-                fsdp.post_forward(self.head, role)
-        fsdp.end_forward()
+                    self.compute(self.head, "loss")
+                self.post_forward(self.head, role)
+        self.end_forward()
         if self.head is not None and self.order.loss_chunks:
             self._run_chunked_loss(self.head)
 
     def _run_block(self, block: list[SimulatedUnit], in_backward: bool = False) -> None:
-        fsdp, phase = self.fsdp, "recompute" if in_backward else "forward"
+        phase = "recompute" if in_backward else "forward"
         outer, inner = _outer_and_inner(block)
         if outer is not None:
             if not in_backward:
-                fsdp.pre_forward(outer)
-            fsdp.run(outer, phase, "before" if inner else "all")
+                self.pre_forward(outer)
+            self.compute(outer, phase, "before" if inner else "all")
         for unit in inner:
-            fsdp.pre_forward(unit, in_backward=in_backward)
-            fsdp.run(unit, phase)
-            fsdp.post_forward(unit, in_backward=in_backward)
+            self.pre_forward(unit, in_backward=in_backward)
+            self.compute(unit, phase)
+            self.post_forward(unit, in_backward=in_backward)
         if outer is not None:
             if inner:
-                fsdp.run(outer, phase, "after")
+                self.compute(outer, phase, "after")
             if not in_backward:
-                fsdp.post_forward(outer)
+                self.post_forward(outer)
 
     def _run_chunked_loss(self, head: SimulatedUnit) -> None:
         """Titan's ChunkedLossWrapper: forward and backward of the head, chunk by chunk."""
-        fsdp = self.fsdp
-        fsdp.configure(
-            [head], reduces=False, reshards_after_backward=False, reshards_after_forward=False
-        )
-        fsdp.unshard(head)
+        chunked = {"reshards_after_backward": False, "reshards_after_forward": False}
+        self.configure([head], reduces=False, **chunked)
+        self.unshard(head)
         for chunk in range(self.order.loss_chunks):
             if chunk == self.order.loss_chunks - 1:
-                fsdp.configure([head], reduces=True)
-            fsdp.pre_forward(head)
+                self.configure([head], reduces=True)
+            self.pre_forward(head)
             if chunk == 0:
-                fsdp.run(head, "loss")  # all chunks of it
-            fsdp.post_forward(head, _HEAD)
-            fsdp.add_gradients(head, _trainable(head) & _params_of_head(head))
-            fsdp.post_backward(head)
-        fsdp.configure(
-            [head], reduces=True, reshards_after_backward=True, reshards_after_forward=True
-        )
-        fsdp.reshard(head)
+                self.compute(head, "loss")  # all chunks of it
+            self.post_forward(head, _HEAD)
+            self.add_gradients(head, _trainable(head) & _params_of_head(head))
+            self.post_backward(head)
+        self.configure([head], **dict.fromkeys(chunked, True))
+        self.reshard(head)
 
     def _backward(self) -> None:
-        fsdp = self.fsdp
         if self.head is not None:
             chunked = bool(self.order.loss_chunks)
             if chunked:
                 # The norm's output is the model's: a hook on it records what the loss has freed.
-                fsdp.sample("backward", self.head.plan.name)
-            fsdp.pre_backward(self.head, seen_by="" if chunked else self.head.plan.name)
+                self.sample("backward", self.head.plan.name)
+            self.pre_backward(self.head, seen_by="" if chunked else self.head.plan.name)
             done = _params_of_head(self.head) if chunked else set()
             if not self.is_tied:
-                fsdp.add_gradients(self.head, _trainable(self.head) - done)
-                fsdp.post_backward(self.head)
+                self.add_gradients(self.head, _trainable(self.head) - done)
+                self.post_backward(self.head)
         for block in reversed(self.blocks):
             self._run_block_backward(block)
         if self.embedding is not None:
             # Its inputs have no gradients, so its backward ends with the whole backward.
-            fsdp.pre_backward(self.embedding)
-            fsdp.add_gradients(self.embedding, _trainable(self.embedding))
+            self.pre_backward(self.embedding)
+            self.add_gradients(self.embedding, _trainable(self.embedding))
         if self.head is not None and self.is_tied:
             own = {name for name in _trainable(self.head) if not name.startswith(f"{_HEAD}.")}
-            fsdp.add_gradients(self.head, own if self.order.loss_chunks else _trainable(self.head))
+            self.add_gradients(self.head, own if self.order.loss_chunks else _trainable(self.head))
 
     def _run_block_backward(self, block: list[SimulatedUnit]) -> None:
-        fsdp = self.fsdp
         outer, inner = _outer_and_inner(block)
         # What follows the experts in a block needs saved tensors, and so starts the recompute.
         before_inner = not inner or inner[-1].plan.kind is UnitKind.EXPERTS
         if outer is not None:
-            fsdp.pre_backward(outer)
+            self.pre_backward(outer)
         if self.order.recomputes and before_inner:
             self._run_block(block, in_backward=True)
         if outer is not None and inner:
-            fsdp.run(outer, "backward", "after")
+            self.compute(outer, "backward", "after")
         for unit in reversed(inner):
-            fsdp.pre_backward(unit)
+            self.pre_backward(unit)
             if self.order.recomputes and unit is inner[-1] and not before_inner:
                 self._run_block(block, in_backward=True)
-            fsdp.run(unit, "backward")
-            fsdp.add_gradients(unit, _trainable(unit))
-            fsdp.post_backward(unit)
+            self.compute(unit, "backward")
+            self.add_gradients(unit, _trainable(unit))
+            self.post_backward(unit)
         if outer is not None:
-            fsdp.run(outer, "backward", "before" if inner else "all")
-            fsdp.add_gradients(outer, _trainable(outer))
-            fsdp.post_backward(outer)
+            self.compute(outer, "backward", "before" if inner else "all")
+            self.add_gradients(outer, _trainable(outer))
+            self.post_backward(outer)
 
 
 def _roles(units: Sequence[UnitPlan], order: StepOrder) -> dict[str, tuple[str, ...]]:
     """The parts of units that run forward separately: norm and head, and tied embeddings."""
-    roles = {}
+    roles: dict[str, tuple[str, ...]] = {}
     for unit in units:
-        if unit.kind == "tied_embedding_and_head":
+        if unit.kind == _TIED:
             roles[unit.name] = ("tok_embeddings", _NORM, _HEAD)
         elif unit.kind == "head":
             names = {p.name for group in unit.groups for p in group.params}
@@ -272,10 +260,6 @@ def _roles(units: Sequence[UnitPlan], order: StepOrder) -> dict[str, tuple[str, 
                 raise ValueError(f"unit {unit.name}: a head without a norm is not predicted.")
             roles[unit.name] = (_NORM, _HEAD)
     return roles
-
-
-def _is_head(unit: SimulatedUnit) -> bool:
-    return unit.plan.kind in ("head", "tied_embedding_and_head")
 
 
 def _is_norm(param: str) -> bool:

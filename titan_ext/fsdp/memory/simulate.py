@@ -9,7 +9,8 @@ the units. Neither uses tensors, a process group or FSDP's own state.
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -28,46 +29,41 @@ class Phase(Enum):
 
 
 @dataclass(eq=False)
-class Buffer:
-    """A flat buffer. An all-gather over one rank needs none; its buffer has no bytes."""
-
-    group: "Group"
-    name: str
-    nbytes: int
-
-
-@dataclass(eq=False)
 class Group:
     plan: GroupPlan
     unit: "SimulatedUnit"
     name: str
     phase: Phase = Phase.IDLE
     is_unsharded: bool = False
+    is_pending: bool = False  # unshard has been called, nothing copied out yet
     kept_nbytes: int = 0  # after a reshard to a smaller world
-    pending: Buffer | None = None  # unshard has been called, nothing copied out yet
     reshards_after_forward: bool | int = True
     reshards_after_backward: bool = True
     reduces: bool = True
     post_backward_pending: bool = False
     gradients: set[int] = field(default_factory=set)  # unsharded ones, by index of the parameter
     sharded_gradients: set[int] = field(default_factory=set)
+    buffers: Counter[str] = field(default_factory=Counter)  # bytes by class
 
-    def live_bytes(self, buffers: Sequence[Buffer], is_issuing: bool) -> GroupBytes:
-        """What it holds; ``buffers`` are its own."""
+    def live_bytes(self, is_issuing: bool) -> GroupBytes:
+        """What it holds."""
         full = self.plan.gathered_nbytes
         is_logical = self.is_logical or is_issuing
         is_gathered = self.is_unsharded or (self.plan.in_place and is_logical)
         live = NOTHING
-        if buffers or is_logical or self.kept_nbytes:
-            of = dict.fromkeys(("all_gather", "reduce_scatter", "gradients"), 0)
-            for buffer in buffers:
-                of[buffer.name] += buffer.nbytes
+        if is_logical or self.kept_nbytes or any(self.buffers.values()):
             live = Bytes(
                 gathered=(full if is_gathered else 0) + self.kept_nbytes,
                 logical=full if is_logical else 0,
-                **of,
+                **self.buffers,
             )
         return GroupBytes(self.name, self.unit.plan.kind.value, live, is_logical)
+
+    @cached_property
+    def all_gather_nbytes(self) -> int:
+        """Of its all-gather's buffer. Over one rank, and in place, there is none."""
+        has_buffer = self.plan.shard_world > 1 and not self.plan.in_place
+        return self.plan.gathered_nbytes if has_buffer else 0
 
     @cached_property
     def reordered_nbytes(self) -> int:
@@ -77,7 +73,7 @@ class Group:
 
     @property
     def is_logical(self) -> bool:
-        return self.is_unsharded or self.pending is not None
+        return self.is_unsharded or self.is_pending
 
 
 @dataclass(eq=False)
@@ -94,22 +90,19 @@ class SimulatedUnit:
 class FSDPSimulation:
     """The state of FSDP on one rank.
 
-    Args:
-        plans: The units in forward order.
-        roles: Names of the parts that run forward separately, by unit; other units have one.
-        grad_dtype: Of sharded gradients, which is that of the sharded parameters.
-        reduce_scatter_buffers: Inputs of reduce-scatters that FSDP2 lets live.
-        copies_out_directly, frees_buffers: As of ``predict.StepOrder``.
+    ``plans`` are the units in forward order, ``roles`` the names of the parts that run forward
+    separately, by unit; other units have one. The others are as of ``predict.StepOrder``.
     """
 
     def __init__(
         self,
         plans: Sequence[UnitPlan],
         roles: dict[str, tuple[str, ...]],
+        *,
         grad_dtype: torch.dtype,
-        reduce_scatter_buffers: int = 1,
-        copies_out_directly: bool = True,
-        frees_buffers: bool = True,
+        reduce_scatter_buffers: int,
+        copies_out_directly: bool,
+        frees_buffers: bool,
     ) -> None:
         self.timeline = Timeline()
         self.records = True
@@ -117,9 +110,8 @@ class FSDPSimulation:
         self._reduce_scatter_buffers = reduce_scatter_buffers
         self._copies_out_directly = copies_out_directly
         self._frees_buffers = frees_buffers
-        self._buffers: list[Buffer] = []
-        self._retained: Buffer | None = None  # the last all-gather of a forward
-        self._reduce_inputs: list[Buffer] = []
+        self._retained: Group | None = None  # whose buffer stays: of the last gather of a forward
+        self._reduce_inputs: list[tuple[Group, int]] = []
         self._forward_root: SimulatedUnit | str | None = None
         self.units = {plan.name: SimulatedUnit(plan, roles.get(plan.name, ("",))) for plan in plans}
         for unit in self.units.values():
@@ -136,21 +128,17 @@ class FSDPSimulation:
 
     def sample(self, action: str, unit: str, issuing: Group | None = None) -> None:
         """Add the live bytes to the timeline, if ``records``."""
-        if not self.records:
-            return
-        buffers: dict[Group, list[Buffer]] = {}
-        for buffer in self._buffers:
-            buffers.setdefault(buffer.group, []).append(buffer)
-        groups = (g.live_bytes(buffers.get(g, ()), g is issuing) for g in self._groups)
-        self.timeline.record(action, unit, groups)
+        if self.records:
+            groups = (group.live_bytes(group is issuing) for group in self._groups)
+            self.timeline.record(action, unit, groups)
 
     def zero_grad(self) -> None:
         """Free the sharded gradients."""
-        self._buffers = [buffer for buffer in self._buffers if buffer.name != "gradients"]
         for group in self._groups:
+            group.buffers["gradients"] = 0
             group.sharded_gradients.clear()
 
-    def run(self, unit: SimulatedUnit, phase: str, part: str = "all") -> None:
+    def compute(self, unit: SimulatedUnit, phase: str, part: str = "all") -> None:
         """A unit computes, which changes no bytes; ``fsdp.cost`` counts its time."""
 
     # Forward
@@ -182,8 +170,8 @@ class FSDPSimulation:
             self._unshard(group)
             self._wait(group)
         if is_first_part and not in_backward:
-            for name in unit.plan.forward_prefetch:
-                for group in self.units[name].groups:
+            for ahead in self._units(unit.plan.forward_prefetch):
+                for group in ahead.groups:
                     self._unshard(group)
         self.sample("forward", unit.plan.name)
 
@@ -206,8 +194,8 @@ class FSDPSimulation:
                 if unit.plan.gathers_in_backward:
                     self._unshard(group)
                     self._wait(group)
-        for name in unit.plan.backward_prefetch:
-            for group in reversed(self.units[name].groups):
+        for ahead in self._units(unit.plan.backward_prefetch):
+            for group in reversed(ahead.groups):
                 self._unshard(group)
         self.sample("backward", unit.plan.name if seen_by is None else seen_by)
 
@@ -263,51 +251,40 @@ class FSDPSimulation:
         for group in unit.groups:
             self._reshard(group)
 
-    def configure(
-        self,
-        units: Sequence[SimulatedUnit],
-        *,
-        reduces: bool,
-        reshards_after_backward: bool | None = None,
-        reshards_after_forward: bool | None = None,
-    ) -> None:
+    def configure(self, units: Iterable[SimulatedUnit], **flags: bool) -> None:
+        """Set ``flags``, attributes of ``Group``."""
         for group in (group for unit in units for group in unit.groups):
-            group.reduces = reduces
-            if reshards_after_backward is not None:
-                group.reshards_after_backward = reshards_after_backward
-            if reshards_after_forward is not None:
-                group.reshards_after_forward = reshards_after_forward
+            vars(group).update(flags)
 
     # Groups
+
+    def _units(self, names: Iterable[str]) -> list[SimulatedUnit]:
+        """Those of ``names`` that are simulated: it may be some of a model's."""
+        return [self.units[name] for name in names if name in self.units]
 
     def _unshard(self, group: Group) -> None:
         if group.is_logical:
             return
-        nbytes = group.plan.gathered_nbytes if group.plan.shard_world > 1 else 0
-        buffer = Buffer(group, "all_gather", 0 if group.plan.in_place else nbytes)
-        if nbytes:
-            if buffer.nbytes:
-                self._buffers.append(buffer)
+        if group.plan.shard_world > 1:
+            group.buffers["all_gather"] += group.all_gather_nbytes
             self.sample("unshard", group.unit.plan.name, issuing=group)
-        group.pending = buffer
+        group.is_pending = True
 
     def _wait(self, group: Group) -> None:
-        buffer = group.pending
-        if buffer is None:
+        if not group.is_pending:
             return
         if group.phase is Phase.FORWARD:
             self._release_retained()
         group.is_unsharded, group.kept_nbytes = True, 0
-        if buffer.nbytes and group.reordered_nbytes and not self._copies_out_directly:
-            temporary = Buffer(group, "all_gather", group.reordered_nbytes)
-            self._buffers.append(temporary)
+        if group.all_gather_nbytes and group.reordered_nbytes and not self._copies_out_directly:
+            group.buffers["all_gather"] += group.reordered_nbytes
             self.sample("copying", group.unit.plan.name)
-            self._buffers.remove(temporary)
-        if group.phase is Phase.FORWARD and buffer.nbytes:
-            self._retained = buffer  # so that the next all-gather may overlap with the copy-out
+            group.buffers["all_gather"] -= group.reordered_nbytes
+        if group.phase is Phase.FORWARD:
+            self._retained = group  # so that the next all-gather may overlap with the copy-out
         else:
-            self._free(buffer)
-        group.pending = None
+            self._free_buffer(group)
+        group.is_pending = False
 
     def _reshard(self, group: Group) -> None:
         if group.phase is Phase.FORWARD:
@@ -332,23 +309,23 @@ class FSDPSimulation:
 
     def _reduce(self, group: Group) -> None:
         params = [group.plan.params[index] for index in sorted(group.gradients)]
-        world = group.plan.shard_world
-        nbytes = sum(p.padded_numel(world) * p.reduce_dtype.itemsize for p in params)
-        whole = Buffer(group, "reduce_scatter", group.plan.reduce_scatter_nbytes(params))
-        shard = Buffer(group, "gradients", nbytes // world)
-        self._buffers.append(whole)
+        world, buffers = group.plan.shard_world, group.buffers
+        whole = group.plan.reduce_scatter_nbytes(params)
+        shard = sum(p.padded_numel(world) * p.reduce_dtype.itemsize for p in params) // world
+        buffers["reduce_scatter"] += whole
         self.sample("reduce", group.unit.plan.name)
-        self._buffers.append(shard)
+        buffers["gradients"] += shard
         self.sample("reduced", group.unit.plan.name)
-        self._reduce_inputs.append(whole)
+        self._reduce_inputs.append((group, whole))
         is_cast = params[0].reduce_dtype != self._grad_dtype
         if is_cast or group.gradients <= group.sharded_gradients:
-            self._buffers.remove(shard)  # copied, or added to what is there
+            buffers["gradients"] -= shard  # copied, or added to what is there
         group.sharded_gradients |= group.gradients
         group.gradients.clear()
 
     def _reclaim_reduce_input(self) -> None:
-        self._buffers.remove(self._reduce_inputs.pop(0))
+        group, nbytes = self._reduce_inputs.pop(0)
+        group.buffers["reduce_scatter"] -= nbytes
 
     def _complete_forward(self, unit: SimulatedUnit, in_backward: bool) -> None:
         for group in unit.groups:
@@ -367,20 +344,20 @@ class FSDPSimulation:
 
     def _end_iteration(self) -> None:
         for group in self._groups:
-            if group.pending is not None:  # gathered ahead for nothing
-                self._free(group.pending)
-                group.pending = None
+            if group.is_pending:  # gathered ahead for nothing
+                self._free_buffer(group)
+                group.is_pending = False
         self._release_retained()
-        for buffer in self._reduce_inputs:
-            self._buffers.remove(buffer)
+        for group, nbytes in self._reduce_inputs:
+            group.buffers["reduce_scatter"] -= nbytes
         self._reduce_inputs.clear()
 
     def _release_retained(self) -> None:
         if self._retained is not None:
-            self._free(self._retained)
+            self._free_buffer(self._retained)
             self._retained = None
 
-    def _free(self, buffer: Buffer) -> None:
-        if buffer.nbytes:
-            self.sample("copied", buffer.group.unit.plan.name)
-            self._buffers.remove(buffer)
+    def _free_buffer(self, group: Group) -> None:
+        if group.all_gather_nbytes:
+            self.sample("copied", group.unit.plan.name)
+            group.buffers["all_gather"] -= group.all_gather_nbytes

@@ -10,6 +10,7 @@ Some tensors live only inside one of FSDP's calls. Of these it counts the tempor
 not the cast of the local shard before an all-gather.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -38,7 +39,6 @@ class MemoryTracker:
 
     def __init__(self, models: Sequence[tuple[nn.Module, Sequence[Unit]]]) -> None:
         self._timeline = Timeline()
-        self._handles: list[Any] = []
         self._groups = [
             _Group(group, unit, index)
             for root, units in models
@@ -52,7 +52,7 @@ class MemoryTracker:
                 for module in unit.modules(root):
                     self._watch_module(module, unit.name)
             before = self._hook(lambda *_: self.sample("forward", ""))
-            self._handles.append(root.register_forward_pre_hook(before, prepend=True))
+            root.register_forward_pre_hook(before, prepend=True)
             self._watch_module(root, "")
 
     def begin_step(self) -> None:
@@ -64,14 +64,6 @@ class MemoryTracker:
         """The timeline since ``begin_step``."""
         self.sample("after step", "")
         return self._timeline
-
-    def close(self) -> None:
-        """Remove all hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for group in self._groups:
-            group.unwatch()
 
     def sample(self, action: str, unit: str, issuing: "_Group | None" = None) -> None:
         """Read what is live now. ``issuing`` is the group whose all-gather is being issued."""
@@ -90,8 +82,8 @@ class MemoryTracker:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self.sample("backward", unit))
 
-        pre_hook = module.register_forward_pre_hook(self._hook(ready), with_kwargs=True)
-        self._handles += [pre_hook, module.register_forward_hook(self._hook(done))]
+        module.register_forward_pre_hook(self._hook(ready), with_kwargs=True)
+        module.register_forward_hook(self._hook(done))
 
     @staticmethod
     def _hook(function: Callable[..., None]) -> Callable[..., None]:
@@ -106,7 +98,6 @@ class _Group:
         self.name = f"{unit.name}/experts" if index else unit.name
         self.kind = unit.kind.value
         self._group = group
-        self._logical_nbytes = 0
         self._buffers = dict.fromkeys(("all_gather", "reduce_scatter", "gradients"), 0)
 
     def watch(self, tracker: MemoryTracker) -> None:
@@ -114,19 +105,11 @@ class _Group:
         # one object would be ambiguous. Here each group gets its own.
         group = self._group
         group._all_gather_comm = _WatchedAllGather(group._all_gather_comm, self, tracker)
-        group._reduce_scatter_comm = _WatchedReduceScatter(
-            group._reduce_scatter_comm, self, tracker
-        )
+        reduce_scatter = group._reduce_scatter_comm
+        group._reduce_scatter_comm = _WatchedReduceScatter(reduce_scatter, self, tracker)
         if any(param.fsdp_placement.dim != 0 for param in group.fsdp_params):
-            group._all_gather_output_fn = _WatchedCopyOut(
-                group._all_gather_output_fn, self, tracker
-            )
-
-    def unwatch(self) -> None:
-        for comm in ("_all_gather_comm", "_reduce_scatter_comm", "_all_gather_output_fn"):
-            watched = getattr(self._group, comm, None)
-            if isinstance(watched, _Watched):
-                setattr(self._group, comm, watched.inner)
+            copy_out = group._all_gather_output_fn
+            group._all_gather_output_fn = _WatchedCopyOut(copy_out, self, tracker)
 
     def add_buffer(
         self, name: str, buffer: torch.Tensor, on_free: Callable[[], None] | None = None
@@ -154,10 +137,8 @@ class _Group:
     def sample_with(self, temporaries: Iterable[torch.Tensor], tracker: MemoryTracker) -> None:
         """Read what is live, and those of ``temporaries`` that are not gathered parameters."""
         gathered = {t.data_ptr() for p in self._group.fsdp_params for t in p.all_gather_outputs}
-        extra = sum(
-            t.untyped_storage().nbytes() for t in temporaries if t.data_ptr() not in gathered
-        )
-        if extra:
+        others = (t for t in temporaries if t.data_ptr() not in gathered)
+        if extra := sum(t.untyped_storage().nbytes() for t in others):
             self._buffers["all_gather"] += extra
             tracker.sample("copying", self.unit)
             self._buffers["all_gather"] -= extra
@@ -169,7 +150,7 @@ class _Group:
         )
         live = Bytes(
             gathered=sum(self._storages().values()),
-            logical=self._nbytes_when_gathered() if is_unsharded else 0,
+            logical=self._nbytes_when_gathered if is_unsharded else 0,
             **self._buffers,
         )
         return GroupBytes(self.name, self.kind, live, is_unsharded)
@@ -182,18 +163,14 @@ class _Group:
             for tensor in _gathered_tensors(param)
         }
 
+    @functools.cached_property
     def _nbytes_when_gathered(self) -> int:
-        if not self._logical_nbytes:
-            mesh_info = self._group.mesh_info
-            assert isinstance(mesh_info, FSDPMeshInfo), "fully_shard shards"
-            world = mesh_info.shard_mesh_size
-            self._logical_nbytes = sum(
-                param.padded_sharded_param_size.numel()
-                * world
-                * (param.param_dtype or param.orig_dtype).itemsize
-                for param in self._group.fsdp_params
-            )
-        return self._logical_nbytes
+        mesh_info = self._group.mesh_info
+        assert isinstance(mesh_info, FSDPMeshInfo), "fully_shard shards"
+        return mesh_info.shard_mesh_size * sum(
+            p.padded_sharded_param_size.numel() * (p.param_dtype or p.orig_dtype).itemsize
+            for p in self._group.fsdp_params
+        )
 
 
 class _Watched:
@@ -222,31 +199,26 @@ class _WatchedReduceScatter(_Watched, ReduceScatter):
 
     def allocate(self, size, *, dtype, device) -> torch.Tensor:
         buffer = self.inner.allocate(size, dtype=dtype, device=device)
-        name, action = (
-            ("gradients", "reduced") if self._next_is_output else ("reduce_scatter", "reduce")
-        )
+        name, action = "reduce_scatter", "reduce"
+        if self._next_is_output:
+            name, action = "gradients", "reduced"
         self._next_is_output = not self._next_is_output
         self._owner.add_buffer(name, buffer)
         self._tracker.sample(action, self._owner.unit)
         return buffer
 
 
-class _WatchedCopyOut(_Watched):
-    """A group's copy-out, with what it allocates for itself counted while it copies."""
+class _WatchedCopyOut(_Watched, TorchDispatchMode):
+    """A group's copy-out; counts as all-gather buffers the tensors that it makes for itself."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        TorchDispatchMode.__init__(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        with _Temporaries(self._owner, self._tracker):
-            self.inner(*args, **kwargs)
-
-
-class _Temporaries(TorchDispatchMode):
-    """Counts as all-gather buffers the tensors that are made here and are not the group's."""
-
-    def __init__(self, owner: _Group, tracker: MemoryTracker) -> None:
-        super().__init__()
-        self._owner = owner
-        self._tracker = tracker
         self._made: list[weakref.ref[torch.Tensor]] = []
+        with self:
+            self.inner(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))

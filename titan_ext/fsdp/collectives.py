@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gathered parameters where they are used, with fewer copies than FSDP2 makes.
+"""Collectives and copies of ours for FSDP2's parameter groups.
+
+FSDP2 lets a parameter group bring the object that allocates its buffers and runs its collectives,
+and a function that copies out (private; tests/test_contracts.py). Only groups whose plan says so
+get ours; sharded parameters, optimizer states and checkpoints are as before.
 
 **Copy out directly.** Where routed experts have more ranks than there are experts, they are sharded
 along dim 1. FSDP2 copies such parameters into a temporary of the whole group, and concatenates that
@@ -9,15 +13,17 @@ into place. A copy between strided views does it at once, bit for bit.
 Here the parameters of a group are views of one buffer, one after the other, and each is gathered
 into its place: no second copy of a unit, and no copy-out.
 
-FSDP2 has an object that gathers and a function that copies out for each parameter group (private;
-tests/test_contracts.py). Only groups that need ours get them.
+**Routed experts at half the bytes** between ranks (``fsdp_expert_all_gather`` and
+``fsdp_expert_reduce_scatter``). Only groups that hold nothing but routed experts: these are most of
+a model's bytes, and no router, norm or embedding is rounded.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_all_gather`` and
 ``_default_all_gather_output_fn``; _fsdp_param.py, ``init_unsharded_param``.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +31,10 @@ import torch.nn as nn
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import (
     FSDPParam,
@@ -32,25 +42,38 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import (
     _get_dtensor_spec_with_dtype,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torchtitan.models.common.moe import GroupedExperts
 
+from titan_ext.fp8.codec import codec_name
+from titan_ext.fp8.saved_tensors import compiles_for
+from titan_ext.fsdp.plan import WIRE_CODEC, FSDPPlan
 from titan_ext.fsdp.units import param_groups
 
-if TYPE_CHECKING:
-    from titan_ext.fsdp.plan import GroupPlan, UnitPlan
+_PIECES = 8
 
 
-def copies_out_directly() -> bool:
-    """Whether this torch (2.15) lets a parameter group bring its own copy-out."""
-    return hasattr(_fsdp_collectives, "_default_all_gather_output_fn")
-
-
-def copy_out_directly(model: nn.Module) -> None:
-    """Give the groups under ``model`` that are sharded along other dims than 0 our copy-out."""
-    if not copies_out_directly():
-        return
-    for group in param_groups(model.modules()):
-        if any(param.fsdp_placement.dim != 0 for param in group.fsdp_params):
-            group._all_gather_output_fn = _copy_out
+def set_collectives(model: nn.Module, plan: FSDPPlan) -> None:
+    """Give the groups of ``model``, which is sharded by ``plan``, what the plan says."""
+    for unit in plan.decoder_units:
+        module = unit.fsdp_module(model)
+        for planned, group in zip(unit.groups, param_groups([module]), strict=True):
+            if planned.in_place:
+                in_place = InPlaceAllGather(group)
+                group._all_gather_comm = in_place
+                group._all_gather_output_fn = in_place.finish
+            elif plan.copies_out_directly and any(p.shard_dim for p in planned.params):
+                group._all_gather_output_fn = _copy_out
+            if not planned.sends_less:
+                continue
+            modules = [param._module_info.module for param in group.fsdp_params]
+            assert all(isinstance(module, GroupedExperts) for module in modules)
+            # What FSDPModule.set_custom_all_gather and set_custom_reduce_scatter do; they refuse a
+            # unit of two groups.
+            if planned.all_gather:
+                group._all_gather_comm = Float8AllGather()
+            if planned.reduce_scatter:
+                group._reduce_scatter_comm = BFloat16ReduceScatter()
+                module.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
@@ -75,27 +98,6 @@ def _copy_out(params: list[FSDPParam], result: Any, world: int) -> None:
         kept = () if whole.is_inference() else (whole,)  # as FSDP2: autograd sees no change
         with torch.autograd._unsafe_preserve_version_counter(kept):
             by_rank.copy_(shard.unflatten(1, shape))
-
-
-def fits_in_place(group: "GroupPlan") -> bool:
-    """Whether the ranks' shards of each parameter, one after the other, are the parameter."""
-    dtypes = {param.dtype for param in group.params}
-    is_even = all(
-        param.shape and param.shard_dim == 0 and param.shape[0] % group.shard_world == 0
-        for param in group.params
-    )
-    return is_even and group.shard_world > 1 and group.all_gather is None and len(dtypes) == 1
-
-
-def gather_in_place(model: nn.Module, units: Iterable["UnitPlan"]) -> None:
-    """Give the groups that are planned so an all-gather into the parameters themselves."""
-    for unit in units:
-        groups = param_groups([unit.fsdp_module(model)])
-        for planned, group in zip(unit.groups, groups, strict=True):
-            if planned.in_place:
-                comm = InPlaceAllGather(group)
-                group._all_gather_comm = comm
-                group._all_gather_output_fn = comm.finish
 
 
 class InPlaceAllGather(AllGather):
@@ -127,13 +129,9 @@ class InPlaceAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Gather, on the current stream, in one launch where the backend can.
+        """Gather (n,) into (ranks * n,), on the current stream, in one launch if the backend can.
 
-        Args:
-            output_tensor: (ranks * n,).
-            input_tensor: (n,), this rank's shards; a part of ``output_tensor``, where others go.
-            group: Whose ranks' shards to gather.
-            async_op: Ignored.
+        ``input_tensor`` is a part of ``output_tensor``, where others go. ``async_op`` is ignored.
         """
         numels = [param.padded_sharded_param_size.numel() for param in self._params]
         shards = input_tensor.clone().split(numels)
@@ -166,3 +164,77 @@ class InPlaceAllGather(AllGather):
             requires_grad = param.sharded_param.requires_grad
             param._unsharded_param = nn.Parameter(whole, requires_grad=requires_grad)
             param._unsharded_param.grad_dtype = param.unsharded_grad_dtype
+
+
+class Float8AllGather(DefaultAllGather):
+    """An all-gather of float8 that fills FSDP2's buffer with the values that float8 stands for.
+
+    Every rank sends ``WIRE_CODEC``'s data and scales of its shard, in one collective. They arrive
+    in the end of the buffer that they are decoded into, so that they need no buffer of their own.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Gather (n,) into (ranks * n,), on the current stream, in bf16, fp16 or fp32.
+
+        ``input_tensor`` may be a part of ``output_tensor``; ``async_op`` is ignored. Returning
+        ``None`` tells FSDP2 that there is nothing to wait for.
+        """
+        ops, codec = torch.ops.titan_ext, codec_name(WIRE_CODEC)
+        one_kernel = compiles_for(input_tensor.device)
+        numel, ranks = input_tensor.numel(), group.size()
+        data, scales = ops.float8_quantize(input_tensor, codec, None, one_kernel)
+        sent = torch.cat((data.view(torch.uint8), scales))
+        received = output_tensor.view(torch.uint8)[-ranks * sent.numel() :]
+        dist.all_gather_into_tensor(received, sent, group=group)
+        # From the front, where a shard's values never reach the bytes of the shards after it. In
+        # pieces, since the codec returns new tensors.
+        packed, values = received.view(ranks, -1), output_tensor.view(ranks, numel)
+        step = math.ceil(ranks / _PIECES)
+        for piece, target in zip(packed.split(step), values.split(step), strict=True):
+            float8 = piece[:, :numel].view(WIRE_CODEC.float8)
+            target.copy_(
+                ops.float8_dequantize(
+                    float8, piece[:, numel:], codec, output_tensor.dtype, one_kernel
+                )
+            )
+
+
+class BFloat16ReduceScatter(DefaultReduceScatter):
+    """A reduce-scatter of bf16 that sums in the dtype of its output, by an all-to-all.
+
+    Gradients of bf16 parameters are bf16 until FSDP2 copies them into the buffer, so this loses
+    nothing. The sum over two ranks is the same to the bit; over more its order may differ.
+    """
+
+    _next_is_output = False  # FSDP2 allocates the input first
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The input in bf16, the output in ``dtype``."""
+        is_output, self._next_is_output = self._next_is_output, not self._next_is_output
+        return super().allocate(size, dtype=dtype if is_output else torch.bfloat16, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum (ranks * n,) in bf16 into (n,) in fp32, on the current stream.
+
+        ``op`` is SUM: Titan divides the loss, not the gradients. ``async_op`` is ignored.
+        """
+        assert op == dist.ReduceOp.SUM
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        by_rank = received.view(group.size(), -1)
+        torch.sum(by_rank, 0, dtype=output_tensor.dtype, out=output_tensor)
