@@ -26,9 +26,9 @@ from titan_ext.activation_checkpoint.budget import (
     solve,
     table_of,
 )
+from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, parse_rules
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.activation_checkpoint.presets import make_plan
-from titan_ext.activation_checkpoint.rules import OpLocation, OpPolicy, parse_rules
 from titan_ext.fp8.local import local_tensor
 from titan_ext.memory_plan import fsdp_kind
 from titan_ext.op_cost import MACHINES

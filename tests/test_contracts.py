@@ -22,6 +22,7 @@ import tyro
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from torch import _utils
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import partitioners
 from torch._guards import detect_fake_mode
@@ -772,6 +773,17 @@ def test_torch_looks_up_parameters_when_backward_begins():
     """titan_ext.limits refuses what makes FSDP2 hold other parameters by then."""
     backward = _Code(pipeline_stage._PipelineStageBase.backward_maybe_with_nosync)
     assert backward.calls("self.submod.parameters") == 2
+
+
+def test_torch_counts_the_functional_collectives_in_flight(one_rank: None):
+    """titan_ext.fp8.saved_tensors waits only if there are any."""
+    group = distributed_c10d._get_default_group().group_name
+    sizes = [_get_work_registry_size()]
+    x = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group)
+    sizes.append(_get_work_registry_size())
+    torch.ops._c10d_functional.wait_tensor(x)
+    sizes.append(_get_work_registry_size())
+    assert [size - sizes[0] for size in sizes] == [0, 1, 0]
 
 
 def test_operations_that_pass_values_on_save_none_for_backward():

@@ -472,8 +472,9 @@ def test_op_policies_by_the_name_in_the_model():
     assert kept == {"layers.1"}
     # Compiled code is not shared with a block that decides otherwise.
     policy, blocks = FP8AC(config), debug_model(layers=3).layers
-    keys = [policy.compiled_decisions(blocks["1"], f"layers.{i}") for i in range(3)]
-    first, second, third = (decisions.key for decisions in keys if decisions)
+    plans = [policy.compiled_plan(blocks["1"], f"layers.{i}") for i in range(3)]
+    names = [name for name, _ in blocks["1"].named_modules()]
+    first, second, third = (plan.key(names) for plan in plans)
     assert first == third != second
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,32 +22,23 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
-from tests.compiled_op_policies import RULES, OpPolicyAC, rule_decisions
+from tests.compiled_op_policies import EXACT, OP_POLICIES
 from tests.fp8_activations import debug_model
 from tests.training import Run, train
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.compiled.checkpoint import Decisions, compiled_checkpoint
-from titan_ext.activation_checkpoint.compiled.partition import (
+from titan_ext.activation_checkpoint.op_policies import BlockPlan, parse_rules
+from titan_ext.activation_checkpoint.partition import (
     Float8Partitioner,
     Saved,
     compile_arguments,
 )
-from titan_ext.activation_checkpoint.rules import OpPolicy, parse_rules
-from titan_ext.compile import apply_activation_checkpointing, parts
+from titan_ext.activation_checkpoint.presets import make_plan
+from titan_ext.compile import apply_activation_checkpointing, compiled_checkpoint, parts
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Wrap, plan_units
 
 B, L, D = 2, 64, 256
 TOKENS = B * L
-
-
-class ExactAC(OpPolicyAC):
-    """The same tensors, all of them exact."""
-
-    rules: ClassVar[dict[str, str]] = {
-        pattern: policy.replace("save_float8", "save") for pattern, policy in RULES.items()
-    }
-    inputs = OpPolicy.SAVE
 
 
 @dataclass
@@ -123,9 +114,9 @@ def run(
 
 
 @functools.cache
-def outcome_of(policy: type[OpPolicyAC], wrap: Wrap) -> Outcome:
+def outcome_of(*, exact: bool, wrap: Wrap) -> Outcome:
     """Of ``run``, once for all tests."""
-    return run(policy(policy.Config()), wrap)
+    return run(FP8AC(EXACT if exact else OP_POLICIES), wrap)
 
 
 def _count_into(waiting: dict[int, int], model: Decoder) -> Callable[[torch.Tensor], Any]:
@@ -186,12 +177,12 @@ EXPECTED: dict[Wrap, list[list]] = {
 @pytest.mark.parametrize("wrap", ["block", "submodule"])
 def test_op_policies_tensor_by_tensor(wrap: Wrap):
     """One graph for each kind of unit; the router and every GEMM whose output is saved run once."""
-    outcome = outcome_of(OpPolicyAC, wrap)
+    outcome = outcome_of(exact=False, wrap=wrap)
     assert [activations(saved) for saved in outcome.saved] == EXPECTED[wrap]
     assert outcome.graphs == len(EXPECTED[wrap])
     assert outcome.operations["aten::topk"] == 1
 
-    exact = outcome_of(ExactAC, wrap)
+    exact = outcome_of(exact=True, wrap=wrap)
     assert exact.operations["aten::mm"] == outcome.operations["aten::mm"]
     assert worst_cosine(outcome, exact) > 0.999
     assert worst_cosine(outcome, exact) < 1
@@ -214,10 +205,10 @@ def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
 
 def test_without_float8_nothing_changes():
     """The partitioner is torch's own for graphs that do not ask for float8."""
-    ours = outcome_of(ExactAC, "block")
+    ours = outcome_of(exact=True, wrap="block")
     model = debug_model(layers=2)
     units = plan_units(model, "block")
-    apply_activation_checkpointing(model, ExactAC(ExactAC.Config()), units, compiled=True)
+    apply_activation_checkpointing(model, FP8AC(EXACT), units, compiled=True)
     for part in parts(model, units):
         part.main.compile(backend="aot_eager", fullgraph=True)
     torch.manual_seed(1)
@@ -277,7 +268,7 @@ def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(layer
         moments.append(moment)
         assert torch.equal(_strange_gradient(rows[moment]), alone[moment]), moment
 
-    policy = OpPolicyAC(OpPolicyAC.Config())
+    policy = FP8AC(OP_POLICIES)
     inductor = run(policy, "submodule", backend="inductor", layers=layers, lengths=(L,), at=check)
     assert moments == list(rows)
     kinds = 2 if layers == 1 else 3
@@ -288,51 +279,34 @@ def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(layer
 
 
 def test_another_length_is_one_more_graph_of_each_kind():
-    outcome = run(OpPolicyAC(OpPolicyAC.Config()), "submodule", lengths=(64, 96, 80, 64))
+    outcome = run(FP8AC(OP_POLICIES), "submodule", lengths=(64, 96, 80, 64))
     assert outcome.graphs == 2 * len(EXPECTED["submodule"])
 
 
 def test_blocks_that_decide_differently_share_no_code():
     """Dynamo would give the second block the code of the first: it does not guard on policies."""
 
-    class SecondExact(OpPolicyAC):
-        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
-            if name == "layers.2":
-                return rule_decisions(parse_rules({"*:aten.topk": "save"}), inputs=self.inputs)
-            return super().compiled_decisions(block, name)
+    class SecondLess(FP8AC):
+        def compiled_plan(self, block: nn.Module, name: str) -> BlockPlan:
+            plan = super().compiled_plan(block, name)
+            rules = parse_rules({"input": "save_float8", "*": "recompute"})
+            return replace(plan, user_rules=rules) if name == "layers.2" else plan
 
-    outcome = run(SecondExact(OpPolicyAC.Config()), "block", layers=3, lengths=(L,))
+    outcome = run(SecondLess(OP_POLICIES), "block", layers=3, lengths=(L,))
     assert [activations(saved) for saved in outcome.saved] == [
         *EXPECTED["block"],
         [INPUT, ("aten.topk", (B, L, 3), "exact")],
     ]
 
 
-def test_a_block_without_decisions_is_not_checkpointed():
-    class SecondFree(OpPolicyAC):
-        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
-            return None if name == "layers.2" else super().compiled_decisions(block, name)
-
-    outcome = run(SecondFree(OpPolicyAC.Config()), "block", layers=3, lengths=(L,))
-    assert not [s for s in outcome.saved[2] if s.treatment.startswith("float8")]
-    assert len(outcome.saved[2]) > len(outcome.saved[1])
-
-
 def test_nothing_is_computed_again_if_asked():
-    """The compiler saves what it would save without a checkpoint, in float8 what the rules name."""
+    """The compiler saves what it would save without a checkpoint, much of it in float8."""
 
-    class Float8None(OpPolicyAC):
-        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
-            rules = {"*:aten.topk": "save", "*.inner_attention": "save", "*": "save_float8"}
-            decisions = rule_decisions(parse_rules(rules), inputs=self.inputs)
-            return replace(decisions, recompute=False)
+    class NoAC(ActivationCheckpointing):
+        def apply(self, model: nn.Module) -> None: ...
 
-    class NoAC(OpPolicyAC):
-        def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
-            return None
-
-    outcome = run(Float8None(OpPolicyAC.Config()), "block")
-    free = run(NoAC(OpPolicyAC.Config()), "block")
+    outcome = run(FP8AC(FP8AC.Config(mode="no_recompute")), "block")
+    free = run(NoAC(SelectiveAC.Config()), "block")
     assert outcome.graphs == 2
     for gemm in ("aten::mm", "aten::_grouped_mm", "aten::topk"):
         assert outcome.operations[gemm] == free.operations[gemm]
@@ -387,9 +361,10 @@ def test_a_discarded_output_that_is_read_is_computed_again(how: str):
     for discards in (False, True):
         module = _ReadsADiscard(how)
         if discards:
-            decisions = rule_decisions(parse_rules({"*:aten.mm": "discard"}))
+            rules = {"*:aten.mm": "discard", "*": "recompute"}
+            plan = make_plan(module, "", FP8AC.Config(preset="stock", op_policies=rules))
             forward = module.forward
-            wrap = compiled_checkpoint({"": module}, "", decisions)
+            wrap = compiled_checkpoint({"": module}, "", plan)
             cast(Any, module).forward = lambda x: wrap(forward, x)  # noqa: B023
             module.compile(
                 fullgraph=True, **compile_arguments(Float8Partitioner(Codec()), "aot_eager")
@@ -402,17 +377,9 @@ def test_a_discarded_output_that_is_read_is_computed_again(how: str):
         assert torch.equal(mine, its)
 
 
-@pytest.mark.parametrize(
-    ("backend", "codec", "message"),
-    [
-        ("eager", Codec(), "compile.backend is 'eager'; .* inductor, aot_eager"),
-        ("inductor", Codec(stochastic=True), "cannot be compiled"),
-        ("aot_eager", Codec(block="tensor"), "cannot be compiled"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused(backend: str, codec: Codec, message: str):
-    with pytest.raises(ValueError, match=message):
-        compile_arguments(Float8Partitioner(codec), backend)
+def test_a_backend_that_ignores_partitioners_is_refused():
+    with pytest.raises(ValueError, match=r"compile.backend is .eager.; .* inductor, aot_eager"):
+        compile_arguments(Float8Partitioner(Codec()), "eager")
 
 
 @pytest.mark.parametrize("routing", [pytest.param("learned", marks=pytest.mark.slow), "one_expert"])

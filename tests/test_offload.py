@@ -154,7 +154,7 @@ def test_device_memory_is_held_for_two_blocks():
     assert sources == {"3", "4"}
     report = model.store.memory_report
     assert report.nbytes < 4096, "what is small stays on the device"
-    assert sum(row.host_nbytes for row in report.rows()) == report.original_nbytes - report.nbytes
+    assert report.host_nbytes == report.original_nbytes - report.nbytes
     del out
 
 
@@ -179,7 +179,7 @@ def test_the_limit(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
         loss = model(x).sum()
     (message,) = [r.getMessage() for r in caplog.records if _LIMIT in r.getMessage()]
     assert f"{_LIMIT} is reached: {limit} bytes. 131072 bytes of 2" in message
-    rows = model.store.memory_report.rows()
+    rows = model.store.memory_report
     assert sum(row.host_nbytes for row in rows) == small.reserved == limit
     assert any(row.nbytes and row.treatment.endswith("no room on the host") for row in rows)
     assert sum(row.nbytes for row in rows) == sum(row.original_nbytes for row in rows) - limit

@@ -43,7 +43,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 from tests import muon
 from tests.cluster import PATIENCE_S, run_ranks
 from tests.collectives import Collective, CollectiveTrace, recorded_as
-from tests.compiled_op_policies import OpPolicyAC
+from tests.compiled_op_policies import OP_POLICIES
 from tests.converters import convert
 from tests.on_cpu import flex_on_cpu, list_all_to_all
 from titan_ext import no_accelerator
@@ -323,7 +323,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         "selective": SelectiveAC.Config(),
         "full": FullAC.Config(),
         "none": None,
-        "op_policies": OpPolicyAC.Config(),
+        "op_policies": OP_POLICIES,
         "fp8": FP8AC.Config(),
         "fp8_full": FP8AC.Config(mode="full"),
         "fp8_no_recompute": FP8AC.Config(mode="no_recompute"),

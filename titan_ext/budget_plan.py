@@ -18,9 +18,8 @@ import torch.nn as nn
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
 from titan_ext.activation_checkpoint.budget import Host, Kind, Solution, solve, table_of
-from titan_ext.activation_checkpoint.op_policies import is_exempt
+from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
 from titan_ext.activation_checkpoint.presets import make_plan
-from titan_ext.activation_checkpoint.rules import OpPolicy
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all

@@ -8,33 +8,69 @@ limit is raised here, too.
 
 A checkpoint around a block would see compiled code instead of matrix multiplications. It would save
 nothing, and so turn selective checkpointing into full. So the checkpoint goes *inside* what is
-compiled, where the compiler asks its policy about every operation. It saves its inputs, and a unit
-is a chain: norm -> attention (-> norm). So its main module runs the whole chain as one compiled
-function, and the other modules return their inputs. No module is added or moved: parameters keep
-their names, FSDP its hooks, and the block its forward.
+compiled. torch.compile does not run it: it traces it, asks its policy about each operation, and
+recomputes what is not saved. Then our partitioner stores in float8 what the policy asks. So eager
+and compiled code share their policies, but "discard" means "recompute" here: the compiler sees the
+whole backward, and recomputes only what it reads.
+
+A checkpoint saves its inputs, and a unit is a chain: norm -> attention (-> norm). So its main
+module runs the whole chain as one compiled function, and the other modules return their inputs. No
+module is added or moved: parameters keep their names, FSDP its hooks, and the block its forward.
 
 Titan's load balancing halves the token counts of blocks wrapped in a checkpoint, because an eager
 recompute counts again. Compiled code does not count again, and these blocks are not wrapped.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch._dynamo
 import torch.nn as nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import traceback as fx_traceback
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy, compiled_checkpoint
-from titan_ext.activation_checkpoint.compiled.partition import Float8Partitioner, compile_arguments
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.op_policies import (
+    BlockPlan,
+    OpLocation,
+    OpPolicy,
+    Resolver,
+    Rule,
+    join,
+    op_name,
+)
+from titan_ext.activation_checkpoint.partition import (
+    Float8Partitioner,
+    add_state,
+    annotation,
+    compile_arguments,
+)
+from titan_ext.fp8.local import parts_in, plain_tensors
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks, vision_modules
 
 _MAIN = ("attention", "attn", "moe", "feed_forward")
 _RECOMPILE_LIMIT = 12
+_ANSWERS = {
+    OpPolicy.SAVE: CheckpointPolicy.MUST_SAVE,
+    OpPolicy.SAVE_FLOAT8: CheckpointPolicy.PREFER_SAVE,
+    OpPolicy.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
+    OpPolicy.DISCARD: CheckpointPolicy.PREFER_RECOMPUTE,
+}
 
 
 def compiles_model(config: CompileConfig) -> bool:
@@ -47,15 +83,14 @@ def apply_activation_checkpointing(
 ) -> None:
     """Apply ``policy`` to the transformer blocks of ``model``, split into ``units``, in place.
 
-    Call it before compile and before FSDP. In eager mode, and for policies that recompute whole
-    blocks, this is ``policy.apply``. Multi-token-prediction blocks stay as they are, as in Titan.
+    Call it before compile and before FSDP. Multi-token-prediction blocks stay as they are, as in
+    Titan.
     """
-    if compiled and isinstance(policy, CompiledPolicy):
+    if compiled and isinstance(policy, FP8AC):
         policy.prepare(model)
         for part in parts(model, units):
-            decisions = policy.compiled_decisions(part.block, part.block_name)
-            if decisions is not None:
-                part.checkpoint(compiled_checkpoint(part.modules, part.child, decisions))
+            plan = policy.compiled_plan(part.block, part.block_name)
+            part.checkpoint(compiled_checkpoint(part.modules, part.child, plan, policy.used_rules))
     elif compiled and splits_blocks(units) and isinstance(policy, SelectiveAC):
         policy.apply(_Layers({}))
         for part in parts(model, units):
@@ -87,7 +122,7 @@ class Part:
     @property
     def name(self) -> str:
         """The name of ``main`` in the model."""
-        return ".".join(part for part in (self.block_name, self.child) if part)
+        return join(self.block_name, self.child)
 
     def checkpoint(self, checkpoint: Callable[..., Any]) -> None:
         """Let ``main`` run the whole chain as ``checkpoint(function, *args, **kwargs)``."""
@@ -126,13 +161,117 @@ def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[Part]:
         yield Part(block, unit.block, modules, child)
 
 
+def compiled_checkpoint(
+    modules: Mapping[str, nn.Module],
+    main: str,
+    plan: BlockPlan,
+    used_rules: set[Rule] | None = None,
+) -> Callable[..., Any]:
+    """A checkpoint for compiled code, to be called with a function and its arguments.
+
+    The function runs ``modules``, by name in the block ("" is the block itself), from ``main``.
+    ``used_rules`` collects the user's rules that decided an operation.
+    """
+    # Compiled code is shared between blocks. Dynamo (2.15) does not look at a checkpoint's policy
+    # to tell whether it may be; it does look at constants that the traced function uses.
+    inputs = Resolver(plan, used_rules).resolve_input()
+    names = [
+        join(top, canonical_fqn(name))
+        for top, part in modules.items()
+        for name, _ in part.named_modules()
+    ]
+    notes = annotation(inputs, plan.key(names), recompute=plan.base != "autograd")
+
+    def context_fn() -> Any:
+        locator = TracedOpLocator(modules, main)
+        resolver = Resolver(plan, used_rules)
+
+        def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            location = locator.locate(func, args, ctx.op_output)
+            return _ANSWERS[resolver.resolve(location, ctx, func, args, kwargs, ctx.op_output)]
+
+        return create_selective_checkpoint_contexts(policy)
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with fx_traceback.annotate(notes):
+            return checkpoint(
+                function,
+                *args,
+                use_reentrant=False,
+                context_fn=context_fn,
+                early_stop=False,
+                **kwargs,
+            )
+
+    return call
+
+
+class TracedOpLocator:
+    """Names the operations of ``modules`` while they are traced; what is in none is ``root``'s."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], root: str) -> None:
+        self._root = root
+        self._modules = {
+            str(id(module)): join(top, canonical_fqn(name))
+            for top, part in modules.items()
+            for name, module in part.named_modules()
+        }
+        self._operands = {
+            storage: join(top, canonical_fqn(name))
+            for top, part in modules.items()
+            for name, param in part.named_parameters()
+            for storage in _stand_ins(param)
+        }
+        buffers = [s for part in modules.values() for b in part.buffers() for s in _stand_ins(b)]
+        add_state(_fake_mode(), [*self._operands, *buffers])
+
+    def locate(self, func: Any, args: tuple[Any, ...], out: Any) -> OpLocation:
+        """The location of a call of ``func``."""
+        operand = self._operand(args)
+        if operand and func is torch.ops.aten._to_copy.default:
+            # The parameter in another dtype is still the parameter.
+            self._operands |= dict.fromkeys(_storages(out), operand)
+        module = self._module()
+        return OpLocation(module, op_name(func), operand.removeprefix(module).lstrip("."))
+
+    def _module(self) -> str:
+        # Dynamo writes the ids of the modules that it is in, from the outermost, on every node.
+        stack = fx_traceback.get_current_meta().get("nn_module_stack", {})
+        return next(
+            (self._modules[key] for key in reversed(stack) if key in self._modules), self._root
+        )
+
+    def _operand(self, args: tuple[Any, ...]) -> str:
+        found = (self._operands.get(storage) for storage in _storages(args))
+        return next((name for name in found if name), "")
+
+
+def _stand_ins(param: torch.Tensor) -> Iterator[int]:
+    for part in plain_tensors(param):
+        # The tracer has met the parameter before: this is the same fake tensor, not a new one.
+        yield _fake_mode().from_tensor(part).untyped_storage()._cdata
+
+
+def _fake_mode() -> FakeTensorMode:
+    mode = detect_fake_mode()
+    assert mode is not None, "a traced location is asked for outside of torch.compile"
+    return mode
+
+
+def _storages(values: Any) -> Iterator[int]:
+    for part in parts_in(values):
+        if isinstance(part, FunctionalTensor):
+            part = torch._from_functional_tensor(part.elem)
+        yield part.untyped_storage()._cdata
+
+
 def compile_units(
     model: Decoder,
     units: Sequence[Unit],
     *,
     compile_config: CompileConfig,
     parallel_dims: ParallelDims,
-    float8: CompiledPolicy | None = None,
+    float8: FP8AC | None = None,
 ) -> None:
     """Compile the blocks of ``model``, or the modules of ``units`` that split them, in place.
 
@@ -142,7 +281,7 @@ def compile_units(
     """
     float8_arguments = None
     if float8 is not None:
-        partitioner = Float8Partitioner(float8.compiled_codec(), report=float8.take_graph)
+        partitioner = Float8Partitioner(float8.codec, report=float8.reporter.add_graph)
         float8_arguments = compile_arguments(partitioner, compile_config.backend)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         # A block may be compiled once while its inputs are still in flight (AsyncCollectiveTensor)

@@ -8,14 +8,9 @@ sends every token again. ``_c10d_functional.all_to_all_single`` does the same ex
 and is an op that gloo runs and a checkpoint policy can save. Titan itself uses it for its other
 backends and under torch.compile.
 
-``use_functional_all_to_all`` puts the class into the model config, as Titan's override mechanism
-would; it patches no Titan code.
-
-Saving what the exchanges deliver costs memory, repeating them costs time: ``saves_all_to_all``
-decides.
-
-The exchange that returns the experts' outputs has two halves. ``overlap_shared_experts`` lets a
-layer's shared experts run between them, in forward and, in reverse, in backward.
+``saves_all_to_all`` decides whether checkpointing saves what the exchanges deliver, which costs
+memory, or repeats them, which costs time. ``overlap_shared_experts`` lets a layer's shared experts
+run while the experts' outputs travel back, in forward and, in reverse, in backward.
 """
 
 import contextlib
@@ -191,16 +186,10 @@ def _storage_of(x: torch.Tensor) -> int:
 
 
 def overlap_shared_experts(model: nn.Module) -> int:
-    """Let shared experts run while the outputs of routed ones travel back to their ranks.
+    """Let shared experts run while routed ones' outputs travel back; return in how many layers.
 
-    Results are the same, bit for bit: nothing is added up in another order.
-
-    Args:
-        model: After expert parallelism. Layers with a forward or a dispatcher of their own stay as
-            they are.
-
-    Returns:
-        How many layers do.
+    Results are the same, bit for bit: nothing is added up in another order. Call it after expert
+    parallelism. Layers with a forward or a dispatcher of their own stay as they are.
     """
     layers = 0
     for layer in model.modules():
@@ -232,10 +221,7 @@ def use_functional_all_to_all(spec: ModelSpec) -> int:
     """Swap Titan's all-to-all dispatcher for ours in the model config of ``spec``, in place.
 
     It swaps the exact stock class only. DeepEP, HybridEP, the padded torchao dispatcher and a
-    user's own subclass stay as they are.
-
-    Returns:
-        How many dispatcher configs were swapped (the number of MoE layers that use it).
+    user's own subclass stay as they are. Returns in how many MoE layers it did.
     """
     swapped = 0
     for _, config, parent, key in list(spec.traverse(AllToAllTokenDispatcher.Config)):
@@ -254,10 +240,8 @@ def use_functional_all_to_all(spec: ModelSpec) -> int:
 def saves_all_to_all(parallelism: Any, ep: int, *, compiled: bool) -> bool:
     """Whether selective activation checkpointing saves what the exchanges deliver.
 
-    Args:
-        parallelism: Titan's section (decided as "auto") or ours.
-        ep: Ranks that exchange tokens; neighbours, so that they span nodes if a node has fewer.
-        compiled: Whether the model is compiled.
+    ``parallelism`` is Titan's section (decided as "auto") or ours. The ``ep`` ranks that exchange
+    tokens are neighbours, so that they span nodes if a node has fewer.
     """
     value: SaveAllToAll = getattr(parallelism, "save_all_to_all", "auto")
     if value != "auto":

@@ -15,6 +15,7 @@ missing. ``HuggingFaceExport`` tries the same conversions first.
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def _without_copies(tensor: DTensor) -> torch.Tensor:
     assert names is not None
     mesh = tensor.device_mesh[tuple(names[axis] for axis in axes)]
     placements = tuple(tensor.placements[axis] for axis in axes)
-    return Layout(mesh, placements, tensor.shape).wrap(tensor.to_local())
+    return replace(Layout.of(tensor), mesh=mesh, placements=placements).wrap(tensor.to_local())
 
 
 class HuggingFaceExport(RunCheck):

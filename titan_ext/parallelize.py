@@ -16,7 +16,7 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.compiled.checkpoint import CompiledPolicy
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_to_all
 from titan_ext.compile import apply_activation_checkpointing, compile_units, compiles_model
 from titan_ext.configs import check_parallelism
@@ -123,7 +123,7 @@ def parallelize(
             units,
             compile_config=compile_config,
             parallel_dims=parallel_dims,
-            float8=policy if isinstance(policy, CompiledPolicy) else None,
+            float8=policy if isinstance(policy, FP8AC) else None,
         )
 
     # 5. FSDP, the outermost: it wraps what the other passes have made of the modules.

@@ -4,8 +4,8 @@
 ``policy`` is the configuration and the entry point. ``op_policies`` decides for each operation.
 ``blocks`` checkpoints one block; ``no_recompute`` is a block that recomputes nothing. ``discards``
 proves that nothing reads what is discarded, and ``memory_report`` counts bytes. ``early_scores``
-changes Titan's experts so that more can be discarded. ``compiled`` does the same under
-torch.compile, inside of what ``titan_ext.compile`` compiles.
+changes Titan's experts so that more can be discarded. ``partition`` stores in float8 what
+``titan_ext.compile`` compiles.
 """
 
 from titan_ext.activation_checkpoint.memory_report import (
@@ -14,12 +14,12 @@ from titan_ext.activation_checkpoint.memory_report import (
     OpRow,
     memory_report_of,
 )
+from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, Rule
 from titan_ext.activation_checkpoint.policy import (
     FP8AC,
     enable_fp8_activation_checkpointing,
     measure_block,
 )
-from titan_ext.activation_checkpoint.rules import OpLocation, OpPolicy, Rule
 
 __all__ = [
     "FP8AC",

@@ -28,12 +28,15 @@ from titan_ext.activation_checkpoint.discards import (
     makes_node,
 )
 from titan_ext.activation_checkpoint.op_policies import (
+    INPUT,
     BlockPlan,
+    OpLocation,
+    OpPolicy,
     Resolver,
     is_exchange,
     is_exempt,
+    op_name,
 )
-from titan_ext.activation_checkpoint.rules import INPUT, OpLocation, OpPolicy, op_name
 from titan_ext.fp8 import Codec
 from titan_ext.fp8.local import parts_in, storage_ids, tensors_in
 from titan_ext.op_cost import Machine, op_cost
@@ -255,7 +258,7 @@ class _Tracer(TorchDispatchMode):
         self._is_foreign.append(self._foreign())
         floats = [x for x in tensors_in(out) if x.is_floating_point()]
         left = len(self.locator.left)
-        self._entries.append([Discarded(x, "", left, location.op) for x in floats])
+        self._entries.append([Discarded(x, location, left) for x in floats])
         return out
 
     def graph(self, out: Any, rates: Machine, sizes: "_Sizes") -> BlockGraph:

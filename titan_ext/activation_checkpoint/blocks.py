@@ -7,13 +7,13 @@ output that the policy saves. They store them in the form that the policy names.
 to one call: a pipeline runs several forwards before the first backward.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -23,13 +23,22 @@ from torch.utils.checkpoint import (
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
+from titan_ext.activation_checkpoint.discards import DiscardTracker
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
-from titan_ext.activation_checkpoint.op_policies import BlockPlan, Resolver, is_copy_to_host
-from titan_ext.activation_checkpoint.rules import GEMMS, INPUT, OpLocation, OpPolicy, Rule, op_name
+from titan_ext.activation_checkpoint.op_policies import (
+    GEMMS,
+    INPUT,
+    BlockPlan,
+    OpLocation,
+    OpPolicy,
+    Resolver,
+    Rule,
+    is_copy_to_host,
+    op_name,
+)
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
-from titan_ext.fp8.host import Offload
-from titan_ext.fp8.local import is_plain, plain_tensors, storage_ids, tensors_in
+from titan_ext.fp8.host import HostGroup, Offload
+from titan_ext.fp8.local import may_wrap, plain_tensors, storage_ids, tensors_in
 from titan_ext.op_cost import count_flops
 
 _CODEC_BLOCK = 128
@@ -90,10 +99,10 @@ class OpLocator:
     def locate(self, func: Any, args: tuple[Any, ...]) -> OpLocation:
         """The location of a call of ``func``; with a GEMM's operand if ``begin`` asked for it."""
         module, op = self._stack[-1], op_name(func)
-        operand = ""
-        if self._with_operands and op in GEMMS:
-            names = (self._name_of(arg) for arg in args if isinstance(arg, torch.Tensor))
-            operand = next((name for name in names if name), "")
+        if not self._with_operands or op not in GEMMS:
+            return OpLocation(module, op)
+        names = (self._name_of(arg) for arg in args if isinstance(arg, torch.Tensor))
+        operand = next(filter(None, names), "")
         return OpLocation(module, op, operand.removeprefix(module).lstrip("."))
 
     def see_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -151,44 +160,69 @@ def attention_statistics(module: str, op: str, out: Any) -> list[torch.Tensor]:
     They have fewer axes than its result. They must stay exact, because backward recomputes the
     probabilities from them. Empty for other operations.
     """
-    if not ("attn" in op or "attention" in op or "inner_attention" in module.split(".")):
+    if not _attends(module, op):
         return []
     tensors = list(tensors_in(out))
     axes = max((x.dim() for x in tensors), default=0)
     return [x for x in tensors if x.dim() < axes]
 
 
+@functools.cache
+def _attends(module: str, op: str) -> bool:
+    return "attn" in op or "attention" in op or "inner_attention" in module.split(".")
+
+
 @dataclass(eq=False, kw_only=True)
-class BlockCheckpoint:
-    """A ``checkpoint_fn`` for torch's ``CheckpointWrapper``.
+class EagerBlock:
+    """What all forwards of one block share.
 
     Attributes:
-        name: Of the block, in the model.
         plan: Its policies.
-        store: Where outputs go.
+        store: Where saved tensors go.
         locator: Names its operations.
         offload: Takes what a policy keeps on the host; None if none does.
-        options: For ``torch.utils.checkpoint.checkpoint``.
-        used_rules: Collects the user's rules that decided an operation.
-        on_report: Called with the report of the first forward.
-        refused_discards: Where a preset must not discard, because something reads the output.
+        on_report: Called with the report of the first forward, and where its operations were.
     """
 
-    name: str
     plan: BlockPlan
     store: SavedTensorStore
     locator: OpLocator
     offload: Offload | None
+    on_report: Callable[[BlockMemoryReport, list[OpLocation]], None]
+    is_reported: bool = False
+
+    def host_group(self) -> HostGroup | None:
+        """Takes what one forward, which begins, keeps on the host."""
+        return self.offload.begin(self.plan.name) if self.offload is not None else None
+
+    def report(
+        self, entries: list[Any], calls: Sequence[tuple[OpLocation, OpPolicy, int]] = ()
+    ) -> None:
+        """End of the first forward; see ``BlockMemoryReport.of``."""
+        self.is_reported = True
+        report = BlockMemoryReport.of(self.plan.name, entries, calls)
+        entries.clear()
+        self.on_report(report, [location for location, *_ in calls])
+
+
+@dataclass(eq=False, kw_only=True)
+class BlockCheckpoint(EagerBlock):
+    """A ``checkpoint_fn`` for torch's ``CheckpointWrapper``.
+
+    Attributes:
+        options: For ``torch.utils.checkpoint.checkpoint``.
+        used_rules: Collects the user's rules that decided an operation.
+        refused_discards: Where a preset must not discard, because something reads the output.
+    """
+
     options: dict[str, Any]
     used_rules: set[Rule]
-    on_report: Callable[[BlockMemoryReport], None]
     refused_discards: set[OpLocation] = field(default_factory=set)
-    _is_reported: bool = False
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return module(*args, **kwargs)
-        call = _Call(self, counting=not self._is_reported)
+        call = _Call(self, counting=not self.is_reported)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, restore):
             out = checkpoint(
                 module,
@@ -201,9 +235,6 @@ class BlockCheckpoint:
                 **kwargs,
             )
         call.finish(module, out)
-        if not self._is_reported:
-            self._is_reported = True
-            self.on_report(call.report())
         return out
 
 
@@ -215,12 +246,11 @@ class _Call:
         self._plan = owner.plan
         self._locator = owner.locator
         self._resolver = Resolver(owner.plan, owner.used_rules, owner.refused_discards)
-        self._host = owner.offload.begin(owner.name) if owner.offload is not None else None
+        self._host = owner.host_group()
         self._discards = DiscardTracker()
-        self._discard_locations: dict[Discarded, OpLocation] = {}
         self._counting = counting
         self._entries: list[Any] = []
-        self._ops: list[tuple[str, OpPolicy, int]] = []
+        self._ops: list[tuple[OpLocation, OpPolicy, int]] = []
         # Of the last operation, whose outputs ``pack`` gets.
         self._location = _INPUT
         self._policy = self._resolver.resolve_input()
@@ -246,19 +276,20 @@ class _Call:
             self._discards.see(func, self._locator.module, args, out, recomputed=recompute)
         if self._counting:
             flops = count_flops(func, args, kwargs, out)
-            name = str(self._locator.locate(func, args)) if flops else ""
-            self._ops.append((name, policy, flops))
+            self._ops.append((self._locator.locate(func, args), policy, flops))
         return CheckpointPolicy.PREFER_RECOMPUTE if recompute else CheckpointPolicy.MUST_SAVE
 
     def pack(self, x: torch.Tensor) -> Any:
         """Store one tensor: torch passes every input of the block and every saved output."""
         policy, location = self._policy, self._location
-        if policy is OpPolicy.DISCARD and x.is_floating_point():
-            entry: Any = Discarded(x, str(location), len(self._locator.left), location.op)
-            self._discards.add(entry, x)
-            self._discard_locations[entry] = location
-        elif not (policy.is_float8 or policy.on_host) and self._may_stay(x):
-            return x
+        if policy is OpPolicy.DISCARD and x.is_floating_point() and may_wrap(x):
+            entry: Any = self._discards.add(x, location, len(self._locator.left))
+        elif (
+            not (policy.is_float8 or policy.on_host or self._counting)
+            and location is not _INPUT  # which carries its graph
+            and may_wrap(x)
+        ):
+            return x  # as stock checkpointing does
         else:
             reason = _reason(location)
             if policy.is_float8:
@@ -271,39 +302,26 @@ class _Call:
             self._entries.append(entry)
         return entry
 
-    def _may_stay(self, x: torch.Tensor) -> bool:
-        """Whether to keep ``x`` as stock checkpointing does. Inputs carry their graph."""
-        return (
-            not self._counting
-            and self._location is not _INPUT
-            and (is_plain(x) or type(x) is DTensor)
-        )
-
     def finish(self, module: nn.Module, out: Any) -> None:
         """End of the forward: free discarded values, unless something reads them."""
         self._discards.finish([*self._locator.left, module], out)
-        for entry, location in self._discard_locations.items():
+        for entry in self._discards.discarded:
             if entry.reader:
-                self._refuse_discard(location, entry)
+                self._refuse_discard(entry.location, entry.reader)
         self._discards = DiscardTracker()
-        self._discard_locations.clear()
+        if self._counting:
+            self._owner.report(self._entries, self._ops)
 
-    def report(self) -> BlockMemoryReport:
-        """Of what has been stored."""
-        report = BlockMemoryReport.of(self._owner.name, self._entries, self._ops)
-        self._entries.clear()
-        return report
-
-    def _refuse_discard(self, location: OpLocation, entry: Discarded) -> None:
-        name = self._owner.name
+    def _refuse_discard(self, location: OpLocation, reader: str) -> None:
+        name = self._plan.name
         rules = [rule for rule in self._plan.user_rules if rule.policy is OpPolicy.DISCARD]
         if any(rule.matches(location, name) for rule in rules):
             raise ValueError(
                 f"activation_checkpoint.op_policies: {location} of {name} cannot be discarded: "
-                f"{entry.reader} reads it. Expected save, save_float8 or recompute."
+                f"{reader} reads it. Expected save, save_float8 or recompute."
             )
         self._owner.refused_discards.add(location)
-        logger.info(f"{name}: {location} is not discarded: {entry.reader} reads it.")
+        logger.info(f"{name}: {location} is not discarded: {reader} reads it.")
 
 
 def restore(entry: Any) -> torch.Tensor:

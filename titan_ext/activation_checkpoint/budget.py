@@ -30,8 +30,13 @@ from titan_ext.activation_checkpoint.block_graph import (
     Call,
     Node,
 )
-from titan_ext.activation_checkpoint.op_policies import BlockPlan
-from titan_ext.activation_checkpoint.rules import INPUT, ROOT, OpPolicy, parse_rules
+from titan_ext.activation_checkpoint.op_policies import (
+    INPUT,
+    ROOT,
+    BlockPlan,
+    OpPolicy,
+    parse_rules,
+)
 from titan_ext.names import format_bytes
 
 __all__ = ["BudgetTooSmallError", "Host", "Kind", "Solution", "solve", "table_of"]

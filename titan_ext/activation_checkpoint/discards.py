@@ -6,19 +6,16 @@ feed-forward, which is only added to something. Each forward keeps the output un
 decides anew. It discards the output only if all of this holds:
 
 1. No dispatched operation on its values, or on anything computed from them, has a derivative that
-    reads an operand. (Those of additions, copies, views and exchanges do not.) Nor does the
-    derivative of the operation itself read its result, as a sigmoid's does. The tracker follows
-    values by storage, through ``detach`` too.
+    reads an operand. Nor does its own derivative read its result, as a sigmoid's does. The tracker
+    follows values by storage, through ``detach`` too.
 2. No custom ``torch.autograd.Function`` ran after it in the block: it may save anything, and its
     kernels may bypass dispatch. Every autograd node has a sequence number, so each later number
     must belong to one of torch's own nodes, found from the block's outputs.
 3. No user's forward hook runs on a module that encloses it or starts after it.
-4. Nothing but the block's outputs holds these values after the forward: no attribute, buffer or
-   list, as storages' reference counts show.
+4. Nothing but the block's outputs holds these values after the forward, as storages' reference
+    counts show.
 
-Else that forward keeps the output and reports the reason. The proof may refuse a sound discard. It
-cannot see code that reads a discarded output by its address, outside autograd and outside any
-custom Function. Examples are ``Tensor.numpy`` and a raw kernel under ``no_grad``.
+Else that forward keeps the output and reports the reason. docs/fp8_ac.md says what this cannot see.
 """
 
 import functools
@@ -33,9 +30,17 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
 
-from titan_ext.activation_checkpoint.rules import op_name
-from titan_ext.fp8.local import parts_in, plain_tensors, storage_ids, tensors_in
-from titan_ext.fp8.stored import StoredEntry, storages_of
+from titan_ext.activation_checkpoint.op_policies import OpLocation, op_name
+from titan_ext.fp8.local import (
+    local_tensor,
+    parts_in,
+    plain_tensors,
+    storage_ids,
+    storages_of,
+    tensors_in,
+    wrapping,
+)
+from titan_ext.fp8.saved_tensors import StoredEntry
 
 READ_NO_VALUES = frozenset(
     """
@@ -78,19 +83,18 @@ _KNOWN_HOOKS = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
 class Discarded(StoredEntry):
     """A ``StoredEntry`` that keeps nothing once ``finish`` finds its output unread.
 
-    ``op`` is the operation that made it.
-
     Attributes:
+        location: The operation that made it.
         reader: Who reads it; "" if nobody does.
         in_graph: Whether it was computed outside of custom Functions and ``no_grad``.
         node: The number of its own autograd node, or of the last one before it.
         modules_left: How many modules of the block had returned.
     """
 
-    def __init__(self, x: torch.Tensor, name: str, modules_left: int, op: str = "") -> None:
-        self.name = name
+    def __init__(self, x: torch.Tensor, location: OpLocation, modules_left: int) -> None:
+        self.location, self.name = location, str(location)
         self.known_functions: tuple[str, ...] = _GEMM_FUNCTIONS
-        if op in READ_NO_VALUES:  # nor does their backward read what they return
+        if location.op in READ_NO_VALUES:  # nor does their backward read what they return
             self.known_functions += _PASSING_FUNCTIONS
         self.treatment = "exact: not known to be unread"
         self.original = storages_of(x)
@@ -136,10 +140,12 @@ class DiscardTracker:
         self._holders: dict[int, tuple[StorageWeakRef, set[Discarded]]] = {}
         self._nodes_of_ops: set[int] = set()
 
-    def add(self, entry: Discarded, x: torch.Tensor) -> None:
-        """``x`` has been discarded."""
+    def add(self, x: torch.Tensor, location: OpLocation, modules_left: int) -> Discarded:
+        """Discard ``x``; see ``Discarded``."""
+        entry = Discarded(x, location, modules_left)
         self.discarded.append(entry)
         self._follow({entry}, x)
+        return entry
 
     def see(self, func: Any, module: str, args: Any, out: Any, *, recomputed: bool) -> None:
         """An operation has run; ``recomputed``: it runs again, on the stand-ins."""
@@ -212,26 +218,13 @@ def _blame(entries: Iterable[Discarded], reader: str) -> None:
 
 
 def _stand_in(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that makes NaNs with the type and layout of ``x``; it holds no tensor."""
-    if hasattr(x, "__tensor_flatten__"):
-        names, context = x.__tensor_flatten__()
-        parts = {name: getattr(x, name) for name in names}  # a DTensor names its mesh, too
-        make = {n: _stand_in(part) for n, part in parts.items() if isinstance(part, torch.Tensor)}
-        rest = {name: part for name, part in parts.items() if name not in make}
-        kind: Any = type(x)
-        outer_size, outer_stride = x.size(), x.stride()
-        return lambda: kind.__tensor_unflatten__(
-            {**rest, **{name: made() for name, made in make.items()}},
-            context,
-            outer_size,
-            outer_stride,
-        )
-    size, stride, dtype, device = x.size(), x.stride(), x.dtype, x.device
-    numel = (
-        1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if x.numel() else 0
-    )
-    return lambda: torch.full((numel,), torch.nan, dtype=dtype, device=device).as_strided(
-        size, stride
+    """A function that makes NaNs with the layout of ``x``; it holds no tensor."""
+    local, wrap = local_tensor(x), wrapping(x)
+    size, stride, dtype, device = local.size(), local.stride(), local.dtype, local.device
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    numel = last + 1 if local.numel() else 0
+    return lambda: wrap(
+        torch.full((numel,), torch.nan, dtype=dtype, device=device).as_strided(size, stride)
     )
 
 

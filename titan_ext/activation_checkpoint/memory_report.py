@@ -7,7 +7,6 @@ get; those bytes are per token.
 """
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,9 +19,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.compiled.partition import Saved
-from titan_ext.activation_checkpoint.rules import OpPolicy
-from titan_ext.fp8 import Codec, MemoryRow, memory_rows
+from titan_ext.activation_checkpoint.op_policies import OpPolicy
+from titan_ext.activation_checkpoint.partition import Saved
+from titan_ext.fp8 import Codec, MemoryRow, MemoryRows, memory_rows
 
 _KEY = "activation_checkpoint"
 _COULD_NOT = tuple(f"exact: {why}" for why in ("float", "small", "expanded", "would not shrink"))
@@ -31,10 +30,9 @@ _COULD_NOT = tuple(f"exact: {why}" for why in ("float", "small", "expanded", "wo
 
 @dataclass(frozen=True)
 class OpRow:
-    """Operations of one forward, by policy.
+    """Operations of one forward, by policy; ``flops`` are those of all ``calls``.
 
-    ``name`` is module, operation and parameter ("moe.routed_experts:aten._grouped_mm:w2_EDF"); the
-    operations without a FLOP formula are one row, "other". ``flops`` are those of all ``calls``.
+    ``name`` is that of an ``OpLocation``, or "other" for all operations without a FLOP formula.
     """
 
     name: str
@@ -54,29 +52,29 @@ class BlockMemoryReport:
     """
 
     block: str
-    stored: tuple[MemoryRow, ...]
+    stored: MemoryRows
     ops: tuple[OpRow, ...]
     packs: int
 
     @classmethod
     def of(
-        cls, block: str, entries: Iterable[Any], calls: Iterable[tuple[str, OpPolicy, int]] = ()
+        cls, block: str, entries: Iterable[Any], calls: Iterable[tuple[Any, OpPolicy, int]] = ()
     ) -> "BlockMemoryReport":
-        """Make a report from stored tensors, and the name, policy and FLOPs of operations."""
+        """Make a report from stored tensors, and the place, policy and FLOPs of operations."""
         packed = list(entries)
-        named = (((name if n else "other", policy), (1, n)) for name, policy, n in calls)
+        named = (((str(at) if n else "other", policy), (1, n)) for at, policy, n in calls)
         ops = tuple(OpRow(*key, *total) for key, total in _sums(named).items())
-        return cls(block, tuple(memory_rows(packed)), ops, len(packed))
+        return cls(block, memory_rows(packed), ops, len(packed))
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the device until backward."""
-        return sum(row.nbytes for row in self.stored)
+        return self.stored.nbytes
 
     @property
     def host_nbytes(self) -> int:
         """Bytes held on the host until backward."""
-        return sum(row.host_nbytes for row in self.stored)
+        return self.stored.host_nbytes
 
     @property
     def flops(self) -> int:
@@ -98,7 +96,7 @@ class MemoryReport:
     def __init__(self, blocks: Iterable[BlockMemoryReport]) -> None:
         self.blocks = tuple(blocks)
 
-    def rows(self) -> list[MemoryRow]:
+    def rows(self) -> MemoryRows:
         """Tensor classes over all blocks."""
         sums = _sums(
             (
@@ -108,7 +106,7 @@ class MemoryReport:
             for block in self.blocks
             for row in block.stored
         )
-        return [MemoryRow(*key, *total) for key, total in sorted(sums.items())]
+        return MemoryRows(MemoryRow(*key, *total) for key, total in sorted(sums.items()))
 
     def metrics(self) -> dict[str, float]:
         """Totals by metric name."""
@@ -130,16 +128,8 @@ class MemoryReport:
         return {f"{_KEY}/{name}": value for name, value in totals.items()}
 
     def __str__(self) -> str:
-        head = f"{'tensors':>8} {'MiB':>10} {'host MiB':>10} {'bf16 MiB':>10}"
-        lines = [f"{head}  treatment, class"]
-        for row in self.rows():
-            sizes = (row.nbytes, row.host_nbytes, row.original_nbytes)
-            columns = " ".join(f"{nbytes / 2**20:10.3f}" for nbytes in sizes)
-            lines.append(f"{row.entries:8} {columns}  {row.treatment}, {row.name}")
-        lines += [
-            f"{name.partition('/')[2]}: {value:.4g}" for name, value in self.metrics().items()
-        ]
-        return "\n".join(lines)
+        totals = [f"{name.partition('/')[2]}: {n:.4g}" for name, n in self.metrics().items()]
+        return "\n".join([str(self.rows()), *totals])
 
 
 @dataclass(frozen=True)
@@ -160,21 +150,6 @@ class GraphRow:
     nbytes_a_token: int
 
 
-def graph_rows(saved: Sequence[Saved], codec: Codec) -> list[GraphRow]:
-    """The rows of one graph, sorted. Parameters, which are exact inputs, are left out."""
-    found = []
-    for tensor in saved:
-        if tensor.source == "input" and tensor.treatment.startswith("exact"):
-            continue
-        shape = torch.Size(size if isinstance(size, int) else 1 for size in tensor.shape)
-        is_float8 = tensor.treatment.startswith("float8")
-        nbytes = codec.nbytes(shape) if is_float8 else math.prod(shape) * tensor.dtype.itemsize
-        is_fixed = all(isinstance(size, int) for size in tensor.shape)
-        sizes = (1, nbytes, 0) if is_fixed else (1, 0, nbytes)
-        found.append(((tensor.source, tensor.treatment), sizes))
-    return [GraphRow(*key, *total) for key, total in sorted(_sums(found).items())]
-
-
 def _sums(items: Iterable[tuple[Any, Sequence[int]]]) -> dict[Any, list[int]]:
     """The numbers of each key, summed by position."""
     sums: dict[Any, list[int]] = {}
@@ -183,14 +158,15 @@ def _sums(items: Iterable[tuple[Any, Sequence[int]]]) -> dict[Any, list[int]]:
     return sums
 
 
-_REPORTERS: WeakKeyDictionary[nn.Module, "MemoryReporter"] = WeakKeyDictionary()
+REPORTERS: WeakKeyDictionary[nn.Module, "MemoryReporter"] = WeakKeyDictionary()
+"""By model, for ``memory_report_of``."""
 
 
 class MemoryReporter:
     """Collects what one policy keeps: logged and written to the run's folder when it is complete.
 
     ``dump_folder`` is that of the run, or ""; ``wants_float8`` tells whether the policy asks for
-    it.
+    float8.
     """
 
     def __init__(self, codec: Codec, dump_folder: str, wants_float8: Callable[[], bool]) -> None:
@@ -200,10 +176,6 @@ class MemoryReporter:
         self.is_compiled = False
         self.blocks: dict[str, BlockMemoryReport | None] = {}
         self.graphs: list[list[GraphRow]] = []
-
-    def report_for(self, model: nn.Module) -> None:
-        """Register the report of ``model`` for ``memory_report_of``."""
-        _REPORTERS[model] = self
 
     @property
     def report(self) -> MemoryReport:
@@ -223,8 +195,20 @@ class MemoryReporter:
         return True
 
     def add_graph(self, saved: Sequence[Saved]) -> None:
-        """Add what a compiled graph saves."""
-        rows = graph_rows(saved, self._codec)
+        """Add what a compiled graph saves; parameters, which are exact inputs, are left out."""
+        found = []
+        for tensor in saved:
+            is_float8 = tensor.treatment.startswith("float8")
+            if tensor.source == "input" and not is_float8:
+                continue
+            shape = torch.Size(size if isinstance(size, int) else 1 for size in tensor.shape)
+            nbytes = shape.numel() * tensor.dtype.itemsize
+            if is_float8:
+                nbytes = self._codec.nbytes(shape)
+            is_fixed = all(isinstance(size, int) for size in tensor.shape)
+            sizes = (1, nbytes, 0) if is_fixed else (1, 0, nbytes)
+            found.append(((tensor.source, tensor.treatment), sizes))
+        rows = [GraphRow(*key, *total) for key, total in sorted(_sums(found).items())]
         self.graphs.append(rows)
         lines = [
             f"{row.tensors:4} {row.nbytes:12,} B {row.nbytes_a_token:8,} B a token  "
@@ -265,17 +249,15 @@ class MemoryReporter:
 
 def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:
     """What the first forward of each wrapped block in ``model_parts`` stored, as far as it ran."""
-    reporters = [_REPORTERS[part] for part in model_parts if part in _REPORTERS]
+    reporters = [REPORTERS[part] for part in model_parts if part in REPORTERS]
     return MemoryReport(block for reporter in reporters for block in reporter.report.blocks)
 
 
 def log_memory_report(trainer: Any) -> None:
-    """Add the report to the metrics of Titan's ``trainer``, if its policy is ours; ``check``
-    graphs.
-    """
-    parts = [part for part in trainer.model_parts if part in _REPORTERS]
+    """Add what our policies keep to the metrics of Titan's ``trainer``, and check graphs."""
+    parts = [part for part in trainer.model_parts if part in REPORTERS]
     for part in parts:
-        _REPORTERS[part].check_graphs()
+        REPORTERS[part].check_graphs()
     if parts:
         trainer.metrics_processor.logger.log(memory_report_of(parts).metrics(), trainer.step)
 

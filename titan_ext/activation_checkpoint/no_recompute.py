@@ -11,10 +11,9 @@ between. Then no user code has run on it. All other copies stay in fp32.
 """
 
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -24,115 +23,75 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ext.activation_checkpoint.blocks import (
     STATISTIC,
+    EagerBlock,
     OpLocator,
     attention_statistics,
     restore,
 )
-from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
-from titan_ext.activation_checkpoint.op_policies import is_exempt
-from titan_ext.activation_checkpoint.rules import OpPolicy, Rule, op_name
-from titan_ext.fp8 import SavedTensorStore
-from titan_ext.fp8.host import HostGroup, Offload
-from titan_ext.fp8.local import is_plain, parts_in, storage_ids
+from titan_ext.activation_checkpoint.op_policies import ROOT, op_name
+from titan_ext.fp8.host import HostGroup
+from titan_ext.fp8.local import is_plain, parts_in, storage_ids, storages_of
 from titan_ext.fp8.saved_tensors import Computed
-from titan_ext.fp8.stored import storages_of
-
-if TYPE_CHECKING:
-    from titan_ext.activation_checkpoint.policy import FP8AC
 
 _KNOWN = ("titan_ext", "torchtitan")
 
 
 class NoRecomputeBlock(ActivationWrapper):
-    """A block that recomputes nothing: what autograd saves in it goes through the store.
+    """A block that recomputes nothing.
 
     It lacks ``checkpoint_impl``, by which Titan recognises blocks that count their tokens twice.
-
-    Args:
-        is_exact: Why what a module saves stays exact, if it does; modules named within the block.
-        offload: Takes what modules keep on the host; None if none does.
-        on_host: Whether what a module saves waits there.
-        narrows_fp32: Whether fp32 copies of narrower values are kept as these.
     """
 
-    def __init__(
-        self,
-        block: nn.Module,
-        *,
-        name: str,
-        store: SavedTensorStore,
-        locator: OpLocator,
-        is_exact: Callable[[str], str | None],
-        offload: Offload | None,
-        on_host: Callable[[str], bool],
-        narrows_fp32: bool,
-        on_report: Callable[[BlockMemoryReport], None],
-    ) -> None:
+    def __init__(self, block: nn.Module, hooks: "NoRecompute") -> None:
         super().__init__(block)
-        self._name, self._store, self._locator = name, store, locator
-        self._is_exact, self._narrows_fp32 = is_exact, narrows_fp32
-        self._offload, self._on_host = offload, on_host
-        self._on_report = on_report
-        self.report: BlockMemoryReport | None = None
+        self._hooks = hooks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hooks(self._checkpoint_wrapped_module, *args, **kwargs)
+
+
+@dataclass(eq=False, kw_only=True)
+class NoRecompute(EagerBlock):
+    """Calls a block; what autograd saves in it goes through the store.
+
+    ``narrows_fp32`` says whether fp32 copies of narrower values are kept as these.
+    """
+
+    narrows_fp32: bool
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return module(*args, **kwargs)
         entries: list[Any] = []
         exact_storages: set[int] = set()
-        self._locator.begin(with_operands=False)
-        values = _SavedValues(self._locator)
-        group = self._offload.begin(self._name) if self._offload is not None else None
+        self.locator.begin(with_operands=False)
+        values = _SavedValues(self.locator)
+        group = self.host_group()
 
         def pack(x: torch.Tensor) -> Any:
-            module = self._locator.module
-            reason = self._is_exact(module)
-            if reason is None and exact_storages.intersection(storage_ids(x)):
+            name = self.locator.module
+            policy, reason = self.plan.module_policy(name)
+            if not reason and not exact_storages.isdisjoint(storage_ids(x)):
                 reason = "shares storage with an exact tensor"
-            if reason is None and values.is_statistic(x):
+            if not reason and values.is_statistic(x):
                 reason = STATISTIC
-            name = module or "(block)"
-            host = group if group is not None and self._on_host(module) else None
-            narrow = values.source_dtype(x) if self._narrows_fp32 else None
-            entry = (
-                _Narrowed(x, narrow, name, host)
-                if narrow is not None
-                else self._store.pack(x, name=name, exact=reason, host=host)
-            )
-            if entry.treatment.startswith("exact") and not isinstance(entry, _Narrowed):
-                exact_storages.update(storage_ids(x))
-            if self.report is None:
+            host = group if policy.on_host else None
+            narrow = values.source_dtype(x) if self.narrows_fp32 else None
+            if narrow is not None:
+                entry: Any = _Narrowed(x, narrow, name or ROOT, host)
+            else:
+                entry = self.store.pack(x, name=name or ROOT, exact=reason or None, host=host)
+                if entry.treatment.startswith("exact"):
+                    exact_storages.update(storage_ids(x))
+            if not self.is_reported:
                 entries.append(entry)
             return entry
 
         with values, torch.autograd.graph.saved_tensors_hooks(pack, restore):
-            out = self._checkpoint_wrapped_module(*args, **kwargs)
-        if self.report is None and torch.is_grad_enabled():
-            self.report = BlockMemoryReport.of(self._name, entries)
-            entries.clear()
-            self._on_report(self.report)
+            out = module(*args, **kwargs)
+        if not self.is_reported:
+            self.report(entries)
         return out
-
-
-def why_exact(config: "FP8AC.Config", rules: Sequence[Rule], block: str, module: str) -> str | None:
-    """Why what ``module``, named within ``block``, saves stays exact, or None."""
-    if is_exempt(config.exempt, block, module):
-        return "exempt"
-    policy = _policy(rules, block, module)
-    if policy is not None:
-        return None if policy.is_float8 else "by op_policies"
-    parts = module.split(".")
-    if "inner_attention" in parts and config.attention != "save_float8":
-        return "attention"
-    return "routing" if "router" in parts else None
-
-
-def waits_on_host(rules: Sequence[Rule], block: str, module: str) -> bool:
-    """Whether what ``module``, named within ``block``, saves waits on the host."""
-    policy = _policy(rules, block, module)
-    return policy is not None and policy.on_host
-
-
-def _policy(rules: Sequence[Rule], block: str, module: str) -> OpPolicy | None:
-    return next((rule.policy for rule in rules if rule.matches_module(module, block)), None)
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,212 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Policies for the outputs of each operation of a block, and the rules that choose them.
 
-The user's rules come first, then the preset's; the first that matches decides. If none matches, the
-plan saves what stock selective checkpointing saves, or what is expensive. Eager and compiled code
-ask the same ``Resolver``. Nothing here touches autograd.
+The user's rules (the table ``op_policies``) come first, then the preset's; the first that matches
+decides. If none matches, the plan saves what stock selective checkpointing saves, or what is
+expensive. Eager and compiled code ask the same ``Resolver``. Nothing here touches autograd.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_ext.activation_checkpoint.rules import (
-    GROUPED_GEMMS,
-    INPUT,
-    OpLocation,
-    OpPolicy,
-    Rule,
-    join,
-    op_name,
-)
-from titan_ext.names import matches
+from titan_ext.names import did_you_mean, matches
 
-StockPolicy = Callable[..., CheckpointPolicy]
-"""Titan's policy for torch's selective checkpointing; called for each operation, in order."""
-
+GROUPED_GEMMS = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
+GEMMS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", *GROUPED_GEMMS)
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+_CHILDREN = ("attention", "attn", "moe", "feed_forward")
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+INPUT = "input"
+"""Stands for the floating-point inputs of the block, instead of an operation's name."""
+
+ROOT = "(block)"
+"""Stands for the block without the modules inside it, instead of a module's name."""
+
+
+class OpPolicy(StrEnum):
+    """What is kept of the outputs of an operation.
+
+    Attributes:
+        SAVE: The outputs.
+        SAVE_FLOAT8: The outputs in float8, where the codec can hold them (docs/fp8_ac.md).
+        OFFLOAD, OFFLOAD_FLOAT8: The same, on the host.
+        RECOMPUTE: Nothing; the operation runs again in backward.
+        DISCARD: Nothing, and the operation does not run again. Backward must not read its outputs;
+            titan_ext checks that.
+    """
+
+    SAVE = "save"
+    SAVE_FLOAT8 = "save_float8"
+    OFFLOAD = "offload"
+    OFFLOAD_FLOAT8 = "offload_float8"
+    RECOMPUTE = "recompute"
+    DISCARD = "discard"
+
+    @property
+    def keeps(self) -> bool:
+        return self not in (OpPolicy.RECOMPUTE, OpPolicy.DISCARD)
+
+    @property
+    def is_float8(self) -> bool:
+        return self in (OpPolicy.SAVE_FLOAT8, OpPolicy.OFFLOAD_FLOAT8)
+
+    @property
+    def on_host(self) -> bool:
+        return self in (OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8)
+
+    @property
+    def exact(self) -> "OpPolicy":
+        """The same without float8."""
+        return OpPolicy(self.removesuffix("_float8"))
+
+
+class OpLocation(NamedTuple):
+    """The location of an operation.
+
+    Attributes:
+        module: The innermost that runs it, named within the block ("" for the block).
+        op: Namespace and name without overload ("aten.mm"), or ``INPUT``.
+        operand: The parameter that it works on, named within ``module`` ("w2_EDF"), or "".
+    """
+
+    module: str
+    op: str
+    operand: str = ""
+
+    def __str__(self) -> str:
+        return ":".join(part for part in (self.module or ROOT, self.op, self.operand) if part)
+
+
+@functools.cache
+def op_name(func: Any) -> str:
+    """``aten.mm`` for ``aten.mm.default``; higher-order operators have a name only."""
+    packet = getattr(func, "overloadpacket", None)
+    return str(packet) if packet is not None else str(getattr(func, "__name__", func))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A policy for the operations that match.
+
+    Attributes:
+        policy: The policy of their outputs.
+        module: Glob for the name of a module, within the block or in the model: it and all modules
+            inside it. "(moe)" is the module without them, "(block)" the block.
+        op: Glob for the operation; "*" for whatever is expensive (GEMMs, attention, exchanges).
+        operand: Glob for the parameter.
+        occurrence: Which of the matching operations in one forward is meant, from 1; 0 for all.
+    """
+
+    policy: OpPolicy
+    module: str = "*"
+    op: str = "*"
+    operand: str = "*"
+    occurrence: int = 0
+
+    def matches(self, location: OpLocation, block: str = "", *, expensive: bool = True) -> bool:
+        """Whether ``location`` in the block called ``block`` matches, its occurrence apart."""
+        if self.module == INPUT or location.op == INPUT:
+            return self.module in (INPUT, "*") and location.op == INPUT and self.op == "*"
+        if self.op == "*" and not expensive:
+            return False
+        return (
+            self.matches_module(location.module, block)
+            and fnmatchcase(location.op, self.op)
+            and fnmatchcase(location.operand, self.operand)
+        )
+
+    def matches_module(self, module: str, block: str = "") -> bool:
+        """Whether a module matches, by its name in the block or by its name in the model."""
+        if self.module.startswith("("):
+            return module == ("" if self.module == ROOT else self.module[1:-1])
+        return matches(module, self.module) or matches(join(block, module), self.module)
+
+
+def parse_rules(rules: Mapping[str, str], key: str = "op_policies") -> tuple[Rule, ...]:
+    """Parse the rules of a TOML table called ``key``, in its order.
+
+    For example ``{"moe.routed_experts:aten._grouped_mm:w2*": "recompute", "input": "save"}``.
+    Raises ValueError for a malformed pattern, or a policy, operation or input that there cannot be.
+    """
+    return tuple(_parse(pattern, policy, key) for pattern, policy in rules.items())
+
+
+def _parse(pattern: str, policy: str, key: str) -> Rule:
+    names = [p.value for p in OpPolicy]
+    if policy not in names:
+        raise ValueError(
+            f"{key}.{pattern!r} is {policy!r}; expected one of {', '.join(names)}"
+            f"{did_you_mean(policy, names)}"
+        )
+    parts = pattern.split(":")
+    if not all(parts) or len(parts) > 4:
+        raise ValueError(
+            f"{key}: {pattern!r} is not a pattern; expected module[:op[:operand[:occurrence]]], "
+            'for example "moe.shared_experts.w1" or "*:aten.mm".'
+        )
+    module, op, operand, occurrence = (*parts, *("*", "*", "*", "0")[len(parts) :])
+    if not occurrence.isdecimal():
+        raise ValueError(f"{key}: the occurrence in {pattern!r} must be a number from 1 on.")
+    namespace, _, name = op.partition(".")
+    if namespace == "aten" and name.isidentifier() and not hasattr(torch.ops.aten, name):
+        raise ValueError(f"{key}: torch has no operation {op!r}{did_you_mean(op, GEMMS)}")
+    if module == INPUT and not OpPolicy(policy).keeps:
+        raise ValueError(
+            f'{key}."{INPUT}" is {policy!r}; a block cannot recompute its inputs: expected save, '
+            "save_float8, offload or offload_float8."
+        )
+    return Rule(OpPolicy(policy), module, op, operand, int(occurrence))
+
+
+def check_names(
+    section: str, rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module
+) -> None:
+    """Raise ValueError for names of modules that the blocks of a model do not have.
+
+    ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a
+    dense stage has no ``moe``) may be in another stage.
+    """
+    layers = model.get_submodule("layers")
+    inside = {name for block in layers.children() for name, _ in block.named_modules()} - {""}
+    if not inside:
+        return
+    whole = getattr(getattr(model, "config", None), "layers", None) or list(layers.children())
+    blocks = [f"layers.{index}" for index in range(len(whole))]
+    in_model = {*blocks, *(f"{block}.{name}" for block in blocks for name in inside)}
+    elsewhere = {name for name in _CHILDREN if name not in inside}
+
+    def check(key: str, patterns: Iterable[str], known: set[str], where: str) -> None:
+        for pattern in patterns:
+            is_elsewhere = elsewhere.intersection(pattern.split("."))
+            if not (is_elsewhere or any(matches(name, pattern) for name in inside | in_model)):
+                raise ValueError(
+                    f"{section}.{key}: no module of {where} is called {pattern!r}"
+                    f"{did_you_mean(pattern, known)}"
+                )
+
+    named = [r.module.strip("()") for r in rules if r.module not in (INPUT, ROOT)]
+    check("op_policies", named, inside, "a block")
+    check("exempt", exempt, in_model, "the model")
+
+
+def join(block: str, module: str) -> str:
+    """The name in the model of a module of ``block``; either may be ""."""
+    return ".".join(part for part in (block, module) if part)
+
+
+class _Candidates(NamedTuple):
+    user_rules: tuple[Rule, ...]
+    preset_rules: tuple[Rule, ...]
+    is_exempt: bool
 
 
 @dataclass(frozen=True)
@@ -41,27 +218,30 @@ class BlockPlan:
         user_rules: Rules of the configuration. They come first; an unsound "discard" is an error.
         preset_rules: Come next; an unsound "discard" is skipped.
         base: What to save where no rule matches: "stock" (what stock selective saves), "expensive"
-            (GEMMs, attention, exchanges) or "routing" (only what fixes the routing).
+            (GEMMs, attention, exchanges) or "routing" (only what fixes the routing). With
+            "autograd" nothing runs again, and ``module_policy`` decides.
         saved: The policy for what the base saves; ``input``: for the inputs of the block.
         attention: For the attention operation itself; None leaves it to the base.
         saves_all_to_all: Whether what an exchange of tokens delivers may be saved.
         exempt: Globs for modules that use no float8.
-        stock_policy: Makes Titan's policy for one forward; it may save ``stock_ops``.
+        stock_policy: Makes Titan's policy for one forward, to be called for each operation, in
+            order; it may save ``stock_ops``.
     """
 
     name: str
     user_rules: tuple[Rule, ...]
     preset_rules: tuple[Rule, ...]
-    base: Literal["stock", "expensive", "routing"]
+    base: Literal["stock", "expensive", "routing", "autograd"]
     saved: OpPolicy
     attention: OpPolicy | None
     input: OpPolicy
     saves_all_to_all: bool
     exempt: tuple[str, ...]
-    stock_policy: Callable[[], StockPolicy]
+    stock_policy: Callable[[], Callable[..., CheckpointPolicy]]
     stock_ops: frozenset[str]
-    _by_location: dict[OpLocation, "_Candidates"] = field(default_factory=dict, repr=False)
+    _by_location: dict[OpLocation, _Candidates] = field(default_factory=dict, repr=False)
     _by_op: dict[int, bool] = field(default_factory=dict, repr=False)
+    _by_module: dict[str, tuple[OpPolicy, str]] = field(default_factory=dict, repr=False)
 
     @property
     def names_operands(self) -> bool:
@@ -106,30 +286,47 @@ class BlockPlan:
             )
         return known
 
-    def candidates(self, location: OpLocation) -> "_Candidates":
+    def candidates(self, location: OpLocation) -> _Candidates:
         """The rules that match ``location``, occurrences apart; looked up once."""
         known = self._by_location.get(location)
         if known is None:
             expensive = self.is_expensive(location.op)
-
-            def matching(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-                return tuple(
-                    r for r in rules if r.matches(location, self.name, expensive=expensive)
-                )
-
-            known = _Candidates(
-                matching(self.user_rules),
-                matching(self.preset_rules),
-                is_exempt(self.exempt, self.name, location.module),
+            user_rules, preset_rules = (
+                tuple(r for r in rules if r.matches(location, self.name, expensive=expensive))
+                for rules in (self.user_rules, self.preset_rules)
             )
-            self._by_location[location] = known
+            exempt = is_exempt(self.exempt, self.name, location.module)
+            known = self._by_location[location] = _Candidates(user_rules, preset_rules, exempt)
         return known
 
+    def module_policy(self, module: str) -> tuple[OpPolicy, str]:
+        """With base "autograd": the policy of what a module saves, and why if it is exact."""
+        known = self._by_module.get(module)
+        if known is None:
+            parts, why = module.split("."), ""
+            rule = next((r for r in self.user_rules if r.matches_module(module, self.name)), None)
+            if rule is not None:
+                why = "" if rule.policy.is_float8 else "by op_policies"
+            elif "inner_attention" in parts and self.attention is not OpPolicy.SAVE_FLOAT8:
+                why = "attention"
+            elif "router" in parts:
+                why = "routing"
+            policy = rule.policy if rule else OpPolicy.SAVE if why else OpPolicy.SAVE_FLOAT8
+            if is_exempt(self.exempt, self.name, module):
+                policy, why = policy.exact, "exempt"
+            known = self._by_module[module] = policy, why
+        return known
 
-class _Candidates(NamedTuple):
-    user_rules: tuple[Rule, ...]
-    preset_rules: tuple[Rule, ...]
-    is_exempt: bool
+    def key(self, modules: Sequence[str]) -> str:
+        """Equal for two blocks, or parts of them, with such modules only if they decide alike."""
+        exempted = [name for name in modules if is_exempt(self.exempt, self.name, name)]
+        ruled = [
+            (rule, named)
+            for rule in (*self.user_rules, *self.preset_rules)
+            if (named := [name for name in modules if rule.matches_module(name, self.name)])
+        ]
+        base = (self.base, self.saved, self.attention, self.saves_all_to_all)
+        return f"{base} {exempted} {ruled}"
 
 
 class Resolver:
@@ -152,6 +349,8 @@ class Resolver:
         self._matches: dict[Rule, int] = {}
 
     def resolve_input(self) -> OpPolicy:
+        if self._plan.base == "autograd":
+            return self._plan.module_policy("")[0]
         return self._decide(OpLocation("", INPUT), self._plan.input)
 
     def resolve(
@@ -161,7 +360,12 @@ class Resolver:
 
         Callers may skip operations for which ``BlockPlan.may_save`` is False.
         """
-        stock_saves = self._stock_policy(ctx, func, *args, **kwargs) in _SAVES
+        if self._plan.base == "autograd":
+            return self._plan.module_policy(location.module)[0]
+        # It counts the operations that it is asked about.
+        stock_saves = (
+            self._plan.base == "stock" and self._stock_policy(ctx, func, *args, **kwargs) in _SAVES
+        )
         if func is torch.ops.aten._to_copy.default and is_copy_to_host(args, kwargs):
             return OpPolicy.SAVE
         base = self._plan.base_policy(location, out, stock_saves=stock_saves)
@@ -169,6 +373,8 @@ class Resolver:
 
     def _decide(self, location: OpLocation, base: OpPolicy) -> OpPolicy:
         user_rules, preset_rules, is_exempt = self._plan.candidates(location)
+        if not user_rules and not preset_rules:
+            return base.exact if is_exempt else base
         # Every rule counts its matches, so each is asked, whatever an earlier one decides.
         by_user = [rule for rule in user_rules if self._applies(rule)]
         by_preset = [rule for rule in preset_rules if self._applies(rule)]
@@ -176,7 +382,8 @@ class Resolver:
             self._used_rules.add(by_user[0])
             policy = by_user[0].policy
         else:
-            policy = next((r.policy for r in by_preset if self._may_decide(r, location)), base)
+            refused = OpPolicy.DISCARD if location in self._refused_discards else None
+            policy = next((r.policy for r in by_preset if r.policy is not refused), base)
         return policy.exact if is_exempt else policy
 
     def _applies(self, rule: Rule) -> bool:
@@ -184,9 +391,6 @@ class Resolver:
             return True
         self._matches[rule] = self._matches.get(rule, 0) + 1
         return self._matches[rule] == rule.occurrence
-
-    def _may_decide(self, rule: Rule, location: OpLocation) -> bool:
-        return rule.policy is not OpPolicy.DISCARD or location not in self._refused_discards
 
 
 def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:

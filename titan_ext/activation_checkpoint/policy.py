@@ -16,34 +16,24 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, OpLocator, block_store
-from titan_ext.activation_checkpoint.compiled.checkpoint import (
-    Decisions,
-    none_decisions,
-    plan_decisions,
-)
-from titan_ext.activation_checkpoint.compiled.partition import Saved
 from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
 from titan_ext.activation_checkpoint.memory_report import (
+    REPORTERS,
     BlockMemoryReport,
     MemoryReport,
     MemoryReporter,
 )
-from titan_ext.activation_checkpoint.no_recompute import (
-    NoRecomputeBlock,
-    waits_on_host,
-    why_exact,
+from titan_ext.activation_checkpoint.no_recompute import NoRecompute, NoRecomputeBlock
+from titan_ext.activation_checkpoint.op_policies import (
+    BlockPlan,
+    OpLocation,
+    Rule,
+    check_names,
+    is_exempt,
+    parse_rules,
 )
-from titan_ext.activation_checkpoint.op_policies import BlockPlan, is_exempt
 from titan_ext.activation_checkpoint.presets import Attention, Preset, make_plan
-from titan_ext.activation_checkpoint.rules import Rule, check_names, parse_rules
-from titan_ext.activation_checkpoint.solved import (
-    KEY,
-    WatchedPlan,
-    check_budget,
-    check_operations,
-    refuse_budget,
-    watched,
-)
+from titan_ext.activation_checkpoint.solved import KEY, Budget, check_operations
 from titan_ext.fp8 import Codec
 from titan_ext.fp8.host import Offload
 from titan_ext.names import BYTES, did_you_mean, parse_bytes, table_flag
@@ -108,7 +98,7 @@ class FP8AC(ActivationCheckpointing):
         """
         What attention's own backward reads (q, k, v, its output): "save", "save_float8", or, with
         mode "selective", "recompute" of the attention operation. Only "save" keeps its gradient
-        exact. "auto" is "save", and "save_float8" with mode "no_recompute" and full.
+        exact. "auto" is "save".
         """
 
         fp32: Fp32 = "save"
@@ -156,7 +146,7 @@ class FP8AC(ActivationCheckpointing):
                 raise ValueError(
                     f'{KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
                 )
-            check_budget(self)
+            self._check_budget()
             if self.mode == "full" and self.attention != "auto":
                 raise ValueError(
                     f"{KEY}.attention is {self.attention!r}; it has no meaning with mode "
@@ -194,6 +184,17 @@ class FP8AC(ActivationCheckpointing):
             except ValueError as error:
                 raise ValueError(str(error).replace("Codec.", f"{KEY}.")) from None
 
+        def _check_budget(self) -> None:
+            if not self.budget:
+                return
+            Budget.parse(self.budget)
+            for key, free in (("mode", "selective"), ("op_policies", {}), ("preset", "memory")):
+                if (value := getattr(self, key)) != free:
+                    raise ValueError(
+                        f"{KEY}.budget is {self.budget!r}, for which the run finds "
+                        f"{KEY}.op_policies; {KEY}.{key} is {value!r}. Expected one of the two."
+                    )
+
         def codec(self) -> Codec:
             """The codec that the keys describe."""
             return Codec(self.dtype, self.block, self.scale, self.stochastic, self.seed)
@@ -219,6 +220,7 @@ class FP8AC(ActivationCheckpointing):
                     f'{KEY}.fp32 is {self.fp32!r}; expected "save" under torch.compile, which '
                     "stores only bf16 and fp16 in float8."
                 )
+            # The noise would be the same in every step; the size of routed tokens is not known.
             if self.stochastic or self.block == "tensor":
                 raise ValueError(
                     f"{KEY}.stochastic = true and {KEY}.block = 'tensor' do not run under "
@@ -247,13 +249,18 @@ class FP8AC(ActivationCheckpointing):
         self, config: "FP8AC.Config", dump_folder: str = "", *, saves_all_to_all: bool = True
     ) -> None:
         super().__init__(config, dump_folder)
-        refuse_budget(config)
+        if config.budget:
+            raise ValueError(
+                f"{KEY}.budget is {config.budget!r}; only a run of titan_ext's trainer solves for "
+                f"one. Expected the {KEY}.op_policies that titan_ext dry-run --activations finds "
+                "for it."
+            )
         self._config = config
         self._saves_all_to_all = saves_all_to_all
+        self.codec = config.codec()
         self.used_rules: set[Rule] = set()
-        self.reporter = MemoryReporter(config.codec(), dump_folder, lambda: self._wants_float8())
+        self.reporter = MemoryReporter(self.codec, dump_folder, lambda: self._wants_float8())
         self._locators: list[OpLocator] = []
-        self._watched: dict[str, WatchedPlan] = {}
         limit = parse_bytes(config.offload_limit)
         self._offload = Offload(limit, f"{KEY}.offload_limit") if config.offloads() else None
         self._is_prepared = False
@@ -282,31 +289,13 @@ class FP8AC(ActivationCheckpointing):
                 "titan_ext.activation_checkpoint.early_scores.use_early_scores on its spec first."
             )
         check_names(KEY, config.rules(), config.exempt, model)
-        self.reporter.report_for(model)
+        REPORTERS[model] = self.reporter
 
-    def compiled_codec(self) -> Codec:
-        """How float8 tensors are stored."""
-        return self._config.codec()
-
-    def compiled_decisions(self, block: nn.Module, name: str) -> Decisions | None:
+    def compiled_plan(self, block: nn.Module, name: str) -> BlockPlan:
         """The policies for a block that is compiled (see ``titan_ext.compile``)."""
-        config = self._config
-        config.check_compiled()
+        self._config.check_compiled()
         self.reporter.is_compiled = True
-        # Blocks that decide alike share compiled code; names in the model tell them apart.
-        names = [module for module, _ in block.named_modules()]
-        exempted = [module for module in names if is_exempt(config.exempt, name, module)]
-        ruled = [[m for m in names if rule.matches_module(m, name)] for rule in config.rules()]
-        key = f"{config} {exempted} {ruled} {self._saves_all_to_all}"
-        if config.mode == "no_recompute":
-            is_exact = functools.partial(why_exact, config, config.rules(), name)
-            return none_decisions(is_exact, key=key)
-        plan = self._plan(block, name)
-        return plan_decisions(plan, self.used_rules, key=f"{key} {plan.attention}")
-
-    def take_graph(self, saved: list[Saved]) -> None:
-        """Log what a compiled graph saves, and write it to the run's folder."""
-        self.reporter.add_graph(saved)
+        return make_plan(block, name, self._config, saves_all_to_all=self._saves_all_to_all)
 
     def remove_hooks(self) -> None:
         """Remove our hooks from the modules; the wrappers around the blocks stay."""
@@ -320,39 +309,28 @@ class FP8AC(ActivationCheckpointing):
         locator = OpLocator(module)
         self._locators.append(locator)
         common: dict[str, Any] = {
-            "name": name,
-            "store": block_store(module, config.codec(), compress_fp32=config.fp32 != "save"),
+            "plan": make_plan(module, name, config, saves_all_to_all=self._saves_all_to_all),
+            "store": block_store(module, self.codec, compress_fp32=config.fp32 != "save"),
             "locator": locator,
             "offload": self._offload,
-            "on_report": self._take_report,
+            "on_report": functools.partial(self._take_report, module),
         }
         if config.mode == "no_recompute":
-            return NoRecomputeBlock(
-                module,
-                is_exact=functools.partial(why_exact, config, config.rules(), name),
-                on_host=functools.partial(waits_on_host, config.rules(), name),
-                narrows_fp32=config.fp32 == "save",
-                **common,
-            )
+            hooks = NoRecompute(narrows_fp32=config.fp32 == "save", **common)
+            return NoRecomputeBlock(module, hooks)
         options = {
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
         }
-        plan = self._plan(module, name)
-        if config.solved_for:
-            plan = self._watched[name] = watched(plan, module, config)
-        checkpoint = BlockCheckpoint(
-            plan=plan, options=options, used_rules=self.used_rules, **common
-        )
+        checkpoint = BlockCheckpoint(options=options, used_rules=self.used_rules, **common)
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
 
-    def _plan(self, block: nn.Module, name: str) -> BlockPlan:
-        return make_plan(block, name, self._config, saves_all_to_all=self._saves_all_to_all)
-
-    def _take_report(self, report: BlockMemoryReport) -> None:
+    def _take_report(
+        self, module: nn.Module, report: BlockMemoryReport, locations: list[OpLocation]
+    ) -> None:
         config = self._config
-        if plan := self._watched.pop(report.block, None):
-            check_operations(plan, config)
+        if config.solved_for and locations:
+            check_operations(config, report.block, module, locations)
         if not self.reporter.add(report):
             return
         for pattern, rule in zip(config.op_policies, config.rules(), strict=True):
@@ -402,17 +380,10 @@ def heeds_save_all_to_all(config: ActivationCheckpointing.Config | None) -> bool
 def enable_fp8_activation_checkpointing(
     model: nn.Module, config: FP8AC.Config | None = None, *, dump_folder: str = ""
 ) -> FP8AC:
-    """Checkpoint the blocks of a model in place, without Titan's trainer.
+    """Checkpoint the blocks of a model in place, without Titan's trainer; return the policy.
 
-    Call it after sharding over the model-parallel axes and before FSDP.
-
-    Args:
-        model: Its blocks are the children of ``model.layers``.
-        config: Default: mode "selective", preset "memory".
-        dump_folder: Where the memory report goes, as JSON; "" for nowhere.
-
-    Returns:
-        The policy; its ``memory_report`` says what was stored.
+    Call it after sharding over the model-parallel axes and before FSDP. The blocks are the children
+    of ``model.layers``. The memory report goes to ``dump_folder``, as JSON, if it is not "".
     """
     policy = FP8AC(config or FP8AC.Config(), dump_folder)
     policy.apply(model)
@@ -428,12 +399,8 @@ def measure_block(
 ) -> BlockMemoryReport:
     """Run one block forward and backward under a policy; report what was stored and recomputed.
 
+    ``args`` and ``kwargs`` are its inputs, ``loss`` makes a scalar of its output (None: the sum).
     The block stays as it was; gradients accumulate in its parameters and inputs.
-
-    Args:
-        block: A transformer block; ``args`` and ``kwargs`` are its inputs.
-        config: The policy.
-        loss: From the output of the block to a scalar; the sum if None.
     """
     policy = FP8AC(config or FP8AC.Config())
     holder = nn.Module()

@@ -14,8 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
-from titan_ext.activation_checkpoint.op_policies import BlockPlan
-from titan_ext.activation_checkpoint.rules import ROOT, OpPolicy, Rule, op_name
+from titan_ext.activation_checkpoint.op_policies import ROOT, BlockPlan, OpPolicy, Rule, op_name
 
 if TYPE_CHECKING:
     from titan_ext.activation_checkpoint.policy import FP8AC
@@ -30,7 +29,7 @@ _EXPERTS = "moe.routed_experts.inner_experts"
 def make_plan(
     block: nn.Module, name: str, config: "FP8AC.Config", *, saves_all_to_all: bool = True
 ) -> BlockPlan:
-    """The plan of one block called ``name`` in the model, for mode "selective" or "full".
+    """The plan of one block called ``name`` in the model.
 
     Expert parallelism has been applied to ``block``, if it will be. ``saves_all_to_all`` says
     whether to save what an exchange of tokens delivers, and not only the counts of it.
@@ -41,15 +40,19 @@ def make_plan(
     wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
     contexts = wrapper.checkpoint_fn.keywords["context_fn"]
     attention = OpPolicy("save" if config.attention == "auto" else config.attention)
-    float8 = mode == "full" or preset != "stock"
+    float8 = mode != "selective" or preset != "stock"
     exact = mode == "selective" and preset != "gemms" and attention is OpPolicy.SAVE
-    base = "stock" if preset in ("memory", "stock") else "expensive"
-    preset_rules = _preset_rules(preset, attention, block, saves_all_to_all)
+    preset_rules: tuple[Rule, ...] = ()
+    if mode == "selective":
+        base = "stock" if preset in ("memory", "stock") else "expensive"
+        preset_rules = _preset_rules(preset, attention, block, saves_all_to_all)
+    else:
+        base = "routing" if mode == "full" else "autograd"
     return BlockPlan(
         name=name,
         user_rules=config.rules(),
-        preset_rules=() if mode == "full" else preset_rules,
-        base="routing" if mode == "full" else base,
+        preset_rules=preset_rules,
+        base=base,
         saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
         attention=attention if float8 else None,
         input=OpPolicy.SAVE_FLOAT8 if float8 and not exact else OpPolicy.SAVE,

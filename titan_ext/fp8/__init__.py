@@ -5,15 +5,20 @@ The package needs torch only, neither TorchTitan nor the rest of titan_ext.
 """
 
 from titan_ext.fp8.codec import Codec, Quantized, dequantize, quantize
-from titan_ext.fp8.saved_tensors import SavedTensorStore, keep_exact
-from titan_ext.fp8.stored import MemoryRow, StoreMemoryReport, memory_rows
+from titan_ext.fp8.saved_tensors import (
+    MemoryRow,
+    MemoryRows,
+    SavedTensorStore,
+    keep_exact,
+    memory_rows,
+)
 
 __all__ = [
     "Codec",
     "MemoryRow",
+    "MemoryRows",
     "Quantized",
     "SavedTensorStore",
-    "StoreMemoryReport",
     "dequantize",
     "keep_exact",
     "memory_rows",

@@ -7,25 +7,19 @@
 
     quantize:    data = float8(x / scale)      dequantize:    x' = data * scale
 
-**Blocks** confine an outlier to its neighbours. e4m3 spans less than 2^18, so one scale for a whole
-tensor would lose values 2^18 times smaller than the largest.
-
 **Scales** are powers of two, stored as one byte (e8m0, of the microscaling standard). The only
 error is then the rounding to float8, and quantizing again changes nothing. Each is the smallest
 with max(abs(block)) / scale <= the largest float8, 448 or 57344. Both are 1.75 * 2^k, so the scale
-comes from integer arithmetic on the bits of an fp32. We add the distance from mantissa 1.75 to the
-next power of two. That carries into the exponent exactly when the mantissa is above 1.75. There is
+comes from integer arithmetic on the bits of an fp32: add the distance from mantissa 1.75 to the
+next power of two, which carries into the exponent exactly when the mantissa is above 1.75. There is
 no logarithm and no rounding mode, so every device computes the same byte.
-
-**Special values.** Zero comes back as zero, finite values as finite ones, NaN as NaN, infinity as
-NaN (e4m3 has no infinity). Neighbours of NaN and infinity are not affected.
 
 **Tracing.** ``quantize`` and ``dequantize`` read no value on the host, branch on shapes and the
 codec only, and output shapes do not depend on values. In eager mode each is a dozen kernels;
 ``torch.ops.titan_ext.float8_quantize`` and ``float8_dequantize``, at the end of this file, run one.
 
-docs/fp8_codec.md compares torchao's codecs; a test compares ``to_mx`` with RCEIL scales bit for
-bit.
+docs/fp8_codec.md has special values, errors, and a comparison with torchao's codecs; a test
+compares ``to_mx`` with RCEIL scales bit for bit.
 """
 
 import functools
@@ -48,8 +42,13 @@ _logger = logging.getLogger(__name__)
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What can be quantised. fp64 cannot: its range is not that of the scales."""
 
-_BLOCKS = (64, 128, 256, "row", "tensor")
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_VALUES: dict[str, tuple[object, ...]] = {
+    "dtype": tuple(_FLOAT8),
+    "block": (64, 128, 256, "row", "tensor"),
+    "scale": ("e8m0", "fp32"),
+    "stochastic": (False, True),
+}
 
 # fp32: sign, 8 bits of exponent (biased by 127), 23 bits of mantissa.
 _MANTISSA_BITS = 23
@@ -64,7 +63,7 @@ class Codec:
     Attributes:
         dtype: "e4m3" (3 bits of mantissa) or "e5m2" (2 bits, more range).
         block: How many neighbours along the last dimension share a scale: 64, 128, 256, "row" (the
-            last dimension) or "tensor". The last block of a row may be short.
+            last dimension) or "tensor". It confines an outlier. The last of a row may be short.
         scale: "e8m0": one byte, a power of two. "fp32": four bytes, so that the largest value of a
             block is exactly the largest of float8.
         stochastic: Round up with the probability of the remainder, so that the error is zero on
@@ -79,10 +78,12 @@ class Codec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _expect("dtype", self.dtype, tuple(_FLOAT8))
-        _expect("block", self.block, _BLOCKS)
-        _expect("scale", self.scale, ("e8m0", "fp32"))
-        _expect("stochastic", self.stochastic, (False, True))
+        for key, expected in _VALUES.items():
+            value = getattr(self, key)
+            # type() too: 128.0 == 128 and 1 == True
+            if not any(value == e and type(value) is type(e) for e in expected):
+                names = ", ".join(map(str, expected))
+                raise ValueError(f"Codec.{key} is {value!r}; expected one of {names}.")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 31:
             raise ValueError(f"Codec.seed is {self.seed!r}; expected an int from 0 to 2**31 - 1.")
 
@@ -128,21 +129,19 @@ def quantize(x: torch.Tensor, codec: Codec, *, step: int | torch.Tensor = 0) -> 
     """Store ``x`` in float8. Not differentiable.
 
     Args:
-        x: bfloat16, float16 or float32, of any shape and strides. Of a DTensor, this rank's shard
-            is stored: blocks (and the scale of "row" and "tensor") end where the shard ends.
+        x: bfloat16, float16 or float32 (else ValueError), of any shape and strides. Of a DTensor,
+            this rank's shard is stored: blocks, rows and the whole end where the shard ends.
         codec: How.
         step: For stochastic rounding: another step is other noise. As a tensor (int64, 0-d, on the
             device of ``x``) it may advance inside a CUDA graph.
-
-    Raises:
-        ValueError: for another dtype.
     """
     if x.dtype not in SUPPORTED_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
         raise ValueError(f"quantize: x is {x.dtype}; expected one of {names}.")
     if isinstance(x, DTensor):
-        data, scales = quantize(local_tensor(x), codec, step=step)
-        return Quantized(Layout.of(x).wrap(data), scales)
+        dense: Any = x.contiguous()
+        data, scales = quantize(local_tensor(dense), codec, step=step)
+        return Quantized(Layout.of(dense).wrap(data), scales)
 
     x = x.detach()
     scales_shape = codec.scales_shape(x.shape)
@@ -214,13 +213,6 @@ def _is_empty(x: torch.Tensor) -> bool:
     return guard_or_false(x.numel() == 0)
 
 
-def _expect(field: str, value: object, expected: tuple) -> None:
-    # type() too: 128.0 == 128 and 1 == True
-    if not any(value == e and type(value) is type(e) for e in expected):
-        names = ", ".join(map(str, expected))
-        raise ValueError(f"Codec.{field} is {value!r}; expected one of {names}.")
-
-
 def _power_of_two(biased_exponent: torch.Tensor) -> torch.Tensor:
     """fp32 2^(biased_exponent - 127) from int32, 1 to 254, by its bits: exact on every device."""
     return (biased_exponent << _MANTISSA_BITS).view(torch.float32)
@@ -254,8 +246,7 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _round_stochastically(scaled: torch.Tensor, codec: Codec, noise: torch.Tensor) -> torch.Tensor:
     """Round to a float8 value next to ``scaled``: up with the probability of the remainder.
 
-    float8 values lie 2^(exponent - mantissa bits) apart, and below the smallest normal number as
-    far apart as just above it. What is a float8 value already stays.
+    They lie 2^(exponent - mantissa bits) apart, below the smallest normal number as just above it.
     """
     mantissa_bits, smallest_exponent = {"e4m3": (3, -6), "e5m2": (2, -14)}[codec.dtype]
     exponent = (scaled.view(torch.int32) >> _MANTISSA_BITS) & 0xFF
@@ -267,9 +258,8 @@ def _round_stochastically(scaled: torch.Tensor, codec: Codec, noise: torch.Tenso
 def _noise(like: torch.Tensor, seed: int, step: int | torch.Tensor) -> torch.Tensor:
     """Uniform numbers k / 2^20 in [0, 1): a hash of position, step and seed, so no generator state.
 
-    20 bits, so that adding one to a multiple of the spacing is exact in fp32. int64 arithmetic that
-    keeps to the lower 32 bits: integers of torch are signed, and overflow is not defined
-    everywhere.
+    20 bits, so that adding one to a multiple of the spacing is exact in fp32. int64 for 32 bits:
+    integers of torch are signed, and overflow is not defined everywhere.
     """
     position = torch.arange(like.numel(), device=like.device).reshape(like.shape)
     # Mixed once before step and seed are added: else position p at step s would be p + 1 at s - 1.

@@ -6,24 +6,19 @@
     kept = group.put(x)                      # None: the limit is reached
     kept.get()                               # in backward: x again, bit for bit
 
-**Out.** A copy starts at once, on a stream of its own, beside the computation. Device memory is
-held until the next block but one begins. The computation then waits for the copy, if it must: a
-link that is too slow costs time, never memory. So the last two blocks are still on the device when
-backward begins, and backward takes them from there.
+**Out.** A copy starts at once, on a stream of its own. Device memory is held until the next block
+but one begins; then the computation waits for the copy, if it must: a link that is too slow costs
+time, never memory. Backward takes the last two blocks from the device.
 
-**Back.** The first tensor that backward asks for in a block starts the copies of its block, and of
-the block before it, on the other stream. Each forward has groups of its own, so several of them may
-wait for their backward.
+**Back.** The first tensor that backward asks for in a block starts the copies of its block and of
+the block before it. Each forward has groups of its own, so several may wait for their backward.
 
 **Order.** The computation waits for each copy before it uses the result or frees the source, and
 each copy waits for the computation. So the order of the computation's stream is that of all.
 
-**Whole storages** are copied, each once, as autograd would keep them. Views share a copy, and come
-back with their strides.
-
-**Buffers** are kept for the process, since pinning is slow.
-
-On a CPU all is the same but the streams. Copies of fake tensors are fake.
+**Whole storages** are copied, each once, as autograd would keep them; views share a copy. Buffers
+are kept for the process, since pinning is slow. On a CPU all is the same but the streams. Copies of
+fake tensors are fake.
 """
 
 import functools
@@ -137,21 +132,14 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class _FakeRegion:
-    def __init__(self, nbytes: int) -> None:
-        self.memory = _allocate(nbytes, pinned=False)
-
-    def free(self) -> None:
-        pass
-
-
 class _FakeMemory:
     """For fake tensors, which have no bytes."""
 
     out = back = Inline()
+    reserved = 0
 
-    def take(self, nbytes: int, limit: int | None) -> _FakeRegion:
-        return _FakeRegion(nbytes)
+    def take(self, nbytes: int, limit: int | None) -> _Region:
+        return _Region(_Slab(_allocate(nbytes, pinned=False)), nbytes)
 
 
 @functools.cache
@@ -283,9 +271,7 @@ class HostGroup:
         if task == self._task:
             return
         self._task = task
-        soon = [group for group in (self, self._previous()) if group is not None]
-        self._offload.keep_on_device(soon)
-        for group in soon:
+        for group in self._offload.keep_on_device(self, self._previous()):
             for copy in group.copies():
                 copy.start_back()
 
@@ -312,16 +298,17 @@ class Offload:
         previous = self._newest if self._blocks else None
         self._blocks.add(block)
         self._newest = HostGroup(self, block, previous)
-        self.keep_on_device([self._newest, *([previous] if previous is not None else [])])
+        self.keep_on_device(self._newest, previous)
         return self._newest
 
-    def keep_on_device(self, groups: list[HostGroup]) -> None:
-        """Free the device memory of all others."""
+    def keep_on_device(self, *groups: HostGroup | None) -> list[HostGroup]:
+        """Free the device memory of all other groups; return those that there are of these."""
         for group in self._on_device:
             if group not in groups:
                 for copy in group.copies():
                     copy.free()
-        self._on_device = groups
+        self._on_device = [group for group in groups if group is not None]
+        return self._on_device
 
     def copy(self, group: HostGroup, x: torch.Tensor) -> _Copy | None:
         """Of the storage of ``x``; None, and once a warning, if there is no room."""
@@ -331,10 +318,9 @@ class Offload:
             region = memory.take(nbytes, self._limit)
         except RuntimeError as error:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            reserved = getattr(memory, "reserved", 0)
             raise RuntimeError(
-                f"rank {rank} is out of host memory: it holds {reserved} bytes for offloaded "
-                f"activations, and {nbytes} more for {group.block} cannot be had. Lower "
+                f"rank {rank} is out of host memory: it holds {memory.reserved} bytes for "
+                f"offloaded activations, and {nbytes} more for {group.block} cannot be had. Lower "
                 f"{self._limit_name}, which all ranks of a node add up, or offload less."
             ) from error
         if region is not None:

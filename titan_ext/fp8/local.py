@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The data behind a tensor: this rank's shard of a DTensor, and its storages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,33 +12,46 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves
 
+_NO_NEST = (type(None), int, float, str, torch.dtype, torch.device)
+
 
 @dataclass(frozen=True)
 class Layout:
     """The layout of a DTensor: everything but its values.
 
-    ``shape`` is that of the whole tensor; an uneven local shard does not tell it.
+    ``shape`` and ``stride`` are those of the whole tensor; an uneven local shard does not tell
+    them.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
+    stride: tuple[int, ...]
 
     @classmethod
     def of(cls, x: DTensor) -> "Layout":
-        return cls(x.device_mesh, tuple(x.placements), x.shape)
+        return cls(x.device_mesh, tuple(x.placements), x.shape, x.stride())
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """A DTensor of this layout around the contiguous ``local``; nothing is sent or checked."""
-        stride = torch.empty(self.shape, device="meta").stride()
+        """A DTensor of this layout around ``local``; nothing is sent or checked."""
         return DTensor.from_local(
             local,
             self.mesh,
             self.placements,
             run_check=False,
             shape=self.shape,
-            stride=stride,
+            stride=self.stride,
         )
+
+
+def wrapping(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From a local tensor to one like ``x``; holds no tensor. For what ``may_wrap`` accepts."""
+    return Layout.of(x).wrap if isinstance(x, DTensor) else lambda local: local
+
+
+def may_wrap(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a DTensor or of no subclass."""
+    return is_plain(x) or type(x) is DTensor
 
 
 def local_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -55,6 +68,12 @@ def is_plain(x: torch.Tensor) -> bool:
     return type(x) in (torch.Tensor, FakeTensor)
 
 
+def storages_of(x: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """(id, bytes) of the storages behind ``x``; an id is good while a reference to it is held."""
+    storages = [part.untyped_storage() for part in plain_tensors(x)]
+    return tuple((storage._cdata, storage.nbytes()) for storage in storages)
+
+
 def storage_ids(values: Any) -> Iterator[int]:
     """The storages behind the tensors in a nest of arguments or results."""
     return (part.untyped_storage()._cdata for part in parts_in(values))
@@ -68,12 +87,18 @@ def parts_in(values: Any) -> Iterator[torch.Tensor]:
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """The tensors of any kind in a nest of arguments or results."""
-    return (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):  # as arguments are; ``tree_leaves`` is slow
+        for value in values:
+            yield from tensors_in(value)
+    elif not isinstance(values, _NO_NEST):
+        yield from (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
 
 
 def plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors in ``x``: itself, or the parts of a tensor subclass."""
-    if not hasattr(x, "__tensor_flatten__"):
+    if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
         yield x
         return
     names, _ = x.__tensor_flatten__()

@@ -7,22 +7,11 @@
     print(store.memory_report)
     y.sum().backward()
 
-How a saved tensor is treated; the first rule that applies:
-
-1. A parameter or buffer of ``modules``, any other ``nn.Parameter``, or a view of their storage is
-   kept by reference. A copy would defeat FSDP, which empties a gathered weight after forward and
-   refills it. Their storage identifies them: a detached or localised weight is a plain tensor.
-2. A tensor subclass that is neither DTensor nor AsyncCollectiveTensor, or a sparse tensor, is kept
-   by reference: only its class knows what its bytes mean.
-3. A tensor that is not bf16, fp16 or fp32, would not shrink, or that ``policy`` names is kept
-   exactly, by reference, as autograd would.
-4. The rest is stored in float8: the local shard of a DTensor, an expanded view without its expanded
-   axes. Permuted axes are stored in the order in which they lie in memory. Shape and strides come
-   back.
-5. With a ``HostGroup``, what 3 and 4 keep waits on the host, but for small tensors.
-
-So a tensor, a name for it and a treatment (exact or float8, device or host) decide. Who chose the
-treatment, and how, is not known here.
+A tensor, a name for it and a treatment (exact or float8, device or host) decide; who chose the
+treatment, and how, is not known here. docs/fp8_codec.md lists the treatments in the order in which
+they apply. Parameters and buffers are kept by reference, and known by their storage: a detached or
+localised weight is a plain tensor, and a copy would defeat FSDP, which empties a gathered weight.
+What is small stays on the device.
 
 The store waits for every tensor: inside selective checkpointing the output of a running collective
 is a plain tensor. It stores a tensor once, however often it is saved. Like autograd it raises when
@@ -31,54 +20,149 @@ a tensor kept by reference was changed in place; a float8 copy has the value at 
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
-from titan_ext.fp8.host import HostGroup
-from titan_ext.fp8.local import Layout, is_plain, local_tensor, plain_tensors
-from titan_ext.fp8.stored import StoredEntry, StoreMemoryReport, storages_of
+from titan_ext.fp8.host import HostGroup, HostTensor
+from titan_ext.fp8.local import (
+    Layout,
+    is_plain,
+    local_tensor,
+    may_wrap,
+    plain_tensors,
+    storages_of,
+    wrapping,
+)
 
 Policy = Callable[[torch.Tensor], str | None]
 """Takes a plain tensor (the local shard); returns why it must stay exact, or None for float8."""
 
-_SMALL = 4096
+SMALL = 4096
+"""Tensors with fewer values stay exact, and on the device."""
 
 
-def keep_exact(x: torch.Tensor, *, fp32: bool = True, min_numel: int = _SMALL) -> str | None:
-    """The default policy: fp32 (log-sum-exps, router scores) and small tensors stay exact.
+def keep_exact(x: torch.Tensor, *, fp32: bool = True) -> str | None:
+    """The default policy, for ``x`` without expanded axes: fp32 and small tensors stay exact.
 
     A policy sees shapes and dtypes, not values: attention masks with -inf, or anything else that
     float8 cannot hold, must be recognised by those.
-
-    Args:
-        x: The tensor, without expanded axes.
-        fp32: Whether fp32 stays exact.
-        min_numel: Fewer values than this stay exact.
     """
     if fp32 and x.dtype == torch.float32:
         return "float32"
-    if x.numel() < min_numel:
-        return "small"
-    return None
+    return "small" if x.numel() < SMALL else None
+
+
+class StoredEntry:
+    """One stored tensor; alive as long as autograd holds it."""
+
+    name = ""
+    treatment = ""
+    owns_bytes = True
+    original: tuple[tuple[int, int], ...] = ()
+    """(id, bytes) of the storages that autograd would have kept alive."""
+    weak_storages: Sequence[StorageWeakRef] = ()
+    on_host: Sequence[HostTensor] = ()
+
+    def restore(self) -> torch.Tensor:
+        """What was stored, or its approximation."""
+        raise NotImplementedError
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The plain tensors that are kept alive on the device."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Stored tensors of one class.
+
+    Attributes:
+        name: The caller's name for it (``SavedTensorStore.hooks``): a module, for example.
+        treatment: "float8 e4m3", "exact: <why>" or "passed through: <why>"; and whether it waits on
+            the host.
+        entries: How many tensors; one saved several times is one.
+        nbytes: Of the storages that are kept alive on the device; 0 for parameters and buffers.
+        original_nbytes: Of the storages that autograd would have kept alive instead.
+        host_nbytes: Of the copies on the host.
+    """
+
+    name: str
+    treatment: str
+    entries: int
+    nbytes: int
+    original_nbytes: int
+    host_nbytes: int = 0
+
+
+class MemoryRows(tuple[MemoryRow, ...]):
+    """Rows of a report; as a string, a table."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self)
+
+    @property
+    def original_nbytes(self) -> int:
+        return sum(row.original_nbytes for row in self)
+
+    @property
+    def host_nbytes(self) -> int:
+        return sum(row.host_nbytes for row in self)
+
+    def __str__(self) -> str:
+        lines = [f"{'tensors':>8} {'MiB':>10} {'host MiB':>10} {'bf16 MiB':>10}  treatment, class"]
+        for row in self:
+            sizes = (row.nbytes, row.host_nbytes, row.original_nbytes)
+            columns = " ".join(f"{nbytes / 2**20:10.3f}" for nbytes in sizes)
+            lines.append(f"{row.entries:8} {columns}  {row.treatment}, {row.name}")
+        return "\n".join(lines)
+
+
+def memory_rows(entries: Iterable[StoredEntry]) -> MemoryRows:
+    """What is held now, a row for each name and treatment, sorted.
+
+    Each storage counts once, in the first row that has it. So views of one storage share its bytes,
+    and an expanded view has those of its base.
+    """
+    classes: dict[tuple[str, str], list[StoredEntry]] = defaultdict(list)
+    for entry in {id(entry): entry for entry in entries}.values():
+        classes[entry.name, entry.treatment].append(entry)
+    counted: set[int] = set()
+    counted_original: set[int] = set()
+    counted_copies: set[int] = set()
+    rows = []
+    for (name, treatment), members in sorted(classes.items()):
+        owners = [entry for entry in members if entry.owns_bytes]
+        held = dict(s for entry in owners for part in entry.tensors() for s in storages_of(part))
+        original = dict(s for entry in owners for s in entry.original)
+        nbytes = sum(size for storage, size in held.items() if storage not in counted)
+        original_nbytes = sum(n for s, n in original.items() if s not in counted_original)
+        copies = {id(x.copy): x.copy.nbytes for entry in owners for x in entry.on_host}
+        host_nbytes = sum(n for copy, n in copies.items() if copy not in counted_copies)
+        counted |= held.keys()
+        counted_original |= original.keys()
+        counted_copies |= copies.keys()
+        rows.append(MemoryRow(name, treatment, len(members), nbytes, original_nbytes, host_nbytes))
+    return MemoryRows(rows)
 
 
 class SavedTensorStore:
-    """Packs the tensors that autograd saves, and reports their bytes.
-
-    Make one for each block, with the block as its module: every pack looks through the parameters
-    and buffers of ``modules``.
+    """Packs the tensors that autograd saves, and reports their bytes; one for each block.
 
     Args:
         codec: How float8 tensors are stored.
-        modules: Modules whose parameters and buffers are never packed. Do not replace submodules
-            afterwards; parameters may be replaced, as FSDP does.
+        modules: Whose parameters and buffers are never packed; every pack looks through them. Do
+            not replace submodules afterwards; parameters may be replaced, as FSDP does.
         policy: What else stays exact, and why.
         one_kernel: Compile the codec to one kernel each way. None: wherever a tensor is not on a
             CPU, where a compiler is not always at hand.
@@ -113,9 +197,9 @@ class SavedTensorStore:
         )
 
     @property
-    def memory_report(self) -> StoreMemoryReport:
+    def memory_report(self) -> MemoryRows:
         """What is stored now."""
-        return StoreMemoryReport(self._entries)
+        return memory_rows(self._entries)
 
     @torch.no_grad()
     def pack(
@@ -166,20 +250,22 @@ class SavedTensorStore:
             return _Kept(x, "passed through: parameter", owns_bytes=False)
         if self._is_module_state(x):
             return _Kept(x, "passed through: parameter or buffer", owns_bytes=False)
-        if not is_plain(x) and not isinstance(x, DTensor):
+        if not may_wrap(x):
             return _Kept(x, f"passed through: {type(x).__name__}")
         local = local_tensor(x)
         if not is_plain(local):  # a DTensor of quantised weights, for example
             return _Kept(x, f"passed through: {type(x).__name__} of {type(local).__name__}")
         # Where a collective is still writing to it. On an accelerator the stream waits.
-        torch.ops._c10d_functional.wait_tensor(local)
-        if local.numel() < _SMALL:
+        if _get_work_registry_size():
+            torch.ops._c10d_functional.wait_tensor(local)
+        if local.numel() < SMALL:
             host = None
         dense, undo = _as_in_memory(local)
         if why := self._why_exact(local, dense, exact):
             return _kept(x, local, f"exact: {why}", host)
-        layout = Layout.of(x) if isinstance(x, DTensor) else None
-        return self._to_float8(dense, undo, layout, host)
+
+        wrap = wrapping(x)
+        return self._to_float8(dense, lambda values: wrap(undo(values)), host)
 
     def _why_exact(self, x: torch.Tensor, dense: torch.Tensor, exact: str | None) -> str | None:
         if x.dtype not in SUPPORTED_DTYPES:
@@ -193,7 +279,6 @@ class SavedTensorStore:
         self,
         dense: torch.Tensor,
         undo: Callable[[torch.Tensor], torch.Tensor],
-        layout: Layout | None,
         host: HostGroup | None,
     ) -> StoredEntry:
         one_kernel = self._one_kernel
@@ -202,8 +287,7 @@ class SavedTensorStore:
         codec, dtype, ops = codec_name(self.codec), dense.dtype, torch.ops.titan_ext
 
         def restore(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            local = undo(ops.float8_dequantize(data, scales, codec, dtype, one_kernel))
-            return layout.wrap(local.contiguous()) if layout is not None else local
+            return undo(ops.float8_dequantize(data, scales, codec, dtype, one_kernel))
 
         # Two dimensions, so that the kernel does not depend on their number.
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
@@ -314,24 +398,11 @@ def _kept(
 ) -> StoredEntry:
     """``x`` exactly, by reference or on the host; ``local`` are its values."""
     if host is not None:
-        away = Computed((local,), _wrapping(x), treatment, host)
+        away = Computed((local,), wrapping(x), treatment, host)
         if away.on_host:
             return away
         treatment = away.treatment
     return _Kept(x, treatment)
-
-
-def _wrapping(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From a local tensor to one like ``x``."""
-    if not isinstance(x, DTensor):
-        return lambda local: local
-    bare: Any = x.detach()
-    names, context = bare.__tensor_flatten__()
-    mesh = {name: getattr(bare, name) for name in names if name != "_local_tensor"}
-    kind, size, stride = type(x), x.size(), x.stride()
-    return lambda local: kind.__tensor_unflatten__(
-        {"_local_tensor": local, **mesh}, context, size, stride
-    )
 
 
 def _key(x: torch.Tensor) -> tuple[Any, ...]:

@@ -9,16 +9,13 @@ them with their neighbours:
     forward:   saved = x                 ->  saved = quantize(x)
     backward:  x = saved                 ->  x = dequantize(saved)
 
-**Which tensors.** A checkpoint policy tags each operation. torch lets a compiler treat
-``PREFER_SAVE`` in its own way: here it means float8. Nothing else is quantised, so parameters,
-indices and log-sum-exps never are by accident. Inputs have no operation; the graph carries their
-policy (``annotation``).
+A checkpoint policy tags each operation. torch lets a compiler treat ``PREFER_SAVE`` in its own way:
+here it means float8. Nothing else is quantised, so parameters, indices and log-sum-exps never are
+by accident. Inputs have no operation; the graph carries their policy (``annotation``). The output
+of a collective arrives only with its ``wait_tensor``, so the wait takes over the tag.
 
-**Collectives.** The output of a collective arrives only with its ``wait_tensor``, so the wait takes
-over the tag.
-
-**Whose graphs.** The partitioner is an option of the ``compile`` of each of our modules
-(``compile_arguments``), never a setting of the process.
+The partitioner is an option of the ``compile`` of each of our modules (``compile_arguments``),
+never a setting of the process.
 """
 
 import functools
@@ -39,9 +36,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false, has_free_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_ext.activation_checkpoint.rules import OpPolicy, op_name
+from titan_ext.activation_checkpoint.op_policies import OpPolicy, op_name
 from titan_ext.fp8 import Codec, Quantized, codec, dequantize, quantize
 from titan_ext.fp8.codec import SUPPORTED_DTYPES
+from titan_ext.fp8.saved_tensors import SMALL
 
 BACKENDS = ("inductor", "aot_eager")
 
@@ -49,7 +47,6 @@ _FLOAT8 = "titan_ext.float8"
 _INPUTS = "titan_ext.inputs"
 _RECOMPUTE = "titan_ext.recompute"
 _WAIT = "_c10d_functional.wait_tensor"
-_MIN_NUMEL = 4096
 
 _STATE: weakref.WeakKeyDictionary[FakeTensorMode, set[int]] = weakref.WeakKeyDictionary()
 """By compilation: the storages that stand in for parameters and buffers."""
@@ -71,7 +68,7 @@ def is_state(value: FakeTensor) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that goes from a forward graph to its backward graph, by the ``name`` of its node.
+    """A tensor that goes from a forward graph to its backward graph.
 
     Attributes:
         source: The operation that made it ("aten.mm"), or "input".
@@ -79,7 +76,6 @@ class Saved:
         treatment: "float8 e4m3", or "exact" and why float8 was not possible if it was asked for.
     """
 
-    name: str
     source: str
     shape: tuple[int | torch.SymInt, ...]
     dtype: torch.dtype
@@ -118,17 +114,50 @@ class Float8Partitioner(CustomPartitionerFn):
             num_fwd_outputs=num_fwd_outputs,
             **kwargs,
         )
-        saved = store_in_float8(
-            forward,
-            backward,
-            codec=self.codec,
-            num_outputs=num_fwd_outputs,
-            wanted=lambda node: node.meta.get(_FLOAT8, False),
-            decompositions=_decompositions(compiler),
-        )
+        # The codec's operations are decomposed as the compiler decomposed the rest.
+        trace = functools.partial(_trace, decompositions=_decompositions(compiler))
+        saved = self._store(forward, backward, num_fwd_outputs, trace)
         if self.report is not None:
             self.report(saved)
         return forward, backward
+
+    def _store(
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        num_outputs: int,
+        trace: Callable[..., fx.Graph],
+    ) -> list[Saved]:
+        """Change in place what ``forward`` hands to ``backward``: all but its first outputs."""
+        output = forward.graph.output_node()
+        outputs = _nodes(output)
+        visible = set(outputs[:num_outputs])
+        inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        stored: list[Any] = []
+        report: list[Saved] = []
+        for node in outputs[num_outputs:]:
+            value = node.meta.get("val") if isinstance(node, fx.Node) else None
+            if not isinstance(value, torch.Tensor):
+                stored.append(node)
+                continue
+            why = "" if node.meta.get(_FLOAT8) else "not asked for"
+            why = why or ("also an output" if node in visible else _must_stay_exact(value))
+            why = why or ("" if inputs[node.name].users else "not read")
+            if why:
+                stored.append(node)
+            else:
+                received = inputs[node.name]
+                stored += _replace(node, received, forward, backward, self.codec, trace)
+            treatment = f"exact: {why}" if why else f"float8 {self.codec.dtype}"
+            treatment = treatment.removesuffix(": not asked for")
+            report.append(Saved(_source(node), tuple(value.shape), value.dtype, treatment))
+
+        if len(stored) > len(outputs) - num_outputs:
+            output.args = ((*outputs[:num_outputs], *stored),)
+            for graph_module in (forward, backward):
+                graph_module.graph.lint()
+                graph_module.recompile()
+        return report
 
     def uuid(self) -> object:
         """Tells the compiler's cache what its graphs depend on."""
@@ -139,19 +168,9 @@ class Float8Partitioner(CustomPartitionerFn):
 def compile_arguments(partitioner: Float8Partitioner, backend: str) -> dict[str, Any]:
     """What to call ``nn.Module.compile`` with so that ``partitioner`` cuts this module's graphs.
 
-    It holds for recompilations and for the backward, and for no other module. ``backend`` is as in
-    ``compile.backend``.
-
-    Raises:
-        ValueError: for another backend, which would ignore the partitioner, or for a codec that
-            compiled code cannot run. Stochastic rounding would repeat its noise in every step. One
-            scale for a tensor needs its size, which is unknown for routed tokens.
+    It holds for recompilations and for the backward, and for no other module. Raises ValueError for
+    a ``compile.backend`` that would ignore the partitioner.
     """
-    if partitioner.codec.stochastic or partitioner.codec.block == "tensor":
-        raise ValueError(
-            f"{partitioner.codec} cannot be compiled; expected stochastic = false and a block of "
-            "64, 128, 256 or 'row', or compile.enable = false."
-        )
     match backend:
         case "inductor":
             return {"backend": backend, "options": {"custom_partitioner_fn": partitioner}}
@@ -232,57 +251,6 @@ def _tag_inputs(graph: fx.Graph) -> None:
         node.meta[_FLOAT8] = isinstance(value, FakeTensor) and not is_state(value)
 
 
-def store_in_float8(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    *,
-    codec: Codec,
-    num_outputs: int,
-    wanted: Callable[[fx.Node], bool],
-    decompositions: dict[Any, Any] | None,
-) -> list[Saved]:
-    """Change what ``forward`` hands to ``backward``, in place.
-
-    Args:
-        num_outputs: How many outputs of ``forward`` are not saved tensors. They come first.
-        wanted: Whether an output node of ``forward`` is to be float8.
-        decompositions: Applied to the codec's operations, as the compiler applied them to the rest.
-
-    Returns:
-        All saved tensors, in order.
-    """
-    output = forward.graph.output_node()
-    outputs = _nodes(output)
-    visible = set(outputs[:num_outputs])
-    inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    trace = functools.partial(_trace, decompositions=decompositions)
-
-    stored: list[Any] = []
-    report: list[Saved] = []
-    for node in outputs[num_outputs:]:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if not isinstance(value, torch.Tensor):
-            stored.append(node)
-            continue
-        why = "" if wanted(node) else "not asked for"
-        why = why or ("also an output" if node in visible else _must_stay_exact(value))
-        why = why or ("" if inputs[node.name].users else "not read")
-        if why:
-            stored.append(node)
-        else:
-            stored += _replace(node, inputs[node.name], forward, backward, codec, trace)
-        treatment = f"exact: {why}" if why else f"float8 {codec.dtype}"
-        treatment = treatment.removesuffix(": not asked for")
-        report.append(Saved(node.name, _source(node), tuple(value.shape), value.dtype, treatment))
-
-    if len(stored) > len(outputs) - num_outputs:
-        output.args = ((*outputs[:num_outputs], *stored),)
-        for graph_module in (forward, backward):
-            graph_module.graph.lint()
-            graph_module.recompile()
-    return report
-
-
 def _must_stay_exact(value: torch.Tensor) -> str:
     """Why a tensor must stay exact, or "": the rules of ``titan_ext.fp8.keep_exact``.
 
@@ -290,7 +258,7 @@ def _must_stay_exact(value: torch.Tensor) -> str:
     """
     if value.dtype not in SUPPORTED_DTYPES or value.dtype == torch.float32:
         return str(value.dtype).removeprefix("torch.")
-    if not has_free_symbols(value.shape) and value.numel() < _MIN_NUMEL:
+    if not has_free_symbols(value.shape) and value.numel() < SMALL:
         return "small"
     if any(guard_or_false(s == 0) for s in value.stride()):
         return "expanded"
