@@ -23,14 +23,14 @@ from titan_ext.activation_checkpoint.solved import Budget
 from titan_ext.stdlib_corpus import STDLIB_CORPUS, make_corpus
 from titan_ext.toml_config import load
 
-BUDGET = 8 * 2**20
+BUDGET = 4 * 2**20
 TEXT = f"""
 extends = "deepseek_v3.deepseek_v3_debugmodel"
 hf_assets_path = "{STDLIB_CORPUS}"
 dataloader.dataset = "{STDLIB_CORPUS}"
 training.local_batch_size = 2
 training.steps = 1
-training.seq_len = 256
+training.seq_len = 128
 parallelism.expert_parallel_degree = 2
 checkpoint.enable = false
 debug.seed = 42

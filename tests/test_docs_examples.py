@@ -349,7 +349,8 @@ def _unknown(command: str) -> Iterator[str]:
         ours = words.index("-m") if "-m" in words else len(words)
         yield from _unknown_torchrun_flags(words[:ours])
         words = words[ours:]
-    elif program == "titan_ext":
+    elif program == "titan_ext" or words[:2] == ["-m", "titan_ext"]:
+        words = words[2:] if program == "python" else words
         text = (ROOT / "titan_ext" / "cli.py").read_text()
         fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])

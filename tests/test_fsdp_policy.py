@@ -123,6 +123,11 @@ def test_a_world_that_does_not_divide_is_refused():
         _plan(reshard_after_forward=3)
 
 
+def test_a_model_without_sharded_experts_cannot_send_them():
+    with pytest.raises(ValueError, match="expert_all_gather: FSDP shards no routed experts"):
+        _plan(model="qwen3", expert_all_gather="float8")
+
+
 @pytest.mark.parametrize(
     ("value", "limit"),
     [

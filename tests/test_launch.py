@@ -8,13 +8,15 @@ import contextlib
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import PATIENCE_S
+from tests.cluster import PATIENCE_S, run_line
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
@@ -40,8 +42,17 @@ def _small(dump_folder: Path, *more: str) -> list[str]:
     return [*flags, "--dump_folder", str(dump_folder), *more]
 
 
-def test_toml_with_flags_that_win(tmp_path: Path):
-    output = _launch("train_configs/moe_debug.toml", *_small(tmp_path))
+def _fork(config: str, *flags: str) -> str:
+    """As ``_launch``, without torchrun and its imports."""
+    folder = Path(flags[-1])
+    line = f"torchrun --nproc_per_node=2 -m torchtitan.train --module titan_ext --config {config} "
+    ranks = run_line(folder, line + shlex.join(flags))
+    return re.sub(r"\x1b\[[0-9;]*m", "", ranks[0].out + ranks[0].error)
+
+
+@pytest.mark.parametrize("launch", [_fork, pytest.param(_launch, marks=pytest.mark.slow)])
+def test_toml_with_flags_that_win(launch: Callable[..., str], tmp_path: Path):
+    output = launch(str(ROOT / "train_configs/moe_debug.toml"), *_small(tmp_path))
     assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
     assert "sequence length 64, total steps 1" in output
     assert 'FSDP units: auto is "submodule" (EP 2' in output

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
@@ -70,10 +70,13 @@ class Resolved:
         def origins(keys: Iterable[str]) -> dict[str, None]:
             return dict.fromkeys(self.origins[key] for key in keys)
 
-        for line in _lines(self.config, self.model, lambda keys: self.base in origins(keys)):
-            found = origins(line.leaves)
+        def base_has(keys: Iterable[str]) -> bool:
+            return self.base in origins(keys)
+
+        for key, value, keys in _lines(self.config, self.model, base_has):
+            found = origins(keys)
             if any(map(wanted, found)):
-                yield line.key, to_toml(line.value), ", ".join(found)
+                yield key, to_toml(value), ", ".join(found)
 
     def given(self) -> Iterator[tuple[str, str, str]]:
         """``lines`` of what the command line gave."""
@@ -179,7 +182,7 @@ def dump(config: Any) -> str:
     base, model = _base_of(config)
     first = "# made in Python: to load this, say in extends = ... which config function it changes"
     lines = [f"extends = {to_toml(base)}" if base else first]
-    lines += [f"{line.key} = {to_toml(line.value)}" for line in _lines(config, model)]
+    lines += [f"{key} = {to_toml(value)}" for key, value, _ in _lines(config, model)]
     return "\n".join(lines) + "\n"
 
 
@@ -193,34 +196,26 @@ def _base_of(config: Any) -> tuple[str, dict[str, Any]]:
     return _BASES.get(id(getattr(config.model_spec, "model", None)), (None, "", {}))[1:]
 
 
-class Line(NamedTuple):
-    """A line of a TOML file, and the dotted keys of the values that it sets."""
-
-    key: str
-    value: Any
-    leaves: Collection[str]
-
-
 def _lines(
     config: Any,
     model: dict[str, Any],
     base_has: Callable[[Iterable[str]], bool] = lambda leaves: False,
-) -> Iterator[Line]:
-    """The lines that set every value of a config and of its [model] section.
+) -> Iterator[tuple[str, Any, Collection[str]]]:
+    """Key, value and dotted keys of the lines that set every value of a config and of [model].
 
     A dict is one value, for its names may need quotes. So is a list of sections, unless
     ``base_has`` its leaves: a file cannot change items that its base lacks.
     """
 
-    def lines(tree: Any, key: str) -> Iterator[Line]:
+    def lines(tree: Any, key: str) -> Iterator[tuple[str, Any, Collection[str]]]:
         below = dict(_flat(tree, key))
         if isinstance(tree, _Section):
             for name, value in tree.items():
                 yield from lines(value, _join(key, name))
         elif isinstance(tree, list) and base_has(below):
-            yield from (Line(key, value, [key]) for key, value in below.items())
+            yield from ((key, value, [key]) for key, value in below.items())
         else:
-            yield Line(key, tree, below)
+            yield key, tree, below
 
     return lines(_tree_of(config, model), "")
 
