@@ -186,6 +186,33 @@ def block() -> Block:
     return Block()
 
 
+def test_regions_have_the_names_of_titans_next_release(block):
+    """Those of exchanges: ``test_discarded_exchanges_and_what_is_written_in_place``."""
+    regions = {
+        "attention.wq.linear": "recompute",
+        "moe.routed_experts.w13.grouped_mm": "save",
+        "layers.1.moe.routed_experts.w2.grouped_mm": "recompute",
+        "moe.router": "save",
+        "*.linear": "save_float8",
+        "attention.inner_attention": "save",
+    }
+    patterns = {
+        "attention.wq": "recompute",
+        "moe.routed_experts.inner_experts:aten._grouped_mm:w1*": "save",
+        "moe.routed_experts.inner_experts:aten._grouped_mm:w3*": "save",
+        "moe.routed_experts.inner_experts:aten._grouped_mm:w2*": "recompute",
+        "moe.router": "save",
+        "*:aten.mm": "save_float8",
+        "attention.inner_attention": "save",
+    }
+    chosen, expected = (
+        block.graph.policies_of(block.plan(preset="stock", op_policies=table))
+        for table in (regions, patterns)
+    )
+    assert chosen == expected
+    assert chosen != block.graph.policies_of(block.plan(preset="stock"))
+
+
 def test_what_a_block_keeps_without_checkpointing(block):
     assert block.nbytes == pytest.approx(block.graph.none_nbytes, abs=CPU_STATE)
 
@@ -218,9 +245,25 @@ def test_what_was_solved_to_wait_on_the_host_gives_exact_gradients(block):
         assert torch.equal(gradient, block.gradients[name]), name
 
 
-def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[str]]:
+def _order_of_exchanges(graph: BlockGraph) -> list[str]:
+    """The exchanges of tokens, by their regions, and the experts' GEMMs, in order."""
+    found = []
+    for region in ("dispatch", "w13.grouped_mm", "w2.grouped_mm", "combine"):
+        name = region if "." in region else f"token_dispatcher.{region}"
+        for prefix in ("moe.routed_experts.", "moe."):
+            if region.endswith("mm") and prefix == "moe.":
+                continue
+            (rule,) = parse_rules({prefix + name: "save"})
+            calls = [i for i, c in enumerate(graph.calls) if rule.matches(c.location)]
+            calls = [calls[rule.occurrence - 1]] if rule.occurrence else calls
+            floats = all(graph.calls[i].out.is_floating_point() for i in calls)
+            found += [(i, f"{region} of {'floats' if floats else 'counts'}") for i in calls]
+    return [what for _, what in sorted(found)]
+
+
+def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[str], list[str]]:
     """A table solved from rank 0's block, its bytes solved and held there, how much slower the
-    worst preset is than the best table for its bytes, and wrong gradients."""
+    worst preset is than the best table for its bytes, the order of exchanges, wrong gradients."""
     run = BlockRun("debug", Layout(ep=2), 256)
 
     def measure(config) -> tuple[int, dict[str, torch.Tensor]]:
@@ -264,12 +307,19 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[
     wrong = [n for n, gradient in gradients.items() if not torch.equal(gradient, expected[n])]
     dist.barrier()
     dist.destroy_process_group()
-    return tables[0], found.nbytes, nbytes, slower, wrong
+    order = _order_of_exchanges(graph)
+    return tables[0], found.nbytes, nbytes, slower, order, wrong
 
 
 def test_discarded_exchanges_and_what_is_written_in_place(tmp_path):
     first, second = run_ranks(_with_experts_on_two_ranks, 2, log_folder=tmp_path)
-    table, solved, nbytes, slower, wrong = first
+    table, solved, nbytes, slower, order, wrong = first
+    assert order == [
+        *["dispatch of floats"] * 2,
+        *["w13.grouped_mm of floats"] * 2,
+        "w2.grouped_mm of floats",
+        *["combine of floats"] * 2,
+    ]
     assert table["moe.routed_experts:aten.index_put_"] == "discard"
     exchanges = [policy for pattern, policy in table.items() if "all_to_all" in pattern]
     assert "discard" in exchanges

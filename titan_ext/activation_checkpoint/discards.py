@@ -76,6 +76,8 @@ _GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
 _PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.dispatch.")
 # How torch calls what the node of an operation has saved of its own results (sigmoid, softmax).
 _SAVED_OUTPUTS = ("_saved_result", "_saved_output", "_saved_out")
+_NANS = 2**16
+"""Of the values of a stand-in: no more than a kernel's launch takes."""
 # Hooks defined in these packages do nothing that the other proofs do not see.
 _KNOWN_HOOKS = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
 
@@ -127,7 +129,7 @@ class Discarded(StoredEntry):
             )
 
     def restore(self) -> torch.Tensor:
-        """The value if something reads it, else NaN of the same shape and strides."""
+        """The value if something reads it, else a stand-in of the same shape and strides."""
         return self._stand_in() if self._value is None else self._value
 
 
@@ -218,14 +220,22 @@ def _blame(entries: Iterable[Discarded], reader: str) -> None:
 
 
 def _stand_in(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that makes NaNs with the layout of ``x``; it holds no tensor."""
+    """A function that makes a tensor with the layout of ``x``, NaN at its start; it holds none.
+
+    If our proof were wrong, a read would turn the gradients to NaN. To fill it all would take as
+    long as the operation that was discarded, where that moves memory.
+    """
     local, wrap = local_tensor(x), wrapping(x)
     size, stride, dtype, device = local.size(), local.stride(), local.dtype, local.device
     last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     numel = last + 1 if local.numel() else 0
-    return lambda: wrap(
-        torch.full((numel,), torch.nan, dtype=dtype, device=device).as_strided(size, stride)
-    )
+
+    def make() -> torch.Tensor:
+        flat = torch.empty(numel, dtype=dtype, device=device)
+        flat[:_NANS].fill_(torch.nan)
+        return wrap(flat.as_strided(size, stride))
+
+    return make
 
 
 class AutogradNodes:

@@ -42,7 +42,7 @@ _REGIONS = {
     "routed_experts.token_dispatcher.combine": f"{_TOKENS}:3",
     "token_dispatcher.dispatch": f"{_TOKENS}:2",
     "token_dispatcher.combine": f"{_TOKENS}:3",
-    ".linear": "",
+    ".linear": ":aten.*mm",
 }
 
 
