@@ -140,6 +140,7 @@ def test_every_stage_of_a_pipeline(folder: Path):
     A step that does not fit has an exit status of its own.
     """
     flags = ("--memory", "1GiB", "--parallelism.pipeline_parallel_degree", "2")
+    flags += ("--training.local_batch_size", "2")
     done = _dry_run(
         folder,
         "moe_debug",
