@@ -191,7 +191,7 @@ def test_regions_have_the_names_of_titans_next_release(block):
     regions = {
         "attention.wq.linear": "recompute",
         "moe.routed_experts.w13.grouped_mm": "save",
-        "layers.1.moe.routed_experts.w2.grouped_mm": "recompute",
+        "*routed_experts.w2.grouped_mm": "recompute",
         "moe.router": "save",
         "*.linear": "save_float8",
         "attention.inner_attention": "save",
@@ -202,7 +202,7 @@ def test_regions_have_the_names_of_titans_next_release(block):
         "moe.routed_experts.inner_experts:aten._grouped_mm:w3*": "save",
         "moe.routed_experts.inner_experts:aten._grouped_mm:w2*": "recompute",
         "moe.router": "save",
-        "*:aten.mm": "save_float8",
+        "*:aten.*mm": "save_float8",
         "attention.inner_attention": "save",
     }
     chosen, expected = (
