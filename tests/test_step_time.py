@@ -22,7 +22,7 @@ from tests.cluster import run_ranks
 from tests.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.memory_plan import LiveBytes
+from titan_ext.memory_plan import Kind, LiveBytes
 from titan_ext.op_cost import MACHINES, collective_ms, op_cost
 from titan_ext.plan_report import calibrate
 from titan_ext.run_record import CONFIG, RECORD
@@ -199,6 +199,28 @@ def test_a_buffer_is_not_gathered_into_before_it_has_been_read(tmp_path: Path):
 def test_the_computation_waits_before_it_frees_what_is_being_reduced(tmp_path: Path):
     assert _waits(_reduce, tmp_path, frees=True)[Part.REDUCTIONS] == pytest.approx(GATHER_MS)
     assert _waits(_reduce, tmp_path, frees=False)[Part.REDUCTIONS] == 0
+
+
+def test_copies_to_and_from_the_host_run_beside_the_computation():
+    """Until their source is freed, or their target read."""
+    live, h100 = LiveBytes([nn.Identity()], []), MACHINES["h100"]
+    clock = StepClock([], live, h100, ranks_per_node=8)
+    with FakeTensorMode(), clock:
+        on_host, source, a = torch.empty(GIB), torch.empty(GIB), torch.empty(4096, 4096)
+        live.own([on_host], Kind.OFFLOADED)
+        on_host.copy_(source)
+        a @ a  # reads another tensor, and does not wait
+        times = clock.passes[0].ms
+        assert times[Part.OFFLOAD] == 0
+        del source
+        waits = [times[Part.OFFLOAD]]
+        back = torch.empty(GIB)
+        back.copy_(on_host)
+        a @ a
+        back.sum()
+        waits.append(times[Part.OFFLOAD] - waits[0])
+    copy_ms, product_ms = 4 * GIB / h100.host * 1e3, 2 * 4096**3 / h100.fp32 * 1e3
+    assert waits == pytest.approx([copy_ms - product_ms] * 2)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])

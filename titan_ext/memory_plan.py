@@ -168,6 +168,11 @@ class LiveBytes(TorchDispatchMode):
             for part in plain_tensors(tensor):
                 self._turn_into(self._see(part, kind), kind)
 
+    def kind_of(self, tensor: torch.Tensor) -> Kind | None:
+        """Of the storage of ``tensor``; None if it has not been seen."""
+        storage = self._live.get(tensor.untyped_storage()._cdata)
+        return None if storage is None else storage.kind
+
     def __enter__(self) -> "LiveBytes":
         for part in self._parts:
             self._watch(part)

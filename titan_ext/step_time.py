@@ -34,7 +34,7 @@ from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.fp8.local import tensors_in
 from titan_ext.fsdp.memory.predict import Pipeline
-from titan_ext.memory_plan import PLAIN_TYPES, LiveBytes, groups_of, in_backward
+from titan_ext.memory_plan import PLAIN_TYPES, Kind, LiveBytes, groups_of, in_backward
 from titan_ext.op_cost import SYNC_MS, Links, Machine, collective_ms, moves_nothing, op_cost
 
 
@@ -53,10 +53,11 @@ class Part(StrEnum):
     GATHERS = "waits for FSDP's all-gathers"
     REDUCTIONS = "waits for FSDP's reductions"
     COLLECTIVES = "waits for other collectives"
+    OFFLOAD = "waits for offloaded activations"
     BUBBLE = "waits for other stages"
 
 
-WAITS = (Part.EXCHANGES, Part.HOST, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES)
+WAITS = (Part.EXCHANGES, Part.HOST, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES, Part.OFFLOAD)
 """Parts in which the compute stream of this rank waits for its links or its host."""
 _KINDS = ("alltoall", "allgather", "reducescatter", "allreduce")
 _CODEC = ("titan_ext::float8_quantize", "titan_ext::float8_dequantize")
@@ -97,9 +98,7 @@ class StepClock(TorchDispatchMode):
         ranks_per_node: Ranks that share a node's links.
         slower: Factor on the time of every kernel, for a calibration.
 
-    Attributes:
-        passes: In the order in which they ran.
-        slower: As given.
+    ``passes`` are in the order in which they ran.
     """
 
     def __init__(
@@ -161,6 +160,8 @@ class StepClock(TorchDispatchMode):
             self._wait_for(stream, tensors_in(args))
         elif "c10d" in name:
             self._communicate(name, stream, args, out)
+        elif func is torch.ops.aten.copy_.default and self._offloads(*args[:2]):
+            pass
         elif not moves_nothing(func):
             self._run(func, stream, args, kwargs, out)
         elif stream is not self._compute and "empty" in name:
@@ -186,6 +187,17 @@ class StepClock(TorchDispatchMode):
             for tensor in (*tensors_in(out), *tensors_in(kwargs.get("out"))):
                 buffer = self._buffer(tensor, made_on=stream)
                 buffer.ready = max(buffer.ready, end)
+
+    def _offloads(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether a copy is to or from the host; then it runs beside the computation."""
+        to, back = (self._live.kind_of(x) is Kind.OFFLOADED for x in (target, source))
+        if to is not back:
+            lane, ms = (Part.OFFLOAD, to), target.nbytes / self._machine.host * 1e3
+            end = self._free[lane] = max(self._free[lane], self._free[self._compute]) + ms
+            buffer = self._buffer(source if to else target, made_on=self._compute)
+            buffer.why, buffer.used[lane] = Part.OFFLOAD, end  # it is not free before
+            buffer.ready = end if back else buffer.ready
+        return to is not back
 
     def _communicate(self, name: str, stream: Any, args: Any, out: Any) -> None:
         """A collective of c10d runs on its stream, a functional one beside it."""
@@ -304,14 +316,8 @@ class StepTime:
     def of(
         cls, passes: Sequence[Pass], *, accumulation: int, idle: float, **others: Any
     ) -> "StepTime":
-        """From what a clock saw.
-
-        Args:
-            passes: Of a step with two accumulation steps, or one if there is no more.
-            accumulation: How many there are.
-            idle: Of a pipeline's rank, over the time that it is busy.
-            others: The other fields.
-        """
+        """From the passes of a step with two accumulation steps, or one if there is no more;
+        ``idle`` is a pipeline rank's time over that in which it is busy."""
         *forward_backward, last = passes
         repeated = [*forward_backward[:1], *forward_backward[1:] * (accumulation - 1), last]
         ms = {part: math.fsum(one.ms.get(part, 0.0) for one in repeated) for part in Part}
@@ -362,9 +368,6 @@ class StepTime:
         yield f"{self.step_ms:>8.1f}  sum, {rates}"
 
 
-_ACTIONS = ("F", "B", "I", "W")
-
-
 class Action(NamedTuple):
     """A forward (F), backward (B), or one half of it (I: of inputs, W: of weights)."""
 
@@ -382,7 +385,7 @@ def actions_of(schedule: Any) -> dict[int, list[Action]]:
                 for action in order
                 if action is not None
                 for one in action.sub_actions or (action,)
-                if one.computation_type.value in _ACTIONS
+                if one.computation_type.value in ("F", "B", "I", "W")
             ]
             for rank, order in schedule.pipeline_order.items()
         }
@@ -409,11 +412,8 @@ def one_stage_actions(schedule: str, stages: int, microbatches: int) -> dict[int
 
 
 def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
-    """How long a rank is idle, over how long the busiest one is busy.
-
-    ``orders`` are the actions of each rank, ``forward`` is the share of forward in a microbatch's
-    time in a stage. Raises ValueError for actions that wait for each other.
-    """
+    """How long a rank is idle, over how long the busiest one is busy. ``forward`` is its share of a
+    microbatch's time in a stage. Raises ValueError for actions that wait for each other."""
     backward = 1 - forward
     cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
     queues = {rank: list(order) for rank, order in orders.items()}
