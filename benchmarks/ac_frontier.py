@@ -46,8 +46,8 @@ def frontier(model_name: str, ep: int, *, grid: bool = False) -> dict[str, Any]:
     """Points ``[MiB, ms]`` of policies and of curves; one layout in a process."""
     from titan_ext import no_accelerator
     from titan_ext.activation_checkpoint import FP8AC
-    from titan_ext.activation_checkpoint.budget import BudgetTooSmallError, Kind, solve
     from titan_ext.activation_checkpoint.presets import make_plan
+    from titan_ext.activation_checkpoint.solver import BudgetTooSmallError, Kind, solve
     from titan_ext.budget_plan import TracedBlocks, settings_of
     from titan_ext.config_registry import resolve_config
     from titan_ext.dry_run import as_rank, dry_run

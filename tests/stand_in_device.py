@@ -84,7 +84,7 @@ def main(ep: int, backend: Any, how: str) -> None:
     from titan_ext import api, no_accelerator
     from titan_ext.activation_checkpoint import FP8AC
     from titan_ext.activation_checkpoint.memory_report import memory_report_of
-    from titan_ext.fp8.host import Inline
+    from titan_ext.fp8.offload import Inline
     from titan_ext.stand_ins import use_stand_ins
 
     assert device_type == NAME

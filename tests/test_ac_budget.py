@@ -18,7 +18,10 @@ from tests.cluster import run_ranks
 from tests.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Node, trace
-from titan_ext.activation_checkpoint.budget import (
+from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, parse_rules
+from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
+from titan_ext.activation_checkpoint.presets import make_plan
+from titan_ext.activation_checkpoint.solver import (
     BudgetTooSmallError,
     Host,
     Kind,
@@ -26,10 +29,7 @@ from titan_ext.activation_checkpoint.budget import (
     solve,
     table_of,
 )
-from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, parse_rules
-from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
-from titan_ext.activation_checkpoint.presets import make_plan
-from titan_ext.fp8.local import local_tensor
+from titan_ext.fp8.tensors import local_tensor
 from titan_ext.memory_plan import fsdp_kind
 from titan_ext.op_cost import MACHINES
 

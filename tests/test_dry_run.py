@@ -18,7 +18,7 @@ from tests.toml_files import DEBUG
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.cli import main
 from titan_ext.config_registry import resolve_config
-from titan_ext.fp8.local import is_plain
+from titan_ext.fp8.tensors import is_plain
 from titan_ext.names import shipped_configs
 
 ROOT = Path(__file__).parents[1]

@@ -32,7 +32,7 @@ from titan_ext.fp8 import (
     quantize,
     saved_tensors,
 )
-from titan_ext.fp8.local import plain_tensors
+from titan_ext.fp8.tensors import plain_tensors
 
 N = 2048
 

@@ -24,7 +24,7 @@ from tests.training import Run, planned_config, start_as_planned
 from titan_ext import stand_ins
 from titan_ext.budget_plan import budget_in
 from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.memory_plan import LASTING, Budget, Kind, LiveBytes, MemoryPlan, Peak
+from titan_ext.memory_plan import LASTING, DeviceMemory, Kind, LiveBytes, MemoryPlan, Peak
 
 BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=256, layers=4)
 RUNS = [
@@ -106,7 +106,7 @@ def _plan(run: Run, rank: int, folder: Path, imbalance: float = 1.0) -> tuple[Pe
             config,
             run.world,
             rank,
-            budget=Budget(memory=0),
+            budget=DeviceMemory(memory=0),
             as_on_a_gpu=False,
             imbalance=imbalance,
         )
@@ -236,7 +236,7 @@ PEAK = Peak(60, "loss", {Kind.PARAMETERS: 20, Kind.EXACT: 40})
 
 
 def test_an_allowance_decides_too():
-    budget = Budget(memory=100, context=10, communicator=5, fragmentation=0.5)
+    budget = DeviceMemory(memory=100, context=10, communicator=5, fragmentation=0.5)
     plan = MemoryPlan(budget, PEAK, (), communicators=2, on_host=frozenset())
     assert plan.allowance == 10 + 2 * 5 + 40 // 2
     assert plan.spare == 0
@@ -257,7 +257,7 @@ def _without_checkpointing(memory: int, **budget: Any) -> MemoryPlan:
         }
         moments.append(Peak(sum(by_kind.values()), f"backward of layers.{block}", by_kind))
     moments.append(Peak(42, "optimizer", {Kind.PARAMETERS: 20, Kind.GRADIENTS: 20}))
-    set_aside = Budget(**{"memory": memory, "allowance": 0} | budget)
+    set_aside = DeviceMemory(**{"memory": memory, "allowance": 0} | budget)
     return MemoryPlan(set_aside, moments[0], moments, communicators=1, on_host=frozenset())
 
 

@@ -14,9 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.fp8_activations import debug_model, tokens
 from tests.test_fp8_ac import _forward, _gradients
 from titan_ext.activation_checkpoint import FP8AC, measure_block, memory_report_of
-from titan_ext.fp8 import SavedTensorStore, host
-from titan_ext.fp8.host import SLAB, HostMemory, Offload
-from titan_ext.memory_plan import Budget, LiveBytes, MemoryPlan
+from titan_ext.fp8 import SavedTensorStore
+from titan_ext.fp8 import offload as host
+from titan_ext.fp8.offload import SLAB, HostMemory, Offload
+from titan_ext.memory_plan import DeviceMemory, LiveBytes, MemoryPlan
 
 Config = FP8AC.Config
 MIB = 2**20
@@ -204,7 +205,7 @@ def test_a_plan_counts_the_host_apart():
         x = torch.zeros(2**28)  # 1 GiB
         offload = Offload()
         kept = [offload.begin(str(i)).put(x * i) for i in range(6)]
-        plan = MemoryPlan.of(live, Budget(memory=0, allowance=0), ranks_per_node=8)
+        plan = MemoryPlan.of(live, DeviceMemory(memory=0, allowance=0), ranks_per_node=8)
         assert live.peak.nbytes == 3 * 2**30, "x, and what the last two blocks keep"
         back = [entry.get() for entry in reversed(kept) if entry is not None]
     assert all(isinstance(y, FakeTensor) for y in back)

@@ -13,7 +13,7 @@ from tests.cluster import run_ranks
 from tests.toml_files import DEBUG, Loader
 from tests.training import Run, make_config, train
 from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.memory_plan import Budget, Kind, MemoryPlan, Peak
+from titan_ext.memory_plan import DeviceMemory, Kind, MemoryPlan, Peak
 from titan_ext.plan_report import PlanCheck, draw, file_name, to_json, write
 from titan_ext.run_folder import read_scalar
 from titan_ext.step_time import Part, StepTime
@@ -33,7 +33,7 @@ def _plan(
     ranks: int = 4,
     time: StepTime | None = None,
 ) -> dict[str, Any]:
-    budget = Budget(memory=memory, allowance=10)
+    budget = DeviceMemory(memory=memory, allowance=10)
     plan = MemoryPlan(budget, MOMENTS[1], MOMENTS, communicators=0, on_host=frozenset())
     run = SimpleNamespace(
         memory=plan, time=time, ranks=ranks, rank=0, imbalance=1.0, name=lambda: "rank 0"
@@ -84,7 +84,7 @@ def _write_plan(run: Run, folder: Path) -> None:
     with as_rank(run.world, 0):
         config: Any = make_config(run, folder)
         asked = identity(config)
-        write(to_json(dry_run(config, run.world, budget=Budget(memory=0)), asked), folder)
+        write(to_json(dry_run(config, run.world, budget=DeviceMemory(memory=0)), asked), folder)
 
 
 def test_a_run_compares_its_second_step_with_its_plan(tmp_path: Path):

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from titan_ext.activation_checkpoint.op_policies import OpPolicy
 from titan_ext.fp8 import SavedTensorStore
-from titan_ext.fp8.host import Offload
+from titan_ext.fp8.offload import Offload
 
 remat = pytest.importorskip("torch_remat", reason="pip install torch_remat==0.2.2")
 

@@ -17,14 +17,14 @@ import torch.nn as nn
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
-from titan_ext.activation_checkpoint.budget import Host, Kind, Solution, solve, table_of
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
 from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
+from titan_ext.activation_checkpoint.solver import Host, Kind, Solution, solve, table_of
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all
 from titan_ext.dry_run import DryRun, dry_run
-from titan_ext.memory_plan import Budget, MemoryPlan, fsdp_kind
+from titan_ext.memory_plan import DeviceMemory, MemoryPlan, fsdp_kind
 from titan_ext.memory_plan import Kind as MemoryKind
 from titan_ext.names import and_more, format_bytes, parse_bytes
 from titan_ext.op_cost import MACHINES
@@ -293,7 +293,7 @@ def plan_activations(
     rank: int = 0,
     *,
     budget: int | None,
-    memory: Budget | None = None,
+    memory: DeviceMemory | None = None,
     imbalance: float = 1.0,
     machine: str = "h100",
     as_on_a_gpu: bool = True,

@@ -32,7 +32,7 @@ from titan_ext.config_registry import (
 from titan_ext.names import BYTES, Mistakes, did_you_mean, parse_bytes, shipped_configs, toml_file
 
 if TYPE_CHECKING:
-    from titan_ext.memory_plan import Budget
+    from titan_ext.memory_plan import DeviceMemory
     from titan_ext.toml_config import Resolved
 
 _DESCRIPTION = (
@@ -180,13 +180,13 @@ class DryRun:
         from titan_ext.activation_budget import has_budget, solve_in_dry_run
         from titan_ext.dry_run import as_rank, dry_run
         from titan_ext.limits import wrong_degrees
-        from titan_ext.memory_plan import Budget
+        from titan_ext.memory_plan import DeviceMemory
         from titan_ext.plan_report import to_json, write
         from titan_ext.plan_search import suggest
         from titan_ext.toml_config import dump, identity
 
         self.slower = self._calibrated()
-        budget = None if memory is None else Budget(memory=memory, allowance=allowance)
+        budget = None if memory is None else DeviceMemory(memory=memory, allowance=allowance)
         with as_rank(self.ranks, self.rank):
             with no_accelerator.as_with_an_accelerator():
                 resolved = resolve_config(self.config, flags)
@@ -257,7 +257,7 @@ class DryRun:
         return calibration.slower
 
     def _plan_activations(
-        self, resolved: "Resolved", activations: int | None, memory: "Budget | None"
+        self, resolved: "Resolved", activations: int | None, memory: "DeviceMemory | None"
     ) -> None:
         from titan_ext.budget_plan import plan_activations
 

@@ -60,7 +60,7 @@ from titan_ext.activation_checkpoint.partition import (
     annotation,
     compile_arguments,
 )
-from titan_ext.fp8.local import parts_in, plain_tensors
+from titan_ext.fp8.tensors import parts_in, plain_tensors
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks, vision_modules
 
 _MAIN = ("attention", "attn", "moe", "feed_forward")

@@ -28,13 +28,13 @@ from torchtitan.distributed import utils as dist_utils
 
 from titan_ext import no_accelerator
 from titan_ext.dispatch import ranks_per_node
-from titan_ext.fp8.local import plain_tensors
+from titan_ext.fp8.tensors import plain_tensors
 from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import predict
 from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.guards.run_checks import LoRATargets
 from titan_ext.hf_export import HuggingFaceExport
-from titan_ext.memory_plan import LASTING, Budget, LiveBytes, MemoryPlan
+from titan_ext.memory_plan import LASTING, DeviceMemory, LiveBytes, MemoryPlan
 from titan_ext.names import format_bytes
 from titan_ext.op_cost import MACHINES
 from titan_ext.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
@@ -170,7 +170,7 @@ class DryRun(Trainer):
                 "and a dry run has shapes only."
             ) from error
 
-    def plan(self, budget: Budget | None, machine: str = "", slower: float = 1.0) -> None:
+    def plan(self, budget: DeviceMemory | None, machine: str = "", slower: float = 1.0) -> None:
         """Run another step, steady as all that follow; count what it holds, or its time."""
         self.optimizers.zero_grad()
         offloads = self.config.training.enable_cpu_offload
@@ -332,7 +332,7 @@ def dry_run(
     ranks: int,
     rank: int = 0,
     *,
-    budget: Budget | None = None,
+    budget: DeviceMemory | None = None,
     machine: str = "",
     slower: float = 1.0,
     as_on_a_gpu: bool = True,

@@ -25,7 +25,7 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.fp8.local import Layout
+from titan_ext.fp8.tensors import Layout
 from titan_ext.guards import RunCheck
 from titan_ext.lora import is_adapter_weight
 from titan_ext.names import and_more

@@ -26,8 +26,8 @@ from torch.distributed import GroupName, distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_ext.fp8 import host
-from titan_ext.fp8.local import plain_tensors, tensors_in
+from titan_ext.fp8 import offload
+from titan_ext.fp8.tensors import plain_tensors, tensors_in
 
 
 class Kind(StrEnum):
@@ -72,7 +72,7 @@ _MAKERS = {
     inspect.unwrap(FSDPParamGroup.unshard).__code__: Kind.UNSHARDED,
     inspect.unwrap(FSDPParamGroup.wait_for_unshard).__code__: Kind.UNSHARDED,
     inspect.unwrap(FSDPParamGroup.post_backward).__code__: Kind.REDUCE,
-    host.Offload.copy.__code__: Kind.OFFLOADED,
+    offload.Offload.copy.__code__: Kind.OFFLOADED,
 }
 """Functions whose storages are of a kind."""
 
@@ -311,7 +311,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class DeviceMemory:
     """The memory of a device, and what of it is set aside.
 
     The defaults of what is set aside are rules of thumb, in bytes: nothing here measures them.
@@ -332,7 +332,7 @@ class Budget:
 class MemoryPlan:
     """What a rank needs in a steady step, beside what it has."""
 
-    budget: Budget
+    budget: DeviceMemory
     peak: Peak
     moments: Sequence[Peak]
     communicators: int
@@ -341,7 +341,7 @@ class MemoryPlan:
     ranks_per_node: int = 1
 
     @classmethod
-    def of(cls, live: LiveBytes, budget: Budget, ranks_per_node: int = 1) -> "MemoryPlan":
+    def of(cls, live: LiveBytes, budget: DeviceMemory, ranks_per_node: int = 1) -> "MemoryPlan":
         groups, on_host = len(live.groups), live.on_host
         return cls(budget, live.peak, live.moments, groups, on_host, live.host_peak, ranks_per_node)
 

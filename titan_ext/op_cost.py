@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from titan_ext.fp8.local import local_tensor, parts_in, tensors_in
+from titan_ext.fp8.tensors import local_tensor, parts_in, tensors_in
 
 LAUNCH_MS = 0.015  # of a collective
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring

@@ -12,6 +12,8 @@ Muon orthogonalises whole matrices, and a rank holds a part of each. DistMuon ne
 parameter, where to compute the whole, on mesh axes by name; those differ between SPMD backends and
 for experts. Titan writes that by hand for Kimi. Here it follows from how a parameter is sharded:
 one rank owns a matrix, and each rank keeps its own experts of a stack.
+
+Gradient clipping is Titan's: ``training.max_norm``.
 """
 
 import inspect

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The passes that turn a Titan decoder into a parallel one, in order, on one screen.
 
+Model-parallel sharding, overlap of shared experts, activation checkpointing, compile, FSDP.
 ``extend_model_spec`` makes a Titan model spec call them.
 """
 
@@ -69,6 +70,7 @@ def parallelize(
     Raises:
         ValueError: for a configuration that titan_ext does not serve, or a module that FSDP1 wraps.
     """
+    # 0. Refuse what cannot run, and choose the FSDP units. Nothing is changed yet.
     compiled = compiles_model(compile_config)
     check_parallelism(parallelism, training, compiled=compiled)
     check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
@@ -95,15 +97,14 @@ def parallelize(
     )
     units = plan_units(model, settings.resolved_wrap)
 
-    # 1. Shard over the model-parallel axes: TP, EP, CP.
+    # 1. Shard over the model-parallel axes: TP, EP, CP. Quantized linears are there already:
+    #    Titan's converters put them into the model's config.
     with keep_frozen(model):
         _shard_model_axes(model, parallel_dims)
 
+    # 2. Let shared experts run while tokens travel back.
     if overlaps:
         overlap_shared_experts(model)
-
-    # 2. Float8 and the other quantized linears: nothing to do. Titan's converters put them into
-    #    the model config, and the model was built with them.
 
     # 3. Activation checkpointing, of the blocks of a vision tower too.
     policy = None

@@ -32,7 +32,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
-from titan_ext.fp8.local import tensors_in
+from titan_ext.fp8.tensors import tensors_in
 from titan_ext.fsdp.memory.predict import Pipeline
 from titan_ext.memory_plan import PLAIN_TYPES, Kind, LiveBytes, groups_of, in_backward
 from titan_ext.op_cost import SYNC_MS, Links, Machine, collective_ms, moves_nothing, op_cost

@@ -38,7 +38,7 @@ from titan_ext.activation_checkpoint.op_policies import (
     op_name,
 )
 from titan_ext.fp8 import Codec
-from titan_ext.fp8.local import parts_in, storage_ids, tensors_in
+from titan_ext.fp8.tensors import parts_in, storage_ids, tensors_in
 from titan_ext.op_cost import Machine, op_cost
 
 __all__ = ["BLOCKS_ON_DEVICE", "CHOICES", "BlockGraph", "Call", "Node", "trace"]
@@ -48,7 +48,7 @@ RECOMPUTE, DISCARD = OpPolicy.RECOMPUTE, OpPolicy.DISCARD
 CHOICES = (SAVE, FLOAT8, RECOMPUTE, DISCARD)
 """The policies that a budget chooses among, without a host."""
 BLOCKS_ON_DEVICE = 2
-"""How many blocks have on the device what they offload (``fp8.host``)."""
+"""How many blocks have on the device what they offload (``fp8.offload``)."""
 _NORMS = (nn.RMSNorm, nn.LayerNorm)
 _KEPT_EXACTLY = ("aten.topk",)
 _TO_COPY = torch.ops.aten._to_copy.default

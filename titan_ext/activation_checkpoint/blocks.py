@@ -37,8 +37,8 @@ from titan_ext.activation_checkpoint.op_policies import (
     op_name,
 )
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
-from titan_ext.fp8.host import HostGroup, Offload
-from titan_ext.fp8.local import may_wrap, plain_tensors, storage_ids, tensors_in
+from titan_ext.fp8.offload import HostGroup, Offload
+from titan_ext.fp8.tensors import may_wrap, plain_tensors, storage_ids, tensors_in
 from titan_ext.op_cost import count_flops
 
 _CODEC_BLOCK = 128

@@ -31,7 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
 
 from titan_ext.activation_checkpoint.op_policies import OpLocation, op_name
-from titan_ext.fp8.local import (
+from titan_ext.fp8.saved_tensors import StoredEntry
+from titan_ext.fp8.tensors import (
     local_tensor,
     parts_in,
     plain_tensors,
@@ -40,7 +41,6 @@ from titan_ext.fp8.local import (
     tensors_in,
     wrapping,
 )
-from titan_ext.fp8.saved_tensors import StoredEntry
 
 READ_NO_VALUES = frozenset(
     """

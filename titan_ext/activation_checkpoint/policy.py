@@ -35,7 +35,7 @@ from titan_ext.activation_checkpoint.op_policies import (
 from titan_ext.activation_checkpoint.presets import Attention, Preset, make_plan
 from titan_ext.activation_checkpoint.solved import KEY, Budget, check_operations
 from titan_ext.fp8 import Codec
-from titan_ext.fp8.host import Offload
+from titan_ext.fp8.offload import Offload
 from titan_ext.names import BYTES, did_you_mean, parse_bytes, table_flag
 
 Mode = Literal["selective", "full", "no_recompute"]

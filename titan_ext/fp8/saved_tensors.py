@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
-from titan_ext.fp8.host import HostGroup, HostTensor
-from titan_ext.fp8.local import (
+from titan_ext.fp8.offload import HostGroup, HostTensor
+from titan_ext.fp8.tensors import (
     Layout,
     is_plain,
     local_tensor,

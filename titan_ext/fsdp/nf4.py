@@ -17,7 +17,7 @@ from torchao.quantization import NF4Tensor, to_nf4
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext.fp8.local import Layout
+from titan_ext.fp8.tensors import Layout
 from titan_ext.fsdp.settings import QUANTIZE_FROZEN, QUANTIZE_FROZEN_MODULES
 from titan_ext.fsdp.units import before_first_forward
 from titan_ext.names import did_you_mean, matches
