@@ -46,7 +46,16 @@ def test_the_best_policies_for_a_budget(folder: Path):
         m[1].strip(): float(m[2]) for m in re.finditer(r"^(.+?) +([\d.]+) MiB ", done.out, re.M)
     }
     assert held["this budget"] <= 10 < held["stock selective"] < held["no checkpointing"]
-    assert _files(folder) == ["plan", "plan/budget.toml"]
+    files = ["plan", "plan/budget.json", "plan/budget.png", "plan/budget.toml"]
+    assert _files(folder) == files
+    frontier = json.loads((folder / "plan" / "budget.json").read_text())
+    assert frontier["budget"] == 10 * 2**20
+    best = frontier["best"]
+    assert best == sorted(best)
+    assert len(best) > 3
+    assert [ms for _, ms in best] == sorted((ms for _, ms in best), reverse=True)
+    for nbytes, ms in frontier["policies"].values():
+        assert min(least for held, least in best if held <= nbytes) <= 1.2 * ms + 0.1
     config = resolve_config(str(folder / "plan" / "budget.toml"), []).config
     policy = config.activation_checkpoint
     assert isinstance(policy, FP8AC.Config)
@@ -79,6 +88,25 @@ def test_a_budget_for_a_memory_fits_and_leaves_little(folder: Path, offload_limi
     waits = re.findall(r"([\d.]+) MiB wait on the host", done.out)
     assert bool(waits) == bool(offload_limit)
     assert ("offloaded activations of this rank" in done.out) == bool(offload_limit)
+
+
+def test_other_configs_are_planned_beside_one(folder: Path):
+    for name, batch in (("half", 2), ("odd", 3)):
+        (folder / f"{name}.toml").write_text(
+            f'extends = "moe_debug.toml"\n[training]\nlocal_batch_size = {batch}\n'
+            "global_batch_size = 32\n"
+        )
+    memory = ["--ranks", "8", "--memory", "4GiB", "--machine", "h100"]
+    done = _dry_run(folder, "moe_debug", *memory, "--against", "half.toml", "odd.toml")
+    assert done.code == 0
+    heading, first, second, fits, fails, tried = done.out.splitlines()[-6:]
+    assert heading == "-- what would fit on rank 0: 2 other configs, a dry run each"
+    assert (first, second) == ("trying half.toml", "trying odd.toml")
+    assert re.fullmatch(r"fits, saves [\d.]+ MiB, \d+ ms a step: half.toml", fits)
+    assert re.match(r"does not start: odd.toml: .*global_batch_size", fails)
+    assert tried.startswith("2 tried, ")
+    done = _dry_run(folder, "moe_debug", "--ranks", "8", "--against", "half.toml")
+    assert "--against needs --memory" in done.error
 
 
 def test_a_stage_names_the_blocks_that_only_others_have(folder: Path):

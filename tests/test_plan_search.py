@@ -89,7 +89,7 @@ def test_the_best_comes_first_and_a_failure_says_why(
         return SimpleNamespace(returncode=1, stderr=f"{folder / 'changed.toml'}: no\nmore\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    lines = list(suggest(folder / "config.toml", plan, ["--memory", "8GiB"], 5))
+    lines = list(suggest(folder / "config.toml", plan, ["--memory", "8GiB"], 5, {}))
     assert [line.split()[0] for line in lines[1:6]] == ["trying"] * 5
     *planned, failed, last = lines[6:]
     ms = ", {} ms a step" if timed else ""

@@ -7,9 +7,11 @@ result is a TOML file with an ordinary ``op_policies`` table, for all ranks alik
 """
 
 import contextlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,14 @@ from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, tra
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
 from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
-from titan_ext.activation_checkpoint.solver import Host, Kind, Solution, solve, table_of
+from titan_ext.activation_checkpoint.solver import (
+    BudgetTooSmallError,
+    Host,
+    Kind,
+    Solution,
+    solve,
+    table_of,
+)
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all
 from titan_ext.dry_run import DryRun, dry_run
@@ -32,7 +41,9 @@ from titan_ext.toml_config.files import to_toml
 
 __all__ = ["BudgetPlan", "TracedBlocks", "budget_in", "plan_activations", "settings_of"]
 
-_PRESETS = ("stock", "memory", "balanced", "speed")
+_PRESETS = ("stock", "memory", "balanced", "speed", "gemms")
+_BUDGETS = 8
+"""For the curve of a picture."""
 
 
 def settings_of(config: Any) -> FP8AC.Config:
@@ -224,14 +235,7 @@ class BudgetPlan:
 
     def report(self) -> str:
         """The verdict, a line a policy, and the table."""
-        none = self.traced.none_nbytes
-        rows = [("no checkpointing", none, 0.0)]
-        for preset in _PRESETS:
-            name = "stock selective" if preset == "stock" else f'fp8, preset "{preset}"'
-            price = self.traced.price(preset=preset)
-            rows.append((name, price.nbytes, price.ms))
-        if self.solution is not None:
-            rows.append(("this budget", self.solution.nbytes, self.solution.ms))
+        rows = [(name, nbytes, ms) for name, (nbytes, ms) in self._policies().items()]
         rows.sort(key=lambda row: -row[1])
         lines = [
             f"activations of this rank's blocks, budget {format_bytes(self.budget)}: "
@@ -243,6 +247,49 @@ class BudgetPlan:
         if self.table:
             lines += ["", *self._section()]
         return "\n".join(lines)
+
+    def _policies(self) -> dict[str, tuple[int, float]]:
+        """Bytes held and milliseconds recomputed, by what the report calls them."""
+        found = {"no checkpointing": (self.traced.none_nbytes, 0.0)}
+        for preset in _PRESETS:
+            name = "stock selective" if preset == "stock" else f'fp8, preset "{preset}"'
+            price = self.traced.price(preset=preset)
+            found[name] = price.nbytes, price.ms
+        if self.solution is not None:
+            found["this budget"] = self.solution.nbytes, self.solution.ms
+        return found
+
+    def write_frontier(self, folder: Path) -> None:
+        """Write ``budget.json`` and ``budget.png``: policies, and the best for other budgets."""
+        from matplotlib.figure import Figure
+
+        policies = self._policies()
+        least, most = min(nbytes for nbytes, _ in policies.values()), self.traced.none_nbytes
+        solved = [policies["no checkpointing"]]
+        for k in range(_BUDGETS):
+            with contextlib.suppress(BudgetTooSmallError):
+                found = self.traced.solve(int(least * (most / least) ** (k / _BUDGETS)))
+                solved.append((found.nbytes, found.ms))
+        # The solver counts a launch for every rule, too: a point may be worse than one below it.
+        best = [(n, ms) for n, ms in sorted(solved) if ms == min(t for m, t in solved if m <= n)]
+        figures = {"budget": self.budget, "policies": policies, "best": best}
+        (folder / "budget.json").write_text(json.dumps(figures, indent=1) + "\n")
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        scale = 2**30 if most >= 2**30 else 2**20
+        axes.plot(
+            *zip(*((n / scale, ms) for n, ms in best), strict=True), label="best for a budget"
+        )
+        for name, (nbytes, ms) in policies.items():
+            axes.plot(nbytes / scale, ms, "s", label=name)
+        axes.axvline(self.budget / scale, color="black", linestyle=":", label="the budget")
+        axes.set(
+            xlabel=f"{'GiB' if scale == 2**30 else 'MiB'} held by this rank's blocks",
+            ylabel="ms recomputed, codec included (modelled)",
+            title=self.traced.words().partition(";")[0],
+        )
+        axes.legend()
+        figure.savefig(folder / "budget.png", dpi=100)
 
     def _verdict(self) -> str:
         if self.solution is None:

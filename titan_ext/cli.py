@@ -147,9 +147,12 @@ class DryRun:
     """Tokens that the rank's experts get, for one if routing were balanced."""
     out: Path | None = None
     """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
-    dump_folder it is compares itself with its plan. With --activations: budget.toml."""
+    dump_folder it is compares itself with its plan. With --activations: budget.toml, and the
+    budget in a picture beside others."""
     suggest: int = 0
     """How many of the nearest changes to try, best first; with --memory. Each takes as long."""
+    against: tuple[_Config, ...] = ()
+    """Other configs to plan beside it, best first; with --memory. Flags are not for them."""
     verbose: bool = False
     """Print the log of the start as well, with FSDP's plan."""
 
@@ -170,6 +173,7 @@ class DryRun:
             ),
             (self.out and no_plan, "--out needs --memory: without it there is no plan."),
             (self.suggest and no_plan, "--suggest needs --memory: without it there is no plan."),
+            (self.against and not memory, "--against needs --memory: without it there is no plan."),
             (not 0 <= self.rank < self.ranks, f"{ranks} a rank below that."),
         ):
             if is_wrong:
@@ -225,12 +229,13 @@ class DryRun:
         fullest = min(plans, key=lambda plan: plan["spare"])
         if self.all_stages:
             print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
-        if self.suggest:
+        if self.suggest or self.against:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "config.toml"
                 file.write_text(source)
                 options = self._words(("ranks", *chain(*_OPTIONS)))
-                for line in suggest(file, fullest, options, self.suggest):
+                others = {other: _extends(other, file.parent) for other in self.against}
+                for line in suggest(file, fullest, options, self.suggest, others):
                     print(line, flush=True)
         elif not (fullest["fits"] or self.all_stages):
             print("            --suggest 5 tries the nearest changes, with a dry run for each")
@@ -281,6 +286,9 @@ class DryRun:
         lines += [line for line in changed if not line.startswith("activation_checkpoint")]
         file.write_text("\n".join([*lines, "", *plan.toml_lines()]) + "\n")
         print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
+        if not plan.had_budget:  # else a run asks, and waits
+            plan.write_frontier(self.out)
+            print(f"{self.out / 'budget.png'} has the budget beside presets and other budgets.")
 
     def _words(self, options: Iterable[str]) -> list[str]:
         """Options of this command as a command line has them."""

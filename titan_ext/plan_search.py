@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What to change so that a step fits: the nearest changes, each planned in a process of its own.
+"""Plans beside a plan: of the nearest changes, and of other configs, each in a process of its own.
 
 ``titan_ext dry-run CONFIG --ranks N --memory 80GiB --suggest 5`` tries five of ``CHANGES``, those
 that change anything first. With ``--machine`` each is timed, too, and of those that fit the fastest
@@ -65,25 +65,34 @@ CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (
 
 
 def suggest(
-    file: Path, plan: Mapping[str, Any], options: Sequence[str], count: int
+    file: Path,
+    plan: Mapping[str, Any],
+    options: Sequence[str],
+    count: int,
+    against: Mapping[str, str],
 ) -> Iterator[str]:
-    """Try ``count`` changes: a line for each before it is tried, and the results, best first.
+    """Try other configs and ``count`` changes: a line for each before it is tried, and the results,
+    best first.
 
     Args:
         file: A TOML file of the config; others go beside it.
         plan: Of that config, as ``plan_report.to_json`` made it. The same rank is planned.
         options: Of the command, such as ``--memory 80GiB --machine h100``.
-        count: How many.
+        count: How many changes.
+        against: Other configs by name, and as a TOML file extends them.
     """
     before_s, found, failed = _cpu_s(), [], []
-    yield f"-- what would fit on rank {plan['rank']}: {count} changes, a dry run each"
+    cases = [(name, [f"extends = {to_toml(other)}"]) for name, other in against.items()]
     for change, price in _changes({**plan["config"], "ranks": plan["ranks"]}, count):
         lines = [f"{key} = {to_toml(value)}" for key, value in change.items()]
-        text = f"{', '.join(lines)} ({price})"
+        cases.append((f"{', '.join(lines)} ({price})", [f"extends = {to_toml(file.name)}", *lines]))
+    changes = f"{count} changes" if count else f"{len(against)} other configs"
+    yield f"-- what would fit on rank {plan['rank']}: {changes}, a dry run each"
+    for text, lines in cases:
         yield f"trying {text}"
         changed, planned = file.with_name("changed.toml"), file.with_name(file_name(plan["rank"]))
         planned.unlink(missing_ok=True)
-        changed.write_text("\n".join([f"extends = {to_toml(file.name)}", *lines]) + "\n")
+        changed.write_text("\n".join(lines) + "\n")
         command = [sys.executable, "-m", "titan_ext", "dry-run", str(changed), *options]
         command += ["--rank", str(plan["rank"]), "--out", str(file.parent)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
