@@ -124,7 +124,7 @@ def test_the_best_with_a_host(seed: int):
     graph = BlockGraph(nodes, (), 0)
     kinds = [Kind(graph, 6)]
     forward_s = sum(node.ms for node in nodes) / 1e3
-    host = Host(limit=6 * 190 * KIB, rate=230 * KIB / forward_s)
+    host = Host(limit=6 * 70 * KIB, rate=110 * KIB / forward_s)
     policies = [node.policies | {OFFLOAD, OFFLOAD_FLOAT8} for node in nodes]
     priced = [
         Solution.of(kinds, [list(chosen)])

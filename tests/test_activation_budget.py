@@ -237,7 +237,7 @@ def test_a_budget_may_use_the_host(config: Loader, folder: Path):
     for treatment, limit in (("offload", "2GiB"), ("save", "")):
         solved = copy.copy(run)
         section = {"policy": "fp8", "preset": "stock", "op_policies": {"input": treatment}}
-        use(solved, {**section, "offload_limit": limit})
+        use(solved, section | ({"offload_limit": limit} if limit else {}))
         policy = solved.activation_checkpoint
         assert isinstance(policy, FP8AC.Config)
         assert (policy.budget, policy.offload_limit, policy.offloads()) == ("", limit, bool(limit))
