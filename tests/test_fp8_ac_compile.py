@@ -437,12 +437,12 @@ class RespectingSelectiveAC(SelectiveAC):
     ],
 )
 def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
-    """Within 5 % of the bytes, in one graph for each kind of unit, with the same gradients."""
+    """Within 2 % of the bytes, in one graph for each kind of unit, with the same gradients."""
     policies = [FP8AC(FP8AC.Config(preset=preset)) for _ in range(2)]
     eager = run(policies[0], wrap, backend=None)
     compiled = run(policies[1], wrap)  # the second forward: compiled already
     report = sum(block.nbytes for block in policies[0].memory_report.blocks)
-    assert 0.95 * report < compiled.nbytes < 1.05 * report
+    assert 0.98 * report < compiled.nbytes < 1.02 * report
     assert compiled.graphs == len(EXPECTED[wrap])
     assert compiled.operations["aten::mm"] <= eager.operations["aten::mm"]
     # A unit's own input is float8 too; a block has only one.
