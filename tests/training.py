@@ -373,6 +373,7 @@ def titan_config(model: str) -> TitanTrainer.Config:
 
     return {
         "deepseek_v3": deepseek_v3.deepseek_v3_debugmodel,
+        "deepseek_v3_16b": deepseek_v3.deepseek_v3_16b,
         "deepseek_v3_mtp": deepseek_v3.deepseek_v3_debugmodel_mtp,
         "qwen3": qwen3.qwen3_debugmodel,
         "qwen3_moe": qwen3.qwen3_moe_debug,
@@ -404,7 +405,8 @@ def _stock_config(config: TitanTrainer.Config) -> TitanTrainer.Config:
 
     def parallelize_for_gloo(model: nn.Module, **kwargs: Any) -> nn.Module:
         model = titan_parallelize(model, **kwargs)
-        no_accelerator.reduce_without_premul_sum(model)
+        if dist.get_backend() != "nccl":
+            no_accelerator.reduce_without_premul_sum(model)
         return model
 
     spec.parallelize_fn = parallelize_for_gloo
