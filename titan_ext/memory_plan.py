@@ -360,11 +360,14 @@ class MemoryPlan:
     @property
     def spare(self) -> int:
         """Bytes that are left; negative if it does not fit."""
-        return self.budget.memory - self.peak.nbytes - self.allowance
+        return self._spare(self.peak)
+
+    def _spare(self, moment: Peak) -> int:
+        return self.budget.memory - moment.nbytes - self._allowance(moment)
 
     def room(self, moment: Peak) -> int:
         """Bytes that could be made at ``moment``; negative if those that are do not fit."""
-        spare = self.budget.memory - moment.nbytes - self._allowance(moment)
+        spare = self._spare(moment)
         is_given = self.budget.allowance is not None
         return spare if is_given else int(spare / (1 + self.budget.fragmentation))
 

@@ -160,8 +160,8 @@ class StepClock(TorchDispatchMode):
             self._wait_for(stream, tensors_in(args))
         elif "c10d" in name:
             self._communicate(name, stream, args, out)
-        elif func is torch.ops.aten.copy_.default and self._offloads(*args[:2]):
-            pass
+        elif func is torch.ops.aten.copy_.default and self._crosses(*args[:2]):
+            self._offload(*args[:2])
         elif not moves_nothing(func):
             self._run(func, stream, args, kwargs, out)
         elif stream is not self._compute and "empty" in name:
@@ -188,16 +188,19 @@ class StepClock(TorchDispatchMode):
                 buffer = self._buffer(tensor, made_on=stream)
                 buffer.ready = max(buffer.ready, end)
 
-    def _offloads(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether a copy is to or from the host; then it runs beside the computation."""
-        to, back = (self._live.kind_of(x) is Kind.OFFLOADED for x in (target, source))
-        if to is not back:
-            lane, ms = (Part.OFFLOAD, to), target.nbytes / self._machine.host * 1e3
-            end = self._free[lane] = max(self._free[lane], self._free[self._compute]) + ms
-            buffer = self._buffer(source if to else target, made_on=self._compute)
-            buffer.why, buffer.used[lane] = Part.OFFLOAD, end  # it is not free before
-            buffer.ready = end if back else buffer.ready
-        return to is not back
+    def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether a copy is to or from the host."""
+        return len({self._live.kind_of(x) is Kind.OFFLOADED for x in (target, source)}) == 2
+
+    def _offload(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy to or from the host runs beside the computation."""
+        to_host = self._live.kind_of(target) is Kind.OFFLOADED
+        lane, ms = (Part.OFFLOAD, to_host), target.nbytes / self._machine.host * 1e3
+        end = self._free[lane] = max(self._free[lane], self._free[self._compute]) + ms
+        buffer = self._buffer(source if to_host else target, made_on=self._compute)
+        buffer.why, buffer.used[lane] = Part.OFFLOAD, end  # it is not free before
+        if not to_host:
+            buffer.ready = end
 
     def _communicate(self, name: str, stream: Any, args: Any, out: Any) -> None:
         """A collective of c10d runs on its stream, a functional one beside it."""
