@@ -228,9 +228,9 @@ def test_an_exchange_across_nodes_takes_the_network():
     dist.init_process_group("fake", rank=0, world_size=16)
     h100, x = MACHINES["h100"], torch.empty(GIB, device="meta")
     op = torch.ops._c10d_functional.all_to_all_single.default
-    groups = (dist.new_group(range(8)), dist.group.WORLD)
+    groups: list[Any] = [dist.new_group(range(8)), dist.group.WORLD]
     in_node, across = (
-        op_cost(op, (x, [], [], group.group_name), {}, x, h100).ms for group in groups if group
+        op_cost(op, (x, [], [], group.group_name), {}, x, h100).ms for group in groups
     )
     dist.destroy_process_group()
     assert in_node == pytest.approx(4 * GIB * 7 / 8 / h100.all_to_all * 1e3, rel=0.01)
