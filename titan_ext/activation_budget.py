@@ -32,7 +32,7 @@ from titan_ext.names import and_more
 from titan_ext.plan_report import differences, plain
 from titan_ext.run_record import versions
 
-__all__ = ["FOLDER", "ActivationBudget", "has_budget", "solve_in_dry_run"]
+__all__ = ["FOLDER", "ActivationBudget", "solve_in_dry_run"]
 
 FOLDER = "budget"
 """In the run's folder."""

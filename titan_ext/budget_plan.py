@@ -7,6 +7,7 @@ result is a TOML file with an ordinary ``op_policies`` table, for all ranks alik
 """
 
 import contextlib
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -235,7 +236,7 @@ class BudgetPlan:
 
     def report(self) -> str:
         """The verdict, a line a policy, and the table."""
-        rows = [(name, nbytes, ms) for name, (nbytes, ms) in self._policies().items()]
+        rows = [(name, nbytes, ms) for name, (nbytes, ms) in self._policies.items()]
         rows.sort(key=lambda row: -row[1])
         lines = [
             f"activations of this rank's blocks, budget {format_bytes(self.budget)}: "
@@ -248,6 +249,7 @@ class BudgetPlan:
             lines += ["", *self._section()]
         return "\n".join(lines)
 
+    @functools.cached_property
     def _policies(self) -> dict[str, tuple[int, float]]:
         """Bytes held and milliseconds recomputed, by what the report calls them."""
         found = {"no checkpointing": (self.traced.none_nbytes, 0.0)}
@@ -263,7 +265,7 @@ class BudgetPlan:
         """Write ``budget.json`` and ``budget.png``: policies, and the best for other budgets."""
         from matplotlib.figure import Figure
 
-        policies = self._policies()
+        policies = self._policies
         least, most = min(nbytes for nbytes, _ in policies.values()), self.traced.none_nbytes
         solved = [policies["no checkpointing"]]
         for k in range(_BUDGETS):

@@ -181,7 +181,8 @@ class DryRun:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext import no_accelerator
-        from titan_ext.activation_budget import has_budget, solve_in_dry_run
+        from titan_ext.activation_budget import solve_in_dry_run
+        from titan_ext.activation_checkpoint.solved import has_budget
         from titan_ext.dry_run import as_rank, dry_run
         from titan_ext.limits import wrong_degrees
         from titan_ext.memory_plan import DeviceMemory

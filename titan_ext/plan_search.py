@@ -86,8 +86,7 @@ def suggest(
     for change, price in _changes({**plan["config"], "ranks": plan["ranks"]}, count):
         lines = [f"{key} = {to_toml(value)}" for key, value in change.items()]
         cases.append((f"{', '.join(lines)} ({price})", [f"extends = {to_toml(file.name)}", *lines]))
-    changes = f"{count} changes" if count else f"{len(against)} other configs"
-    yield f"-- what would fit on rank {plan['rank']}: {changes}, a dry run each"
+    yield f"-- what would fit on rank {plan['rank']}: {len(cases)} configs, a dry run each"
     for text, lines in cases:
         yield f"trying {text}"
         changed, planned = file.with_name("changed.toml"), file.with_name(file_name(plan["rank"]))
