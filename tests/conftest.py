@@ -9,7 +9,7 @@ from tests.on_cpu import fast_bfloat16_matmul
 from tests.toml_files import Loader
 from tests.training import Runs
 from titan_ext import no_accelerator
-from titan_ext.toml_config import load
+from titan_ext.toml_config.resolve import load
 from titan_ext.trainer import Trainer
 
 fast_bfloat16_matmul()

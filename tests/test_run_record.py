@@ -32,7 +32,8 @@ from titan_ext.run_record import (
     origin,
     with_whole_blocks,
 )
-from titan_ext.toml_config import dump, load, resolve
+from titan_ext.toml_config.resolve import load, resolve
+from titan_ext.toml_config.values import dump
 
 FILES = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
 RUN = observed(Run(world=2, ep=2, parallelize="submodule"))
