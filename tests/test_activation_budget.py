@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cluster import run_ranks
+from tests.cluster import forked_commands, run_ranks
 from tests.fp8_activations import debug_model, tokens
 from tests.toml_files import DEBUG, Loader
 from tests.training import Run, make_config, state_hash
@@ -54,7 +54,8 @@ def _train(folder: Path) -> Trained:
     init_logger()
     config = load(folder / "run.toml")
     config.dump_folder = str(folder / "run")
-    trainer: Any = config.build()
+    with forked_commands():  # the solver
+        trainer: Any = config.build()
     trainer.train()
     rows = memory_report_of(trainer.model_parts).rows()
     result = Trained(
