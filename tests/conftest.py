@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def config(folder: Path) -> "Loader":
     """Loads a text as run.toml, beside other files."""
-    from titan_ext.toml_config import load
+    from titan_ext.toml_config.resolve import load
 
     def load_text(text: str, **files: str) -> "Trainer.Config":
         (folder / "run.toml").write_text(text)

@@ -21,7 +21,7 @@ from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.activation_checkpoint.solved import Budget
 from titan_ext.stdlib_corpus import STDLIB_CORPUS, make_corpus
-from titan_ext.toml_config import load
+from titan_ext.toml_config.resolve import load
 
 BUDGET = 4 * 2**20
 TEXT = f"""

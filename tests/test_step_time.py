@@ -24,7 +24,7 @@ from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.memory_plan import Kind, LiveBytes
 from titan_ext.op_cost import MACHINES, collective_ms, op_cost
-from titan_ext.plan_report import calibrate
+from titan_ext.plan_search import calibrate
 from titan_ext.run_record import CONFIG, RECORD
 from titan_ext.step_time import (
     WAITS,

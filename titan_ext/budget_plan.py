@@ -21,7 +21,6 @@ import torch.nn as nn
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
-from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
 from titan_ext.activation_checkpoint.solver import (
     BudgetTooSmallError,
@@ -194,7 +193,7 @@ class TracedBlocks:
         return solved_for(table, calls)
 
     def _plan(self, block: _Block, config: FP8AC.Config) -> Any:
-        return make_plan(block.module, block.name, config, saves_all_to_all=self._saves)
+        return config.plan(block.module, block.name, saves_all_to_all=self._saves)
 
     def words(self) -> str:
         """What was traced."""
