@@ -19,9 +19,9 @@ from titan_ext import config_registry, run_record
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.configs import ParallelismConfig
 from titan_ext.fp8 import MemoryRow
+from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.memory.predict import StepOrder
-from titan_ext.fsdp.mesh import ShardSizes
-from titan_ext.fsdp.plan import make_plan
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import plan_units
 from titan_ext.run_record import (
@@ -32,7 +32,8 @@ from titan_ext.run_record import (
     origin,
     with_whole_blocks,
 )
-from titan_ext.toml_config import dump, load, resolve
+from titan_ext.toml_config.resolve import load, resolve
+from titan_ext.toml_config.values import dump
 
 FILES = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
 RUN = observed(Run(world=2, ep=2, parallelize="submodule"))
@@ -112,7 +113,7 @@ def test_the_folder_explains_the_run(runs: Runs):
     assert start["ranks"] == 2
     assert start["ending"] == "finished"
     assert start["step"] == RUN.steps
-    assert "training.steps = 3\n" in (folder / "config.toml").read_text()
+    assert f"training.steps = {RUN.steps}\n" in (folder / "config.toml").read_text()
     unsharded, collectives, exchanges = start["gained"]
     # As counted in test_collective_counts.py.
     assert collectives == (
