@@ -46,7 +46,6 @@ def frontier(model_name: str, ep: int, *, grid: bool = False) -> dict[str, Any]:
     """Points ``[MiB, ms]`` of policies and of curves; one layout in a process."""
     from titan_ext import no_accelerator
     from titan_ext.activation_checkpoint import FP8AC
-    from titan_ext.activation_checkpoint.presets import make_plan
     from titan_ext.activation_checkpoint.solver import BudgetTooSmallError, Kind, solve
     from titan_ext.budget_plan import TracedBlocks, settings_of
     from titan_ext.config_registry import resolve_config
@@ -66,9 +65,8 @@ def frontier(model_name: str, ep: int, *, grid: bool = False) -> dict[str, Any]:
     kinds = [Kind(block.graph)]
 
     def price(preset: Any, saves: bool) -> list[float]:
-        plan = make_plan(
-            block.module, block.name, FP8AC.Config(preset=preset), saves_all_to_all=saves
-        )
+        policy = FP8AC.Config(preset=preset)
+        plan = policy.plan(block.module, block.name, saves_all_to_all=saves)
         nbytes, ms = block.graph.price(block.graph.policies_of(plan))
         return [nbytes / MIB, ms]
 

@@ -22,7 +22,7 @@ from torchtitan.models.qwen3 import model_registry as qwen3
 from titan_ext.fsdp.auto import CANDIDATES, STOCK, Choice, Comparison, job_of
 from titan_ext.fsdp.cost import Estimate, Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder
-from titan_ext.fsdp.mesh import ShardSizes
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.op_cost import MACHINES
 

@@ -25,7 +25,7 @@ from tests.training import Run, titan_config, train
 from titan_ext.fsdp.auto import local_plan
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.predict import StepOrder, predict
-from titan_ext.fsdp.mesh import ShardSizes
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Wrap
 

@@ -9,16 +9,20 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import resource
 import runpy
 import secrets
 import shlex
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -78,7 +82,8 @@ def run_command(folder: Path, *arguments: str) -> Command:
 def run_line(folder: Path, line: str) -> list[Command]:
     """``python -m MODULE ...``, or all ranks of ``torchrun --nproc_per_node=N -m MODULE ...``.
 
-    In ``folder``. No launcher runs, and no process need import torch.
+    In ``folder``. No launcher runs, and no process need import torch. Nor need the commands of
+    titan_ext that these begin themselves.
     """
     program, *rest = shlex.split(line)
     launched = program == "torchrun"
@@ -105,7 +110,8 @@ def _run_module(
             os.dup2(file.fileno(), stream.fileno())
     before = resource.getrusage(resource.RUSAGE_SELF)
     try:
-        runpy.run_module(module, run_name="__main__")
+        with forked_commands():
+            runpy.run_module(module, run_name="__main__")
         code = 0
     except SystemExit as end:
         code = cast(int, end.code or 0)
@@ -114,6 +120,30 @@ def _run_module(
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Command(code, out.read_text(), error.read_text(), cpu_s, after.ru_maxrss / 2**20)
+
+
+@contextlib.contextmanager
+def forked_commands() -> Iterator[None]:
+    """In a rank: the commands of titan_ext that it begins are forked too, as in ``run_command``.
+
+    Their environment is the server's.
+    """
+    start = subprocess.run
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        if command[:3] != [sys.executable, "-m", "titan_ext"]:
+            return start(command, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder)
+            arguments = (Path.cwd(), "titan_ext", command[3:], log, False)
+            (done,) = run_ranks(_run_module, 1, *arguments, log_folder=log)
+        if not options.get("capture_output"):
+            print(done.out, end="", flush=True)
+            print(done.error, end="", file=sys.stderr, flush=True)
+        return subprocess.CompletedProcess(command, done.code, done.out, done.error)
+
+    with unittest.mock.patch.object(subprocess, "run", run):
+        yield
 
 
 def start_ranks(
@@ -210,6 +240,10 @@ def free_port() -> int:
 def _fork_server():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
+    if "tests.preload" in sys.modules:  # a rank: its own server serves it
+        server: Any = multiprocessing.forkserver._forkserver
+        server.ensure_running = multiprocessing.resource_tracker.ensure_running
+        return context
     context.set_forkserver_preload(["tests.preload"])
     with contextlib.chdir(_ROOT):  # which the server has on its path
         multiprocessing.forkserver.ensure_running()

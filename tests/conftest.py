@@ -1,23 +1,30 @@
+"""Fixtures. Their imports wait: the process that leads the workers of pytest-xdist needs none."""
+
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch.distributed as dist
 
-from tests.on_cpu import fast_bfloat16_matmul
-from tests.toml_files import Loader
-from tests.training import Runs
-from titan_ext import no_accelerator
-from titan_ext.toml_config import load
-from titan_ext.trainer import Trainer
+if TYPE_CHECKING:
+    from tests.toml_files import Loader
+    from tests.training import Runs
+    from titan_ext.trainer import Trainer
 
-fast_bfloat16_matmul()
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_matmul() -> None:
+    from tests.on_cpu import fast_bfloat16_matmul
+
+    fast_bfloat16_matmul()
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
     """Of the whole session: the workers of pytest-xdist have a folder each in a common one."""
+    from tests.training import Runs
+
     folder = tmp_path_factory.getbasetemp()
     return Runs((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "runs")
 
@@ -25,6 +32,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has one, as far as titan_ext can tell."""
+    from titan_ext import no_accelerator
+
     monkeypatch.setattr(no_accelerator, "_get_available_device_type", lambda: "cuda")
 
 
@@ -37,10 +46,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def config(folder: Path) -> Loader:
+def config(folder: Path) -> "Loader":
     """Loads a text as run.toml, beside other files."""
+    from titan_ext.toml_config.resolve import load
 
-    def load_text(text: str, **files: str) -> Trainer.Config:
+    def load_text(text: str, **files: str) -> "Trainer.Config":
         (folder / "run.toml").write_text(text)
         for name, other in files.items():
             (folder / f"{name}.toml").write_text(other)
@@ -52,6 +62,8 @@ def config(folder: Path) -> Loader:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,7 +1,9 @@
 """Shard and run a model on an accelerator that is not CUDA, in shapes alone.
 
-    python -m tests.stand_in_device 2 spmd_types            # expert parallel degree, backend
-    python -m tests.stand_in_device 2 spmd_types offload    # what is kept waits on the host
+    python -m tests.stand_in_device "2 spmd_types"            # expert parallel degree, backend
+    python -m tests.stand_in_device "2 spmd_types offload"    # what is kept waits on the host
+
+Several cases are several forks of one process, which imports torch and Titan once.
 
 torch lets a backend outside its tree register as "PrivateUse1" (TPUs, Ascend and others do). Here
 that is a device without kernels, on which fake tensors live: shapes, dtypes and devices are real,
@@ -12,6 +14,7 @@ this process, so that nothing works which expects CUDA.
 import contextlib
 import os
 import sys
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +74,7 @@ def register() -> torch.library.Library:
     return library
 
 
-def main(ep: int, backend: Any, how: str) -> None:
+def main(ep: int, backend: Any, how: str = "") -> None:
     """Two forwards and backwards of sub-module units with float8 activations."""
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -102,7 +105,7 @@ def main(ep: int, backend: Any, how: str) -> None:
     use_stand_ins(SimpleNamespace(model_spec=spec, parallelism=parallelism))
     config: Any = spec.model
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    config.layers = config.layers[:4]
+    config.layers = config.layers[: 4 if how else 2]  # backward takes the last two from it
     with torch.device("meta"):
         model = config.build()
     table = {"input": "offload_float8", "*": "offload"} if how == "offload" else {}
@@ -143,6 +146,24 @@ def main(ep: int, backend: Any, how: str) -> None:
     print(f"copies {sorted(devices)}, {moved} of {sum(r.nbytes for r in rows) + moved} bytes")
 
 
+def fork(case: str) -> bool:
+    """Whether ``main`` came to its end in a process of its own."""
+    print(f"-- {case}", flush=True)
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+    ep, backend, *how = case.split()
+    code = 1
+    try:
+        main(int(ep), backend, *how)
+        sys.stdout.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     kept = register()
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "")
+    from titan_ext import api, stand_ins  # noqa: F401
+
+    sys.exit(not all(fork(case) for case in sys.argv[1:]))

@@ -20,7 +20,6 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Node, trace
 from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, parse_rules
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
-from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.activation_checkpoint.solver import (
     BudgetTooSmallError,
     Host,
@@ -173,7 +172,7 @@ class Block:
         return nbytes, {n: gradient for n, gradient in found.items() if gradient is not None}
 
     def plan(self, **keys):
-        return make_plan(self.module, self.name, FP8AC.Config(**keys))
+        return FP8AC.Config(**keys).plan(self.module, self.name)
 
     def config(self, budget: int, *, float8: bool = True) -> tuple[FP8AC.Config, int]:
         found = solve(self.kinds, budget, float8=float8)
@@ -296,10 +295,10 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[
     found = solve([Kind(graph)], graph.none_nbytes // 3, float8=False)
     slower = 0.0
     for preset in ("memory", "balanced", "speed", "gemms"):
-        preset_plan = make_plan(module, name, FP8AC.Config(preset=preset))
+        preset_plan = FP8AC.Config(preset=preset).plan(module, name)
         held, ms = graph.price(graph.policies_of(preset_plan))
         slower = max(slower, ms / solve([Kind(graph)], held).ms)
-    plan = make_plan(module, name, FP8AC.Config(preset="stock"))
+    plan = FP8AC.Config(preset="stock").plan(module, name)
     tables = [table_of([Kind(graph)], found.chosen, [plan])]
     dist.broadcast_object_list(tables)  # ranks have other tokens, but need one table
     _, expected = measure(None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cluster import run_ranks
+from tests.cluster import forked_commands, run_ranks
 from tests.fp8_activations import debug_model, tokens
 from tests.toml_files import DEBUG, Loader
 from tests.training import Run, make_config, state_hash
@@ -21,7 +21,7 @@ from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.activation_checkpoint.solved import Budget
 from titan_ext.stdlib_corpus import STDLIB_CORPUS, make_corpus
-from titan_ext.toml_config import load
+from titan_ext.toml_config.resolve import load
 
 BUDGET = 4 * 2**20
 TEXT = f"""
@@ -54,7 +54,8 @@ def _train(folder: Path) -> Trained:
     init_logger()
     config = load(folder / "run.toml")
     config.dump_folder = str(folder / "run")
-    trainer: Any = config.build()
+    with forked_commands():  # the solver
+        trainer: Any = config.build()
     trainer.train()
     rows = memory_report_of(trainer.model_parts).rows()
     result = Trained(

@@ -11,7 +11,8 @@ from titan_ext import config_registry
 from titan_ext.cli import main
 from titan_ext.config_registry import find_config, titan_configs
 from titan_ext.names import shipped_configs
-from titan_ext.toml_config import leaves, load
+from titan_ext.toml_config.resolve import load
+from titan_ext.toml_config.values import leaves
 
 COMMANDS = ("list", "new", "show", "dry-run", "report", "target", "peft")
 RICH = (

@@ -14,7 +14,7 @@ from tests.training import titan_config
 from titan_ext import trainer
 from titan_ext.configs import ParallelismConfig
 from titan_ext.parallelize import check_model_limits, parallelize
-from titan_ext.toml_config import load
+from titan_ext.toml_config.resolve import load
 from titan_ext.trainer import Trainer, extend_config
 
 MOE_DEBUG = Path(__file__).parent.parent / "train_configs" / "moe_debug.toml"

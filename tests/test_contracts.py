@@ -97,7 +97,6 @@ from torchtitan.protocols.module import Module as TitanModule
 
 from titan_ext import limits, memory_plan, optim
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
 from titan_ext.guards import start
@@ -552,7 +551,7 @@ def test_titan_selective_checkpointing_shows_its_policy():
     x, w = torch.zeros(2, 4), torch.zeros(4, 4)
     answers = [forward.policy_fn(context, torch.ops.aten.mm.default, x, w) for _ in range(2)]
     assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
-    plan = make_plan(block, "layers.0", FP8AC.Config(preset="stock"))
+    plan = FP8AC.Config(preset="stock").plan(block, "layers.0")
     assert plan.stock_policy() is not plan.stock_policy(), "counts start anew in each forward"
 
 

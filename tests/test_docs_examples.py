@@ -22,8 +22,9 @@ from tests.toml_files import DEBUG, Loader
 from titan_ext.fsdp.unmanaged import replicate_undeclared
 from titan_ext.optim import resolve_groups
 from titan_ext.stdlib_corpus import default_folder, make_corpus
-from titan_ext.toml_config import leaves, resolve
 from titan_ext.toml_config.legacy import LEGACY, OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
+from titan_ext.toml_config.resolve import resolve
+from titan_ext.toml_config.values import leaves
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

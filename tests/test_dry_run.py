@@ -100,7 +100,7 @@ def test_other_configs_are_planned_beside_one(folder: Path):
     done = _dry_run(folder, "moe_debug", *memory, "--against", "half.toml", "odd.toml")
     assert done.code == 0
     heading, first, second, fits, fails, tried = done.out.splitlines()[-6:]
-    assert heading == "-- what would fit on rank 0: 2 other configs, a dry run each"
+    assert heading == "-- what would fit on rank 0: 2 configs, a dry run each"
     assert (first, second) == ("trying half.toml", "trying odd.toml")
     assert re.fullmatch(r"fits, saves [\d.]+ MiB, \d+ ms a step: half.toml", fits)
     assert re.match(r"does not start: odd.toml: .*global_batch_size", fails)

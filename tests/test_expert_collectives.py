@@ -17,8 +17,7 @@ from tests.training import Run, Runs, make_config, observed
 from titan_ext.configs import ParallelismConfig, check_parallelism
 from titan_ext.fp8 import dequantize, quantize
 from titan_ext.fsdp.collectives import BFloat16ReduceScatter, Float8AllGather
-from titan_ext.fsdp.mesh import ShardSizes
-from titan_ext.fsdp.plan import WIRE_CODEC
+from titan_ext.fsdp.plan import WIRE_CODEC, ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 
 PLAIN = observed(Run(world=4, ep=2, parallelize="submodule"))

@@ -32,7 +32,6 @@ from titan_ext.activation_checkpoint.partition import (
     Saved,
     compile_arguments,
 )
-from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.compile import apply_activation_checkpointing, compiled_checkpoint, parts
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Wrap, plan_units
@@ -362,7 +361,7 @@ def test_a_discarded_output_that_is_read_is_computed_again(how: str):
         module = _ReadsADiscard(how)
         if discards:
             rules = {"*:aten.mm": "discard", "*": "recompute"}
-            plan = make_plan(module, "", FP8AC.Config(preset="stock", op_policies=rules))
+            plan = FP8AC.Config(preset="stock", op_policies=rules).plan(module, "")
             forward = module.forward
             wrap = compiled_checkpoint({"": module}, "", plan)
             cast(Any, module).forward = lambda x: wrap(forward, x)  # noqa: B023

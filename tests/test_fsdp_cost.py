@@ -16,7 +16,7 @@ from titan_ext.fsdp import auto
 from titan_ext.fsdp.auto import STOCK, choose, local_plan
 from titan_ext.fsdp.cost import Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder
-from titan_ext.fsdp.mesh import ShardSizes
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.op_cost import MACHINES
 

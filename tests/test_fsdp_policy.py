@@ -17,8 +17,8 @@ from tests.toml_files import DEBUG
 from tests.training import Run, Runs, observed, titan_config
 from titan_ext.api import build_decoder
 from titan_ext.configs import ParallelismConfig
-from titan_ext.fsdp.mesh import ShardSizes
-from titan_ext.fsdp.plan import FSDPPlan, make_plan
+from titan_ext.fsdp.make_plan import make_plan
+from titan_ext.fsdp.plan import FSDPPlan, ShardSizes
 from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
 from titan_ext.fsdp.settings import FSDPSettings, Reshard
 from titan_ext.fsdp.units import Wrap, plan_units

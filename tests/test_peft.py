@@ -34,7 +34,7 @@ from titan_ext import no_accelerator
 from titan_ext.cli import main
 from titan_ext.lora import export_adapters
 from titan_ext.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
-from titan_ext.toml_config import load
+from titan_ext.toml_config.resolve import load
 from titan_ext.trainer import extend_config
 
 WEIGHTS = "adapter_model.safetensors"

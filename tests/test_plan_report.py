@@ -17,7 +17,7 @@ from titan_ext.memory_plan import DeviceMemory, Kind, MemoryPlan, Peak
 from titan_ext.plan_report import PlanCheck, draw, file_name, to_json, write
 from titan_ext.run_folder import read_scalar
 from titan_ext.step_time import Part, StepTime
-from titan_ext.toml_config import identity
+from titan_ext.toml_config.values import identity
 
 RUN = Run(world=1, parallelize="block", layers=2, steps=2)
 MOMENTS = (

@@ -13,7 +13,8 @@ from titan_ext import plan_search
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.plan_report import file_name
 from titan_ext.plan_search import CHANGES, suggest
-from titan_ext.toml_config import dump, identity, resolve
+from titan_ext.toml_config.resolve import resolve
+from titan_ext.toml_config.values import dump, identity
 
 GIB = 2**30
 

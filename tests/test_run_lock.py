@@ -4,54 +4,47 @@ import errno
 import logging
 import os
 import resource
-import subprocess
-import sys
+import time
 import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.cluster import PATIENCE_S, kill_ranks, start_ranks
 from titan_ext.guards import start
 from titan_ext.guards.start import LOCK, Folder, check_folder, lock_folder, register_handler
 
-_HOLD = """
-import os, sys, time
-from titan_ext.guards.start import lock_folder
-lock_folder(sys.argv[1])
-if os.fork():
-    print("ready", flush=True)
-time.sleep(600)
-"""
 
-
-def _holder(run: Path) -> subprocess.Popen:
+def _hold(run: Path) -> None:
     """A process that has the lock, with a child that it forked afterwards."""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(run)], stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"ready\n"
-    return holder
+    os.setsid()
+    lock_folder(str(run))
+    if os.fork():
+        (run / "ready").touch()
+    time.sleep(600)
 
 
 def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
-    holder = _holder(run)
+    ranks = start_ranks(_hold, 1, run, log_folder=tmp_path / "logs")
+    pid = ranks[0][0].pid
     config = SimpleNamespace(dump_folder=str(run))
+    deadline = time.monotonic() + PATIENCE_S
+    while not (run / "ready").exists():
+        assert time.monotonic() < deadline, "the folder is not locked"
+        time.sleep(0.01)
     try:
-        with pytest.raises(
-            ValueError, match=rf"another run trains \(host .*, process {holder.pid}, "
-        ):
+        with pytest.raises(ValueError, match=rf"another run trains \(host .*, process {pid}, "):
             Folder().before_start(config)
-        holder.kill()
-        holder.wait()
+        kill_ranks(ranks)
         Folder().before_start(config)
         Folder().before_start(config)  # the same process, another trainer
         assert f"process {os.getpid()}, " in (run / LOCK).read_text()
     finally:
-        os.killpg(holder.pid, 9)  # its child
+        kill_ranks(ranks)
+        os.killpg(pid, 9)  # its child
 
 
 def test_only_the_first_rank_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

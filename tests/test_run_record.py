@@ -19,9 +19,9 @@ from titan_ext import config_registry, run_record
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.configs import ParallelismConfig
 from titan_ext.fp8 import MemoryRow
+from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.memory.predict import StepOrder
-from titan_ext.fsdp.mesh import ShardSizes
-from titan_ext.fsdp.plan import make_plan
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import plan_units
 from titan_ext.run_record import (
@@ -32,7 +32,8 @@ from titan_ext.run_record import (
     origin,
     with_whole_blocks,
 )
-from titan_ext.toml_config import dump, load, resolve
+from titan_ext.toml_config.resolve import load, resolve
+from titan_ext.toml_config.values import dump
 
 FILES = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
 RUN = observed(Run(world=2, ep=2, parallelize="submodule"))

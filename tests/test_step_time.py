@@ -24,7 +24,7 @@ from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.memory_plan import Kind, LiveBytes
 from titan_ext.op_cost import MACHINES, collective_ms, op_cost
-from titan_ext.plan_report import calibrate
+from titan_ext.plan_search import calibrate
 from titan_ext.run_record import CONFIG, RECORD
 from titan_ext.step_time import (
     WAITS,
@@ -132,7 +132,7 @@ def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[Part, fl
     """What a clock says of ``body``, which gets a side stream and a list that outlives it."""
     dist.init_process_group("fake", rank=0, world_size=16)
     live = LiveBytes([nn.Identity()], [])
-    clock = StepClock([], live, MACHINES["h100"], ranks_per_node=8)
+    clock = StepClock([], live, MACHINES["h100"])
     kept: list[torch.Tensor] = []
     with FakeTensorMode(), clock:
         body(torch.cpu.Stream(), kept)
@@ -204,7 +204,7 @@ def test_the_computation_waits_before_it_frees_what_is_being_reduced(tmp_path: P
 def test_copies_to_and_from_the_host_run_beside_the_computation():
     """Until their source is freed, or their target read."""
     live, h100 = LiveBytes([nn.Identity()], []), MACHINES["h100"]
-    clock = StepClock([], live, h100, ranks_per_node=8)
+    clock = StepClock([], live, h100)
     with FakeTensorMode(), clock:
         on_host, source, a = torch.empty(GIB), torch.empty(GIB), torch.empty(4096, 4096)
         live.own([on_host], Kind.OFFLOADED)
@@ -221,6 +221,20 @@ def test_copies_to_and_from_the_host_run_beside_the_computation():
         waits.append(times[Part.OFFLOAD] - waits[0])
     copy_ms, product_ms = 4 * GIB / h100.host * 1e3, 2 * 4096**3 / h100.fp32 * 1e3
     assert waits == pytest.approx([copy_ms - product_ms] * 2)
+
+
+def test_an_exchange_across_nodes_takes_the_network():
+    """So a budget does not send again over the network what it can keep."""
+    dist.init_process_group("fake", rank=0, world_size=16)
+    h100, x = MACHINES["h100"], torch.empty(GIB, device="meta")
+    op = torch.ops._c10d_functional.all_to_all_single.default
+    groups: list[Any] = [dist.new_group(range(8)), dist.group.WORLD]
+    in_node, across = (
+        op_cost(op, (x, [], [], group.group_name), {}, x, h100).ms for group in groups
+    )
+    dist.destroy_process_group()
+    assert in_node == pytest.approx(4 * GIB * 7 / 8 / h100.all_to_all * 1e3, rel=0.01)
+    assert across == pytest.approx(4 * GIB / 2 / h100.network * 1e3, rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])

@@ -20,7 +20,7 @@ from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from tests.toml_files import DATA, DEBUG, QWEN, Loader, filled, model_text, resolve_text
 from titan_ext.parallelize import parallelize
-from titan_ext.toml_config import resolve
+from titan_ext.toml_config.resolve import resolve
 from titan_ext.trainer import extend_config
 
 

@@ -19,7 +19,9 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 
 from tests.toml_files import DATA, DEBUG, Loader, filled, model_text
 from titan_ext.parallelize import parallelize
-from titan_ext.toml_config import TomlConfigError, leaves, load
+from titan_ext.toml_config.files import TomlConfigError
+from titan_ext.toml_config.resolve import load
+from titan_ext.toml_config.values import leaves
 from titan_ext.trainer import Trainer, extend_config
 
 

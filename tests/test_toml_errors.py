@@ -9,7 +9,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from tests.bad_tomls import BAD_TOMLS, BadToml
 from tests.generate_toml_errors import PAGE, page
 from tests.old_titan_keys import OLD_TITAN_KEYS
-from titan_ext.toml_config import TomlConfigError, load
+from titan_ext.toml_config.files import TomlConfigError
 from titan_ext.toml_config.legacy import (
     LEGACY,
     LEGACY_SECTIONS,
@@ -17,6 +17,7 @@ from titan_ext.toml_config.legacy import (
     RENAMED_ON_MAIN,
     legacy_advice,
 )
+from titan_ext.toml_config.resolve import load
 from titan_ext.trainer import Trainer
 
 

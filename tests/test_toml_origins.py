@@ -8,7 +8,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.toml_files import DATA, DEBUG, Loader
 from titan_ext import no_accelerator
-from titan_ext.toml_config import resolve
+from titan_ext.toml_config.resolve import resolve
 from titan_ext.trainer import Trainer
 
 

@@ -10,8 +10,8 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
 from tests.training import titan_config
-from titan_ext.fsdp.mesh import ShardSizes
-from titan_ext.fsdp.plan import make_plan
+from titan_ext.fsdp.make_plan import make_plan
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Unit, UnitKind, plan_units, resolve_wrap
 

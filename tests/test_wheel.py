@@ -83,12 +83,23 @@ def test_what_the_wheel_says_of_itself(installed: Path):
 
 
 def test_the_wheel_is_used_from_another_folder(installed: Path, tmp_path: Path):
+    """With the configs that it ships; nothing here imports torch."""
     code = (
-        "import titan_ext; from titan_ext.stdlib_corpus import default_folder\n"
-        "print(titan_ext.__file__, default_folder(), sep='\\n')"
+        "import titan_ext; from titan_ext.names import shipped_configs\n"
+        "print(titan_ext.__file__, shipped_configs()['deepseek_v3_16b'], sep='\\n')"
     )
-    where, corpus = _python(installed, tmp_path, "-c", code).split()
+    where, config = _python(installed, tmp_path, "-c", code).split()
     assert Path(where).is_relative_to(installed)
+    assert Path(config) == installed / "titan_ext" / "train_configs" / "deepseek_v3_16b.toml"
+    printed = _python(installed, tmp_path, str(installed / "bin" / "titan_ext"), "list")
+    assert "moe_debug" in printed
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+@pytest.mark.slow
+def test_a_file_extends_what_the_wheel_ships(installed: Path, tmp_path: Path):
+    code = "from titan_ext.stdlib_corpus import default_folder; print(default_folder())"
+    corpus = _python(installed, tmp_path, "-c", code).strip()
     assert Path(corpus).parent == tmp_path / "cache" / "titan_ext"
     (tmp_path / "mine.toml").write_text('extends = "deepseek_v3_16b.toml"\n[training]\nsteps = 7\n')
     command = str(installed / "bin" / "titan_ext")

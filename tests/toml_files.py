@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_ext.toml_config import resolve
 from titan_ext.toml_config.convert import Given, build, changed
 from titan_ext.toml_config.files import KeyLocation
+from titan_ext.toml_config.resolve import resolve
 from titan_ext.trainer import Trainer
 
 DEBUG = 'extends = "deepseek_v3.deepseek_v3_debugmodel"\n'

@@ -48,10 +48,10 @@ from tests.converters import convert
 from tests.on_cpu import flex_on_cpu, list_all_to_all
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.fsdp import plan, prefetch
+from titan_ext.fsdp import make_plan, prefetch
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.log import MemoryLog
-from titan_ext.fsdp.mesh import ShardSizes
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.run_folder import LOSS, read_scalar
 from titan_ext.stdlib_corpus import (
     STDLIB_CORPUS,
@@ -461,7 +461,7 @@ def patched(run: Run) -> Iterator[None]:
             dim = run.expert_shard_dim
             stack.enter_context(patch(ShardSizes, "expert_shard_dim", lambda *_: dim))
         if run.stock_copy_out:
-            stack.enter_context(patch(plan, "copies_out_directly", lambda: False))
+            stack.enter_context(patch(make_plan, "copies_out_directly", lambda: False))
             stack.enter_context(patch(prefetch, "_freeing", lambda *_: set()))
         if run.exact_sums:
             stack.enter_context(

@@ -31,8 +31,9 @@ from titan_ext.limits import world_size
 from titan_ext.names import and_more
 from titan_ext.plan_report import differences, plain
 from titan_ext.run_record import versions
+from titan_ext.toml_config.values import dump, identity
 
-__all__ = ["FOLDER", "ActivationBudget", "has_budget", "solve_in_dry_run"]
+__all__ = ["FOLDER", "ActivationBudget", "solve_in_dry_run"]
 
 FOLDER = "budget"
 """In the run's folder."""
@@ -133,8 +134,6 @@ def solve(
     Raises:
         ValueError: if it cannot be met, or not in time.
     """
-    from titan_ext.toml_config import dump, identity  # which imports the trainer, and so this
-
     policy = config.activation_checkpoint
     if not identity(config)["extends"]:
         raise ValueError(
@@ -205,8 +204,6 @@ def _solve(config: Any, memory: int | None) -> dict[str, Any]:
 
 def _asked(config: Any, memory: int | None) -> dict[str, Any]:
     """What a table depends on."""
-    from titan_ext.toml_config import identity
-
     return {
         "ranks": world_size(config) or 1,
         "config": plain(identity(config)),

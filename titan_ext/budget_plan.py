@@ -7,6 +7,7 @@ result is a TOML file with an ordinary ``op_policies`` table, for all ranks alik
 """
 
 import contextlib
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ import torch.nn as nn
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
-from titan_ext.activation_checkpoint.presets import make_plan
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
 from titan_ext.activation_checkpoint.solver import (
     BudgetTooSmallError,
@@ -193,7 +193,7 @@ class TracedBlocks:
         return solved_for(table, calls)
 
     def _plan(self, block: _Block, config: FP8AC.Config) -> Any:
-        return make_plan(block.module, block.name, config, saves_all_to_all=self._saves)
+        return config.plan(block.module, block.name, saves_all_to_all=self._saves)
 
     def words(self) -> str:
         """What was traced."""
@@ -235,7 +235,7 @@ class BudgetPlan:
 
     def report(self) -> str:
         """The verdict, a line a policy, and the table."""
-        rows = [(name, nbytes, ms) for name, (nbytes, ms) in self._policies().items()]
+        rows = [(name, nbytes, ms) for name, (nbytes, ms) in self._policies.items()]
         rows.sort(key=lambda row: -row[1])
         lines = [
             f"activations of this rank's blocks, budget {format_bytes(self.budget)}: "
@@ -248,6 +248,7 @@ class BudgetPlan:
             lines += ["", *self._section()]
         return "\n".join(lines)
 
+    @functools.cached_property
     def _policies(self) -> dict[str, tuple[int, float]]:
         """Bytes held and milliseconds recomputed, by what the report calls them."""
         found = {"no checkpointing": (self.traced.none_nbytes, 0.0)}
@@ -263,7 +264,7 @@ class BudgetPlan:
         """Write ``budget.json`` and ``budget.png``: policies, and the best for other budgets."""
         from matplotlib.figure import Figure
 
-        policies = self._policies()
+        policies = self._policies
         least, most = min(nbytes for nbytes, _ in policies.values()), self.traced.none_nbytes
         solved = [policies["no checkpointing"]]
         for k in range(_BUDGETS):

@@ -33,7 +33,7 @@ from titan_ext.names import BYTES, Mistakes, did_you_mean, parse_bytes, shipped_
 
 if TYPE_CHECKING:
     from titan_ext.memory_plan import DeviceMemory
-    from titan_ext.toml_config import Resolved
+    from titan_ext.toml_config.resolve import Resolved
 
 _DESCRIPTION = (
     "titan_ext: train mixture-of-experts models with TorchTitan in less memory. "
@@ -181,13 +181,14 @@ class DryRun:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext import no_accelerator
-        from titan_ext.activation_budget import has_budget, solve_in_dry_run
+        from titan_ext.activation_budget import solve_in_dry_run
+        from titan_ext.activation_checkpoint.solved import has_budget
         from titan_ext.dry_run import as_rank, dry_run
         from titan_ext.limits import wrong_degrees
         from titan_ext.memory_plan import DeviceMemory
         from titan_ext.plan_report import to_json, write
         from titan_ext.plan_search import suggest
-        from titan_ext.toml_config import dump, identity
+        from titan_ext.toml_config.values import dump, identity
 
         self.slower = self._calibrated()
         budget = None if memory is None else DeviceMemory(memory=memory, allowance=allowance)
@@ -244,7 +245,7 @@ class DryRun:
 
     def _calibrated(self) -> float:
         from titan_ext.op_cost import MACHINES
-        from titan_ext.plan_report import calibrate
+        from titan_ext.plan_search import calibrate
 
         if self.machine and self.machine not in MACHINES:
             raise ValueError(

@@ -30,7 +30,7 @@ from titan_ext.names import (
 )
 
 if TYPE_CHECKING:
-    from titan_ext.toml_config import Resolved
+    from titan_ext.toml_config.resolve import Resolved
     from titan_ext.trainer import Trainer
 
 _FILE = "config_registry"
@@ -87,7 +87,7 @@ def find_config(name: str) -> Path | str:
 
 def resolve_config(name: str, flags: Sequence[str]) -> "Resolved":
     """The config ``name`` (``find_config``) with flags on top, and where its values come from."""
-    from titan_ext.toml_config import resolve
+    from titan_ext.toml_config.resolve import resolve
 
     found = find_config(name)
     if isinstance(found, Path):

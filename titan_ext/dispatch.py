@@ -14,7 +14,6 @@ run while the experts' outputs travel back, in forward and, in reverse, in backw
 """
 
 import contextlib
-import os
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -37,6 +36,8 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
+
+from titan_ext.op_cost import ranks_per_node
 
 SaveAllToAll = Literal["auto", "always", "never"]
 
@@ -252,11 +253,6 @@ def saves_all_to_all(parallelism: Any, ep: int, *, compiled: bool) -> bool:
 def stock_saves_all_to_all(parallelism: Any, *, compiled: bool) -> bool:
     """Whether stock Titan's selective checkpointing does: where it uses functional collectives."""
     return compiled or parallelism.spmd_backend != "spmd_types"
-
-
-def ranks_per_node() -> int:
-    """Ranks on this node, as torchrun says; 8 without it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 8))
 
 
 def log_all_to_all(model: Decoder, saves: bool, ep: int) -> None:

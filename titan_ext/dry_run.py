@@ -27,7 +27,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
 from titan_ext import no_accelerator
-from titan_ext.dispatch import ranks_per_node
 from titan_ext.fp8.tensors import plain_tensors
 from titan_ext.fsdp.memory.log import predictable_units, step_order
 from titan_ext.fsdp.memory.predict import predict
@@ -36,7 +35,7 @@ from titan_ext.guards.run_checks import LoRATargets
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.memory_plan import LASTING, DeviceMemory, LiveBytes, MemoryPlan
 from titan_ext.names import format_bytes
-from titan_ext.op_cost import MACHINES
+from titan_ext.op_cost import MACHINES, ranks_per_node
 from titan_ext.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.step_time import Part, StepClock, StepTime, actions_of, idle_share
 from titan_ext.trainer import Trainer
@@ -175,14 +174,13 @@ class DryRun(Trainer):
         self.optimizers.zero_grad()
         offloads = self.config.training.enable_cpu_offload
         live = LiveBytes(self.model_parts, self.optimizers, on_host=LASTING if offloads else ())
-        per_node, clock = ranks_per_node(), None
+        clock = None
         if machine:
-            rates = MACHINES[machine]
-            clock = StepClock(self.model_parts, live, rates, ranks_per_node=per_node, slower=slower)
+            clock = StepClock(self.model_parts, live, MACHINES[machine], slower=slower)
         with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
         if budget is not None:
-            self.memory = MemoryPlan.of(live, budget, per_node)
+            self.memory = MemoryPlan.of(live, budget, ranks_per_node())
         if clock is not None:
             self.time = self._step_time(clock, machine)
 

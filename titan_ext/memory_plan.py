@@ -19,15 +19,14 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import GroupName, distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ext.fp8 import offload
 from titan_ext.fp8.tensors import plain_tensors, tensors_in
+from titan_ext.op_cost import groups_of
 
 
 class Kind(StrEnum):
@@ -360,11 +359,14 @@ class MemoryPlan:
     @property
     def spare(self) -> int:
         """Bytes that are left; negative if it does not fit."""
-        return self.budget.memory - self.peak.nbytes - self.allowance
+        return self._spare(self.peak)
+
+    def _spare(self, moment: Peak) -> int:
+        return self.budget.memory - moment.nbytes - self._allowance(moment)
 
     def room(self, moment: Peak) -> int:
         """Bytes that could be made at ``moment``; negative if those that are do not fit."""
-        spare = self.budget.memory - moment.nbytes - self._allowance(moment)
+        spare = self._spare(moment)
         is_given = self.budget.allowance is not None
         return spare if is_given else int(spare / (1 + self.budget.fragmentation))
 
@@ -404,16 +406,3 @@ def _gib(nbytes: int) -> str:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
-    """The process groups of more than one rank in the arguments of a collective."""
-    for value in args:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            group = dist.ProcessGroup.unbox(value)
-        elif value is args[-1] and isinstance(value, str):
-            group = distributed_c10d._resolve_process_group(GroupName(value))
-        else:
-            continue
-        if group.size() > 1:
-            yield group

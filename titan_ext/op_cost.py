@@ -9,12 +9,15 @@ activation checkpointing choose by it.
 import bisect
 import functools
 import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import GroupName, distributed_c10d
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -109,7 +112,9 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
         return OpCost(0, 0, 0.0)
     made, read = _traffic(func, args, kwargs, out)
     if func._schema.name.endswith("all_to_all_single"):
-        return OpCost(0, made + read, 2e-2 + max(made, read) / machine.all_to_all * 1e3)
+        ranks = next(map(dist.get_process_group_ranks, groups_of(args)), [0])
+        ms, _ = group_ms(machine, max(made, read), ranks, is_exchange=True)
+        return OpCost(0, made + read, ms)
     flops = count_flops(func, args, kwargs, out)
     seconds = max((made + read) / machine.memory, machine.launch)
     if flops:
@@ -193,6 +198,24 @@ def _nbytes(tree: Any) -> int:
     )
 
 
+def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
+    """The process groups of more than one rank in the arguments of a collective."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            group = dist.ProcessGroup.unbox(value)
+        elif value is args[-1] and isinstance(value, str):
+            group = distributed_c10d._resolve_process_group(GroupName(value))
+        else:
+            continue
+        if group.size() > 1:
+            yield group
+
+
+def ranks_per_node() -> int:
+    """Ranks on this node, as torchrun says; 8 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 8))
+
+
 class Links:
     """When each link between ranks is taken, in ms."""
 
@@ -212,6 +235,15 @@ class Links:
         return start
 
 
+def group_ms(
+    machine: Machine, nbytes: int, ranks: Sequence[int], *, is_exchange: bool = False
+) -> tuple[float, str]:
+    """``collective_ms`` among ``ranks`` of the job, of which each node has as many as this one."""
+    nodes = len({rank // ranks_per_node() for rank in ranks})
+    per_node = max(len(ranks) // nodes, 1)
+    return collective_ms(machine, nbytes, len(ranks), per_node, is_exchange=is_exchange)
+
+
 def collective_ms(
     machine: Machine, nbytes: int, world: int, per_node: int, *, is_exchange: bool = False
 ) -> tuple[float, str]:
@@ -226,7 +258,7 @@ def collective_ms(
     """
     nodes = max(1, world // per_node)
     share = nbytes * (world - 1) / world if per_node > 1 else 0
-    in_node_ms = share / machine.in_node * 1e3
+    in_node_ms = share / (machine.all_to_all if is_exchange else machine.in_node) * 1e3
     if nodes == 1:
         return LAUNCH_MS + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
     sharing = 1 if is_exchange else per_node

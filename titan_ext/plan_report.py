@@ -3,19 +3,15 @@
 
 ``titan_ext dry-run CONFIG --ranks N --memory 80GiB --out FOLDER`` writes ``plan_rank0.json``, with
 every figure, and ``plan_rank0.png``. A run that finds the plan of its rank in its ``dump_folder``
-compares its second step with it (``PlanCheck``). A plan never fails a run. ``calibrate`` learns
-from a finished run how slow kernels are.
+compares its second step with it (``PlanCheck``). A plan never fails a run.
 """
 
 import contextlib
 import json
-import multiprocessing
 import os
-import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torchtitan.tools.logging import logger
@@ -24,15 +20,11 @@ from titan_ext.guards import RunCheck
 from titan_ext.limits import world_size
 from titan_ext.memory_plan import LASTING, Kind, LiveBytes, MemoryPlan, Peak
 from titan_ext.names import and_more, format_bytes, matches
-from titan_ext.run_folder import read_scalar
-from titan_ext.run_record import CONFIG, RECORD, versions
-
-if TYPE_CHECKING:
-    from titan_ext.step_time import StepTime
-
+from titan_ext.run_record import versions
+from titan_ext.step_time import StepTime
+from titan_ext.toml_config.values import identity
 
 _GIB = 2**30
-_SECONDS = "time_metrics/end_to_end(s)"
 _COLOURS = {
     Kind.PARAMETERS: "#1f4e79",
     Kind.GRADIENTS: "#4f81bd",
@@ -112,7 +104,7 @@ def _moment(peak: Peak) -> dict[str, Any]:
     return {"moment": peak.moment, "sum": peak.nbytes, **by_kind}
 
 
-def _time(time: "StepTime") -> dict[str, Any]:
+def _time(time: StepTime) -> dict[str, Any]:
     keys = ("machine", "slower", "step_ms", "tokens_per_second", "mfu")
     by_part = {part.name.lower(): ms for part, ms in time.ms.items()}
     return {key: getattr(time, key) for key in keys} | {"ms": by_part}
@@ -260,8 +252,6 @@ def _compared(planned: int, measured: int) -> str:
 
 def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
     """What of a plan is not so in this run, in words."""
-    from titan_ext.toml_config import identity  # which imports the trainer, and so this module
-
     here = {"ranks": world_size(config), **plain(identity(config))}
     there = {"ranks": plan["ranks"], **plan["config"]}
     return [
@@ -271,83 +261,3 @@ def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
         and (key == "ranks" or key.split(".")[0] in _COMPARED)
         and not any(matches(key, pattern) for pattern in _NOT_COMPARED)
     ]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What the run in ``folder`` says about a machine: its kernels take ``slower`` times the ideal.
-
-    A step took ``measured_ms``; the same step is modelled at ``modelled_ms``, with kernels so slow.
-    """
-
-    folder: Path
-    slower: float
-    measured_ms: float
-    modelled_ms: float
-
-    def __str__(self) -> str:
-        return (
-            f"kernels {self.slower:.2f} times slower than ideal, from {self.folder}: a step of "
-            f"{self.measured_ms:.1f} ms, so modelled at {self.modelled_ms:.1f} "
-            f"({self.modelled_ms / self.measured_ms - 1:+.1%})"
-        )
-
-
-def calibrate(
-    folder: Path, machine: str, model: Callable[[Path, int, str, float], "StepTime"] | None = None
-) -> Calibration:
-    """How much slower kernels were in a run than a dry run's clock takes them to be.
-
-    ``titan_ext dry-run --machine h100 --measured FOLDER`` dry-runs the config of a finished run,
-    holds the clock's step against the run's, and slows down all kernels until both are the same.
-    What the run waited for its links stays as modelled.
-
-    Args:
-        folder: Of the run: its ``config.toml``, ``run.json`` and TensorBoard files.
-        machine: On which it ran.
-        model: Times a step of a config file, on so many ranks, with kernels so slow; by default a
-            dry run of rank 0.
-
-    Raises:
-        ValueError: for a folder without these files, or a step shorter than its waits.
-    """
-    from titan_ext.step_time import WAITS
-
-    model = model or _dry_run_elsewhere
-    for name in (CONFIG, RECORD):
-        if not (folder / name).exists():
-            raise ValueError(f"--measured {folder}: expected the folder of a run, with {name}.")
-    ranks = json.loads((folder / RECORD).read_text())["starts"][-1]["ranks"]
-    _, *seconds = read_scalar(folder, _SECONDS).values()  # the first step makes kernels and plans
-    if not seconds:
-        raise ValueError(f"--measured {folder}: expected a run that logged two steps or more.")
-    measured_ms = statistics.median(seconds) * 1e3
-    ideal = model(folder / CONFIG, ranks, machine, 1.0)
-    waits_ms = sum(ideal.ms.get(part, 0.0) for part in WAITS)
-    if measured_ms <= waits_ms:
-        raise ValueError(
-            f"--measured {folder}: a step took {measured_ms:.1f} ms, where {machine} waits "
-            f"{waits_ms:.1f} ms for its links; was it another machine?"
-        )
-    slower = (measured_ms - waits_ms) / (ideal.step_ms - waits_ms)
-    modelled = model(folder / CONFIG, ranks, machine, slower)
-    return Calibration(folder, slower, measured_ms, modelled.step_ms)
-
-
-def _dry_run_elsewhere(config: Path, ranks: int, machine: str, slower: float) -> "StepTime":
-    """In a process of its own: Titan allows one layout in a process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_dry_run, (config, ranks, machine, slower))
-
-
-def _dry_run(config_file: Path, ranks: int, machine: str, slower: float) -> "StepTime":
-    from titan_ext import no_accelerator
-    from titan_ext.config_registry import resolve_config
-    from titan_ext.dry_run import as_rank, dry_run
-
-    with as_rank(ranks, 0):
-        with no_accelerator.as_with_an_accelerator():
-            config = resolve_config(str(config_file), []).config
-        time = dry_run(config, ranks, machine=machine, slower=slower).time
-    assert time is not None
-    return time

@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans beside a plan: of the nearest changes, and of other configs, each in a process of its own.
+"""Plans beside a plan or a run, in processes of their own: what would fit, and how long it takes.
 
 ``titan_ext dry-run CONFIG --ranks N --memory 80GiB --suggest 5`` tries five of ``CHANGES``, those
 that change anything first. With ``--machine`` each is timed, too, and of those that fit the fastest
-comes first. A config that does not start is an answer as well: with its reason.
+comes first. A config that does not start is an answer as well: with its reason. ``calibrate``
+learns from a finished run how slow kernels are.
 """
 
 import json
+import multiprocessing
 import resource
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_ext import no_accelerator
+from titan_ext.config_registry import resolve_config
+from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.names import format_bytes
 from titan_ext.plan_report import file_name
+from titan_ext.run_folder import read_scalar
+from titan_ext.run_record import CONFIG, RECORD
+from titan_ext.step_time import WAITS, StepTime
 from titan_ext.toml_config.files import to_toml
 
+_SECONDS = "time_metrics/end_to_end(s)"
 _REASON = 160
 """Characters of a reason, at most."""
 
@@ -86,8 +97,7 @@ def suggest(
     for change, price in _changes({**plan["config"], "ranks": plan["ranks"]}, count):
         lines = [f"{key} = {to_toml(value)}" for key, value in change.items()]
         cases.append((f"{', '.join(lines)} ({price})", [f"extends = {to_toml(file.name)}", *lines]))
-    changes = f"{count} changes" if count else f"{len(against)} other configs"
-    yield f"-- what would fit on rank {plan['rank']}: {changes}, a dry run each"
+    yield f"-- what would fit on rank {plan['rank']}: {len(cases)} configs, a dry run each"
     for text, lines in cases:
         yield f"trying {text}"
         changed, planned = file.with_name("changed.toml"), file.with_name(file_name(plan["rank"]))
@@ -136,3 +146,77 @@ def _reason(error: str, file: Path) -> str:
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the run in ``folder`` says about a machine: its kernels take ``slower`` times the ideal.
+
+    A step took ``measured_ms``; the same step is modelled at ``modelled_ms``, with kernels so slow.
+    """
+
+    folder: Path
+    slower: float
+    measured_ms: float
+    modelled_ms: float
+
+    def __str__(self) -> str:
+        return (
+            f"kernels {self.slower:.2f} times slower than ideal, from {self.folder}: a step of "
+            f"{self.measured_ms:.1f} ms, so modelled at {self.modelled_ms:.1f} "
+            f"({self.modelled_ms / self.measured_ms - 1:+.1%})"
+        )
+
+
+def calibrate(
+    folder: Path, machine: str, model: Callable[[Path, int, str, float], StepTime] | None = None
+) -> Calibration:
+    """How much slower kernels were in a run than a dry run's clock takes them to be.
+
+    ``titan_ext dry-run --machine h100 --measured FOLDER`` dry-runs the config of a finished run,
+    holds the clock's step against the run's, and slows down all kernels until both are the same.
+    What the run waited for its links stays as modelled.
+
+    Args:
+        folder: Of the run: its ``config.toml``, ``run.json`` and TensorBoard files.
+        machine: On which it ran.
+        model: Times a step of a config file, on so many ranks, with kernels so slow; by default a
+            dry run of rank 0.
+
+    Raises:
+        ValueError: for a folder without these files, or a step shorter than its waits.
+    """
+    model = model or _dry_run_elsewhere
+    for name in (CONFIG, RECORD):
+        if not (folder / name).exists():
+            raise ValueError(f"--measured {folder}: expected the folder of a run, with {name}.")
+    ranks = json.loads((folder / RECORD).read_text())["starts"][-1]["ranks"]
+    _, *seconds = read_scalar(folder, _SECONDS).values()  # the first step makes kernels and plans
+    if not seconds:
+        raise ValueError(f"--measured {folder}: expected a run that logged two steps or more.")
+    measured_ms = statistics.median(seconds) * 1e3
+    ideal = model(folder / CONFIG, ranks, machine, 1.0)
+    waits_ms = sum(ideal.ms.get(part, 0.0) for part in WAITS)
+    if measured_ms <= waits_ms:
+        raise ValueError(
+            f"--measured {folder}: a step took {measured_ms:.1f} ms, where {machine} waits "
+            f"{waits_ms:.1f} ms for its links; was it another machine?"
+        )
+    slower = (measured_ms - waits_ms) / (ideal.step_ms - waits_ms)
+    modelled = model(folder / CONFIG, ranks, machine, slower)
+    return Calibration(folder, slower, measured_ms, modelled.step_ms)
+
+
+def _dry_run_elsewhere(config: Path, ranks: int, machine: str, slower: float) -> StepTime:
+    """In a process of its own: Titan allows one layout in a process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_dry_run, (config, ranks, machine, slower))
+
+
+def _dry_run(config_file: Path, ranks: int, machine: str, slower: float) -> StepTime:
+    with as_rank(ranks, 0):
+        with no_accelerator.as_with_an_accelerator():
+            config = resolve_config(str(config_file), []).config
+        time = dry_run(config, ranks, machine=machine, slower=slower).time
+    assert time is not None
+    return time

@@ -41,6 +41,7 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import BLOCK_KINDS, UnitKind, splits_blocks
 from titan_ext.guards import RunCheck
 from titan_ext.names import format_bytes
+from titan_ext.toml_config.values import dump
 
 RECORD = "run.json"
 CONFIG = "config.toml"
@@ -59,8 +60,6 @@ class RunRecord(RunCheck):
     def after_build(self, trainer: Any) -> None:
         if dist.get_rank() != 0:
             return
-        from titan_ext.toml_config import dump  # which imports the trainer, and so this module
-
         with _never_fails():
             self._entry = origin()
             self._write(trainer)

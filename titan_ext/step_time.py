@@ -16,7 +16,7 @@ import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,8 +34,8 @@ from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.fp8.tensors import tensors_in
 from titan_ext.fsdp.memory.predict import Pipeline
-from titan_ext.memory_plan import PLAIN_TYPES, Kind, LiveBytes, groups_of, in_backward
-from titan_ext.op_cost import SYNC_MS, Links, Machine, collective_ms, moves_nothing, op_cost
+from titan_ext.memory_plan import PLAIN_TYPES, Kind, LiveBytes, in_backward
+from titan_ext.op_cost import SYNC_MS, Links, Machine, group_ms, groups_of, moves_nothing, op_cost
 
 
 class Part(StrEnum):
@@ -95,7 +95,6 @@ class StepClock(TorchDispatchMode):
         parts: The models of this rank.
         live: Says at which moment of the step the operations are.
         machine: Whose rates.
-        ranks_per_node: Ranks that share a node's links.
         slower: Factor on the time of every kernel, for a calibration.
 
     ``passes`` are in the order in which they ran.
@@ -107,13 +106,12 @@ class StepClock(TorchDispatchMode):
         live: LiveBytes,
         machine: Machine,
         *,
-        ranks_per_node: int,
         slower: float = 1.0,
     ) -> None:
         super().__init__()
         self.passes: list[Pass] = []
         self._parts, self._live, self._machine = parts, live, machine
-        self._per_node, self.slower = ranks_per_node, slower
+        self.slower = slower
         self._compute = torch.cpu.current_stream()
         self._free: dict[Any, float] = defaultdict(float)
         """When each stream and each communicator is free."""
@@ -160,8 +158,8 @@ class StepClock(TorchDispatchMode):
             self._wait_for(stream, tensors_in(args))
         elif "c10d" in name:
             self._communicate(name, stream, args, out)
-        elif func is torch.ops.aten.copy_.default and self._offloads(*args[:2]):
-            pass
+        elif func is torch.ops.aten.copy_.default and self._crosses(*args[:2]):
+            self._offload(*args[:2])
         elif not moves_nothing(func):
             self._run(func, stream, args, kwargs, out)
         elif stream is not self._compute and "empty" in name:
@@ -188,16 +186,19 @@ class StepClock(TorchDispatchMode):
                 buffer = self._buffer(tensor, made_on=stream)
                 buffer.ready = max(buffer.ready, end)
 
-    def _offloads(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether a copy is to or from the host; then it runs beside the computation."""
-        to, back = (self._live.kind_of(x) is Kind.OFFLOADED for x in (target, source))
-        if to is not back:
-            lane, ms = (Part.OFFLOAD, to), target.nbytes / self._machine.host * 1e3
-            end = self._free[lane] = max(self._free[lane], self._free[self._compute]) + ms
-            buffer = self._buffer(source if to else target, made_on=self._compute)
-            buffer.why, buffer.used[lane] = Part.OFFLOAD, end  # it is not free before
-            buffer.ready = end if back else buffer.ready
-        return to is not back
+    def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether a copy is to or from the host."""
+        return len({self._live.kind_of(x) is Kind.OFFLOADED for x in (target, source)}) == 2
+
+    def _offload(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy to or from the host runs beside the computation."""
+        to_host = self._live.kind_of(target) is Kind.OFFLOADED
+        lane, ms = (Part.OFFLOAD, to_host), target.nbytes / self._machine.host * 1e3
+        end = self._free[lane] = max(self._free[lane], self._free[self._compute]) + ms
+        buffer = self._buffer(source if to_host else target, made_on=self._compute)
+        buffer.why, buffer.used[lane] = Part.OFFLOAD, end  # it is not free before
+        if not to_host:
+            buffer.ready = end
 
     def _communicate(self, name: str, stream: Any, args: Any, out: Any) -> None:
         """A collective of c10d runs on its stream, a functional one beside it."""
@@ -209,13 +210,8 @@ class StepClock(TorchDispatchMode):
         sent, is_functional = [*tensors_in(args)], "functional" in name
         self._wait_for(stream, sent)
         nbytes = max(x.numel() * x.element_size() for x in (*sent, *tensors_in(out)))
-        ranks, machine = dist.get_process_group_ranks(group), self._machine
-        nodes = len({rank // self._per_node for rank in ranks})
-        is_exchange = kind == "alltoall"
-        if is_exchange and nodes == 1:
-            machine = replace(machine, in_node=machine.all_to_all)
-        per_node = max(len(ranks) // nodes, 1)
-        ms, link = collective_ms(machine, nbytes, len(ranks), per_node, is_exchange=is_exchange)
+        ranks, is_exchange = dist.get_process_group_ranks(group), kind == "alltoall"
+        ms, link = group_ms(self._machine, nbytes, ranks, is_exchange=is_exchange)
         ms *= 2 if kind == "allreduce" else 1
         start = max(self._host, self._free[stream], self._free[group.group_name])
         if not is_functional and not all(self._known(x) for x in sent):

@@ -1,6 +1,7 @@
 """``make matrix``: every row, dry run and refusal, with a progress bar and a verdict each.
 
-``python -m tests.matrix.runner [-k TEXT]`` takes those whose name contains TEXT.
+``python -m tests.matrix.runner [-k TEXT]`` takes those whose name contains TEXT. Two run at a time:
+ranks wait for each other, and a machine with 2 cores would wait with them.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tqdm import tqdm
@@ -26,7 +28,9 @@ _Check = Callable[[], list[str]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("-k", dest="text", default="", help="only what has it in its name")
-    text = parser.parse_args().text
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    arguments = parser.parse_args()
+    text = arguments.text
     folder = Path(tempfile.mkdtemp(prefix="titan_ext_matrix_"))
     everything = _checks(folder)
     checks = {name: check for name, check in everything.items() if text in name}
@@ -36,12 +40,12 @@ def main() -> int:
 
     failures = 0
     start = time.monotonic()
-    with tqdm(checks.items(), unit="layout") as progress:
-        for name, check in progress:
-            progress.set_description(name)
-            if found := _found(check):
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        names = {pool.submit(_found, check): name for name, check in checks.items()}
+        for done in (progress := tqdm(as_completed(names), total=len(names), unit="layout")):
+            if found := done.result():
                 failures += 1
-                progress.write("\n  ".join([f"FAILED {name}", *found]))
+                progress.write("\n  ".join([f"FAILED {names[done]}", *found]))
     if failures:
         print(f"logs: {folder}")
     else:

@@ -41,13 +41,13 @@ from titan_ext.fp8 import Codec
 from titan_ext.fp8.tensors import parts_in, storage_ids, tensors_in
 from titan_ext.op_cost import Machine, op_cost
 
-__all__ = ["BLOCKS_ON_DEVICE", "CHOICES", "BlockGraph", "Call", "Node", "trace"]
+__all__ = ["CHOICES", "BlockGraph", "Call", "Node", "blocks_on_device", "trace"]
 
 SAVE, FLOAT8 = OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8
 RECOMPUTE, DISCARD = OpPolicy.RECOMPUTE, OpPolicy.DISCARD
 CHOICES = (SAVE, FLOAT8, RECOMPUTE, DISCARD)
 """The policies that a budget chooses among, without a host."""
-BLOCKS_ON_DEVICE = 2
+_BLOCKS_ON_DEVICE = 2
 """How many blocks have on the device what they offload (``fp8.offload``)."""
 _NORMS = (nn.RMSNorm, nn.LayerNorm)
 _KEPT_EXACTLY = ("aten.topk",)
@@ -79,6 +79,19 @@ class Node:
     passes: bool = False
     is_read: bool = False
     is_attention: bool = False
+
+    def price(self, policy: OpPolicy) -> tuple[int, float]:
+        """Bytes that wait under ``policy``, wherever that is, and milliseconds to have the rest."""
+        if policy is RECOMPUTE:
+            return 0, self.ms
+        if policy.is_float8:
+            return self.float8_nbytes, self.codec_ms
+        return (self.nbytes if policy.keeps else 0), 0.0
+
+
+def blocks_on_device(policy: OpPolicy, blocks: int) -> int:
+    """How many of ``blocks`` blocks have on the device at once what they keep by ``policy``."""
+    return min(blocks, _BLOCKS_ON_DEVICE) if policy.on_host else blocks
 
 
 @dataclass(frozen=True)
@@ -149,19 +162,15 @@ class BlockGraph:
         have the rest again, codec included."""
         nbytes, ms = 0, 0.0
         for node, policy in zip(self.nodes, chosen, strict=True):
-            held = min(blocks, BLOCKS_ON_DEVICE) if policy.on_host else blocks
-            if policy is RECOMPUTE:
-                ms += node.ms
-            elif policy.is_float8:
-                nbytes, ms = nbytes + held * node.float8_nbytes, ms + node.codec_ms
-            elif policy.keeps:
-                nbytes += held * node.nbytes
+            kept, node_ms = node.price(policy)
+            nbytes += blocks_on_device(policy, blocks) * kept
+            ms += node_ms
         return nbytes, blocks * ms
 
     def host_nbytes(self, chosen: list[OpPolicy]) -> int:
         """Bytes that the block has on the host until backward."""
         return sum(
-            node.float8_nbytes if policy.is_float8 else node.nbytes
+            node.price(policy)[0]
             for node, policy in zip(self.nodes, chosen, strict=True)
             if policy.on_host
         )

@@ -203,6 +203,23 @@ class FP8AC(ActivationCheckpointing):
             """``op_policies``, parsed."""
             return parse_rules(self.op_policies, f"{KEY}.op_policies")
 
+        def plan(self, block: nn.Module, name: str, *, saves_all_to_all: bool = True) -> BlockPlan:
+            """What this policy does in the block called ``name``, parallelized as it will run.
+
+            ``saves_all_to_all``: whether what an exchange of tokens delivers is saved, and not only
+            its counts.
+            """
+            return make_plan(
+                block,
+                name,
+                mode=self.mode,
+                preset=self.preset,
+                attention=self.attention,
+                rules=self.rules(),
+                exempt=tuple(self.exempt),
+                saves_all_to_all=saves_all_to_all,
+            )
+
         def offloads(self) -> bool:
             """Whether a rule keeps anything on the host, or a budget may."""
             solves = bool(self.budget and self.offload_limit)
@@ -295,7 +312,7 @@ class FP8AC(ActivationCheckpointing):
         """The policies for a block that is compiled (see ``titan_ext.compile``)."""
         self._config.check_compiled()
         self.reporter.is_compiled = True
-        return make_plan(block, name, self._config, saves_all_to_all=self._saves_all_to_all)
+        return self._config.plan(block, name, saves_all_to_all=self._saves_all_to_all)
 
     def remove_hooks(self) -> None:
         """Remove our hooks from the modules; the wrappers around the blocks stay."""
@@ -309,7 +326,7 @@ class FP8AC(ActivationCheckpointing):
         locator = OpLocator(module)
         self._locators.append(locator)
         common: dict[str, Any] = {
-            "plan": make_plan(module, name, config, saves_all_to_all=self._saves_all_to_all),
+            "plan": config.plan(module, name, saves_all_to_all=self._saves_all_to_all),
             "store": block_store(module, self.codec, compress_fp32=config.fp32 != "save"),
             "locator": locator,
             "offload": self._offload,
@@ -330,7 +347,7 @@ class FP8AC(ActivationCheckpointing):
     ) -> None:
         config = self._config
         if config.solved_for and locations:
-            check_operations(config, report.block, module, locations)
+            check_operations(config.op_policies, config.solved_for, report.block, module, locations)
         if not self.reporter.add(report):
             return
         for pattern, rule in zip(config.op_policies, config.rules(), strict=True):

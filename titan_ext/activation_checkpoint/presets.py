@@ -7,7 +7,7 @@ by the length of their dot products. Last come q, k and v: the block's input giv
 exactly if it is exact. What backward does not read is discarded, if our proof agrees.
 """
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -15,9 +15,6 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
 from titan_ext.activation_checkpoint.op_policies import ROOT, BlockPlan, OpPolicy, Rule, op_name
-
-if TYPE_CHECKING:
-    from titan_ext.activation_checkpoint.policy import FP8AC
 
 __all__ = ["Attention", "Preset", "make_plan"]
 
@@ -27,37 +24,43 @@ _EXPERTS = "moe.routed_experts.inner_experts"
 
 
 def make_plan(
-    block: nn.Module, name: str, config: "FP8AC.Config", *, saves_all_to_all: bool = True
+    block: nn.Module,
+    name: str,
+    *,
+    mode: str,
+    preset: Preset,
+    attention: Attention,
+    rules: tuple[Rule, ...],
+    exempt: tuple[str, ...],
+    saves_all_to_all: bool,
 ) -> BlockPlan:
-    """The plan of one block called ``name`` in the model.
+    """The plan of one block called ``name`` in the model; the other arguments are the policy's.
 
-    Expert parallelism has been applied to ``block``, if it will be. ``saves_all_to_all`` says
-    whether to save what an exchange of tokens delivers, and not only the counts of it.
+    Expert parallelism has been applied to ``block``, if it will be.
     """
-    mode, preset = config.mode, config.preset
     stock = SelectiveAC(SelectiveAC.Config())
     # The wrapper is not used, its policy is.
     wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
     contexts = wrapper.checkpoint_fn.keywords["context_fn"]
-    attention = OpPolicy("save" if config.attention == "auto" else config.attention)
+    of_attention = OpPolicy("save" if attention == "auto" else attention)
     float8 = mode != "selective" or preset != "stock"
-    exact = mode == "selective" and preset != "gemms" and attention is OpPolicy.SAVE
+    exact = mode == "selective" and preset != "gemms" and of_attention is OpPolicy.SAVE
     preset_rules: tuple[Rule, ...] = ()
     if mode == "selective":
         base = "stock" if preset in ("memory", "stock") else "expensive"
-        preset_rules = _preset_rules(preset, attention, block, saves_all_to_all)
+        preset_rules = _preset_rules(preset, of_attention, block, saves_all_to_all)
     else:
         base = "routing" if mode == "full" else "autograd"
     return BlockPlan(
         name=name,
-        user_rules=config.rules(),
+        user_rules=rules,
         preset_rules=preset_rules,
         base=base,
         saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
-        attention=attention if float8 else None,
+        attention=of_attention if float8 else None,
         input=OpPolicy.SAVE_FLOAT8 if float8 and not exact else OpPolicy.SAVE,
         saves_all_to_all=saves_all_to_all,
-        exempt=tuple(config.exempt),
+        exempt=exempt,
         stock_policy=lambda: contexts()[0].policy_fn,
         stock_ops=frozenset(op_name(op) for op in stock.get_save_ops()),
     )

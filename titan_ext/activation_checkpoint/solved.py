@@ -8,7 +8,7 @@ how often each pattern matches in each kind of block, and a first forward is hel
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn as nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -17,9 +17,6 @@ from torchtitan.tools.logging import logger
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint.op_policies import ROOT, OpLocation, parse_rules
 from titan_ext.names import BYTES, parse_bytes
-
-if TYPE_CHECKING:
-    from titan_ext.activation_checkpoint.policy import FP8AC
 
 __all__ = ["FIT", "KEY", "Budget", "check_operations", "has_budget", "solved_for"]
 
@@ -92,22 +89,26 @@ def _count(patterns: Iterable[str], block: str, locations: Iterable[OpLocation])
 
 
 def check_operations(
-    config: "FP8AC.Config", block: str, module: nn.Module, locations: Iterable[OpLocation]
+    table: Mapping[str, str],
+    solved_for: Mapping[str, str],
+    block: str,
+    module: nn.Module,
+    locations: Iterable[OpLocation],
 ) -> None:
-    """Raise ValueError if a first forward ran others than the table of ``config`` was solved for.
+    """Raise ValueError if a first forward ran others than ``table`` was solved for.
 
     Kinds with other modules than the block's do not count: a block like none of them is in another
     pipeline stage only, and is not compared. On a GPU the error is a warning: a dry run has
     stand-ins for its kernels, and nobody has compared.
 
     Args:
-        config: The policy.
+        table: The policy's ``op_policies``; ``solved_for`` is its key of that name.
         block: Its name in the model.
         module: The block.
         locations: The operations that it ran.
     """
-    solved = {kind: _counts(text) for kind, text in config.solved_for.items()}
-    still_there = set(map(_counted, config.op_policies))
+    solved = {kind: _counts(text) for kind, text in solved_for.items()}
+    still_there = set(map(_counted, table))
     patterns = [p for p in dict.fromkeys(p for c in solved.values() for p in c) if p in still_there]
     ran = _count(patterns, block, locations)
     names = {ROOT, *(canonical_fqn(name) for name, _ in module.named_modules())}

@@ -24,11 +24,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from titan_ext.activation_checkpoint.block_graph import (
-    BLOCKS_ON_DEVICE,
     CHOICES,
     BlockGraph,
     Call,
     Node,
+    blocks_on_device,
 )
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
@@ -43,6 +43,8 @@ __all__ = ["BudgetTooSmallError", "Host", "Kind", "Solution", "solve", "table_of
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8
+_ORDER = (SAVE, FLOAT8, OFFLOAD, OFFLOAD_FLOAT8, RECOMPUTE, DISCARD)
+"""Of a node's columns: it decides between equal solutions."""
 _US = 1e3
 """Microseconds a millisecond: the unit of the objective, so that tolerances suit it."""
 _A_RULE_US = 1e-3
@@ -189,20 +191,12 @@ class _Program:
             if self.host is not None and len(allowed) > 1:
                 on_host = {SAVE: OFFLOAD, FLOAT8: OFFLOAD_FLOAT8}
                 allowed |= {on_host[policy] for policy in on_host.keys() & allowed}
-            float8_us = self.rule_us + node.codec_ms * _US
-            price = {
-                SAVE: (self.rule_us, node.nbytes),
-                FLOAT8: (float8_us, node.float8_nbytes),
-                OFFLOAD: (self.rule_us, node.nbytes),
-                OFFLOAD_FLOAT8: (float8_us, node.float8_nbytes),
-                RECOMPUTE: (node.ms * _US, 0),
-                DISCARD: (self.rule_us, 0),
-            }
             columns = {}
-            for policy in (p for p in price if p in allowed):
-                (us, nbytes), blocks = price[policy], kind.count
-                held = min(blocks, BLOCKS_ON_DEVICE) if policy.on_host else blocks
-                columns[policy] = self._column(blocks * us, held * nbytes, whole=1)
+            for policy in (p for p in _ORDER if p in allowed):
+                nbytes, ms = node.price(policy)
+                us = ms * _US + (self.rule_us if policy is not RECOMPUTE else 0.0)
+                held = blocks_on_device(policy, kind.count)
+                columns[policy] = self._column(kind.count * us, held * nbytes, whole=1)
             self._row(dict.fromkeys(columns.values(), 1.0), 1, 1)
             found.append(columns)
         return found
@@ -212,7 +206,7 @@ class _Program:
         everything: dict[int, float] = {}
         for kind, policies in zip(self.kinds, self._policies, strict=True):
             crosses: dict[int, float] = {
-                column: node.float8_nbytes if policy.is_float8 else node.nbytes
+                column: node.price(policy)[0]
                 for node, columns in zip(kind.graph.nodes, policies, strict=True)
                 for policy, column in columns.items()
                 if policy.on_host

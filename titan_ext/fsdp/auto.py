@@ -22,14 +22,13 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_ext.dispatch import ranks_per_node
 from titan_ext.fsdp.cost import Job, estimate
+from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.memory.predict import StepOrder, predict
-from titan_ext.fsdp.mesh import ShardSizes
-from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, UnitPlan, make_plan
+from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ShardSizes, UnitPlan
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Wrap, decoder_blocks, plan_units, resolve_wrap
-from titan_ext.op_cost import MACHINES, Machine
+from titan_ext.op_cost import MACHINES, Machine, ranks_per_node
 
 _AS_FAST = 1.005  # times the fastest
 _LARGE_WORLD = 1024

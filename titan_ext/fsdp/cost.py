@@ -245,7 +245,8 @@ class _TimedStep(Step):
         if job.ep > 1 and exchanges and (phase != "recompute" or job.exchanges_again):
             if phase != "backward" and part != "after":  # the host waits for the counts
                 self._host = self._compute = max(self._host, self._compute + SYNC_MS)
-            one_ms = _exchange_ms(job, self._machine)
+            nbytes, per_node = job.tokens * job.top_k * job.dim * 2, min(job.ep, job.ranks_per_node)
+            one_ms, _ = collective_ms(self._machine, nbytes, job.ep, per_node, is_exchange=True)
             ms += one_ms * (2 if part == "all" else 1)
             if job.overlaps_shared and part != "before":
                 ms -= min(one_ms, work["shared"] * share)
@@ -286,14 +287,3 @@ def _forward_ms(unit: UnitPlan, job: Job, machine: Machine) -> dict[str, float]:
     if unit.kind is UnitKind.EMBEDDING:
         ms["dense"] = activation
     return ms
-
-
-def _exchange_ms(job: Job, machine: Machine) -> float:
-    """One all-to-all of the tokens and their copies."""
-    nodes = max(1, job.ep // job.ranks_per_node)
-    nbytes = job.tokens * job.top_k * job.dim * 2
-    if nodes == 1:
-        share, rate = (job.ep - 1) / job.ep, machine.in_node
-    else:
-        share, rate = (nodes - 1) / nodes, machine.network
-    return nbytes * share / rate * 1e3 + 2 * LAUNCH_MS

@@ -10,7 +10,7 @@ alone under ``partial_dtensor``.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -23,34 +23,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.models.common.moe import GroupedExperts
 
+from titan_ext.fsdp.plan import GroupKind, ShardSizes
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 from titan_ext.no_accelerator import reduce_without_premul_sum
 from titan_ext.titan import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
-GroupKind = Literal["dense", "experts"]
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardSizes:
-    """How many ranks parameters are sharded over.
-
-    Attributes:
-        dense: Dense parameters.
-        experts: Routed experts when EP > 1; None: they are sharded as the others.
-        expert_ranks: The ranks that the experts of a layer are spread over, EP included.
-    """
-
-    dense: int
-    experts: int | None = None
-    expert_ranks: int = 1
-
-    def expert_shard_dim(self, num_experts: int) -> int:
-        """The dim that FSDP shards routed experts along, as in Titan: 0, the experts.
-
-        With more ranks than experts it is 1, so that no rank holds only padding.
-        """
-        return 1 if self.expert_ranks > num_experts else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,44 +1,55 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What FSDP will do with each unit, as plain data, before it does it.
 
-``make_plan`` needs shapes and settings alone: sizes of a mesh, and a model on the meta device. The
-log prints the plan, ``shard`` follows it, and ``memory.predict`` computes bytes from it.
+``make_plan`` makes it, the log prints it, ``shard`` follows it, and ``memory.predict`` computes
+bytes from it.
 """
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch.nn as nn
 from torch import Size, bfloat16, dtype
-from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.fp8 import Codec
-from titan_ext.fsdp.mesh import GroupKind, ShardSizes
-from titan_ext.fsdp.nf4 import find_frozen_linears
-from titan_ext.fsdp.prefetch import plan_prefetch
-from titan_ext.fsdp.settings import EXPERT_ALL_GATHER, FSDPSettings, copies_out_directly
 from titan_ext.fsdp.units import (
     Unit,
     UnitKind,
-    find_ignored,
-    find_replicated,
-    innermost_first,
-    replicated_by_unit,
-    units_without,
-    vision_units,
 )
 from titan_ext.names import format_bytes
 
 WIRE_CODEC = Codec()
 """How experts travel in float8: e4m3, and a byte of scale for 128 neighbours."""
+
+
+GroupKind = Literal["dense", "experts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSizes:
+    """How many ranks parameters are sharded over.
+
+    Attributes:
+        dense: Dense parameters.
+        experts: Routed experts when EP > 1; None: they are sharded as the others.
+        expert_ranks: The ranks that the experts of a layer are spread over, EP included.
+    """
+
+    dense: int
+    experts: int | None = None
+    expert_ranks: int = 1
+
+    def expert_shard_dim(self, num_experts: int) -> int:
+        """The dim that FSDP shards routed experts along, as in Titan: 0, the experts.
+
+        With more ranks than experts it is 1, so that no rank holds only padding.
+        """
+        return 1 if self.expert_ranks > num_experts else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,193 +267,3 @@ def plan_of(model: nn.Module) -> FSDPPlan:
     if model not in PLANS:
         raise ValueError("titan_ext has not sharded this model: it has no FSDP plan.")
     return PLANS[model]
-
-
-def make_plan(
-    model: Decoder,
-    units: Sequence[Unit],
-    settings: FSDPSettings,
-    sizes: ShardSizes,
-    *,
-    is_chunk: bool = False,
-) -> FSDPPlan:
-    """Plan what FSDP does with ``units``, and with the vision towers of ``model``.
-
-    Args:
-        model: A decoder before FSDP, tensor and expert parallelism applied.
-        units: Its units (``fsdp.units.plan_units``), in forward order.
-        is_chunk: Whether a pipeline stage holds only this part of the model. Some names may be in
-            other stages then, and "default" keeps units gathered after forward.
-
-    Raises:
-        ValueError: for a setting that does not fit the model, or a name that is not in it.
-    """
-    # With pipeline parallelism a microbatch may have no images, and FSDP2 fails on a unit that
-    # never runs. So there the parameters of a vision tower stay with the root.
-    towers = [] if is_chunk else vision_units(model)
-    ignored = find_ignored(model, settings.ignored, is_chunk=is_chunk)
-    replicated = find_replicated(model, settings.replicate, is_chunk=is_chunk)
-    quantized: list[str] = []
-    if settings.quantize_frozen:
-        quantized = find_frozen_linears(
-            model,
-            settings.quantize_frozen_modules,
-            shard_world=sizes.dense,
-            is_chunk=is_chunk,
-            replicated=replicated,
-        )
-    replicated_plans = [
-        plan
-        for names in replicated_by_unit(units, replicated)
-        for plan in _plan_replicated(model, names, settings, sizes)
-    ]
-    units = units_without(model, units, replicated)
-    if not is_chunk:
-        settings.check_reshard_groups([*towers, *units])
-    others = {*ignored.values()}
-    for name in replicated:
-        others |= {*model.get_submodule(name).parameters(recurse=False)}
-    planned = _plan_units(model, units, settings, sizes, others, is_chunk=is_chunk)
-    _check_expert_collectives(planned, settings, is_chunk)
-    frees_buffers = not settings.gather_in_place
-    return FSDPPlan(
-        units=(
-            *_plan_units(model, towers, settings, sizes),
-            *plan_prefetch(planned, *settings.prefetch_limits, frees_buffers=frees_buffers),
-        ),
-        replicated=tuple(replicated_plans),
-        quantized=tuple(quantized),
-        ignored=tuple(ignored),
-        reduce_scatter_buffers=settings.reduce_scatter_inputs,
-        chosen=settings.chosen,
-        copies_out_directly=copies_out_directly(),
-    )
-
-
-def _plan_units(
-    model: nn.Module,
-    units: Sequence[Unit],
-    settings: FSDPSettings,
-    sizes: ShardSizes,
-    others: Collection[nn.Parameter] = (),
-    *,
-    is_chunk: bool = False,
-) -> list[UnitPlan]:
-    """Plan ``units``, but for prefetching; ``others`` are parameters outside all of them."""
-    owned = _owned_parameters(model, units, others)
-    plans = [
-        UnitPlan(**vars(u), groups=_plan_groups(model, u, owned[u.name], settings, sizes))
-        for u in units
-    ]
-    largest = max((plan.gathered_nbytes for plan in plans), default=0)
-    return [
-        replace(
-            plan,
-            reshard_after_forward=settings.reshard_of(
-                plan,
-                is_chunk=is_chunk,
-                is_rounding_error=plan.gathered_nbytes * 100 <= largest,
-                has_dtensors=any(isinstance(p, DTensor) for p in owned[plan.name].values()),
-            ),
-        )
-        for plan in plans
-    ]
-
-
-def _plan_groups(
-    model: nn.Module,
-    unit: Unit,
-    owned: Mapping[str, nn.Parameter],
-    settings: FSDPSettings,
-    sizes: ShardSizes,
-) -> tuple[GroupPlan, ...]:
-    experts = unit.experts_in(model)
-    routed = set(experts.parameters()) if experts is not None else set()
-    expert_dim = sizes.expert_shard_dim(experts.num_experts) if experts is not None else 0
-    dense, on_expert_mesh = [], []
-    for name, param in owned.items():
-        is_routed = param in routed
-        group = on_expert_mesh if is_routed and sizes.experts is not None else dense
-        group.append(_plan_param(name, param, settings, expert_dim if is_routed else 0))
-    wire: dict[str, Any] = {
-        "all_gather": settings.expert_all_gather,
-        "reduce_scatter": settings.expert_reduce_scatter,
-    }
-    own = wire if unit.kind is UnitKind.EXPERTS else {}
-    groups = [GroupPlan(kind="dense", shard_world=sizes.dense, params=tuple(dense), **own)]
-    if sizes.experts is not None:
-        params = tuple(on_expert_mesh)
-        groups.append(GroupPlan(kind="experts", shard_world=sizes.experts, params=params, **wire))
-    in_place = settings.gather_in_place
-    return tuple(replace(g, in_place=in_place and g.fits_in_place) for g in groups if g.params)
-
-
-def _check_expert_collectives(
-    units: Sequence[UnitPlan], settings: FSDPSettings, is_chunk: bool
-) -> None:
-    """Refuse keys for a model without sharded experts, or for experts with other than matrices."""
-    sent = [group for unit in units for group in unit.groups if group.sends_less]
-    keys = [key for key, value, _ in settings.expert_collectives if value]
-    if keys and not sent and not is_chunk:
-        raise ValueError(f"{keys[0]}: FSDP shards no routed experts of this model.")
-    for param in (param for group in sent if group.all_gather for param in group.params):
-        # A bias is one value a row: its neighbours in a block of 128 are those of other rows.
-        if len(param.shape) < 3:
-            raise ValueError(
-                f"{EXPERT_ALL_GATHER} sends the matrices of experts in float8; {param.name} is a "
-                "bias, which would be rounded too. Expected no such key for this model."
-            )
-
-
-def _plan_replicated(
-    model: nn.Module, names: Sequence[str], settings: FSDPSettings, sizes: ShardSizes
-) -> list[ReplicatedPlan]:
-    """One group for the modules ``names`` of a unit, and one for its routed experts under EP."""
-    kinds: dict[GroupKind, list[str]] = {}
-    for name in names:
-        is_routed = isinstance(model.get_submodule(name), GroupedExperts)
-        kind = "experts" if is_routed and sizes.experts is not None else "dense"
-        kinds.setdefault(kind, []).append(name)
-    return [
-        ReplicatedPlan(
-            kind=kind,
-            module_names=tuple(modules),
-            params=tuple(
-                _plan_param(name, param, settings)
-                for path in modules
-                for name, param in model.get_submodule(path).named_parameters(path, recurse=False)
-            ),
-        )
-        for kind, modules in kinds.items()
-    ]
-
-
-def _plan_param(
-    name: str, param: nn.Parameter, settings: FSDPSettings, shard_dim: int = 0
-) -> ParamPlan:
-    local = param.to_local() if isinstance(param, DTensor) else param
-    floating = param.is_floating_point()
-    return ParamPlan(
-        name=name,
-        shape=tuple(local.shape),
-        shard_dim=shard_dim,
-        dtype=settings.param_dtype if floating else param.dtype,
-        reduce_dtype=settings.reduce_dtype if floating else param.dtype,
-        requires_grad=param.requires_grad,
-    )
-
-
-def _owned_parameters(
-    model: nn.Module, units: Sequence[Unit], others: Collection[nn.Parameter]
-) -> dict[str, dict[str, nn.Parameter]]:
-    """The parameters of each unit by its name, less ``others``; the innermost unit owns one."""
-    owned: dict[str, dict[str, nn.Parameter]] = {}
-    taken = set(others)
-    for unit in innermost_first(units):
-        owned[unit.name] = {}
-        for path, module in zip(unit.module_names, unit.modules(model), strict=True):
-            for name, param in module.named_parameters(path):
-                if param not in taken:
-                    taken.add(param)
-                    owned[unit.name][canonical_fqn(name)] = param
-    return owned

@@ -22,7 +22,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -30,11 +30,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode
 
+from titan_ext.fsdp.plan import UnitPlan
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks
 from titan_ext.names import BYTES, parse_bytes
-
-if TYPE_CHECKING:
-    from titan_ext.fsdp.plan import UnitPlan
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,12 @@ def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
 
 
 def plan_prefetch(
-    units: Sequence["UnitPlan"],
+    units: Sequence[UnitPlan],
     forward: PrefetchLimit,
     backward: PrefetchLimit,
     *,
     frees_buffers: bool = True,
-) -> list["UnitPlan"]:
+) -> list[UnitPlan]:
     """``units`` with those to gather ahead of each.
 
     Args:
@@ -114,7 +112,7 @@ def plan_prefetch(
     ]
 
 
-def set_prefetch(model: nn.Module, units: Sequence["UnitPlan"]) -> None:
+def set_prefetch(model: nn.Module, units: Sequence[UnitPlan]) -> None:
     """Give FSDP2 the prefetch lists of ``units``, which are sharded already."""
     modules = {unit.name: unit.fsdp_module(model) for unit in units}
     for unit in units:
@@ -140,7 +138,7 @@ def prefetch_nothing_in_backward(modules: Sequence[nn.Module]) -> None:
 class _BeforeForward:
     """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit."""
 
-    def __init__(self, module: FSDPModule, ahead: list[FSDPModule], unit: "UnitPlan") -> None:
+    def __init__(self, module: FSDPModule, ahead: list[FSDPModule], unit: UnitPlan) -> None:
         self._module = module
         self._ahead = ahead
         self._frees_buffer = unit.frees_buffer
@@ -167,7 +165,7 @@ def _out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _backward_order(units: Sequence["UnitPlan"]) -> list["UnitPlan"]:
+def _backward_order(units: Sequence[UnitPlan]) -> list[UnitPlan]:
     """The order in which FSDP2 needs ``units`` in backward: of nested units the outer one first."""
     order: list[UnitPlan] = []
     for unit in reversed(units):
@@ -178,7 +176,7 @@ def _backward_order(units: Sequence["UnitPlan"]) -> list["UnitPlan"]:
     return order
 
 
-def _ahead(order: Sequence["UnitPlan"], limit: PrefetchLimit) -> dict[str, tuple[str, ...]]:
+def _ahead(order: Sequence[UnitPlan], limit: PrefetchLimit) -> dict[str, tuple[str, ...]]:
     """What follows each unit in ``order``, as far as ``limit`` goes."""
     found: dict[str, tuple[str, ...]] = {}
     for index, unit in enumerate(order):
@@ -187,7 +185,7 @@ def _ahead(order: Sequence["UnitPlan"], limit: PrefetchLimit) -> dict[str, tuple
     return found
 
 
-def _freeing(units: Sequence["UnitPlan"], ahead: Mapping[str, tuple[str, ...]]) -> set[str]:
+def _freeing(units: Sequence[UnitPlan], ahead: Mapping[str, tuple[str, ...]]) -> set[str]:
     """The units whose buffers are freed at once: with whole blocks, all that are gathered ahead.
 
     And the first one: nothing overlaps with its gather. Another one that is not gathered ahead
@@ -198,7 +196,7 @@ def _freeing(units: Sequence["UnitPlan"], ahead: Mapping[str, tuple[str, ...]]) 
     return {units[0].name, *gathered} if has_blocks and not splits_blocks(units) else set()
 
 
-def _within(units: Sequence["UnitPlan"], limit: PrefetchLimit) -> tuple[str, ...]:
+def _within(units: Sequence[UnitPlan], limit: PrefetchLimit) -> tuple[str, ...]:
     if limit.units is not None:
         return tuple(unit.name for unit in units[: limit.units])
     assert limit.nbytes is not None

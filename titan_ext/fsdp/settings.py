@@ -11,7 +11,7 @@ one machine, say). It does not limit the number of concurrent all-gathers.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
+from titan_ext.fsdp.plan import UnitPlan
 from titan_ext.fsdp.prefetch import (
     AUTO_BACKWARD,
     AUTO_FORWARD,
@@ -27,9 +28,6 @@ from titan_ext.fsdp.prefetch import (
 )
 from titan_ext.fsdp.units import REPLICATE, Unit, UnitKind, Wrap, resolve_wrap
 from titan_ext.names import did_you_mean
-
-if TYPE_CHECKING:
-    from titan_ext.fsdp.plan import UnitPlan
 
 Reshard = Literal["default", "always", "never"] | int
 
@@ -225,7 +223,7 @@ class FSDPSettings:
                 )
 
     def reshard_of(
-        self, unit: "UnitPlan", *, is_chunk: bool, is_rounding_error: bool, has_dtensors: bool
+        self, unit: UnitPlan, *, is_chunk: bool, is_rounding_error: bool, has_dtensors: bool
     ) -> bool | int:
         """FSDP2's ``reshard_after_forward`` for one unit.
 

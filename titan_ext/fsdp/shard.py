@@ -19,9 +19,10 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.collectives import set_collectives
+from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
-from titan_ext.fsdp.plan import PLANS, FSDPPlan, UnitPlan, count_units, make_plan
+from titan_ext.fsdp.plan import PLANS, FSDPPlan, UnitPlan, count_units
 from titan_ext.fsdp.prefetch import set_prefetch
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (

@@ -37,8 +37,8 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
-from titan_ext.fsdp.mesh import FSDPMeshes, GroupKind
-from titan_ext.fsdp.plan import PLANS
+from titan_ext.fsdp.mesh import FSDPMeshes
+from titan_ext.fsdp.plan import PLANS, GroupKind
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups

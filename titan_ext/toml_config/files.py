@@ -16,6 +16,8 @@ import tomli
 
 from titan_ext.names import and_more, did_you_mean, in_one, shipped_configs, toml_file
 
+MODEL = "model"
+"""The section with the arguments of a model registry."""
 NONE = "None"
 """How a file says None, which TOML lacks; Titan's command line says it the same way."""
 EXAMPLE = 'extends = "deepseek_v3.deepseek_v3_16b"'

@@ -23,11 +23,17 @@ from torchtitan.trainer import Trainer as TitanTrainer
 from titan_ext.names import REFUSED_MODELS
 from titan_ext.parallelize import extend_model_spec
 from titan_ext.toml_config.convert import Given, convert, values_of
-from titan_ext.toml_config.files import KeyLocation, import_first, import_problem, nearest, to_toml
+from titan_ext.toml_config.files import (
+    MODEL,
+    KeyLocation,
+    import_first,
+    import_problem,
+    nearest,
+    to_toml,
+)
 from titan_ext.toml_config.legacy import legacy_advice
 from titan_ext.trainer import extended_class, extended_sections
 
-MODEL = "model"
 _REGISTRY = "model_registry"
 _COMPILED = "model_compile_enabled"
 _VOCABULARY = "global_vocab_size"

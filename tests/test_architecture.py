@@ -1,0 +1,50 @@
+"""The house, as docs/architecture.md draws it: arrows run one way, and no room is too large."""
+
+import ast
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "titan_ext").rglob("*.py"))
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_module(path): path for path in FILES}
+
+
+def _imports(path: Path) -> set[str]:
+    """What a file imports of titan_ext, at the top, in a function, or for types alone."""
+    found: set[str] = set()
+    package = _module(path) if path.name == "__init__.py" else _module(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            submodules = {f"{base}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found |= submodules or {base}
+    return found & (MODULES.keys() - {_module(path)})
+
+
+def test_arrows_run_one_way():
+    graph = {module: _imports(path) for module, path in MODULES.items()}
+    assert sum(map(len, graph.values())) > 200
+    assert list(TopologicalSorter(graph).static_order())  # a circle is a CycleError that names it
+
+
+def test_fp8_knows_nothing_of_titan():
+    for path in FILES:
+        if path.parent.name == "fp8":
+            imports = _imports(path)
+            assert not {name for name in imports if not name.startswith("titan_ext.fp8")}, path
+            assert "torchtitan" not in path.read_text(), path
+
+
+def test_files_are_not_too_long():
+    long = {path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > 450}
+    assert not long
