@@ -10,11 +10,13 @@ Bandwidth is bytes read plus bytes written over time. A copy of the tensor reads
 a value; the codec reads 2 and writes 1 + 1/128, or the other way round. So at equal bandwidth it is
 faster than a copy, and a ratio of 1 means that memory, not arithmetic, is the limit. Every round
 measures copy and codec side by side, in turn, and the ratio is the median over the rounds.
+"Kernels" are those of one call; a CPU's operations count as such.
 
 On CPU only with a tensor larger than the last-level cache is the copy a copy of memory.
 """
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
@@ -26,6 +28,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.device_events import device_busy
 from titan_ext.fp8 import Codec, dequantize, quantize
 from titan_ext.fp8.codec import codec_name
 
@@ -83,11 +86,14 @@ def measure(codec: Codec, x: torch.Tensor, rounds: int, iterations: int, eager: 
             ratios = [
                 (one_way / t) / (2 * x.nbytes / c) for t, c in zip(times, copies, strict=True)
             ]
+            kernels = len(device_busy(function, device.type == "cuda"))
             print(
-                f"{codec.dtype} {codec.block!s:>6} {codec.scale} {kind:>8} {way:>10}: "
+                f"{x.shape[-1]} wide, {codec.dtype} {codec.block!s:>6} {codec.scale} {kind:>8} "
+                f"{way:>10}: "
                 f"{one_way / statistics.median(times) / 1e9:8.2f} GB/s, copy "
                 f"{2 * x.nbytes / statistics.median(copies) / 1e9:8.2f} GB/s, ratio "
-                f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+                f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), "
+                f"{kernels} kernels",
                 flush=True,
             )
 
@@ -97,7 +103,7 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--rows", type=int, help="default: 65536 on CUDA, 16384 on CPU")
-    parser.add_argument("--cols", type=int, default=2048, help="last dimension (%(default)s)")
+    parser.add_argument("--cols", type=int, nargs="+", default=[2048], help="last dimension")
     parser.add_argument("--dtype", nargs="+", default=["e4m3"], help="e4m3 e5m2")
     parser.add_argument("--block", nargs="+", default=["128"], help="64 128 256 row tensor")
     parser.add_argument("--scale", nargs="+", default=["e8m0"], help="e8m0 fp32")
@@ -109,14 +115,14 @@ def main() -> None:
     device = torch.device(args.device)
     on_cuda = device.type == "cuda"
     rows = args.rows or (65536 if on_cuda else 16384)
-    x = torch.randn(rows, args.cols, dtype=torch.bfloat16, device=device)
-    print(f"{machine(device)}; x is bf16 [{rows}, {args.cols}], {x.nbytes / 2**20:.0f} MiB")
-    for dtype in args.dtype:
-        for block in args.block:
-            for scale in args.scale:
-                codec = Codec(dtype, int(block) if block.isdigit() else block, scale)
-                iterations = args.iterations or (20 if on_cuda else 1)
-                measure(codec, x, args.rounds, iterations, not args.no_eager)
+    print(f"{machine(device)}; x is bf16")
+    for cols in args.cols:
+        x = torch.randn(rows, cols, dtype=torch.bfloat16, device=device)
+        print(f"[{rows}, {cols}], {x.nbytes / 2**20:.0f} MiB")
+        for dtype, block, scale in itertools.product(args.dtype, args.block, args.scale):
+            codec = Codec(dtype, int(block) if block.isdigit() else block, scale)
+            iterations = args.iterations or (20 if on_cuda else 1)
+            measure(codec, x, args.rounds, iterations, not args.no_eager)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     python benchmarks/gpu_receipts.py --dry --out outputs/dry  # every item, tiny, on a CPU
 
 The most valuable items come first. Each is one of the other benchmarks in a process of its own,
-with a time limit. After each, ``--out`` has ``results.json`` (commands, outputs, figures),
+with a time limit; together they take at most 30 minutes, and the first ones 10. After each,
+``--out`` has ``results.json`` (commands, outputs, figures),
 ``figures.png`` and ``log.md`` (a paragraph for benchmarks/LOG.md), so a run that is cut off leaves
 what it has. The same command goes on after the last item that succeeded.
 """
@@ -23,13 +24,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_ARMS = "fp8-memory fp8-speed fp8-speed-early fp8-no-recompute stock-none stock-full"
+_ARMS = (
+    "fp8-memory fp8-balanced fp8-speed fp8-speed-early fp8-gemms fp8-no-recompute "
+    "stock-none stock-full"
+)
+_STEPS = "benchmarks/titan_steps.py"
+_TOY = f"{_STEPS} --toy --batch 2 --steps 3"
 _TRAIN = (
     "-m titan_ext.launch --nproc_per_node=1 --local-ranks-filter 0 --role rank --tee 3 "
     "-m torchtitan.train --module titan_ext --config train_configs/moe_debug_gpu.toml "
     "--checkpoint.no-enable --dump_folder {out}/"
 )
-_TINY = " --training.steps 2 --training.seq_len 64 --training.local_batch_size 1"
+_TWO_RANKS = "-m torch.distributed.run --nproc_per_node=2 --master_port 29511"
+_MINUTES, _QUICK_MINUTES = 30, 10
+_TITAN_NEEDS = (2, 14)
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ class Item:
         seconds: After this it is stopped.
         command: Arguments of Python; ``{out}`` is the folder of the results.
         dry: The same, tiny and on a CPU.
+        trains: Needs Titan's trainer, and so the torch that Titan asks for; else it is left out.
     """
 
     name: str
@@ -48,80 +57,109 @@ class Item:
     seconds: int
     command: str
     dry: str
+    trains: bool = False
 
 
 ITEMS = (
     Item(
         "codec",
-        "bandwidth as the store calls it, of a copy's: 0.80",
-        120,
-        "benchmarks/codec_bandwidth.py --device cuda --dtype e4m3 e5m2",
-        "benchmarks/codec_bandwidth.py --device cpu --rows 64 --cols 256 --rounds 1",
+        "bandwidth as the store calls it, of a copy's: 0.80; one kernel each way",
+        100,
+        "benchmarks/codec_bandwidth.py --device cuda --cols 2048 2880 --dtype e4m3 e5m2",
+        "benchmarks/codec_bandwidth.py --device cpu --rows 64 --cols 256 192 --rounds 1",
     ),
     Item(
         "block of 8k tokens",
         "step time of stock's: memory 1.03, speed 0.96, early scores 0.90, no recompute 0.88",
-        240,
-        f"benchmarks/step_time.py --cuda --blocks --layers 1 --batch 2 --arms {_ARMS}",
-        f"benchmarks/step_time.py --toy --blocks --rounds 1 --arms {_ARMS}",
+        220,
+        f"benchmarks/step_time.py --cuda --blocks --layers 1 --batch 2 --graph --arms {_ARMS}",
+        "benchmarks/step_time.py --toy --blocks --rounds 1 --graph --arms fp8-speed-early",
     ),
     Item(
-        "4 layers, 4 x 4096 tokens",
-        "tokens a second with early scores 1.10 of stock selective's, and a lower peak",
-        300,
-        "benchmarks/step_time.py --cuda --batch 4 --arms fp8-memory fp8-speed-early stock-none",
-        "benchmarks/step_time.py --toy --rounds 1 --arms fp8-memory",
+        "trainer, 4 layers, 4 x 4096 tokens",
+        "tokens a second with early scores 1.10 of stock's; a batch 1.2 times as large; its losses",
+        280,
+        f"{_STEPS} --arms fp8-memory fp8-speed-early --largest-batch 64",
+        f"{_TOY} --arms fp8-memory --largest-batch 3",
+        trains=True,
     ),
     Item(
-        "host time",
-        "CPU time of a block's forward, of stock selective's",
-        120,
-        "benchmarks/ac_host_time.py --rounds 40",
-        "benchmarks/ac_host_time.py --rounds 1",
+        "profile",
+        "host time of stock's: 1.2; idle share of the GPU as stock's",
+        100,
+        "benchmarks/step_profile.py --out {out}/profile "
+        "--arms fp8-memory fp8-speed fp8-no-recompute",
+        "benchmarks/step_profile.py --out {out}/profile --toy",
     ),
     Item(
         "host offload, 8 blocks of 8k tokens",
         "copies overlap: step time 1.0 of stock's, and the peak of the last two blocks",
-        240,
+        120,
         "benchmarks/step_time.py --cuda --blocks --layers 8 --batch 2 "
         "--arms fp8-offload fp8-offload-float8",
-        "benchmarks/step_time.py --toy --blocks --rounds 1 --layers 4 "
-        "--arms fp8-offload fp8-offload-float8",
+        "benchmarks/step_time.py --toy --blocks --rounds 1 --layers 3 --arms fp8-offload",
     ),
     Item(
-        "codec, short blocks",
-        "the same bandwidth where rows are not whole blocks",
-        90,
-        "benchmarks/codec_bandwidth.py --device cuda --cols 2880 --no-eager",
-        "benchmarks/codec_bandwidth.py --device cpu --rows 64 --cols 192 --rounds 1 --no-eager",
+        "host offload, timeline",
+        "copies beside computation: 1; the picture shows them",
+        60,
+        "benchmarks/step_profile.py --out {out}/offload --layers 4 --arms fp8-offload",
+        "benchmarks/step_profile.py --out {out}/offload --toy --layers 2 --arms fp8-offload",
+    ),
+    Item(
+        "units",
+        "the allocator gave to FSDP what the tracker counts; in place less; losses as stock's",
+        130,
+        f"{_STEPS} --steps 6 --arms units units-in-place",
+        f"{_TOY} --arms units units-in-place",
+        trains=True,
+    ),
+    Item(
+        "plan",
+        "max_memory_allocated of the planned bytes: 1; ms a step of the modelled ones",
+        150,
+        f"{_STEPS} --steps 6 --plan --arms fp8-memory stock-full",
+        f"{_TOY} --plan --arms fp8-memory",
+        trains=True,
+    ),
+    Item(
+        "compiled",
+        "as many graphs as stock, no recompile in a steady step; tokens a second above eager's",
+        250,
+        f"{_STEPS} --steps 8 --compile inductor --arms fp8-memory stock-memory-budget",
+        f"{_TOY} --compile aot_eager --arms fp8-memory",
+        trains=True,
     ),
     Item(
         "block of 16k tokens",
         "as the block of 8k tokens",
-        240,
+        160,
         f"benchmarks/step_time.py --cuda --blocks --layers 1 --batch 4 --arms {_ARMS}",
-        "benchmarks/step_time.py --toy --blocks --rounds 1",
+        "benchmarks/step_time.py --toy --blocks --layers 1 --rounds 1 --arms stock-full",
+    ),
+    Item(
+        "float8 experts",
+        "Titan's float8 grouped GEMMs with float8 activations: losses as with them alone",
+        90,
+        f"{_STEPS} --steps 8 --float8 experts --arms fp8-memory",
+        f"{_TOY} --float8 linear --arms fp8-memory",
+        trains=True,
+    ),
+    Item(
+        "context parallelism",
+        "FlexAttention itself, two ranks on this GPU over gloo (if gloo can): losses as stock's",
+        80,
+        f"{_TWO_RANKS} {_STEPS} --gloo --cp 2 --layers 2 --batch 1 --steps 6 --arms fp8-memory",
+        f"{_TWO_RANKS} {_TOY} --gloo --cp 2 --arms fp8-memory",
+        trains=True,
     ),
     Item(
         "training",
-        "Titan's trainer with units per sub-module: it trains",
-        240,
-        f"{_TRAIN}training --training.steps 20",
-        f"{_TRAIN}training{_TINY}",
-    ),
-    Item(
-        "training, compiled",
-        "the same, compiled: tokens a second above eager's",
-        420,
-        f"{_TRAIN}compiled --training.steps 20 --compile.enable",
-        f"{_TRAIN}compiled{_TINY}",
-    ),
-    Item(
-        "plan",
-        "dry-run's bytes beside those that 'training' logged",
-        120,
-        "-m titan_ext dry-run train_configs/moe_debug_gpu.toml --ranks 1 --verbose",
-        "-m titan_ext dry-run train_configs/moe_debug_gpu.toml --ranks 1 --verbose",
+        "the shipped config and launcher, with units per sub-module: it trains",
+        60,
+        f"{_TRAIN}training --training.steps 10",
+        f"{_TRAIN}training --training.steps 2 --training.seq_len 64 --training.local_batch_size 1",
+        trains=True,
     ),
 )
 
@@ -129,11 +167,12 @@ _FIGURES = (
     (re.compile(r"^(.+?): .*, ratio ([\d.]+) "), "of a copy's bandwidth"),
     (re.compile(r"^(\S+) .*step time ([\d.]+) of stock"), "step time of stock selective's"),
     (re.compile(r"^(\S+) .*GiB, ([\d.]+) of stock"), "peak of stock selective's"),
-    (re.compile(r"^((?:stock|fp8).*?) +[\d.]+ +([\d.]+)$"), "host time of stock selective's"),
+    (re.compile(r"^(.+ wide, .+?): .*\), (\d+) kernels$"), "kernels"),
     (re.compile(r"(step: +\d+).* tps: ([\d,]+)"), "tokens a second"),
     (re.compile(r"(step: +\d+).* memory: +([\d.]+)GiB"), "GiB reserved"),
     (re.compile(r"(step: +\d+).* loss: +([\d.]+)"), "loss"),
 )
+_FIGURE = re.compile(r"^(\S[^:]*): (.+) = (-?[\d.]+(?:e[+-]\d+)?|nan)$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -145,6 +184,8 @@ def figures(output: str) -> list[dict[str, Any]]:
             if match := pattern.search(line):
                 value = float(match[2].replace(",", ""))
                 found.append({"kind": kind, "name": " ".join(match[1].split()), "value": value})
+        if match := _FIGURE.match(line):
+            found.append({"kind": match[2], "name": match[1], "value": float(match[3])})
     return found
 
 
@@ -152,7 +193,7 @@ def measure(item: Item, out: Path, *, dry: bool, seconds: float) -> dict[str, An
     """Run ``item`` and say how it went; it may fail or be stopped."""
     arguments = (item.dry if dry else item.command).format(out=out).split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if dry:  # a CPU's compiler takes minutes and says nothing of a GPU's
+    if dry and "--compile" not in arguments:  # a CPU's compiler says nothing of a GPU's
         environment["TORCH_COMPILE_DISABLE"] = "1"
     begin = time.monotonic()
     try:
@@ -182,6 +223,13 @@ def machine() -> str:
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def torch_version() -> tuple[int, int]:
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def succeeded(result: dict[str, Any]) -> bool:
@@ -249,10 +297,12 @@ def main() -> int:
         if before["machine"] != now:
             parser.error(f"--out has results of another machine: {before['machine']}")
         results["items"] = before["items"]
-    end = time.monotonic() + (10 if args.quick else 30) * 60
-    for item in ITEMS:
-        if item.name not in args.only:
-            continue
+    end = time.monotonic() + (_QUICK_MINUTES if args.quick else _MINUTES) * 60
+    has_trainer = torch_version() >= _TITAN_NEEDS
+    items = [item for item in ITEMS if item.name in args.only and (has_trainer or not item.trains)]
+    if len(items) < len(args.only):
+        print("Titan's trainer needs torch 2.14: only what does not need it is measured")
+    for item in items:
         old = results["items"].get(item.name)
         if old is not None and succeeded(old):
             print(f"{item.name}: done before", flush=True)
@@ -266,7 +316,7 @@ def main() -> int:
         write(results, out)
         print(f"{item.name}: {result['ending']}, {result['seconds']} s", flush=True)
     print(f"Results are in {out}")
-    measured = [results["items"].get(name) for name in args.only]
+    measured = [results["items"].get(item.name) for item in items]
     return 0 if all(result is not None and succeeded(result) for result in measured) else 1
 
 

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fp8_ac_loss, gpu_receipts, step_time
+from benchmarks import device_events, fp8_ac_loss, gpu_receipts, step_time, titan_steps
 from benchmarks.activation_bytes import Measured, measure, table
 from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import Layout
+from tests.cluster import run_ranks
+from tests.training import Run
+from titan_ext.stdlib_corpus import make_corpus
 
 ROOT = Path(__file__).parents[1]
 TOKENS = 64
@@ -92,7 +95,9 @@ def test_loss_table_and_plot_from_files(tmp_path: Path) -> None:
         fp8_ac_loss.train("fp8", 0, steps=61, batch=2, seq_len=64, lr=2e-4, output=tmp_path)
 
 
-@pytest.mark.parametrize("what", ["debug block", "GPU's model", "GPU's blocks"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("debug block", marks=pytest.mark.slow), "GPU's model", "GPU's blocks"]
+)
 def test_step_time_measures_every_arm(what: str) -> None:
     size = step_time.Size("debugmodel", 2, 2, 16, blocks="blocks" in what, device="cpu")
     arms = ["stock-selective", "fp8-speed-early"]
@@ -128,7 +133,10 @@ def test_gpu_receipts_leave_results_and_go_on(
     results = json.loads((tmp_path / "results.json").read_text())["items"]
     endings = [result["ending"] for result in results.values()]
     assert endings == ["exit code 0", "exit code 1", "stopped after 1 s"]
-    assert {figure["kind"] for figure in results["codec"]["figures"]} == {"of a copy's bandwidth"}
+    assert {figure["kind"] for figure in results["codec"]["figures"]} == {
+        "of a copy's bandwidth",
+        "kernels",
+    }
     log = (tmp_path / "log.md").read_text()
     assert "ZeroDivisionError" in log
     assert codec.goal in log
@@ -139,11 +147,92 @@ def test_gpu_receipts_leave_results_and_go_on(
 
 
 @pytest.mark.slow
-def test_every_gpu_receipt_runs_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _receipts(monkeypatch, tmp_path) == 0
+@pytest.mark.parametrize("item", gpu_receipts.ITEMS, ids=lambda item: item.name)
+def test_every_gpu_receipt_runs_tiny(
+    item: gpu_receipts.Item, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _receipts(monkeypatch, tmp_path, "--only", item.name) == 0
     results = json.loads((tmp_path / "results.json").read_text())["items"]
-    assert list(results) == [item.name for item in gpu_receipts.ITEMS]
-    assert all(result["figures"] for name, result in results.items() if name != "plan")
+    assert results[item.name]["figures"]
+
+
+def test_gpu_receipts_fit_their_minutes() -> None:
+    seconds = [item.seconds for item in gpu_receipts.ITEMS]
+    assert sum(seconds) <= 30 * 60
+    assert sum(seconds[:3]) <= 10 * 60, "codec, block and trainer, with --quick"
+
+
+def test_gpu_receipts_leave_out_what_an_older_torch_cannot_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trains = gpu_receipts.Item("trains", "", 60, "", "-c 1/0", trains=True)
+    other = gpu_receipts.Item("other", "", 60, "", "-c 1")
+    monkeypatch.setattr(gpu_receipts, "ITEMS", (trains, other))
+    monkeypatch.setattr(gpu_receipts, "torch_version", lambda: (2, 11))
+    assert _receipts(monkeypatch, tmp_path) == 0
+    assert list(json.loads((tmp_path / "results.json").read_text())["items"]) == ["other"]
+    assert "needs torch 2.14" in capsys.readouterr().out
+
+
+def test_titan_steps_trains_an_arm(tmp_path: Path) -> None:
+    base = Run(seq_len=64, global_batch=2, layers=2, steps=2)
+    run = titan_steps.run_of("units-in-place", base)
+    make_corpus()
+    (steps,) = run_ranks(titan_steps.train, 1, run, 3, log_folder=tmp_path)
+    assert len(steps.losses) == 2
+    assert len(steps.seconds) >= 1
+    assert steps.figures["sequences in the largest batch"] == 3
+    tracked, predicted = (
+        steps.figures[f"GiB unsharded at most, {how}"] for how in ("tracked", "predicted")
+    )
+    assert tracked == predicted > 0
+    done = {titan_steps.STOCK: steps, "again": steps}
+    found = gpu_receipts.figures("\n".join(titan_steps.lines(done, 128)))
+    assert {"kind": "peak of stock selective's", "name": "again", "value": 1.0} in found
+
+
+@pytest.mark.parametrize("fits", [4, 5, 11, 64])
+def test_the_largest_batch_is_found_from_below(fits: int) -> None:
+    tried: list[int] = []
+
+    def peak_of(sequences: int) -> int:
+        assert not tried or tried[-1] <= fits, "a step after a failure"
+        tried.append(sequences)
+        if sequences > fits:
+            raise torch.OutOfMemoryError
+        return 20 + 5 * sequences
+
+    memory = 20 + 5 * fits + 4
+    assert titan_steps.largest_batch(peak_of, 4, memory, most=64) == fits
+    assert len(tried) < 12
+
+
+def test_fsdp_peak_of_an_allocator_trace() -> None:
+    ours, theirs = [{"filename": "/x/titan_ext/fsdp/shard.py"}], [{"filename": "/x/moe.py"}]
+    trace: list[dict[str, Any]] = [
+        {"action": "alloc", "addr": 1, "size": 10, "frames": ours},
+        {"action": "alloc", "addr": 2, "size": 99, "frames": theirs},
+        {"action": "free_requested", "addr": 1, "size": 10, "frames": []},
+        {"action": "alloc", "addr": 3, "size": 7, "frames": [*theirs, *ours]},
+        {"action": "free_completed", "addr": 1, "size": 10, "frames": []},
+        {"action": "alloc", "addr": 1, "size": 6, "frames": ours},
+    ]
+    assert titan_steps.fsdp_peak(trace) == 17
+    assert titan_steps.fsdp_peak([]) == 0
+
+
+def test_idle_share_and_overlap() -> None:
+    kernels = [device_events.Busy(begin, begin + 2, 7, False) for begin in (0, 1, 6)]
+    copies = [device_events.Busy(2, 6, 9, True)]
+    assert device_events.idle_share([*kernels, *copies]) == 3 / 8
+    assert device_events.copies_beside_kernels([*kernels, *copies]) == 1 / 4
+    assert device_events.copies_beside_kernels(kernels) is None
+
+
+def test_a_plan_is_read_back() -> None:
+    planned = {"fp8-memory": {"GiB": 1.5, "ms": 20.0}, "stock-full": {"GiB": 1.25, "ms": 24.5}}
+    said = "\n".join(["a warning: x", *titan_steps.beside_plan({}, planned)])
+    assert titan_steps.parse(said) == planned
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -36,7 +36,7 @@ def _slow(run: Run, recompute_exchanges: int):
 @pytest.mark.parametrize(
     ("run", "recompute_exchanges"),
     [
-        (Run(world=2, ep=1, parallelize="block"), 0),
+        (Run(world=2, ep=1, parallelize="block", tracked=True), 0),
         (Run(world=2, ep=2, parallelize="submodule", save_all_to_all="always"), 0),
         # "auto" on one node does as stock.
         (Run(world=2, ep=2, parallelize="submodule"), 3),

@@ -13,6 +13,7 @@ from tests.training import Run, titan_config, train
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC, measure_block
 from titan_ext.activation_checkpoint.early_scores import use_early_scores
+from titan_ext.stand_ins import use_stand_ins
 from titan_ext.trainer import extend_config
 
 Config = FP8AC.Config
@@ -80,6 +81,12 @@ def test_it_trains(tmp_path: Path):
     stock = train(replace(run, ac="selective", steps=1), tmp_path / "stock")
     assert ours.losses[0] == pytest.approx(stock.losses[0], rel=1e-3)
     assert ours.losses[-1] < ours.losses[0]
+
+
+def test_a_dry_run_checks_its_stand_ins_too():
+    config = replace(extend_config(titan_config("deepseek_v3")), activation_checkpoint=EARLY)
+    use_stand_ins(config)
+    replace(config)
 
 
 def test_where_it_cannot_be_it_is_refused():

@@ -9,7 +9,6 @@ import logging
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from tests.faults.torchrun import is_alive
 from tests.training import Run, make_config, titan_config
 from titan_ext.guards.checkpoints import corrupt_items, verify_checksums
 from titan_ext.guards.start import Folder
-from titan_ext.guards.stop import StopOnSignal, warn_of_restarts_that_hang
+from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.stdlib_corpus import make_corpus
 from titan_ext.trainer import extend_config
@@ -192,24 +191,29 @@ def test_a_tokenizer_that_is_not_there_is_named_before_any_process_group(tmp_pat
     assert not torch.distributed.is_initialized()
 
 
+def _launch_a_worker(folder: Path) -> None:
+    """As torchrun: the worker has a session of its own."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    worker = os.fork()
+    if worker:
+        (folder / "worker").write_text(str(worker))
+    else:
+        os.setsid()
+        end_with_launcher()
+        (folder / "ready").touch()
+    time.sleep(9999)
+
+
 def test_a_worker_ends_with_its_launcher(tmp_path: Path):
-    """As under torchrun: the worker has a session of its own, and the launcher gets SIGKILL."""
-    worker = "from titan_ext.guards.stop import *; end_with_launcher(); print(1, flush=True)"
-    worker = f"{worker}; import time; time.sleep(9999)"
-    launcher = f"import subprocess as s, sys; p = s.Popen([sys.executable, '-c', {worker!r}], "
-    launcher += "start_new_session=True); print(p.pid, flush=True); p.wait()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", launcher],
-        env={**os.environ, "TORCHELASTIC_RUN_ID": "test"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
-    assert process.stdout.readline() == "1\n"
-    process.kill()
-    process.wait()
+    """The launcher gets SIGKILL."""
+    ranks = start_ranks(_launch_a_worker, 1, tmp_path, log_folder=tmp_path / "logs")
     deadline = time.monotonic() + PATIENCE_S
+    while {path.name for path in tmp_path.iterdir()} != {"worker", "ready", "logs"}:
+        assert time.monotonic() < deadline, "no worker"
+        time.sleep(0.01)
+    pid = int((tmp_path / "worker").read_text())
+    assert is_alive(pid)
+    kill_ranks(ranks)
     while is_alive(pid):
         assert time.monotonic() < deadline, "the worker outlived its launcher"
         time.sleep(0.01)

@@ -294,6 +294,50 @@ def test_a_duplicate_is_stored_once():
     assert rows(store)["float8 e4m3"].entries == 1
 
 
+def test_a_duplicate_is_decoded_once():
+    """For a backward; the next one, of a graph that is kept, decodes it again."""
+    store, x = SavedTensorStore(), normal(16, N)
+    entry = store.pack(x)
+    assert store.pack(x.detach()) is entry
+    for _ in range(2):
+        first = store.unpack(entry)
+        storage = StorageWeakRef(first.untyped_storage())
+        held = rows(store)["float8 e4m3"].nbytes
+        assert held == Codec().nbytes(x.shape) + first.nbytes
+        assert store.unpack(entry) is first
+        del first
+        assert storage.expired(), "the last unpack lets go of it"
+
+
+def test_a_duplicate_that_was_written_to_is_decoded_again():
+    store, x = SavedTensorStore(), normal(16, N)
+    entry = store.pack(x)
+    store.pack(x)
+    store.unpack(entry).zero_()
+    assert torch.equal(store.unpack(entry), quantized(x))
+
+
+def test_two_linears_of_one_input_decode_it_once():
+    decoded = []
+
+    class Decodes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.titan_ext.float8_dequantize.default:
+                decoded.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    x = normal(64, N).requires_grad_()
+    gates = nn.ModuleList(nn.Linear(N, 8, bias=False).bfloat16() for _ in range(2))
+    with SavedTensorStore(modules=[gates]).hooks():
+        h = x.exp()  # which saves it, too
+        total = (gates[0](h) + gates[1](h)).sum()
+    with Decodes():
+        total.backward()
+    assert decoded == [h.shape]
+
+
 def test_what_is_not_a_duplicate():
     """Another shape, offset, stride, dtype or version of the same storage."""
     store = SavedTensorStore(policy=everything)

@@ -11,7 +11,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
 from benchmarks.fsdp_cost import BEFORE, JOBS, comparison
-from tests.training import Run, Runs, observed, titan_config
+from tests.training import Run, Runs, narrow_attention, observed, titan_config
 from titan_ext.fsdp import auto
 from titan_ext.fsdp.auto import STOCK, choose, local_plan
 from titan_ext.fsdp.cost import Job, estimate
@@ -47,7 +47,9 @@ def _build(spec: Any) -> Decoder:
     ids=str,
 )
 def test_the_order_of_collectives_is_the_traced_one(run: Run, runs: Runs):
-    model = _build(cast(Any, titan_config(run.model).model_spec))
+    spec = cast(Any, titan_config(run.model).model_spec)
+    narrow_attention(spec.model)
+    model = _build(spec)
     model_layers = cast(Any, model.layers)
     for name in [*model_layers][run.layers :]:
         del model_layers[name]

@@ -14,7 +14,7 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from tests.collectives import Collective
 from tests.toml_files import DEBUG
-from tests.training import Run, Runs, observed, titan_config
+from tests.training import Run, Runs, narrow_attention, observed, titan_config
 from titan_ext.api import build_decoder
 from titan_ext.configs import ParallelismConfig
 from titan_ext.fsdp.make_plan import make_plan
@@ -32,9 +32,10 @@ def _plan(
     wrap: Wrap = "submodule",
     pp_enabled: bool = False,
     world: int = 8,
+    narrow: bool = False,
     **settings: Any,
 ) -> FSDPPlan:
-    built = _built(model)
+    built = _built(model, narrow)
     return make_plan(
         built,
         plan_units(built, wrap),
@@ -44,9 +45,11 @@ def _plan(
     )
 
 
-def _built(model: str) -> Decoder:
+def _built(model: str, narrow: bool = False) -> Decoder:
     spec = titan_config(model).model_spec
     assert spec is not None
+    if narrow:
+        narrow_attention(cast(Decoder.Config, spec.model))
     with torch.device("meta"):
         return cast(Decoder, spec.model.build())
 
@@ -293,7 +296,7 @@ def test_no_setting_of_prefetch_gathers_again(settings: dict[str, Any], runs: Ru
 
 def test_prefetch_is_as_far_ahead_as_it_says(runs: Runs):
     """Which units have been gathered when the tokens of the first MoE layer are sent."""
-    sizes = {u.name: u.gathered_nbytes for u in _plan(world=2).units}
+    sizes = {u.name: u.gathered_nbytes for u in _plan(world=2, narrow=_TRACED.narrow).units}
     one_unit = f"{sizes['layers.2.attention'] // 1000 + 1}KB"
     before: dict[Any, list[str]] = {}
     for limit in (0, 2, one_unit):

@@ -19,7 +19,7 @@ from titan_ext.fsdp.memory.log import _CLASS_COLOURS, _KIND_COLOURS, FOLDER, mai
 from titan_ext.fsdp.memory.tracker import MemoryTracker
 from titan_ext.fsdp.units import Unit, UnitKind
 
-TRACKED = Run(steps=2, tracked=True)
+TRACKED = Run(steps=2, tracked=True, narrow=True)
 LAYOUTS = [
     replace(TRACKED, world=2, ep=1, parallelize="block", ac="none"),
     replace(TRACKED, world=2, ep=2, parallelize="submodule", global_batch=8),
@@ -35,7 +35,8 @@ LAYOUTS = [
 OTHER_DIM = replace(TRACKED, world=2, parallelize="submodule", layers=2, expert_shard_dim=1)
 """Experts beside dense parameters in one group, as without EP."""
 LAYOUTS += [OTHER_DIM, replace(OTHER_DIM, stock_copy_out=True)]
-WHOLE = replace(TRACKED, world=2, parallelize="block")
+WHOLE = observed(Run(world=2, parallelize="block", tracked=True))
+"""As tests/test_collective_counts.py has it."""
 LAYOUTS += [WHOLE, replace(WHOLE, stock_copy_out=True)]
 IN_PLACE = replace(TRACKED, world=2, ep=2, parallelize="submodule", ac="none", layers=4)
 LAYOUTS += [IN_PLACE, replace(IN_PLACE, gather_in_place=True)]
@@ -122,7 +123,7 @@ def test_units_gathered_in_place_need_no_buffer(runs: Runs):
 
 
 def test_a_tracked_run_is_bit_identical_and_leaves_files(runs: Runs, capsys, monkeypatch):
-    run = observed(Run(world=2, ep=2, parallelize="submodule"))
+    run = replace(observed(Run(world=2, ep=2, parallelize="submodule")), steps=3)
     plain, tracked = runs.get(run), runs.get(replace(run, tracked=True))
     assert tracked.losses == plain.losses
     assert [r.state_hash for r in tracked.ranks] == [r.state_hash for r in plain.ranks]

@@ -14,7 +14,7 @@ from tests.matrix.rows import DRY, ROWS, reference_of
 from tests.matrix.table import DOCUMENT, counts, document, share_that_fails
 from tests.training import Run
 
-_BOUNDS_AND_OBSERVERS = ("steps", "seq_len", "global_batch", "layers", "exact_sums")
+_BOUNDS_AND_OBSERVERS = ("steps", "seq_len", "global_batch", "layers", "narrow", "exact_sums")
 
 
 def test_the_document_is_up_to_date():

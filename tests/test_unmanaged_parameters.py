@@ -17,7 +17,16 @@ from tests.training import Run, make_config
 
 REPLICATE = ("router", "norms", "layers.1.attention.wq")
 # Nothing is clipped: the norm of a whole tensor and that of its shards differ in the last bit.
-EXPERTS = Run(world=2, ep=2, layers=2, parallelize="submodule", steps=2, accumulate=2, max_norm=1e9)
+EXPERTS = Run(
+    world=2,
+    ep=2,
+    layers=2,
+    narrow=True,
+    parallelize="submodule",
+    steps=2,
+    accumulate=2,
+    max_norm=1e9,
+)
 REPLICAS = replace(EXPERTS, ep=1, dp_replicate=2, accumulate=1)
 
 

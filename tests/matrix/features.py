@@ -68,7 +68,7 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
 # Other columns of the table, what bounds or observes a run, and attention, which goes with cp.
 _NOT_FEATURES = {
     *("model", "world", "parallelize"),
-    *("global_batch", "seq_len", "layers", "steps", "microbatch_size", "exact_sums"),
+    *("global_batch", "seq_len", "layers", "narrow", "steps", "microbatch_size", "exact_sums"),
     *("attention", "max_norm"),
     *("traced_step", "profiled_step", "tracked", "typechecked", "watch_routing"),
     *("expert_shard_dim", "stock_copy_out"),  # stock's states lie elsewhere

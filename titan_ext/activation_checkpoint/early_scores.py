@@ -100,26 +100,23 @@ def use_early_scores(spec: ModelSpec, parallelism: ParallelismConfig) -> None:
         (cast(RoutedExperts.Config, c), p, k)
         for _, c, p, k in list(spec.traverse(RoutedExperts.Config))
     ]
-    ours = (EarlyScoreRoutedExperts.Config, RoutedExperts.Config)
-    plain = (EarlyScoreExperts.Config, GroupedExperts.Config)
+    stock = [each for each in found if type(each[0]) is not EarlyScoreRoutedExperts.Config]
     dispatchers = (
         LocalTokenDispatcher.Config,
         AllToAllTokenDispatcher.Config,
         FunctionalAllToAllTokenDispatcher.Config,
     )
     if not found or any(
-        type(config) not in ours
-        or type(config.inner_experts) not in plain
+        type(config) is not RoutedExperts.Config
+        or type(config.inner_experts) is not GroupedExperts.Config
         or type(config.token_dispatcher) not in dispatchers
-        for config, _, _ in found
+        for config, _, _ in stock
     ):
         raise ValueError(
             f"{_KEY}: {spec.name} has no routed experts, or experts or a dispatcher of another "
             "kind than Titan's grouped experts and its all-to-all."
         )
-    for config, parent, key in found:
-        if type(config) is EarlyScoreRoutedExperts.Config:
-            continue
+    for config, parent, key in stock:
         assert key is not None, "a MoE layer holds its experts"
         experts = derive(config.inner_experts, EarlyScoreExperts.Config)
         setattr(

@@ -14,8 +14,9 @@ localised weight is a plain tensor, and a copy would defeat FSDP, which empties 
 What is small stays on the device.
 
 The store waits for every tensor: inside selective checkpointing the output of a running collective
-is a plain tensor. It stores a tensor once, however often it is saved. Like autograd it raises when
-a tensor kept by reference was changed in place; a float8 copy has the value at the time of saving.
+is a plain tensor. It stores a tensor once, and decodes it once, however often it is saved. Like
+autograd it raises when a tensor kept by reference was changed in place; a float8 copy has the value
+at the time of saving.
 """
 
 import functools
@@ -68,6 +69,8 @@ class StoredEntry:
     name = ""
     treatment = ""
     owns_bytes = True
+    packs = 1
+    """How often it was packed; so often a backward unpacks it."""
     original: tuple[tuple[int, int], ...] = ()
     """(id, bytes) of the storages that autograd would have kept alive."""
     weak_storages: Sequence[StorageWeakRef] = ()
@@ -221,7 +224,9 @@ class SavedTensorStore:
             return _Kept(x, "passed through: sparse", owns_bytes=False)
         key = _key(x)
         entry = self._by_key.get(key)
-        if entry is None:
+        if entry is not None:
+            entry.packs += 1
+        else:
             entry = self._store(x, exact, host)
             entry.name = name
             entry.original = storages_of(x)
@@ -293,7 +298,7 @@ class SavedTensorStore:
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
         step = self._next_step(dense.device)
         stored = ops.float8_quantize(matrix, codec, step, one_kernel)
-        return Computed(stored, restore, f"float8 {self.codec.dtype}", host)
+        return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
 
     def _next_step(self, device: torch.device) -> torch.Tensor | None:
         """New noise for each tensor: a counter on the device, which a CUDA graph advances."""
@@ -370,6 +375,26 @@ class Computed(StoredEntry):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self._tensors
+
+
+class _Float8(Computed):
+    """Decoded once for all that packed it: it stays from a backward's first unpack to its last."""
+
+    _decoded: tuple[torch.Tensor, int] | None = None
+    _unpacks = 0
+
+    def restore(self) -> torch.Tensor:
+        self._unpacks += 1
+        x, version = self._decoded or (None, 0)
+        if x is None or x._version != version:  # a recompute may write to what it got
+            x = super().restore()
+        self._decoded = (x, x._version) if self._unpacks % self.packs else None
+        return x
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from super().tensors()
+        if self._decoded is not None:
+            yield from plain_tensors(self._decoded[0])
 
 
 class _Kept(StoredEntry):

@@ -29,18 +29,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
-from torch.distributed.fsdp._fully_shard._fsdp_param import (
-    FSDPParam,
-    ShardedState,
-    _get_dtensor_spec_with_dtype,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torchtitan.models.common.moe import GroupedExperts
 
@@ -159,7 +155,8 @@ class InPlaceAllGather(AllGather):
             param.all_gather_outputs = [view]
             whole = view.view(param._orig_size)
             if not param.is_spmd_types and param._unsharded_dtensor_spec is not None:
-                spec = _get_dtensor_spec_with_dtype(param._unsharded_dtensor_spec, whole.dtype)
+                spec = param._unsharded_dtensor_spec
+                spec = _fsdp_param._get_dtensor_spec_with_dtype(spec, whole.dtype)
                 whole = _from_local_no_grad(whole, spec)
             requires_grad = param.sharded_param.requires_grad
             param._unsharded_param = nn.Parameter(whole, requires_grad=requires_grad)
