@@ -19,7 +19,7 @@ from tests.training import Run, make_config
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.fsdp.settings import FSDPSettings
 
-RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, steps=3, ac="none")
+RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, narrow=True, steps=3, ac="none")
 PLANTED_STEP = 2
 TIMEOUT_S = 6
 HANGS = ("stopped", "skipped expert backward")

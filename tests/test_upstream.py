@@ -1,4 +1,4 @@
-"""The patches of upstream/: they apply to the installed sources, and each is ready to be sent."""
+"""The folders of upstream/: patches apply to the installed sources, and all is ready to be sent."""
 
 import shutil
 from dataclasses import replace
@@ -9,6 +9,8 @@ import pytest
 from upstream import check
 
 PATCHES = pytest.mark.parametrize("patch", check.patches(), ids=lambda patch: patch.name)
+COMMENTS = check.comments()
+FOLDERS: list[check.Folder] = [*check.patches(), *COMMENTS]
 README = (check.HERE / "README.md").read_text()
 
 
@@ -19,11 +21,16 @@ def _checked(patch: check.Patch, quick: bool = False) -> check.Verdict:
     return verdict
 
 
-@PATCHES
-def test_folder_is_complete(patch: check.Patch):
-    assert not check.lacks(patch)
-    package, version = patch.applies_to
-    assert f"]({patch.name}/README.md) | {package} {version} |" in README
+def test_every_folder_is_tried():
+    readmes = {file.parent.name for file in check.HERE.glob("*/README.md")}
+    assert readmes == {folder.name for folder in FOLDERS}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_folder_is_complete(folder: check.Folder):
+    assert not folder.lacks()
+    package, version = folder.applies_to
+    assert f"]({folder.name}/README.md) | {package} {version} |" in README
 
 
 @PATCHES
@@ -38,13 +45,21 @@ def test_patch_fails_before_and_passes_after(patch: check.Patch):
     assert verdict.good, verdict
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("comment", COMMENTS, ids=lambda comment: comment.name)
+def test_what_a_comment_says_is_seen(comment: check.Comment):
+    if wrong := comment.wrong_version:
+        pytest.skip(wrong)
+    assert check.reproduce(comment) == "seen"
+
+
 def test_incomplete_folders_are_named(tmp_path: Path):
     patch = replace(check.patches()[0], folder=tmp_path / "copy")
     shutil.copytree(check.patches()[0].folder, patch.folder)
     readme = patch.folder / "README.md"
     readme.write_text(readme.read_text().replace("| measured |", "| guessed |"))
     patch.file.write_text(patch.file.read_text().replace("Test Plan:", "Tested: \u2713"))
-    assert check.lacks(patch) == [
+    assert patch.lacks() == [
         "its README has no row 'measured'",
         "the patch is not ASCII",
         "its message has no test plan",

@@ -6,6 +6,10 @@ installs a checkout into an environment of its own (``.venv-main``, which sees w
 and prints a table for docs/titan_main.md. Two gloo ranks train the DeepSeek-V3 debug model with
 main's own trainer: with main's model spec, and with titan_ext's. Losses and weights are compared
 bit for bit where nothing is lossy.
+
+    python -m tests.titan_main --names
+
+prints every name of TorchTitan and every private name of torch that titan_ext uses, and where.
 """
 
 import ast
@@ -59,20 +63,42 @@ def missing_names(titan: Path) -> dict[str, list[str]]:
     for path in sorted((ROOT / "titan_ext").rglob("*.py")):
         if path.name == "titan.py":
             continue
-        for module, name in _titan_imports(path):
-            if not _defines(titan, module, name):
+        for module, name in _imports(ast.parse(path.read_text())):
+            if module.split(".")[0] == "torchtitan" and not _defines(titan, module, name):
                 found[str(path.relative_to(ROOT))].append(f"{module}.{name}")
     return dict(found)
 
 
-def _titan_imports(path: Path) -> list[tuple[str, str]]:
-    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
-    return [
-        (node.module, alias.name)
-        for node in nodes
-        if node.module and node.module.split(".")[0] == "torchtitan"
-        for alias in node.names
-    ]
+def used_names() -> dict[str, list[str]]:
+    """Names of TorchTitan, and private names of torch, that titan_ext uses, and where.
+
+    A name is what is imported, or the whole of a dotted expression such as ``torch._C.f``.
+    """
+    found = defaultdict(set)
+    for path in sorted((ROOT / "titan_ext").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        inner = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        names = {f"{module}.{name}" for module, name in _imports(tree)}
+        names |= {
+            ast.unparse(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node not in inner
+        }
+        for name in filter(_is_upstream, names):
+            found[name].add(str(path.relative_to(ROOT)))
+    return {name: sorted(found[name]) for name in sorted(found)}
+
+
+def _is_upstream(name: str) -> bool:
+    top, *rest = name.split(".")
+    private = any(part.startswith("_") and not part.startswith("__") for part in rest)
+    is_name = name.replace(".", "").isidentifier()
+    return is_name and (top == "torchtitan" or (top == "torch" and private))
+
+
+def _imports(tree: ast.AST) -> list[tuple[str, str]]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return [(str(node.module), alias.name) for node in nodes for alias in node.names]
 
 
 def _defines(titan: Path, module: str, name: str) -> bool:
@@ -252,6 +278,8 @@ def compare(titan: Path) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "--arm":
         train(sys.argv[2], Path(sys.argv[3]))
+    elif sys.argv[1] == "--names":
+        print("\n".join(f"{name}: {', '.join(files)}" for name, files in used_names().items()))
     elif sys.argv[1] == "--compare":
         sys.exit(compare(Path(sys.argv[2])))
     else:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Try the patches for torch and TorchTitan on the installed sources.
+"""Try the patches and reproductions for torch and TorchTitan on the installed sources.
 
 A patch is worth a reviewer's time if its test fails without it and passes with it. This file shows
 both, without a checkout: it builds a tree of links to the installed package, in which only the
-files that the patch touches are copies, and puts it first on the path.
+files that the patch touches are copies, and puts it first on the path. A folder without a patch is
+a comment on somebody's issue: its ``reproduce.py`` has to show what the comment says.
 
     python upstream/check.py [FOLDER ...]
 """
@@ -24,20 +25,56 @@ HERE = Path(__file__).parent
 PACKAGES = ("torch", "torchtitan")
 TESTS = ("test/", "tests/")
 """Where the repositories of torch and TorchTitan have their tests; their wheels have none."""
-ROWS = ("applies to", "fails before with", "answers", "measured", "state")
-"""What the table at the top of a patch's README must say."""
+ROWS = ("applies to", "answers", "measured", "state")
+"""What the table at the top of a README must say; a patch's also "fails before with"."""
+SCRIPT = "reproduce.py"
 LIMIT_S = 1200
 PRELUDE = "import unittest\n\n\nclass TestCase(unittest.TestCase):\n    pass\n"
 """Stands in for the package expecttest: torch's test base derives from it, no test here uses it."""
 
 
 @dataclass(frozen=True)
-class Patch:
+class Folder:
+    """What one folder has for upstream."""
+
     folder: Path
 
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The table at the top of its README."""
+        text = (self.folder / "README.md").read_text()
+        return dict(re.findall(r"^\| ([a-z ]+) \| (.+) \|$", text, flags=re.MULTILINE))
+
+    @property
+    def applies_to(self) -> tuple[str, str]:
+        """Package and version, such as ("torch", "2.15.0")."""
+        package, version = self.rows["applies to"].split()[:2]
+        return package, version.rstrip(",")
+
+    @property
+    def wrong_version(self) -> str:
+        """Why it cannot be tried here; empty if it can."""
+        package, version = self.applies_to
+        here = installed(package)[0]
+        return "" if here == version else f"not tried: {package} {here} is installed"
+
+    def lacks(self) -> list[str]:
+        """What keeps it from being sent, in words."""
+        return [f"its README has no row {row!r}" for row in ROWS if row not in self.rows]
+
+
+@dataclass(frozen=True)
+class Comment(Folder):
+    """A comment on an issue: the README, and a script that shows what it says."""
+
+
+@dataclass(frozen=True)
+class Patch(Folder):
+    """A change, with its test."""
 
     @property
     def file(self) -> Path:
@@ -58,42 +95,33 @@ class Patch:
         return [file for file in self.files if file.startswith(TESTS)]
 
     @property
-    def rows(self) -> dict[str, str]:
-        """The table at the top of its README."""
-        text = (self.folder / "README.md").read_text()
-        return dict(re.findall(r"^\| ([a-z ]+) \| (.+) \|$", text, flags=re.MULTILINE))
-
-    @property
-    def applies_to(self) -> tuple[str, str]:
-        """Package and version, such as ("torch", "2.15.0")."""
-        package, version = self.rows["applies to"].split()[:2]
-        return package, version.rstrip(",")
-
-    @property
     def failure(self) -> str:
         """What its test prints without it."""
         return self.rows["fails before with"].strip("`")
 
+    def lacks(self) -> list[str]:
+        wrong = super().lacks()
+        if "fails before with" not in self.rows:
+            wrong.append("its README has no row 'fails before with'")
+        text = self.file.read_bytes()
+        header = text.partition(b"\n---\n")[0].decode("ascii", errors="replace")
+        if not text.isascii():
+            wrong.append("the patch is not ASCII")
+        for field in ("From", "Date", "Subject"):
+            if not re.search(rf"^{field}: \S", header, flags=re.MULTILINE):
+                wrong.append(f"the patch has no {field}")
+        if "Test Plan:" not in header:
+            wrong.append("its message has no test plan")
+        wrong += [] if self.tests else ["the patch has no test"]
+        return wrong + [f"touches {f!r}" for f in self.sources if not f.startswith(PACKAGES)]
+
 
 def patches() -> list[Patch]:
-    return [Patch(readme.parent) for readme in sorted(HERE.glob("*/README.md"))]
+    return [Patch(file.parent) for file in sorted(HERE.glob("*/0001-*.patch"))]
 
 
-def lacks(patch: Patch) -> list[str]:
-    """What keeps the folder of ``patch`` from being sent, in words."""
-    wrong = [f"its README has no row {row!r}" for row in ROWS if row not in patch.rows]
-    text = patch.file.read_bytes()
-    header = text.partition(b"\n---\n")[0].decode("ascii", errors="replace")
-    if not text.isascii():
-        wrong.append("the patch is not ASCII")
-    for field in ("From", "Date", "Subject"):
-        if not re.search(rf"^{field}: \S", header, flags=re.MULTILINE):
-            wrong.append(f"the patch has no {field}")
-    if "Test Plan:" not in header:
-        wrong.append("its message has no test plan")
-    wrong += [] if patch.tests else ["the patch has no test"]
-    wrong += [f"touches {f!r}" for f in patch.sources if not f.startswith(PACKAGES)]
-    return wrong
+def comments() -> list[Comment]:
+    return [Comment(file.parent) for file in sorted(HERE.glob(f"*/{SCRIPT}"))]
 
 
 def installed(package: str) -> tuple[str, Path]:
@@ -175,9 +203,9 @@ def run_tests(patch: Patch, root: Path) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was seen of one patch; empty words are good."""
+    """What was seen of one patch, or in the column "before" of one comment."""
 
-    patch: Patch
+    patch: Folder
     tests: int = 0
     before: str = ""
     after: str = ""
@@ -201,9 +229,8 @@ def check(patch: Patch, quick: bool = False) -> Verdict:
     Args:
         quick: whether to apply it only.
     """
-    package, version = patch.applies_to
-    if (here := installed(package)[0]) != version:
-        return Verdict(patch, before=f"not tried: {package} {here} is installed")
+    if wrong := patch.wrong_version:
+        return Verdict(patch, before=wrong)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         overlay(patch, root)
@@ -225,19 +252,41 @@ def check(patch: Patch, quick: bool = False) -> Verdict:
     )
 
 
+def reproduce(comment: Comment) -> str:
+    """Run the script of ``comment``: "seen", or what it printed."""
+    if wrong := comment.wrong_version:
+        return wrong
+    done = subprocess.run(
+        [sys.executable, comment.folder / SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return "seen" if done.returncode == 0 else f"not seen: {done.stdout[-2000:]}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", help="folders beside this file; none: all")
-    names = {patch.name: patch for patch in patches()}
-    chosen = [names[Path(folder).name] for folder in parser.parse_args().folders]
+    found = {folder.name: folder for folder in [*patches(), *comments()]}
+    chosen = [found[Path(folder).name] for folder in parser.parse_args().folders]
     good = True
     print(HEADER, flush=True)
-    for patch in chosen or names.values():
-        for words in lacks(patch):
-            print(f"{patch.name}: {words}", file=sys.stderr)
-        verdict = check(patch)
-        good = good and verdict.good and not lacks(patch)
-        print(verdict.row(), flush=True)
+    for folder in chosen or found.values():
+        lacks = folder.lacks()
+        for words in lacks:
+            print(f"{folder.name}: {words}", file=sys.stderr)
+        if isinstance(folder, Patch):
+            verdict = check(folder)
+            good, row = good and verdict.good, verdict.row()
+        else:
+            seen = reproduce(folder)
+            row = Verdict(folder, before=seen).row()
+            good = good and seen == "seen"
+        good = good and not lacks
+        print(row, flush=True)
     return 0 if good else 1
 
 
