@@ -281,7 +281,7 @@ def class_table(measured: Measured, least: float = 0.005) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--geometry", nargs="+", default=list(GEOMETRIES[:2]), choices=GEOMETRIES)
+    parser.add_argument("--geometry", nargs="+", default=list(GEOMETRIES[:3]), choices=GEOMETRIES)
     parser.add_argument(
         "--tokens", nargs="+", type=int, help="a rank's; default: 1024, and 4096 at 16B"
     )

@@ -5,7 +5,8 @@ torch's CPU flash kernel takes heads of one size only, and multi-head latent att
 ``aten._scaled_dot_product_fused_attention_overrideable`` is an op without a kernel, for backends
 out of tree to fill in. It has torch's own derivative, and stock selective checkpointing saves it.
 So a policy sees here what it sees in a flash kernel. The kernels below give it to CPU tensors of
-this process, one head at a time, in fp32.
+this process, one head at a time, in fp32. No window, and no gradient through the log-sum-exp that
+gpt_oss scales its output by: bytes and FLOPs do not depend on them.
 """
 
 import contextlib
@@ -42,9 +43,14 @@ class FusedAttention(ScaledDotProductAttention):
         super().__init__(config)
         _register_kernels()
 
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, out_transform=None, **kwargs: Any
+    ) -> torch.Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        return _FORWARD(q, k, v, is_causal=True, scale=scale)[0].transpose(1, 2)
+        out_BNLH, lse_BNL, *_ = _FORWARD(q, k, v, is_causal=True, scale=scale)
+        if out_transform is None:
+            return out_BNLH.transpose(1, 2)
+        return out_transform(out_BNLH.transpose(1, 2), lse_BNL.transpose(1, 2))
 
 
 def use_fused_attention(spec: ModelSpec) -> None:

@@ -30,7 +30,7 @@ from titan_ext.dispatch import SaveAllToAll
 
 __all__ = ["GEOMETRIES", "BlockRun", "Layout", "block_spec", "build_chunk"]
 
-GEOMETRIES = ("deepseek_v3_16b", "qwen3_30b_a3b", "debug")
+GEOMETRIES = ("deepseek_v3_16b", "qwen3_30b_a3b", "gpt_oss_20b", "debug")
 """The first layer with experts of each."""
 
 
@@ -46,11 +46,12 @@ class Layout:
 
 def block_spec(geometry: str, layers: int = 1) -> ModelSpec:
     """A fresh spec of ``layers`` MoE layers of a model."""
-    from torchtitan.models import deepseek_v3, qwen3
+    from torchtitan.models import deepseek_v3, gpt_oss, qwen3
 
     spec, first = {
         "deepseek_v3_16b": lambda: (deepseek_v3.model_registry("16B"), 1),
         "qwen3_30b_a3b": lambda: (qwen3.model_registry("30B-A3B", attn_backend="flex"), 0),
+        "gpt_oss_20b": lambda: (gpt_oss.model_registry("20b"), 0),
         "debug": lambda: (deepseek_v3.model_registry("debugmodel"), 1),
     }[geometry]()
     config = cast(Decoder.Config, spec.model)

@@ -43,6 +43,7 @@ def _gradients(
     config: ActivationCheckpointing.Config | None,
     batches: int = 1,
     interleaved: bool = False,
+    backwards: int = 1,
     converters: tuple[str, ...] = (),
     name: str = "deepseek_v3",
 ) -> dict[str, torch.Tensor]:
@@ -52,8 +53,11 @@ def _gradients(
     inputs = tokens(batch=2 * batches).chunk(batches)
     if interleaved:
         losses = [_forward(model, x) for x in inputs]
+        with torch.no_grad():  # a validation
+            _forward(model, inputs[0])
         for loss in losses:
-            loss.backward()
+            for again in reversed(range(backwards)):
+                loss.backward(retain_graph=again > 0)
     else:
         for x in inputs:
             _forward(model, x).backward()
@@ -109,11 +113,39 @@ def test_gradients_point_where_those_of_bf16_do(config, stock):
     assert cosine >= 0.999, name
 
 
-@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="no_recompute")])
+@pytest.mark.parametrize(
+    "config",
+    [Config(), Config(preset="gemms"), Config(mode="full"), Config(mode="no_recompute")],
+    ids=lambda c: f"{c.mode}-{c.preset}",
+)
 def test_several_forwards_before_the_first_backward(config):
-    """As under a pipeline: all state belongs to one forward."""
+    """As under a pipeline, and a validation between: all state belongs to one forward."""
     apart, together = _gradients(config, 2), _gradients(config, 2, interleaved=True)
     assert all(torch.equal(apart[name], together[name]) for name in apart)
+
+
+def test_a_second_backward():
+    """Torch's selective checkpoint refuses one, ours with it; without recompute it is the same."""
+    config = Config(mode="no_recompute")
+    once, twice = (_gradients(config, interleaved=True, backwards=n) for n in (1, 2))
+    assert all(torch.equal(2 * once[name], twice[name]) for name in once)
+    for config in (SelectiveAC.Config(), Config()):
+        with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
+            _gradients(config, interleaved=True, backwards=2)
+
+
+def test_torch_looks_up_the_side_effects_of_few_operations(monkeypatch):
+    """It takes long, and torch does it for every operation that stock checkpointing recomputes."""
+
+    def asked(config: ActivationCheckpointing.Config) -> int:
+        effects = unittest.mock.Mock(return_value=False)
+        monkeypatch.setattr(torch.utils.checkpoint, "_is_cacheable_effect", effects)
+        model = debug_model(layers=2)
+        config.build(dump_folder="").apply(model)
+        model.layers["1"](_input(), None, None)
+        return effects.call_count
+
+    assert asked(SelectiveAC.Config()) > 100 > 10 * asked(Config(preset="stock"))
 
 
 # One MoE block of the debug model, 128 tokens, top 3 of 8: bytes, packs and operations of it.

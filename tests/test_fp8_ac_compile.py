@@ -12,6 +12,8 @@ import torch
 import torch._dynamo
 import torch.nn as nn
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -64,11 +66,21 @@ def _compiler_settings():
     torch._dynamo.reset()
 
 
+def without_kernels(gm: Any, inputs: Any, *, options: dict[str, Any] | None = None) -> Any:
+    """Inductor with its passes, partitioner and settings; but its graphs run as they are."""
+
+    def keep(gm: Any, inputs: Any, **_: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    return compile_fx(gm, inputs, inner_compile=cast(Any, keep), config_patches=options)
+
+
 def run(
     policy: ActivationCheckpointing,
     wrap: Wrap,
     *,
     backend: str | None = "aot_eager",
+    kernels: bool = True,
     layers: int = 2,
     lengths: tuple[int, ...] = (L, L),
     at: Callable[[str], None] = lambda moment: None,
@@ -84,6 +96,8 @@ def run(
     counters.clear()
     if backend is not None:
         arguments = compile_arguments(Float8Partitioner(Codec(), report=saved.append), backend)
+        if not kernels:
+            arguments["backend"] = without_kernels
         for part in parts(model, units):
             part.main.compile(fullgraph=True, **arguments)
     for seq_len in lengths:
@@ -244,19 +258,24 @@ def _prefer_to_save_matmuls() -> Any:
 def _strange_gradient(rows: int) -> torch.Tensor:
     """Compiled anew for each number of rows."""
     stranger = _Stranger()
-    stranger.compile(backend="inductor", fullgraph=True, dynamic=False)
+    stranger.compile(backend=without_kernels, fullgraph=True, dynamic=False)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)).bfloat16()
     stranger(x.requires_grad_()).float().square().mean().backward()
     weight: Any = stranger.layers[0].weight
     return weight.grad
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(layers: int):
-    """One test, since Inductor needs a minute. Other modules run before, between, and after ours.
+@pytest.mark.parametrize(
+    ("kernels", "layers"),
+    [(False, 2), *(pytest.param(True, layers, marks=pytest.mark.slow) for layers in (1, 2))],
+)
+def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(
+    kernels: bool, layers: int
+):
+    """Other modules run before, between, and after ours.
 
-    The first layer is dense; Inductor takes longest over the second. Its kernels round otherwise,
-    which a router may turn into another choice.
+    Inductor takes a minute for the kernels of the first layer, which is dense, and longer for the
+    second. They round otherwise, which a router may turn into another choice.
     """
     rows = {"before": 64, "between": 96, "after": 128}
     alone = {moment: _strange_gradient(n) for moment, n in rows.items()}
@@ -268,7 +287,14 @@ def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(layer
         assert torch.equal(_strange_gradient(rows[moment]), alone[moment]), moment
 
     policy = FP8AC(OP_POLICIES)
-    inductor = run(policy, "submodule", backend="inductor", layers=layers, lengths=(L,), at=check)
+    inductor = run(
+        *(policy, "submodule"),
+        backend="inductor",
+        kernels=kernels,
+        layers=layers,
+        lengths=(L,),
+        at=check,
+    )
     assert moments == list(rows)
     kinds = 2 if layers == 1 else 3
     assert [activations(saved) for saved in inductor.saved] == EXPECTED["submodule"][:kinds]
@@ -277,9 +303,11 @@ def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(layer
     assert worst_cosine(inductor, aot_eager) > 0.98
 
 
-def test_another_length_is_one_more_graph_of_each_kind():
-    outcome = run(FP8AC(OP_POLICIES), "submodule", lengths=(64, 96, 80, 64))
-    assert outcome.graphs == 2 * len(EXPECTED["submodule"])
+@pytest.mark.parametrize(("layers", "kinds"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
+def test_another_length_is_one_more_graph_of_each_kind(layers: int, kinds: int):
+    lengths = (64, 96, 80, 64)
+    outcome = run(FP8AC(OP_POLICIES), "submodule", layers=layers, lengths=lengths)
+    assert outcome.graphs == 2 * kinds
 
 
 def test_blocks_that_decide_differently_share_no_code():
@@ -436,12 +464,12 @@ class RespectingSelectiveAC(SelectiveAC):
     ],
 )
 def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
-    """Within 5 % of the bytes, in one graph for each kind of unit, with the same gradients."""
+    """Within 2 % of the bytes, in one graph for each kind of unit, with the same gradients."""
     policies = [FP8AC(FP8AC.Config(preset=preset)) for _ in range(2)]
     eager = run(policies[0], wrap, backend=None)
     compiled = run(policies[1], wrap)  # the second forward: compiled already
     report = sum(block.nbytes for block in policies[0].memory_report.blocks)
-    assert 0.95 * report < compiled.nbytes < 1.05 * report
+    assert 0.98 * report < compiled.nbytes < 1.02 * report
     assert compiled.graphs == len(EXPECTED[wrap])
     assert compiled.operations["aten::mm"] <= eager.operations["aten::mm"]
     # A unit's own input is float8 too; a block has only one.

@@ -118,7 +118,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
     flops = count_flops(func, args, kwargs, out)
     seconds = max((made + read) / machine.memory, machine.launch)
     if flops:
-        first = next(tensors_in(args))
+        first = tensors_in(args)[0]
         rate = machine.fp32 if first.dtype == torch.float32 else machine.gemm
         if func.overloadpacket in _ATTENTION:
             rate = 2 * machine.attention  # causal: half of the products are not computed

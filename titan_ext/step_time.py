@@ -170,7 +170,7 @@ class StepClock(TorchDispatchMode):
     # -- what runs
 
     def _run(self, func: Any, stream: Any, args: Any, kwargs: Any, out: Any) -> None:
-        used = [*tensors_in((args, kwargs))]
+        used = tensors_in((args, kwargs))
         self._wait_for(stream, used)
         cost = op_cost(func, args, kwargs, out, self._machine)
         ms = cost.ms * self.slower
@@ -207,7 +207,7 @@ class StepClock(TorchDispatchMode):
         group = next(groups_of(args), None)
         if kind is None or group is None:
             return  # of one rank, or between the stages of a pipeline
-        sent, is_functional = [*tensors_in(args)], "functional" in name
+        sent, is_functional = tensors_in(args), "functional" in name
         self._wait_for(stream, sent)
         nbytes = max(x.numel() * x.element_size() for x in (*sent, *tensors_in(out)))
         ranks, is_exchange = dist.get_process_group_ranks(group), kind == "alltoall"

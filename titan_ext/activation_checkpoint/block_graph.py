@@ -302,7 +302,7 @@ class _Tracer(TorchDispatchMode):
             node = sizes.node(call.out, call.location, op_cost(*_cost_args(call), rates).ms)
             attends = _is_attention(call.func)
             policies = set(node.policies)
-            if len(entries) < len(list(tensors_in(call.out))) or any(map(autograd.reader, entries)):
+            if len(entries) < len(tensors_in(call.out)) or any(map(autograd.reader, entries)):
                 policies.discard(DISCARD)
             if call.location.op in _KEPT_EXACTLY or _is_exchange_of_counts(call):
                 policies = {SAVE}

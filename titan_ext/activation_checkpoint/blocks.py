@@ -162,7 +162,7 @@ def attention_statistics(module: str, op: str, out: Any) -> list[torch.Tensor]:
     """
     if not _attends(module, op):
         return []
-    tensors = list(tensors_in(out))
+    tensors = tensors_in(out)
     axes = max((x.dim() for x in tensors), default=0)
     return [x for x in tensors if x.dim() < axes]
 
@@ -264,7 +264,8 @@ class _Call:
             self._locator.see_cast(args[0], out)
         policy = OpPolicy.RECOMPUTE
         # Most operations end here: this runs for each of them, on the host.
-        if self._plan.may_save(func) or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
+        fixed = self._plan.fixed(func, self._locator.module)
+        if fixed is None or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
             self._location = self._locator.locate(func, args)
             policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
             if policy.is_float8:
@@ -277,7 +278,9 @@ class _Call:
         if self._counting:
             flops = count_flops(func, args, kwargs, out)
             self._ops.append((self._locator.locate(func, args), policy, flops))
-        return CheckpointPolicy.PREFER_RECOMPUTE if recompute else CheckpointPolicy.MUST_SAVE
+        if not recompute:
+            return CheckpointPolicy.MUST_SAVE
+        return fixed or CheckpointPolicy.PREFER_RECOMPUTE
 
     def pack(self, x: torch.Tensor) -> Any:
         """Store one tensor: torch passes every input of the block and every saved output."""

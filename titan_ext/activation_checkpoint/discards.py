@@ -76,6 +76,7 @@ _GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
 _PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.dispatch.")
 # How torch calls what the node of an operation has saved of its own results (sigmoid, softmax).
 _SAVED_OUTPUTS = ("_saved_result", "_saved_output", "_saved_out")
+_NOT_FOUND = "a custom autograd Function that does not lead to the block's outputs"
 _NANS = 2**16
 """Of the values of a stand-in: no more than a kernel's launch takes."""
 # Hooks defined in these packages do nothing that the other proofs do not see.
@@ -174,9 +175,10 @@ class DiscardTracker:
         """
         if not self.discarded:
             return
+        hooks = [_user_hook(module) for module in modules_left]
         for entry in self.discarded:
-            hooked = (_user_hook(module) for module in modules_left[entry.modules_left :])
-            entry.reader = entry.reader or next(filter(None, hooked), "")
+            hooked = filter(None, hooks[entry.modules_left :])
+            entry.reader = entry.reader or next(hooked, "")
         if not _nodes_of(outputs):
             return  # no backward, or outputs that we cannot inspect: all values stay
         first = min(entry.node for entry in self.discarded)
@@ -202,7 +204,7 @@ class DiscardTracker:
 
     def _kept_elsewhere(self, outputs: Any) -> list[set[Discarded]]:
         expected: Counter[int] = Counter()
-        parts = list(parts_in(outputs))
+        parts = parts_in(outputs)
         tensors = [t for entry in self.discarded for t in entry.tensors()]
         tensors += parts + [part._base for part in parts if part._base is not None]
         for tensor in tensors:
@@ -243,29 +245,38 @@ class AutogradNodes:
 
     ``found`` are the nodes that lead to the block's outputs, and those directly before them, by
     number. ``of_ops`` are the numbers of other nodes, which belong to dispatched operations.
+    ``readers`` are the numbers after ``first`` of nodes that may have saved anything, and why.
     """
 
     def __init__(self, first: int, outputs: Any, of_ops: set[int]) -> None:
         self.found: dict[int, Any] = {}
-        self.of_ops = of_ops
-        self._last = last_node()
+        last = last_node()
         waiting = _nodes_of(outputs)
         while waiting:
             node = waiting.pop()
             number = node._sequence_nr()
             # A node comes after those that it leads to; parameters' nodes have the largest number.
-            if number in self.found or number > self._last:
+            if number in self.found or number > last:
                 continue
             self.found[number] = node
             if number > first:
                 waiting += [next_node for next_node, _ in node.next_functions if next_node]
+        self.readers: dict[int, str] = {}
+        for number in range(first + 1, last + 1):
+            node = self.found.get(number)
+            if node is not None:
+                why = _custom_function(node, _HARMLESS_FUNCTIONS)
+            else:
+                why = "" if number in of_ops else _NOT_FOUND
+            if why:
+                self.readers[number] = why
 
     def reader(self, entry: Discarded) -> str:
         """A node that may have saved the values of ``entry``."""
         if entry.in_graph:
             if entry.node not in self.found:
                 return "code outside the block's autograd graph"
-            if any(name.startswith(_SAVED_OUTPUTS) for name in dir(self.found[entry.node])):
+            if _saves_its_output(type(self.found[entry.node])):
                 return "the operation's own backward"
         else:
             before = max((number for number in self.found if number <= entry.node), default=-1)
@@ -274,14 +285,13 @@ class AutogradNodes:
                 return "code that runs without autograd"
             if why := _custom_function(node, entry.known_functions):
                 return why
-        for number in range(entry.node + 1, self._last + 1):
-            node = self.found.get(number)
-            if node is None:
-                if number not in self.of_ops:
-                    return "a custom autograd Function that does not lead to the block's outputs"
-            elif why := _custom_function(node, _HARMLESS_FUNCTIONS):
-                return why
-        return ""
+        return next((why for number, why in self.readers.items() if number > entry.node), "")
+
+
+@functools.cache
+def _saves_its_output(kind: type) -> bool:
+    """Whether an operation's node, of type ``kind``, has saved what the operation returned."""
+    return any(name.startswith(_SAVED_OUTPUTS) for name in dir(kind))
 
 
 def last_node() -> int:
@@ -291,13 +301,17 @@ def last_node() -> int:
 
 def makes_node(func: Any, args: Any, out: Any) -> bool:
     """Whether autograd has made a node for a dispatched operation, if it is enabled."""
-    name = op_name(func).partition(".")[2]
     return (
-        not name.endswith("_like")
-        and not name.startswith("new_")
+        not _makes_anew(func)
         and any(x.is_floating_point() for x in tensors_in(out))
         and any(x.requires_grad for x in tensors_in(args))
     )
+
+
+@functools.cache
+def _makes_anew(func: Any) -> bool:
+    name = op_name(func).partition(".")[2]
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _nodes_of(outputs: Any) -> list[Any]:

@@ -256,7 +256,7 @@ class BlockPlan:
     stock_policy: Callable[[], Callable[..., CheckpointPolicy]]
     stock_ops: frozenset[str]
     _by_location: dict[OpLocation, _Candidates] = field(default_factory=dict, repr=False)
-    _by_op: dict[int, bool] = field(default_factory=dict, repr=False)
+    _fixed: dict[tuple[int, str], CheckpointPolicy | None] = field(default_factory=dict, repr=False)
     _by_module: dict[str, tuple[OpPolicy, str]] = field(default_factory=dict, repr=False)
 
     @property
@@ -284,23 +284,29 @@ class BlockPlan:
             return False
         return op in self.stock_ops or op in GROUPED_GEMMS or op == _CPU_ATTENTION
 
-    def may_save(self, func: Any) -> bool:
-        """False for an operation that is always recomputed, as most are; but see
-        ``is_copy_to_host``.
+    def fixed(self, func: Any, module: str) -> CheckpointPolicy | None:
+        """The answer for an operation of ``module`` that is always recomputed, as most are; but see
+        ``is_copy_to_host``. None for one that may be saved, or that a rule counts.
         """
-        known = self._by_op.get(id(func))  # operations are never freed, and slow to hash
-        if known is None:
+        key = id(func), module  # operations are never freed, and slow to hash
+        if key not in self._fixed:
             op = op_name(func)
-            known = self._by_op[id(func)] = (
-                op in self.stock_ops
-                or self.is_expensive(op)
+            is_expensive = self.is_expensive(op)
+            may_be_saved = (
+                op == "aten.topk"
                 or is_exchange(op)
+                or (self.base != "routing" and (is_expensive or op in self.stock_ops))
                 or any(
-                    rule.op != "*" and fnmatchcase(op, rule.op)
+                    (is_expensive if rule.op == "*" else fnmatchcase(op, rule.op))
+                    and rule.matches_module(module, self.name)
                     for rule in (*self.user_rules, *self.preset_rules)
                 )
             )
-        return known
+            # "Must" spares torch a search for side effects, a tenth of the host's time.
+            plain = op.startswith("aten.")
+            again = CheckpointPolicy.MUST_RECOMPUTE if plain else CheckpointPolicy.PREFER_RECOMPUTE
+            self._fixed[key] = None if may_be_saved else again
+        return self._fixed[key]
 
     def candidates(self, location: OpLocation) -> _Candidates:
         """The rules that match ``location``, occurrences apart; looked up once."""
@@ -374,7 +380,7 @@ class Resolver:
     ) -> OpPolicy:
         """The policy of an operation's outputs; the arguments after ``location`` are torch's.
 
-        Callers may skip operations for which ``BlockPlan.may_save`` is False.
+        Callers may skip operations for which ``BlockPlan.fixed`` has an answer.
         """
         if self._plan.base == "autograd":
             return self._plan.module_policy(location.module)[0]

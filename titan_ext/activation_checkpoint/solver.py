@@ -349,7 +349,7 @@ def table_of(
 
 def _rules_as_user(plans: Sequence[BlockPlan], table: Mapping[str, str]) -> list[BlockPlan]:
     rules = parse_rules(table)
-    return [replace(plan, user_rules=rules, _by_location={}, _by_op={}) for plan in plans]
+    return [replace(plan, user_rules=rules, _by_location={}, _fixed={}) for plan in plans]
 
 
 def _patterns(call: Call, full: str, is_expensive: bool) -> Iterator[str]:

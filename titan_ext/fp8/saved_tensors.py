@@ -327,6 +327,8 @@ def _as_in_memory(
     Also the function, which holds no tensor, from that view's values back to the axes of ``x``.
     """
     shape = x.shape
+    if x.dim() and shape[-1] > 1 and x.is_contiguous():
+        return x, lambda values: values.reshape(shape)
     expanded = [d for d in range(x.dim()) if x.stride(d) == 0 and shape[d] > 1]
     for d in reversed(expanded):
         x = x.select(d, 0)

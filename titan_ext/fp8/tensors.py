@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The data behind a tensor: this rank's shard of a DTensor, and its storages."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,35 +74,39 @@ def storages_of(x: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((storage._cdata, storage.nbytes()) for storage in storages)
 
 
-def storage_ids(values: Any) -> Iterator[int]:
+# These run for each operation of a block, on the host: lists and loops, generators are slow.
+
+
+def storage_ids(values: Any) -> list[int]:
     """The storages behind the tensors in a nest of arguments or results."""
-    return (part.untyped_storage()._cdata for part in parts_in(values))
+    return [part.untyped_storage()._cdata for part in parts_in(values)]
 
 
-def parts_in(values: Any) -> Iterator[torch.Tensor]:
+def parts_in(values: Any) -> list[torch.Tensor]:
     """The plain tensors in a nest of arguments or results."""
-    for x in tensors_in(values):
-        yield from plain_tensors(x)
+    return [part for x in tensors_in(values) for part in plain_tensors(x)]
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors of any kind in a nest of arguments or results."""
     if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):  # as arguments are; ``tree_leaves`` is slow
-        for value in values:
-            yield from tensors_in(value)
-    elif not isinstance(values, _NO_NEST):
-        yield from (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
+        return [values]
+    if not isinstance(values, (tuple, list)):
+        return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    found = []
+    for value in values:  # as arguments are; ``tree_leaves`` is slow
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif not isinstance(value, _NO_NEST):
+            found += tensors_in(value)
+    return found
 
 
-def plain_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
     """The plain tensors in ``x``: itself, or the parts of a tensor subclass."""
     if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
-        yield x
-        return
+        return (x,)
     names, _ = x.__tensor_flatten__()
-    for name in names:
-        # A DTensor names its mesh, too.
-        if isinstance(part := getattr(x, name), torch.Tensor):
-            yield from plain_tensors(part)
+    parts = [getattr(x, name) for name in names]
+    # A DTensor names its mesh, too.
+    return [p for part in parts if isinstance(part, torch.Tensor) for p in plain_tensors(part)]
