@@ -91,13 +91,24 @@ def test_a_budget_for_a_memory_fits_and_leaves_little(folder: Path, offload_limi
 
 
 def test_other_configs_are_planned_beside_one(folder: Path):
+    (folder / "my_runs.py").write_text(
+        "from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel\n"
+        "def two_layers():\n"
+        "    config = deepseek_v3_debugmodel()\n"
+        "    del config.model_spec.model.layers[2:]\n"
+        "    return config\n"
+    )
+    (folder / "whole.toml").write_text(
+        'extends = "my_runs.two_layers"\n[training]\nlocal_batch_size = 4\nseq_len = 256\n'
+        "disable_cuda_graphs = true\n[parallelism]\nexpert_parallel_degree = 2\n"
+    )
     for name, batch in (("half", 2), ("odd", 3)):
         (folder / f"{name}.toml").write_text(
-            f'extends = "moe_debug.toml"\n[training]\nlocal_batch_size = {batch}\n'
+            f'extends = "whole.toml"\n[training]\nlocal_batch_size = {batch}\n'
             "global_batch_size = 32\n"
         )
     memory = ["--ranks", "8", "--memory", "4GiB", "--machine", "h100"]
-    done = _dry_run(folder, "moe_debug", *memory, "--against", "half.toml", "odd.toml")
+    done = _dry_run(folder, "whole.toml", *memory, "--against", "half.toml", "odd.toml")
     assert done.code == 0
     heading, first, second, fits, fails, tried = done.out.splitlines()[-6:]
     assert heading == "-- what would fit on rank 0: 2 configs, a dry run each"
@@ -105,7 +116,7 @@ def test_other_configs_are_planned_beside_one(folder: Path):
     assert re.fullmatch(r"fits, saves [\d.]+ MiB, \d+ ms a step: half.toml", fits)
     assert re.match(r"does not start: odd.toml: .*global_batch_size", fails)
     assert tried.startswith("2 tried, ")
-    done = _dry_run(folder, "moe_debug", "--ranks", "8", "--against", "half.toml")
+    done = _dry_run(folder, "whole.toml", "--ranks", "8", "--against", "half.toml")
     assert "--against needs --memory" in done.error
 
 
