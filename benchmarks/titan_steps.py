@@ -39,6 +39,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as Ti
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.tools import utils as titan_utils
 
@@ -51,15 +52,8 @@ from titan_ext.stdlib_corpus import make_corpus, register_stdlib_corpus
 STOCK = "stock-selective"
 GIB = 2**30
 _WARM_UP = 3
-_UNITS: dict[str, dict[str, Any]] = {
-    "units": {"parallelize": "submodule", "ac": "selective", "tracked": True},
-    "units-in-place": {
-        "parallelize": "submodule",
-        "ac": "selective",
-        "tracked": True,
-        "gather_in_place": True,
-    },
-}
+_SUBMODULE: dict[str, Any] = {"parallelize": "submodule", "ac": "selective", "tracked": True}
+_UNITS = {"units": _SUBMODULE, "units-in-place": {**_SUBMODULE, "gather_in_place": True}}
 NAMES = (*ARMS, "stock-memory-budget", *_UNITS)
 
 
@@ -91,7 +85,7 @@ def train(run: Run, largest: int) -> Steps:
     counters.clear()
     clear_compilation_metrics()
     with tempfile.TemporaryDirectory() as folder, patched(run):
-        config: Any = make_config(run, Path(folder))
+        config: Any = make_config(run, Path(_of_first_rank(folder)))
         config.debug.deterministic = False
         config.metrics.enable_tensorboard = False
         config.training.steps += 100  # the schedule of the learning rate ends with them
@@ -138,6 +132,13 @@ def train(run: Run, largest: int) -> Steps:
             )
         trainer.close()
     return done
+
+
+def _of_first_rank(folder: str) -> str:
+    folders = [folder]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(folders)
+    return folders[0]
 
 
 def allocated_peak() -> int:
@@ -227,9 +228,13 @@ def _of_units(trainer: Any) -> dict[str, float]:
 
 
 def plan(arms: Sequence[str], base: Run) -> dict[str, dict[str, float]]:
-    """Of a dry run on the CPU, by arm: GiB at the peak, and ms a step at an H100's rates."""
+    """Of a dry run on the CPU, by arm: GiB at the peak, and ms a step at an H100's rates.
+
+    Also those of the optimizer: without them, runs that differ by a layer tell its time.
+    """
     from titan_ext.dry_run import as_rank, dry_run
     from titan_ext.memory_plan import DeviceMemory
+    from titan_ext.step_time import Part
 
     planned = {}
     for arm in arms:
@@ -249,6 +254,7 @@ def plan(arms: Sequence[str], base: Run) -> dict[str, dict[str, float]]:
         planned[arm] = {
             "GiB": planned_run.memory.peak.nbytes / GIB,
             "ms": planned_run.time.step_ms,
+            "optimizer ms": planned_run.time.ms[Part.OPTIMIZER],
         }
         del planned_run
         gc.collect()
@@ -286,6 +292,7 @@ def beside_plan(
     for arm, figures in planned.items():
         yield f"{arm}: GiB at the peak, planned = {figures['GiB']:.3f}"
         yield f"{arm}: ms a step, modelled at an H100's rates = {figures['ms']:.1f}"
+        yield f"{arm}: optimizer ms of these = {figures['optimizer ms']:.1f}"
         if arm in done:
             ms = 1e3 * statistics.median(done[arm].seconds)
             peak = done[arm].peak / GIB
@@ -341,6 +348,7 @@ def main() -> None:
     for arm in (*arms, STOCK):
         name = arm if arm not in done else f"{STOCK}, again"
         done[name] = train(run_of(arm, base), args.largest_batch if name == arm else 0)
+        _clear_sharding_prop_cache()  # it has the last arm's mesh, which FSDP refuses
         gc.collect()
         titan_utils.device_module.empty_cache()
     is_first = dist.get_rank() == 0
@@ -363,7 +371,7 @@ def parse(said: str) -> dict[str, dict[str, float]]:
         arm, separator, rest = line.partition(": ")
         figure, equals, value = rest.rpartition(" = ")
         if separator and equals:
-            unit = "GiB" if figure.startswith("GiB") else "ms"
+            unit = next(unit for unit in ("GiB", "ms", "optimizer ms") if figure.startswith(unit))
             planned.setdefault(arm, {})[unit] = float(value)
     return planned
 

@@ -49,6 +49,7 @@ _H100: dict[str, Any] = {
     "L2_cache_size": 50 << 20,
     "gcnArchName": "",
 }
+_AMD_INSTRUCTION = re.compile(r"^\t([vs]_\w+|(?:global|buffer|scratch|ds|flat)_\w+)", re.M)
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", re.M)
 
 
@@ -58,18 +59,17 @@ class MachineCode:
 
     Attributes:
         opcodes: Of a program, which has no loops: each is executed once by every thread.
+        spills: Whether registers go to memory and back.
         values_per_thread: How many values of the tensor a thread treats.
     """
 
     opcodes: Counter[str]
+    spills: bool
     values_per_thread: float
 
     @property
     def instructions_per_value(self) -> float:
         return self.opcodes.total() / self.values_per_thread
-
-    def count(self, prefix: str) -> int:
-        return sum(n for opcode, n in self.opcodes.items() if opcode.startswith(prefix))
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,17 @@ class Kernel:
     def machine_code(self, compute_capability: int = 90) -> list[MachineCode]:
         """For an NVIDIA GPU, of each configuration."""
         return [
-            MachineCode(_opcodes(compiled.asm["cubin"]), self._values(config) / threads)
+            MachineCode(*_sass(compiled.asm["cubin"]), self._values(config) / threads)
             for config, compiled in self._compile(cc=compute_capability)
             if (threads := 32 * config.num_warps)
         ]
 
-    def amd_assembly(self, arch: str = "gfx942") -> list[str]:
+    def amd_code(self, arch: str) -> list[MachineCode]:
+        """For an AMD GPU, as ``machine_code``."""
         return [
-            compiled.asm["amdgcn"]
-            for _, compiled in self._compile(type="hip", cc=arch, major=None, warp_size=64)
+            MachineCode(*_amdgcn(compiled.asm["amdgcn"]), self._values(config) / threads)
+            for config, compiled in self._compile(type="hip", cc=arch, major=None, warp_size=64)
+            if (threads := 64 * config.num_warps)
         ]
 
     def _compile(self, **device: Any) -> Iterator[tuple[Any, Any]]:
@@ -215,7 +217,8 @@ def _forget_answers() -> None:
             function.cache_clear()
 
 
-def _opcodes(cubin: bytes) -> Counter[str]:
+def _sass(cubin: bytes) -> tuple[Counter[str], bool]:
+    """Its opcodes, and whether it spills."""
     disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -225,4 +228,11 @@ def _opcodes(cubin: bytes) -> Counter[str]:
     opcodes = Counter(_INSTRUCTION.findall(text))
     del opcodes["NOP"]
     assert opcodes["EXIT"] >= 1, "the disassembler's format changed"
-    return opcodes
+    return opcodes, any(opcode.startswith(("LDL", "STL")) for opcode in opcodes)
+
+
+def _amdgcn(assembly: str) -> tuple[Counter[str], bool]:
+    """Its opcodes up to the program's end (what follows pads it), and whether it spills."""
+    opcodes = Counter(_AMD_INSTRUCTION.findall(assembly.partition("\ts_endpgm")[0]))
+    assert opcodes.total() > 10, "the assembler's format changed"
+    return opcodes, "; ScratchSize: 0\n" not in assembly

@@ -230,7 +230,12 @@ def test_idle_share_and_overlap() -> None:
 
 
 def test_a_plan_is_read_back() -> None:
-    planned = {"fp8-memory": {"GiB": 1.5, "ms": 20.0}, "stock-full": {"GiB": 1.25, "ms": 24.5}}
+    first, second = (1.5, 20.0, 4.0), (1.25, 24.5, 4.5)
+    units = ("GiB", "ms", "optimizer ms")
+    planned = {
+        "fp8-memory": dict(zip(units, first, strict=True)),
+        "stock-full": dict(zip(units, second, strict=True)),
+    }
     said = "\n".join(["a warning: x", *titan_steps.beside_plan({}, planned)])
     assert titan_steps.parse(said) == planned
 

@@ -60,7 +60,7 @@ def kernels(dtype: Any = "e4m3") -> dict[int, tuple[list[Kernel], list[Kernel]]]
 def check(kernel: Kernel, compute_capability: int = 90) -> None:
     """Memory is the limit, in that configuration that the autotuner would find the fastest."""
     configurations = kernel.machine_code(compute_capability)
-    assert not any(code.count("LDL") + code.count("STL") for code in configurations), "spills"
+    assert not any(code.spills for code in configurations)
     code = min(configurations, key=lambda code: code.instructions_per_value)
     assert code.instructions_per_value < INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC
     # bf16 by 16 bytes a thread, float8 by 8 or 16; a scale for 8 values or more.
@@ -114,10 +114,19 @@ def test_an_a100_converts_to_e5m2_only():
             kernel.machine_code(80)
 
 
-@pytest.mark.parametrize(("arch", "converts"), [("gfx942", False), ("gfx950", True)])
-def test_amd(arch: str, converts: bool):
-    """The MI300's float8 has another bias (fnuz), so its conversions are of no use: software."""
+@pytest.mark.parametrize(
+    ("arch", "converts", "most"), [("gfx942", False, 60), ("gfx950", True, 12.5)]
+)
+def test_amd(arch: str, converts: bool, most: float):
+    """The MI300's float8 has another bias (fnuz), so its conversions are of no use: software.
+
+    docs/fp8_codec.md says what its instructions cost.
+    """
     for kernel in (*kernels()[2048][0], *kernels()[2048][1]):
-        for assembly in kernel.amd_assembly(arch):
-            assert "; ScratchSize: 0\n" in assembly, "spills"
-            assert ("_fp8" in assembly) == converts
+        configurations = kernel.amd_code(arch)
+        assert not any(code.spills for code in configurations)
+        for code in configurations:
+            assert any("_fp8" in opcode for opcode in code.opcodes) == converts
+        code = min(configurations, key=lambda code: code.instructions_per_value)
+        assert code.instructions_per_value < most
+        assert any(op.startswith("global_") and "dwordx" in op for op in code.opcodes), "wide"

@@ -304,7 +304,7 @@ def test_a_duplicate_is_decoded_once():
         storage = StorageWeakRef(first.untyped_storage())
         held = rows(store)["float8 e4m3"].nbytes
         assert held == Codec().nbytes(x.shape) + first.nbytes
-        assert store.unpack(entry) is first
+        assert store.unpack(entry).data_ptr() == first.data_ptr()
         del first
         assert storage.expired(), "the last unpack lets go of it"
 
@@ -338,15 +338,61 @@ def test_two_linears_of_one_input_decode_it_once():
     assert decoded == [h.shape]
 
 
-def test_what_is_not_a_duplicate():
-    """Another shape, offset, stride, dtype or version of the same storage."""
+def test_views_share_one_copy():
     store = SavedTensorStore(policy=everything)
-    x = normal(128, 128)
-    entries = [store.pack(v) for v in (x, x.t(), x[1:], x[:-1], x.view(-1), x.view(torch.float16))]
+    x = normal(128, 256)
+    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[1:],
+        lambda x: x.view(-1)[3:],
+        lambda x: x.view(4, 32, 2, 128).transpose(1, 2),
+        lambda x: x[:, 5:133],
+        lambda x: x.unsqueeze(0).expand(3, 128, 256),
+    ]
+    entries = [store.pack(view(x)) for view in views]
+    assert len(set(map(id, entries))) == len(entries)
+    assert rows(store)["float8 e4m3"].entries == 1
+    assert store.memory_report.nbytes == Codec().nbytes(x.shape)
+    values = quantized(x)
+    for view, entry in zip(views, entries, strict=True):
+        assert torch.equal(store.unpack(entry), view(values))
+    del entries[0], entry
+    assert store.memory_report.nbytes == Codec().nbytes(x.shape), "decoded values are freed"
+    entries.clear()
+    assert not store.memory_report
+
+
+def test_what_does_not_share():
+    """Another dtype or version of a storage; more of it than is stored; a view with gaps."""
+    store = SavedTensorStore(policy=everything)
+    x = normal(128, 256)
+    entries = [store.pack(v) for v in (x[:, :128], x[:64], x, x.view(torch.float16))]
     x.mul_(2)
     entries.append(store.pack(x))
-    assert len(set(map(id, entries))) == len(entries)
+    assert rows(store)["float8 e4m3"].entries == len(entries)
     assert torch.equal(store.unpack(entries[-1]), quantized(x))
+
+
+def test_a_view_that_negates_does_not_share():
+    store = SavedTensorStore(policy=everything)
+    x = normal(128, 256, dtype=torch.float32)
+    y = torch.complex(x, x)
+    kept = store.pack(torch.view_as_real(y))
+    entry = store.pack(y.conj().imag)
+    assert (store.unpack(entry) + x).norm() < 0.03 * x.norm()
+    assert (store.unpack(kept)[..., 1] - x).norm() < 0.03 * x.norm()
+
+
+def test_what_is_kept_anyhow_is_not_stored_again():
+    store = SavedTensorStore()
+    x = normal(128, 256)
+    entries = [store.pack(x, exact="attention"), store.pack(x.t())]
+    assert store.memory_report.nbytes == x.nbytes
+    assert torch.equal(store.unpack(entries[1]), x.t())
+    entries.clear()
+    entries.append(store.pack(x))
+    assert store.memory_report.nbytes == Codec().nbytes(x.shape)
 
 
 def test_an_entry_dies_with_the_graph():

@@ -2,10 +2,13 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import torchtitan
+from torchtitan.config import ParallelismConfig, TrainingConfig
 
 from tests.titan_main import missing_names, used_names
+from titan_ext.titan import tokens_of_microbatch
 
 _INSTALLED = Path(torchtitan.__file__).parents[1]
 _LIST = Path(__file__).with_name("titan_names.txt")
@@ -38,3 +41,13 @@ def test_a_renamed_function_is_named(tmp_path):
     assert missing_names(tmp_path) == {
         "titan_ext/compile.py": ["torchtitan.distributed.compile.apply_compile"]
     }
+
+
+def test_tokens_are_read_from_the_keys_of_either():
+    """``make main`` asks a checkout of main itself."""
+    training = TrainingConfig(local_batch_size=8, seq_len=128)
+    assert tokens_of_microbatch(training) == (1024, 128)
+    parallelism = ParallelismConfig(pipeline_parallel_microbatch_size=2)
+    assert tokens_of_microbatch(training, parallelism) == (256, 128)
+    main = SimpleNamespace(num_tokens_per_microbatch_per_dp_rank=512, max_context_length=128)
+    assert tokens_of_microbatch(main, parallelism) == (512, 128)

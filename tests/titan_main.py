@@ -242,6 +242,18 @@ def _verdict(stock: Any, ours: Any, lossy: bool) -> str:
     return f"{'trains' if lossy else 'DIFFERS'}; smallest cosine {cosine:.5f}"
 
 
+def _tokens_read() -> str:
+    from torchtitan.config import TrainingConfig
+
+    from titan_ext.titan import tokens_of_microbatch
+
+    config: Any = TrainingConfig
+    read = tokens_of_microbatch(
+        config(num_tokens_per_microbatch_per_dp_rank=2 * TOKENS, max_context_length=TOKENS)
+    )
+    return "read from its keys" if read == (2 * TOKENS, TOKENS) else f"broken: {read}"
+
+
 def environment(titan: Path) -> Path:
     """The Python of an environment with a checkout, what only it needs, and all of this one."""
     folder = ROOT / ".venv-main"
@@ -265,6 +277,7 @@ def compare(titan: Path) -> int:
     lines += [f"| {name} | does not import: {why} |" for name, why in failed.items()]
     if not missing and not failed:
         lines.append("| names and imports of every module | all there |")
+    lines.append(f"| tokens of a microbatch | {_tokens_read()} |")
     with tempfile.TemporaryDirectory() as folder:
         stock = _trained("stock", Path(folder))
         for arm in ARMS:

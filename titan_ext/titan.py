@@ -21,6 +21,7 @@ __all__ = [
     "register_dataset",
     "resolve_fsdp_mesh",
     "resolve_sparse_fsdp_mesh",
+    "tokens_of_microbatch",
     "validate_config",
 ]
 
@@ -65,3 +66,18 @@ except ModuleNotFoundError:  # main of August 2026
 def register_dataset(name: str, path: str, loader: Callable[[str], Any]) -> None:
     """Add to Titan's table of data sets what ``loader(path)`` returns: rows with "text"."""
     DATASETS[name] = _dataset(path, loader)
+
+
+def tokens_of_microbatch(training: Any, parallelism: Any = None) -> tuple[int, int]:
+    """Tokens of a microbatch on a data-parallel rank, and of one of its sequences.
+
+    Args:
+        training: Titan's ``TrainingConfig``.
+        parallelism: Titan's ``ParallelismConfig`` if a pipeline splits the batch.
+    """
+    if hasattr(training, "max_context_length"):  # main counts tokens, a pipeline's included
+        return training.num_tokens_per_microbatch_per_dp_rank, training.max_context_length
+    batch = training.local_batch_size
+    if parallelism is not None:
+        batch = parallelism.pipeline_parallel_microbatch_size
+    return batch * training.seq_len, training.seq_len

@@ -63,7 +63,6 @@ class NoRecompute(EagerBlock):
         if not torch.is_grad_enabled():
             return module(*args, **kwargs)
         entries: list[Any] = []
-        exact_storages: set[int] = set()
         self.locator.begin(with_operands=False)
         values = _SavedValues(self.locator)
         group = self.host_group()
@@ -71,8 +70,6 @@ class NoRecompute(EagerBlock):
         def pack(x: torch.Tensor) -> Any:
             name = self.locator.module
             policy, reason = self.plan.module_policy(name)
-            if not reason and not exact_storages.isdisjoint(storage_ids(x)):
-                reason = "shares storage with an exact tensor"
             if not reason and values.is_statistic(x):
                 reason = STATISTIC
             host = group if policy.on_host else None
@@ -81,8 +78,6 @@ class NoRecompute(EagerBlock):
                 entry: Any = _Narrowed(x, narrow, name or ROOT, host)
             else:
                 entry = self.store.pack(x, name=name or ROOT, exact=reason or None, host=host)
-                if entry.treatment.startswith("exact"):
-                    exact_storages.update(storage_ids(x))
             if not self.is_reported:
                 entries.append(entry)
             return entry

@@ -14,9 +14,10 @@ localised weight is a plain tensor, and a copy would defeat FSDP, which empties 
 What is small stays on the device.
 
 The store waits for every tensor: inside selective checkpointing the output of a running collective
-is a plain tensor. It stores a tensor once, and decodes it once, however often it is saved. Like
-autograd it raises when a tensor kept by reference was changed in place; a float8 copy has the value
-at the time of saving.
+is a plain tensor. It stores values once, and decodes them once, however often they and views of
+them are saved; nothing is stored whose storage is kept by reference anyhow. Like autograd it raises
+when a tensor kept by reference was changed in place; a float8 copy has the value at the time of
+saving.
 """
 
 import functools
@@ -30,18 +31,20 @@ import torch
 import torch.nn as nn
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
 from titan_ext.fp8.offload import HostGroup, HostTensor
 from titan_ext.fp8.tensors import (
-    Layout,
+    as_in_memory,
+    extent,
     is_plain,
     local_tensor,
     may_wrap,
     plain_tensors,
     storages_of,
+    strides_without_gaps,
+    view_key,
     wrapping,
 )
 
@@ -69,12 +72,17 @@ class StoredEntry:
     name = ""
     treatment = ""
     owns_bytes = True
-    packs = 1
-    """How often it was packed; so often a backward unpacks it."""
+    packs = 0
+    """How often it or a view of it was packed; so often a backward unpacks it."""
     original: tuple[tuple[int, int], ...] = ()
     """(id, bytes) of the storages that autograd would have kept alive."""
     weak_storages: Sequence[StorageWeakRef] = ()
     on_host: Sequence[HostTensor] = ()
+
+    @property
+    def whole(self) -> "StoredEntry":
+        """What is stored: itself, unless it is a view of that."""
+        return self
 
     def restore(self) -> torch.Tensor:
         """What was stored, or its approximation."""
@@ -134,11 +142,10 @@ class MemoryRows(tuple[MemoryRow, ...]):
 def memory_rows(entries: Iterable[StoredEntry]) -> MemoryRows:
     """What is held now, a row for each name and treatment, sorted.
 
-    Each storage counts once, in the first row that has it. So views of one storage share its bytes,
-    and an expanded view has those of its base.
+    Each storage counts once, in the first row that has it: views share its bytes.
     """
     classes: dict[tuple[str, str], list[StoredEntry]] = defaultdict(list)
-    for entry in {id(entry): entry for entry in entries}.values():
+    for entry in {id(entry.whole): entry.whole for entry in entries}.values():
         classes[entry.name, entry.treatment].append(entry)
     counted: set[int] = set()
     counted_original: set[int] = set()
@@ -190,6 +197,9 @@ class SavedTensorStore:
             for name in tensors
         ]
         self._by_key: weakref.WeakValueDictionary[Any, StoredEntry] = weakref.WeakValueDictionary()
+        # By storage: what is exact, and (by dtype, version and sign too) what is in float8.
+        self._exact: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
+        self._float8: weakref.WeakValueDictionary[Any, _Float8] = weakref.WeakValueDictionary()
         self._entries: weakref.WeakSet[StoredEntry] = weakref.WeakSet()
         self._steps: dict[torch.device, torch.Tensor] = {}
 
@@ -222,17 +232,17 @@ class SavedTensorStore:
             x = local_tensor(x)
         if x.layout is not torch.strided:  # no storage to go by
             return _Kept(x, "passed through: sparse", owns_bytes=False)
-        key = _key(x)
+        key = view_key(x)
         entry = self._by_key.get(key)
-        if entry is not None:
-            entry.packs += 1
-        else:
-            entry = self._store(x, exact, host)
-            entry.name = name
-            entry.original = storages_of(x)
-            entry.weak_storages = [StorageWeakRef(t.untyped_storage()) for t in plain_tensors(x)]
-            self._by_key[key] = entry
-            self._entries.add(entry)
+        if entry is None:
+            entry = self._by_key[key] = self._store(x, exact, host)
+        whole = entry.whole
+        if not whole.packs:
+            whole.name = name
+            whole.original = storages_of(x)
+            whole.weak_storages = [StorageWeakRef(t.untyped_storage()) for t in plain_tensors(x)]
+            self._entries.add(whole)
+        whole.packs += 1
         return entry
 
     @torch.no_grad()
@@ -247,7 +257,7 @@ class SavedTensorStore:
         """The bytes that ``pack`` would keep of a plain tensor in float8; None if exactly."""
         if not x.numel():
             return None
-        dense, _ = _as_in_memory(x)
+        dense = as_in_memory(x)
         return None if self._why_exact(x, dense, None) else self.codec.nbytes(dense.shape)
 
     def _store(self, x: torch.Tensor, exact: str | None, host: HostGroup | None) -> StoredEntry:
@@ -265,12 +275,26 @@ class SavedTensorStore:
             torch.ops._c10d_functional.wait_tensor(local)
         if local.numel() < SMALL:
             host = None
-        dense, undo = _as_in_memory(local)
+        storage = local.untyped_storage()._cdata
+        dense = as_in_memory(local)
+        held = self._exact.get(storage)
+        if held is not None and (host or not held.on_host):
+            exact = exact or "its storage is kept anyhow"
+            host = host if held.on_host else None
         if why := self._why_exact(local, dense, exact):
-            return _kept(x, local, f"exact: {why}", host)
+            entry = self._exact[storage] = _kept(x, local, f"exact: {why}", host)
+            return entry
 
-        wrap = wrapping(x)
-        return self._to_float8(dense, lambda values: wrap(undo(values)), host)
+        (start, end), strides = extent(local), local.stride()
+        key = (storage, local.dtype, local._version, local.is_neg())
+        whole = self._float8.get(key)
+        if whole is None or start < whole.start or whole.end < end:
+            whole = self._to_float8(dense, host)
+            if dense.is_contiguous():
+                self._float8[key] = whole
+            else:
+                strides = strides_without_gaps(local)
+        return _View(whole, (local.shape, strides, start - whole.start), wrapping(x))
 
     def _why_exact(self, x: torch.Tensor, dense: torch.Tensor, exact: str | None) -> str | None:
         if x.dtype not in SUPPORTED_DTYPES:
@@ -280,25 +304,22 @@ class SavedTensorStore:
         would_shrink = self.codec.nbytes(dense.shape) < x.untyped_storage().nbytes()
         return None if would_shrink else "would not shrink"
 
-    def _to_float8(
-        self,
-        dense: torch.Tensor,
-        undo: Callable[[torch.Tensor], torch.Tensor],
-        host: HostGroup | None,
-    ) -> StoredEntry:
+    def _to_float8(self, dense: torch.Tensor, host: HostGroup | None) -> "_Float8":
         one_kernel = self._one_kernel
         if one_kernel is None:
             one_kernel = compiles_for(dense.device)
         codec, dtype, ops = codec_name(self.codec), dense.dtype, torch.ops.titan_ext
 
         def restore(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            return undo(ops.float8_dequantize(data, scales, codec, dtype, one_kernel))
+            return ops.float8_dequantize(data, scales, codec, dtype, one_kernel)
 
         # Two dimensions, so that the kernel does not depend on their number.
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
         step = self._next_step(dense.device)
         stored = ops.float8_quantize(matrix, codec, step, one_kernel)
-        return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
+        whole = _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
+        whole.start, whole.end = extent(dense)
+        return whole
 
     def _next_step(self, device: torch.device) -> torch.Tensor | None:
         """New noise for each tensor: a counter on the device, which a CUDA graph advances."""
@@ -317,34 +338,6 @@ class SavedTensorStore:
             for part in plain_tensors(tensor)
         }
         return any(part.untyped_storage()._cdata in state for part in plain_tensors(x))
-
-
-def _as_in_memory(
-    x: torch.Tensor,
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """``x`` as it lies in memory: without expanded axes, the others from outermost to innermost.
-
-    Also the function, which holds no tensor, from that view's values back to the axes of ``x``.
-    """
-    shape = x.shape
-    if x.dim() and shape[-1] > 1 and x.is_contiguous():
-        return x, lambda values: values.reshape(shape)
-    expanded = [d for d in range(x.dim()) if x.stride(d) == 0 and shape[d] > 1]
-    for d in reversed(expanded):
-        x = x.select(d, 0)
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda d: -strides[d])
-    inverse = sorted(range(x.dim()), key=order.__getitem__)
-    dense = x.permute(order)
-    dense_shape = dense.shape
-
-    def undo(values: torch.Tensor) -> torch.Tensor:
-        values = values.reshape(dense_shape).permute(inverse)
-        for d in expanded:
-            values = values.unsqueeze(d)
-        return values.expand(shape)
-
-    return dense, undo
 
 
 def compiles_for(device: torch.device) -> bool:
@@ -380,8 +373,13 @@ class Computed(StoredEntry):
 
 
 class _Float8(Computed):
-    """Decoded once for all that packed it: it stays from a backward's first unpack to its last."""
+    """Values in float8, decoded once for all that packed them or views of them.
 
+    They stay decoded from a backward's first unpack to its last. ``start`` and ``end`` are their
+    ``extent``.
+    """
+
+    start = end = 0
     _decoded: tuple[torch.Tensor, int] | None = None
     _unpacks = 0
 
@@ -396,7 +394,27 @@ class _Float8(Computed):
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from super().tensors()
         if self._decoded is not None:
-            yield from plain_tensors(self._decoded[0])
+            yield self._decoded[0]
+
+
+class _View(StoredEntry):
+    """A tensor whose values are among those of ``whole``."""
+
+    def __init__(
+        self,
+        whole: _Float8,
+        view: tuple[Sequence[int], Sequence[int], int],
+        wrap: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._whole, self._view, self._wrap = whole, view, wrap
+        self.treatment = whole.treatment
+
+    @property
+    def whole(self) -> StoredEntry:
+        return self._whole
+
+    def restore(self) -> torch.Tensor:
+        return self._wrap(self._whole.restore().as_strided(*self._view))
 
 
 class _Kept(StoredEntry):
@@ -430,13 +448,3 @@ def _kept(
             return away
         treatment = away.treatment
     return _Kept(x, treatment)
-
-
-def _key(x: torch.Tensor) -> tuple[Any, ...]:
-    """A key that is equal for the same view of the same bytes at the same version."""
-    parts = tuple(
-        (p.untyped_storage()._cdata, p.storage_offset(), p.shape, p.stride(), p.dtype, p._version)
-        for p in plain_tensors(x)
-    )
-    layout = Layout.of(x) if isinstance(x, DTensor) else None
-    return (type(x), x.shape, x._version, x.is_conj(), x.is_neg(), layout, parts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The data behind a tensor: this rank's shard of a DTensor, and its storages."""
+"""The data behind a tensor: this rank's shard of a DTensor, its storages, how it lies in them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,6 +72,44 @@ def storages_of(x: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """(id, bytes) of the storages behind ``x``; an id is good while a reference to it is held."""
     storages = [part.untyped_storage() for part in plain_tensors(x)]
     return tuple((storage._cdata, storage.nbytes()) for storage in storages)
+
+
+def as_in_memory(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as it lies in memory: without expanded axes, the others from outermost to innermost."""
+    if x.dim() and x.shape[-1] > 1 and x.is_contiguous():
+        return x
+    order = _memory_order(x)
+    return x.as_strided([x.shape[d] for d in order], [x.stride(d) for d in order])
+
+
+def _memory_order(x: torch.Tensor) -> list[int]:
+    kept = [d for d, size in enumerate(x.shape) if x.stride(d) or size == 1]
+    return sorted(kept, key=lambda d: -x.stride(d))
+
+
+def strides_without_gaps(x: torch.Tensor) -> list[int]:
+    """The strides of ``x`` in a contiguous copy of ``as_in_memory(x)``."""
+    strides, step = list(x.stride()), 1
+    for d in reversed(_memory_order(x)):
+        strides[d], step = step, step * x.shape[d]
+    return strides
+
+
+def extent(x: torch.Tensor) -> tuple[int, int]:
+    """Its first element in its storage, and the one behind its last."""
+    start = int(x.storage_offset())
+    steps = zip(x.shape, x.stride(), strict=True)
+    return start, start + sum((size - 1) * stride for size, stride in steps) + 1
+
+
+def view_key(x: torch.Tensor) -> tuple[Any, ...]:
+    """A key that is equal for the same view of the same bytes at the same version."""
+    parts = tuple(
+        (p.untyped_storage()._cdata, p.storage_offset(), p.shape, p.stride(), p.dtype, p._version)
+        for p in plain_tensors(x)
+    )
+    layout = Layout.of(x) if isinstance(x, DTensor) else None
+    return (type(x), x.shape, x._version, x.is_conj(), x.is_neg(), layout, parts)
 
 
 # These run for each operation of a block, on the host: lists and loops, generators are slow.

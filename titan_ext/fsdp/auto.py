@@ -29,6 +29,7 @@ from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ShardSizes, UnitPlan
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Wrap, decoder_blocks, plan_units, resolve_wrap
 from titan_ext.op_cost import MACHINES, Machine, ranks_per_node
+from titan_ext.titan import tokens_of_microbatch
 
 _AS_FAST = 1.005  # times the fastest
 _LARGE_WORLD = 1024
@@ -93,13 +94,13 @@ def choose(
     if shards == ep or shards <= per_node:
         where = "whole on a rank" if shards == ep else "on one node"
         return _chosen(settings, candidates[0], f"EP {ep}, experts' shards {where}")
-    seq_len = training.seq_len if training is not None else 4096
-    batch = training.local_batch_size if training is not None else 1
-    if parallel_dims.pp_enabled and parallelism is not None:
-        batch = parallelism.pipeline_parallel_microbatch_size
+    tokens = seq_len = 4096
+    if training is not None:
+        pipeline = parallelism if parallel_dims.pp_enabled else None
+        tokens, seq_len = tokens_of_microbatch(training, pipeline)
     job = job_of(
         model,
-        tokens=batch * seq_len // parallel_dims.cp,
+        tokens=tokens // parallel_dims.cp,
         seq_len=seq_len,
         ep=ep,
         tp=parallel_dims.tp,

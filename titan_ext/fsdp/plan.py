@@ -17,17 +17,12 @@ import torch.nn as nn
 from torch import Size, bfloat16, dtype
 
 from titan_ext.fp8 import Codec
-from titan_ext.fsdp.units import (
-    Unit,
-    UnitKind,
-)
+from titan_ext.fsdp.units import Unit, UnitKind
 from titan_ext.names import format_bytes
 
+GroupKind = Literal["dense", "experts"]
 WIRE_CODEC = Codec()
 """How experts travel in float8: e4m3, and a byte of scale for 128 neighbours."""
-
-
-GroupKind = Literal["dense", "experts"]
 
 
 @dataclass(frozen=True, kw_only=True)
