@@ -1,6 +1,7 @@
 """Bytes against milliseconds of activation checkpointing: presets, stock, and what is possible.
 
     python benchmarks/ac_frontier.py --out docs/images/frontier.png
+    python benchmarks/ac_frontier.py --early --ep 8   # scores before the last GEMM
     python benchmarks/ac_frontier.py --grid --model deepseek_v3_16b qwen3_30b_a3b gpt_oss_20b
 
 One MoE block with 4096 tokens a rank, traced in a dry run of 8 ranks at EP 1 and EP 8. Figures are
@@ -42,10 +43,13 @@ _LABELS = {"memory": ("right", 3), "speed": ("left", -10), "no checkpointing": (
 """Where a label goes: its aligned side, and points above."""
 
 
-def frontier(model_name: str, ep: int, *, grid: bool = False) -> dict[str, Any]:
+def frontier(
+    model_name: str, ep: int, *, grid: bool = False, early: bool = False
+) -> dict[str, Any]:
     """Points ``[MiB, ms]`` of policies and of curves; one layout in a process."""
     from titan_ext import no_accelerator
     from titan_ext.activation_checkpoint import FP8AC
+    from titan_ext.activation_checkpoint.early_scores import use_early_scores
     from titan_ext.activation_checkpoint.solver import BudgetTooSmallError, Kind, solve
     from titan_ext.budget_plan import TracedBlocks, settings_of
     from titan_ext.config_registry import resolve_config
@@ -60,6 +64,8 @@ def frontier(model_name: str, ep: int, *, grid: bool = False) -> dict[str, Any]:
             config = resolve_config(model_name, flags).config
         model = config.model_spec.model
         model.layers = model.layers[:2]  # a dense block, and one with experts
+        if early:
+            use_early_scores(config.model_spec)
         traced = TracedBlocks(dry_run(config, RANKS), settings_of(None))
     block, launch_ms = traced.blocks[-1], MACHINES["h100"].launch * 1e3
     kinds = [Kind(block.graph)]
@@ -97,7 +103,7 @@ def frontier(model_name: str, ep: int, *, grid: bool = False) -> dict[str, Any]:
         name: [point for mib in points if (point := best(mib, **options)) is not None]
         for name, options in CURVES.items()
     }
-    title = f"{model_name}, EP {ep}"
+    title = f"{model_name}, EP {ep}{', early scores' * early}"
     return {"title": title, "forward_ms": forward, "policies": policies, "curves": curves}
 
 
@@ -180,18 +186,19 @@ def main() -> None:
     parser.add_argument("--ep", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--model", nargs="+", default=["deepseek_v3_16b"])
     parser.add_argument("--grid", action="store_true", help="12 budgets instead of the curves")
+    parser.add_argument("--early", action="store_true", help="scores before the last expert GEMM")
     parser.add_argument("--out", type=Path, help="where to draw")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         (model,), (ep,) = arguments.model, arguments.ep
-        print(json.dumps(frontier(model, ep, grid=arguments.grid)))
+        print(json.dumps(frontier(model, ep, grid=arguments.grid, early=arguments.early)))
         return
     results = []
     for model in arguments.model:
         for ep in arguments.ep:
             command = [sys.executable, __file__, "--one", "--model", model, "--ep", str(ep)]
-            command += ["--grid"] if arguments.grid else []
+            command += ["--grid"] * arguments.grid + ["--early"] * arguments.early
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             results.append(json.loads(done.stdout.splitlines()[-1]))
             print((grid_table if arguments.grid else table)(results[-1]), flush=True)

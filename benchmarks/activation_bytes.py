@@ -74,6 +74,7 @@ ARMS: dict[str, Callable[[], Config | None]] = {
         mode="selective", preset="memory", attention="save_float8"
     ),
     "fp8-speed-attention": lambda: FP8AC.Config(preset="speed", attention="save_float8"),
+    "fp8-memory-early": lambda: FP8AC.Config(preset="memory", score_before_last_gemm=True),
     "fp8-balanced": lambda: FP8AC.Config(preset="balanced"),
     "fp8-balanced-early": lambda: FP8AC.Config(preset="balanced", score_before_last_gemm=True),
     "fp8-gemms": lambda: FP8AC.Config(preset="gemms"),

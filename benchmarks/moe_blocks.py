@@ -75,7 +75,7 @@ def build_chunk(
         save_all_to_all=layout.save_all_to_all,
     )
     if getattr(ac_config, "score_before_last_gemm", False):
-        use_early_scores(spec, parallelism)
+        use_early_scores(spec)
     if parallel_dims is not None:
         spec = spec if layout.stock else extend_model_spec(spec)
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))

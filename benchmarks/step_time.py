@@ -34,7 +34,6 @@ from torchtitan.tools.utils import set_default_dtype
 from benchmarks.activation_bytes import ARMS
 from benchmarks.moe_blocks import BlockRun, Layout
 from titan_ext.activation_checkpoint.early_scores import use_early_scores
-from titan_ext.api import ParallelismConfig
 
 STOCK = "stock-selective"
 GIB = 2**30
@@ -79,7 +78,7 @@ def model_step(arm: str, size: Size) -> Callable[[], None]:
         setattr(parent, str(key), ScaledDotProductAttention.Config())
     ac_config = ARMS[arm]()
     if getattr(ac_config, "score_before_last_gemm", False):
-        use_early_scores(spec, ParallelismConfig())
+        use_early_scores(spec)
     with torch.device("meta"), set_default_dtype(torch.bfloat16):
         model = cast(Any, config.build())
     if size.blocks:

@@ -331,12 +331,23 @@ def test_titan_compiles_the_children_of_layers():
             "_combine_token_exchange",
             ["self", "routed_output_RD", "pg", "input_splits", "output_splits"],
         ),
+        ("_unpermute", ["self", "routed_output_RD", "input_shape", "permuted_indices"]),
     ],
 )
 def test_titan_dispatcher_exchanges(method: str, parameters: list[str]):
     stock = token_dispatcher.AllToAllTokenDispatcher
     assert _parameters(getattr(stock, method)) == parameters
     assert _Code(stock).calls(f"self.{method}")
+
+
+def test_titan_dispatcher_metadata():
+    """dispatch.send_scores and early scores read what ``dispatch`` returns."""
+    assert {
+        field.name for field in dataclasses.fields(token_dispatcher.AllToAllDispatchMetadata)
+    } == {
+        *("token_indices_experts_sorted_N", "topk_scores_experts_sorted_N"),
+        *("input_shape", "permuted_indices", "input_splits", "output_splits"),
+    }
 
 
 def test_titan_calls_shared_experts_with_the_layers_tokens_after_the_routed_ones():

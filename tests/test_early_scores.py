@@ -1,15 +1,18 @@
 """Scores before the last expert GEMM: equal but for rounding, and one output less to keep."""
 
-from dataclasses import replace
+import json
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import derive
 from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from tests.training import Run, titan_config, train
+from tests.training import Run, Runs, observed, titan_config, train
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC, measure_block
 from titan_ext.activation_checkpoint.early_scores import use_early_scores
@@ -21,13 +24,19 @@ EARLY = Config(preset="speed", score_before_last_gemm=True)
 B, L, D = 2, 64, 256
 
 
+class _OtherDispatcher(AllToAllTokenDispatcher):
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+
 def _block(early: bool) -> Any:
     """A MoE block of the debug model; equal for both but for the class of its routed experts."""
     spec = titan_config("deepseek_v3").model_spec
     assert spec is not None
     if early:
-        use_early_scores(spec, ParallelismConfig())
-        use_early_scores(spec, ParallelismConfig())  # twice is harmless
+        use_early_scores(spec)
+        use_early_scores(spec)  # twice is harmless
     no_accelerator.adapt_spec(spec)
     model = cast(Any, spec.model.build())
     torch.manual_seed(0)
@@ -89,15 +98,55 @@ def test_a_dry_run_checks_its_stand_ins_too():
     replace(config)
 
 
+def _layout(run: Run, *again: int) -> Any:
+    marks = () if run.ep == 2 else (pytest.mark.slow,)
+    return pytest.param(run, again, marks=marks, id=str(run))
+
+
+@pytest.mark.parametrize(
+    ("run", "all_to_alls"),
+    [
+        # Of counts, tokens, scores and back; of tokens again, and of three gradients.
+        _layout(Run(world=2, ep=2), 4, 1 + 3),
+        _layout(Run(world=2, ep=2, save_all_to_all="always"), 4, 3),
+        # Under type checking nothing is discarded, so the experts' outputs are sent again too.
+        _layout(Run(world=2, ep=2, tp=2, typechecked=True), 4, 2 + 3),
+        _layout(Run(world=2, tp=2), 0, 0),
+        _layout(Run(world=4, ep=4, backend="partial_dtensor"), 4, 3),
+        _layout(Run(world=4, ep=2, pp=2), 4, 1 + 3),
+    ],
+)
+def test_scores_travel_with_the_tokens(run: Run, all_to_alls: tuple[int, int], runs: Runs):
+    run = replace(observed(replace(run, parallelize="submodule", keep_gradients=True)), steps=1)
+    run = replace(run, layers=2, traced_step=0 if run.pp > 1 else 1)
+    ours, stock = runs.get(replace(run, ac="fp8_early")), runs.get(run)
+    assert math.isclose(ours.losses[0], stock.losses[0], rel_tol=3e-5)
+    assert math.isclose(ours.grad_norms[0], stock.grad_norms[0], rel_tol=1e-4)
+    assert ours.losses != stock.losses, "another rounding"
+    for name, gradient in ours.ranks[0].gradients.items():
+        other = stock.ranks[0].gradients[name]
+        cosine = (gradient * other).sum() / math.sqrt((gradient**2).sum() * (other**2).sum())
+        assert cosine > 0.999, name
+    if run.pp > 1:
+        return
+    exchanges = [e.in_backward for e in ours.ranks[0].collectives if e.kind == "all_to_all"]
+    assert (exchanges.count(False), exchanges.count(True)) == all_to_alls
+    if run.ep > 1 and not run.typechecked:
+        folder = runs.folder(replace(run, ac="fp8_early")) / "activation_checkpoint"
+        report = json.loads(next(folder.glob("rank0_*.json")).read_text())
+        (block,) = [block for block in report["blocks"] if block["block"] == "layers.1"]
+        discarded = {row["name"] for row in block["stored"] if row["treatment"] == "discarded"}
+        assert "moe.routed_experts.inner_experts:aten._grouped_mm:w2_EDF" in discarded
+        assert "moe.routed_experts:_c10d_functional.all_to_all_single" in discarded
+
+
 def test_where_it_cannot_be_it_is_refused():
-    config = extend_config(titan_config("deepseek_v3"))
-    with pytest.raises(ValueError, match=r"needs parallelism\.expert_parallel_degree = 1"):
-        replace(
-            config,
-            activation_checkpoint=EARLY,
-            parallelism=replace(config.parallelism, expert_parallel_degree=2),
-        )
     with pytest.raises(ValueError, match="has no routed experts"):
         replace(extend_config(titan_config("llama3")), activation_checkpoint=EARLY)
+    config = extend_config(titan_config("deepseek_v3"))
+    experts = cast(Any, config.model_spec).model.layers[1].moe.routed_experts
+    experts.token_dispatcher = derive(experts.token_dispatcher, _OtherDispatcher.Config)
+    with pytest.raises(ValueError, match="or a dispatcher of another kind"):
+        replace(config, activation_checkpoint=EARLY)
     with pytest.raises(ValueError, match="was not built for it"):
         measure_block(_block(early=False), torch.randn(B, L, D), None, None, config=EARLY)

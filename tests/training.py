@@ -94,6 +94,7 @@ class Run:
     """selective, full, none, op_policies (``tests.compiled_op_policies``), or a policy config.
 
     fp8 is our float8 policy; fp8_full and fp8_no_recompute are its modes, fp8_speed is its preset.
+    fp8_early applies the routing scores before the last expert GEMM.
     on_host is selective, and on_host_all is none, with what they keep on the host, exactly.
     """
     compiled: bool = False
@@ -333,6 +334,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         "fp8_full": FP8AC.Config(mode="full"),
         "fp8_no_recompute": FP8AC.Config(mode="no_recompute"),
         "fp8_speed": FP8AC.Config(preset="speed"),
+        "fp8_early": FP8AC.Config(score_before_last_gemm=True),
         "on_host": FP8AC.Config(preset="stock", op_policies={"input": "offload", "*": "offload"}),
         "on_host_all": FP8AC.Config(mode="no_recompute", op_policies={"*": "offload"}),
     }

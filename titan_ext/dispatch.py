@@ -28,12 +28,15 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.override import derive
+from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.token_dispatcher import (
     AllToAllDispatchMetadata,
     AllToAllTokenDispatcher,
+    LocalDispatchMetadata,
 )
+from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
@@ -51,11 +54,16 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
-        pass
+        sends_scores: bool = False
+        """Experts apply the routing scores (``activation_checkpoint.early_scores``)."""
 
     shared_experts: "_SharedExperts | None" = None
     """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
     _layer_tokens: torch.Tensor | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._sends_scores = config.sends_scores
 
     def combine(
         self,
@@ -66,9 +74,44 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         """As Titan's: outputs of experts ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
         self._layer_tokens = x_TD
         try:
+            if self._sends_scores:
+                return self._add_up(routed_output_RD, metadata, x_TD)
             return super().combine(routed_output_RD, metadata, x_TD)
         finally:
             self._layer_tokens = None
+
+    def send_scores(
+        self, metadata: LocalDispatchMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Send fp32 scores to their experts; return ``(R,)``, as they arrive, and indices ``(R,)``.
+
+        The int64 indices sort them by expert; None without expert parallelism: they are sorted.
+        """
+        scores_N = metadata.topk_scores_experts_sorted_N
+        if not isinstance(metadata, AllToAllDispatchMetadata):
+            return scores_N, None
+        with maybe_set_sparse_mesh():
+            scores_R = self._dispatch_token_exchange(
+                _on_this_mesh(scores_N), self._group, metadata.output_splits, metadata.input_splits
+            )
+        return scores_R, metadata.permuted_indices
+
+    def _add_up(
+        self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor
+    ) -> torch.Tensor:
+        """Titan's ``combine`` of outputs that have their scores."""
+        routed_ND = routed_output_RD
+        if isinstance(metadata, AllToAllDispatchMetadata):
+            with maybe_set_sparse_mesh():
+                routed_RD = self._unpermute(
+                    routed_output_RD, metadata.input_shape, metadata.permuted_indices
+                )
+                routed_ND = self._combine_token_exchange(
+                    routed_RD, self._group, metadata.input_splits, metadata.output_splits
+                )
+            routed_ND = _on_this_mesh(routed_ND)
+        index_ND = metadata.token_indices_experts_sorted_N.unsqueeze(-1).expand(-1, x_TD.shape[-1])
+        return deterministic_scatter_add(torch.zeros_like(x_TD), index_ND, routed_ND)
 
     # Each exchange issues its collective itself: reports on hangs name the function that does.
 
@@ -76,6 +119,10 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     def _ep_mesh(self) -> DeviceMesh:
         assert self.ep_mesh is not None, "Titan exchanges tokens only when EP > 1"
         return self.ep_mesh
+
+    @property
+    def _group(self) -> Any:
+        return (current_spmd_mesh() or self._ep_mesh).get_group("ep")
 
     def _token_count_exchange(
         self, num_local_tokens_per_expert_E: torch.Tensor, pg, ep_size: int
@@ -203,6 +250,11 @@ def overlap_shared_experts(model: nn.Module) -> int:
     return layers
 
 
+def _on_this_mesh(x: torch.Tensor) -> torch.Tensor:
+    """``x`` for the SPMD type checker, which types what is exchanged on another mesh."""
+    return spmd.reinterpret_mesh(x, spmd.current_mesh()) if spmd.is_type_checking() else x
+
+
 def _unchecked(sent: torch.Tensor, pg) -> contextlib.AbstractContextManager[None]:
     """Without SPMD type checking, which has no rule for the functional collective."""
     if not spmd.is_type_checking():
@@ -261,7 +313,9 @@ def log_all_to_all(model: Decoder, saves: bool, ep: int) -> None:
     moe = next((layer.moe for layer in layers if layer.moe is not None), None)
     if moe is None:
         return
-    mib = 2 * moe.router.top_k * cast(Any, model.config).dim * 2 * 1024 / 2**20
+    early = getattr(moe.routed_experts.token_dispatcher, "sends_scores", False)
+    exchanges = 1 if early else 2  # what combine brings back is then not read again
+    mib = exchanges * moe.router.top_k * cast(Any, model.config).dim * 2 * 1024 / 2**20
     where = "on one node" if ep <= ranks_per_node() else "across nodes"
     what = "are saved: that keeps" if saves else "run again in the recompute: saving them keeps"
     logger.info(

@@ -215,16 +215,17 @@ def _exchanges(trainer: Any) -> list[str]:
     parallelism, compiled = trainer.config.parallelism, compiles_model(trainer.config.compile)
     saves = saves_all_to_all(parallelism, trainer.parallel_dims.ep, compiled=compiled)
     is_ours = isinstance(policy, FP8AC.Config)
+    early = is_ours and policy.score_before_last_gemm  # scores travel, and their gradients
+    ours = _EXCHANGES + (2 if early else 0)
     if (is_ours and policy.mode == "no_recompute") or (heeds_save_all_to_all(policy) and saves):
         again = 0
     elif heeds_save_all_to_all(policy):
-        again = 2 if is_ours else 3
+        again = 1 if early and policy.preset != "stock" else 2 if is_ours else 3
     else:
         return []
     stock = _EXCHANGES + (0 if stock_saves_all_to_all(parallelism, compiled=compiled) else 3)
     return [
-        f"all-to-alls a MoE layer and step: {_EXCHANGES + again}; stock selective {stock} "
-        "(predicted)"
+        f"all-to-alls a MoE layer and step: {ours + again}; stock selective {stock} (predicted)"
     ]
 
 

@@ -106,7 +106,7 @@ class Trainer(TitanTrainer):
                     blocks = len(getattr(spec.model, "layers", ()))
                     checks.append(lambda: policy.check_exempt(blocks))
                 if getattr(policy, "score_before_last_gemm", False):
-                    checks.append(lambda: use_early_scores(spec, self.parallelism))
+                    checks.append(lambda: use_early_scores(spec))
             for check in checks:
                 with mistakes.noting():
                     check()

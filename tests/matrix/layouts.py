@@ -266,6 +266,10 @@ _FLOAT8: list[dict[str, Any]] = [
     {"world": 4, "ep": 4, "tp": 2},
     {"model": "deepseek_v3_mtp", "world": 2, "ep": 2},
     {"model": "qwen3_moe", "world": 2, "ep": 2, "ac": "fp8_speed"},
+    {"world": 2, "ep": 2, "ac": "fp8_early"},
+    {"world": 2, "ep": 2, "tp": 2, "ac": "fp8_early", "backend": "partial_dtensor"},
+    {"world": 4, "ep": 2, "pp": 2, "ac": "fp8_early", "save_all_to_all": "always"},
+    {"model": "qwen3_moe", "world": 2, "tp": 2, "ac": "fp8_early"},
     {"world": 2, "ep": 2, "converters": ("float8_linear",)},
     {"world": 2, "ep": 2, "cp": 2, **FLEX},
 ]

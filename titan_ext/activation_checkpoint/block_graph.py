@@ -33,7 +33,7 @@ from titan_ext.activation_checkpoint.op_policies import (
     OpLocation,
     OpPolicy,
     Resolver,
-    is_exchange,
+    fixes_routing,
     is_exempt,
     op_name,
 )
@@ -50,7 +50,6 @@ CHOICES = (SAVE, FLOAT8, RECOMPUTE, DISCARD)
 _BLOCKS_ON_DEVICE = 2
 """How many blocks have on the device what they offload (``fp8.offload``)."""
 _NORMS = (nn.RMSNorm, nn.LayerNorm)
-_KEPT_EXACTLY = ("aten.topk",)
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = "_c10d_functional::wait_tensor"
 
@@ -304,7 +303,7 @@ class _Tracer(TorchDispatchMode):
             policies = set(node.policies)
             if len(entries) < len(tensors_in(call.out)) or any(map(autograd.reader, entries)):
                 policies.discard(DISCARD)
-            if call.location.op in _KEPT_EXACTLY or _is_exchange_of_counts(call):
+            if fixes_routing(call.location.op, call.out):
                 policies = {SAVE}
             elif self._runs_again(call, attends):
                 policies = {RECOMPUTE}
@@ -386,12 +385,6 @@ def _written(call: Call) -> list[torch.Tensor]:
 
 def _unless(tensors: Iterable[torch.Tensor], known: set[int]) -> list[torch.Tensor]:
     return [x for x in tensors if x.untyped_storage()._cdata not in known]
-
-
-def _is_exchange_of_counts(call: Call) -> bool:
-    return is_exchange(call.location.op) and not any(
-        x.is_floating_point() for x in tensors_in(call.out)
-    )
 
 
 def _is_attention(func: Any) -> bool:

@@ -4,28 +4,36 @@
 Titan multiplies the routed experts' outputs by their scores. The gradient of a score then needs
 that output, the largest tensor of a block that is expensive to recompute. The last GEMM is linear
 in each token, so multiplying its input by the score gives the same result but for rounding. The
-output can then be discarded. The last bits change, so this is off by default.
+output can then be discarded, and so can what an all-to-all brings back of it. With expert
+parallelism one more all-to-all takes the scores to the experts, an fp32 number for a token, and
+their gradients back. The last bits change, so this is off by default.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as nnf
 from torch.distributed.tensor import DTensor
-from torchtitan.config import ParallelismConfig, derive
+from torchtitan.config import derive
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
-from torchtitan.ops.scatter_add import deterministic_scatter_add
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalDispatchMetadata,
+    LocalTokenDispatcher,
+)
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 
 _KEY = "activation_checkpoint.score_before_last_gemm"
 
-# Shape suffixes, as in torchtitan/models/common/moe.py: R = routed tokens, F = hidden dimension of
-# an expert, D = model dimension, E = experts, B, L, K = batch, sequence, top-k.
+# Shape suffixes, as in torchtitan/models/common/moe.py: R = routed tokens that this rank's
+# experts receive, F = hidden dimension of an expert, D = model dimension, E = experts of this rank,
+# B, L, K = batch, sequence, top-k.
 
 
 class EarlyScoreExperts(GroupedExperts):
@@ -35,10 +43,17 @@ class EarlyScoreExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         pass
 
+    send_scores: Callable[[LocalDispatchMetadata], tuple[torch.Tensor, torch.Tensor | None]]
+
     def forward(  # type: ignore[override]
-        self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor, scores_R: torch.Tensor
+        self,
+        x_RD: torch.Tensor,
+        num_tokens_per_expert_E: torch.Tensor,
+        metadata: LocalDispatchMetadata,
     ) -> torch.Tensor:
-        """Tokens by expert ``(R, D)``, counts ``(E,)``, fp32 scores ``(R,)`` -> ``(R, D)``."""
+        """Tokens by expert ``(R, D)``, counts ``(E,)``, ``dispatch``'s metadata -> ``(R, D)``."""
+        # Here, not beside the exchanges of tokens, which op_policies count by module.
+        scores_R, order_R = self.send_scores(metadata)
         offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
 
         def gemm(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -49,16 +64,25 @@ class EarlyScoreExperts(GroupedExperts):
 
         tokens_RD = x_RD.bfloat16()
         h_RF = nnf.silu(gemm(tokens_RD, self.w1_EFD)) * gemm(tokens_RD, self.w3_EFD)
+        if order_R is not None:
+            scores_R = scores_R[order_R]  # waits until they have come
         scaled_RF = (h_RF.float() * scores_R.unsqueeze(-1)).to(h_RF.dtype)
         return gemm(scaled_RF, self.w2_EDF).type_as(x_RD)
 
 
 class EarlyScoreRoutedExperts(RoutedExperts):
-    """Titan's routed experts without expert parallelism; they add up what the experts return."""
+    """Titan's routed experts, which give the scores to the experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
         pass
+
+    token_dispatcher: FunctionalAllToAllTokenDispatcher
+    inner_experts: EarlyScoreExperts
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.inner_experts.send_scores = self.token_dispatcher.send_scores
 
     def forward(
         self,
@@ -75,27 +99,18 @@ class EarlyScoreRoutedExperts(RoutedExperts):
             topk_expert_ids_BLK.flatten(0, 1),
             num_local_tokens_per_expert_E,
         )
-        scores_R = metadata.topk_scores_experts_sorted_N
         with maybe_set_sparse_mesh():
-            routed_RD = self.inner_experts(routed_RD, counts_E, scores_R)
-        index_RD = metadata.token_indices_experts_sorted_N.unsqueeze(-1).expand_as(routed_RD)
-        out_TD = deterministic_scatter_add(torch.zeros_like(tokens_TD), index_RD, routed_RD)
+            routed_RD = self.inner_experts(routed_RD, counts_E, metadata)
+        out_TD = self.token_dispatcher.combine(routed_RD, cast(Any, metadata), tokens_TD)
         return out_TD.view_as(x_BLD)
 
 
-def use_early_scores(spec: ModelSpec, parallelism: ParallelismConfig) -> None:
+def use_early_scores(spec: ModelSpec) -> None:
     """Swap the routed experts in the model config of ``spec``, in place. Twice is harmless.
 
-    Raises ValueError for a model without Titan's routed experts, or with experts of its own. Also
-    under expert parallelism, which needs no early scores: checkpointing keeps the exchange behind
-    the last GEMM in its place. Also under tensor parallelism, which splits the output.
+    Raises ValueError for a model without Titan's routed experts, or with experts or a dispatcher of
+    its own.
     """
-    for degree in ("expert_parallel_degree", "tensor_parallel_degree"):
-        if getattr(parallelism, degree) > 1:
-            raise ValueError(
-                f"{_KEY} needs parallelism.{degree} = 1, which is {getattr(parallelism, degree)}. "
-                "With expert parallelism the output of the last GEMM is discarded without it."
-            )
     found = [
         (cast(RoutedExperts.Config, c), p, k)
         for _, c, p, k in list(spec.traverse(RoutedExperts.Config))
@@ -118,7 +133,22 @@ def use_early_scores(spec: ModelSpec, parallelism: ParallelismConfig) -> None:
         )
     for config, parent, key in stock:
         assert key is not None, "a MoE layer holds its experts"
-        experts = derive(config.inner_experts, EarlyScoreExperts.Config)
-        setattr(
-            parent, str(key), derive(config, EarlyScoreRoutedExperts.Config, inner_experts=experts)
+        ours = derive(
+            config,
+            EarlyScoreRoutedExperts.Config,
+            inner_experts=derive(config.inner_experts, EarlyScoreExperts.Config),
+            token_dispatcher=derive(
+                config.token_dispatcher,
+                FunctionalAllToAllTokenDispatcher.Config,
+                sends_scores=True,
+            ),
         )
+        setattr(parent, str(key), ours)
+
+
+def has_early_scores(model: nn.Module) -> bool:
+    """Whether a block or a model was built so. A pipeline stage may have no MoE layer of it."""
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        return any(config.traverse(EarlyScoreRoutedExperts.Config))
+    return any(isinstance(module, EarlyScoreRoutedExperts) for module in model.modules())

@@ -13,6 +13,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
+import spmd_types as spmd
 import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -32,9 +33,9 @@ ROOT = "(block)"
 """Stands for the block without the modules inside it, instead of a module's name."""
 
 
-# Regions of Titan's next release, and the patterns that mean the same in this one.
-_EXPERTS = "routed_experts.inner_experts:aten.*grouped_mm*"
-_TOKENS = "routed_experts:*all_to_all_single:*"
+# Regions of Titan's next release, and the patterns that mean the same here after a prefix.
+_EXPERTS = "{}routed_experts.inner_experts:aten.*grouped_mm*"
+_TOKENS = "({}routed_experts):*all_to_all_single:*"
 _REGIONS = {
     "routed_experts.w13.grouped_mm": f"{_EXPERTS}:[wm]*[13]*",
     "routed_experts.w2.grouped_mm": f"{_EXPERTS}:[wm]*2*",
@@ -42,7 +43,7 @@ _REGIONS = {
     "routed_experts.token_dispatcher.combine": f"{_TOKENS}:3",
     "token_dispatcher.dispatch": f"{_TOKENS}:2",
     "token_dispatcher.combine": f"{_TOKENS}:3",
-    ".linear": ":aten.*mm",
+    ".linear": "{}:aten.*mm",
 }
 
 
@@ -140,8 +141,11 @@ class Rule:
 
     def matches_module(self, module: str, block: str = "") -> bool:
         """Whether a module matches, by its name in the block or by its name in the model."""
+        if self.module == ROOT:
+            return not module
         if self.module.startswith("("):
-            return module == ("" if self.module == ROOT else self.module[1:-1])
+            pattern = self.module[1:-1]
+            return fnmatchcase(module, pattern) or fnmatchcase(join(block, module), pattern)
         return matches(module, self.module) or matches(join(block, module), self.module)
 
 
@@ -162,7 +166,7 @@ def _parse(pattern: str, policy: str, key: str) -> Rule:
             f"{did_you_mean(policy, names)}"
         )
     region = next((name for name in _REGIONS if pattern.endswith(name)), "")
-    meant = pattern.removesuffix(region) + _REGIONS.get(region, "")
+    meant = _REGIONS.get(region, "{}").format(pattern.removesuffix(region))
     parts = meant.split(":")
     if not all(parts) or len(parts) > 4:
         raise ValueError(
@@ -267,12 +271,10 @@ class BlockPlan:
 
     def base_policy(self, location: OpLocation, out: Any, *, stock_saves: bool) -> OpPolicy:
         """The policy where no rule matches."""
-        if location.op == "aten.topk":
+        if fixes_routing(location.op, out):
             return OpPolicy.SAVE
-        exchanges = is_exchange(location.op)
-        if self.base == "routing" or (exchanges and not self.saves_all_to_all):
-            counts = exchanges and not out.is_floating_point()
-            return OpPolicy.SAVE if counts else OpPolicy.RECOMPUTE
+        if self.base == "routing" or (is_exchange(location.op) and not self.saves_all_to_all):
+            return OpPolicy.RECOMPUTE
         saves = stock_saves if self.base == "stock" else self.is_expensive(location.op)
         if self.attention is not None and "inner_attention" in location.module.split("."):
             return self.attention if saves else OpPolicy.RECOMPUTE
@@ -355,7 +357,8 @@ class Resolver:
     """Decides for one forward of a block. Ask in the order of its operations: some rules count.
 
     ``used_rules`` collects the user's rules that decided an operation. At ``refused_discards`` a
-    preset must not discard, because something reads the output.
+    preset must not discard, because something reads the output; nor anywhere under SPMD type
+    checking, whose own autograd nodes hide what does.
     """
 
     def __init__(
@@ -368,6 +371,7 @@ class Resolver:
         self._stock_policy = plan.stock_policy()
         self._used_rules = used_rules if used_rules is not None else set()
         self._refused_discards = refused_discards
+        self._refuses_discards = spmd.is_type_checking()
         self._matches: dict[Rule, int] = {}
 
     def resolve_input(self) -> OpPolicy:
@@ -391,21 +395,24 @@ class Resolver:
         if func is torch.ops.aten._to_copy.default and is_copy_to_host(args, kwargs):
             return OpPolicy.SAVE
         base = self._plan.base_policy(location, out, stock_saves=stock_saves)
-        return base if location.op == "aten.topk" else self._decide(location, base)
+        return self._decide(location, base, keeps_base=fixes_routing(location.op, out))
 
-    def _decide(self, location: OpLocation, base: OpPolicy) -> OpPolicy:
+    def _decide(self, location: OpLocation, base: OpPolicy, keeps_base: bool = False) -> OpPolicy:
         user_rules, preset_rules, is_exempt = self._plan.candidates(location)
         if not user_rules and not preset_rules:
             return base.exact if is_exempt else base
         # Every rule counts its matches, so each is asked, whatever an earlier one decides.
         by_user = [rule for rule in user_rules if self._applies(rule)]
         by_preset = [rule for rule in preset_rules if self._applies(rule)]
+        if keeps_base:
+            return base
         if by_user:
             self._used_rules.add(by_user[0])
             policy = by_user[0].policy
         else:
-            refused = OpPolicy.DISCARD if location in self._refused_discards else None
-            policy = next((r.policy for r in by_preset if r.policy is not refused), base)
+            if self._refuses_discards or location in self._refused_discards:
+                by_preset = [rule for rule in by_preset if rule.policy is not OpPolicy.DISCARD]
+            policy = by_preset[0].policy if by_preset else base
         return policy.exact if is_exempt else policy
 
     def _applies(self, rule: Rule) -> bool:
@@ -421,8 +428,16 @@ def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
 
 
 def is_exchange(op: str) -> bool:
-    """Whether an operation is the all-to-all of tokens, or of their counts."""
+    """Whether an operation is the all-to-all of tokens, or of their counts or scores."""
     return op.endswith("all_to_all_single")
+
+
+def fixes_routing(op: str, out: Any) -> bool:
+    """Whether ``out`` is always kept: the router's choice, exchanged counts ``(EP, e)`` of int64
+    or scores ``(R,)``, but no tokens ``(R, D)``.
+    """
+    exchanged = is_exchange(op) and not (out.is_floating_point() and out.dim() > 1)
+    return exchanged or op == "aten.topk"
 
 
 def is_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

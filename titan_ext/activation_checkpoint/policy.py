@@ -16,7 +16,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, OpLocator, block_store
-from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
+from titan_ext.activation_checkpoint.early_scores import has_early_scores
 from titan_ext.activation_checkpoint.memory_report import (
     REPORTERS,
     BlockMemoryReport,
@@ -299,8 +299,7 @@ class FP8AC(ActivationCheckpointing):
         """Raise ValueError if a name in ``op_policies`` or ``exempt`` is not in ``model``."""
         config = self._config
         self._is_prepared = True
-        early = [isinstance(module, EarlyScoreRoutedExperts) for module in model.modules()]
-        if config.score_before_last_gemm and not any(early):
+        if config.score_before_last_gemm and not has_early_scores(model):
             raise ValueError(
                 f"{KEY}.score_before_last_gemm: this model was not built for it; call "
                 "titan_ext.activation_checkpoint.early_scores.use_early_scores on its spec first."

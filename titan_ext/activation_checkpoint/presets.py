@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-from titan_ext.activation_checkpoint.early_scores import EarlyScoreRoutedExperts
+from titan_ext.activation_checkpoint.early_scores import has_early_scores
 from titan_ext.activation_checkpoint.op_policies import ROOT, BlockPlan, OpPolicy, Rule, op_name
 
 __all__ = ["Attention", "Preset", "make_plan"]
@@ -96,6 +96,8 @@ _UNREAD_BY_SCORES = (
     Rule(OpPolicy.DISCARD, _INNER, "aten.add", occurrence=2),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index_put_"),
 )
+# Nor does anything read what the exchange brings back, if scores are applied before it.
+_UNREAD_TOKENS = Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=3)
 # Of the tokens that an exchange brings, their order by expert is kept instead.
 _PERMUTED = (
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index", occurrence=2),
@@ -117,8 +119,10 @@ def _preset_rules(
         return ()
     rules = [*_UNREAD]
     saves_exchange = saves_all_to_all and _has_exchange(block)
-    if saves_exchange or _scores_come_first(block):
+    if saves_exchange or has_early_scores(block):
         rules += _UNREAD_BY_SCORES
+    if has_early_scores(block):
+        rules.append(_UNREAD_TOKENS)
     if not _has_other_kernels(block):
         rules += [*_UNREAD_SUM_OF_EXPERTS, *(_PERMUTED if saves_exchange else ())]
     rules += _for_modules(OpPolicy.SAVE, "moe.router.gate")
@@ -149,10 +153,6 @@ def _has_other_kernels(block: nn.Module) -> bool:
 
 def _for_modules(policy: OpPolicy, *modules: str) -> list[Rule]:
     return [Rule(policy, module) for module in modules]
-
-
-def _scores_come_first(block: nn.Module) -> bool:
-    return isinstance(_routed_experts(block), EarlyScoreRoutedExperts)
 
 
 def _has_exchange(block: nn.Module) -> bool:

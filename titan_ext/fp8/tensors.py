@@ -79,7 +79,11 @@ def as_in_memory(x: torch.Tensor) -> torch.Tensor:
     if x.dim() and x.shape[-1] > 1 and x.is_contiguous():
         return x
     order = _memory_order(x)
-    return x.as_strided([x.shape[d] for d in order], [x.stride(d) for d in order])
+    expanded = [d for d in range(x.dim()) if d not in order]
+    x = x.permute(expanded + order)  # SPMD type checking knows this, but not as_strided
+    for _ in expanded:
+        x = x[0]
+    return x
 
 
 def _memory_order(x: torch.Tensor) -> list[int]:
