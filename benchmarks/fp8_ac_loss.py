@@ -60,7 +60,9 @@ BOUND = 0.01  # nat
 ARMS: dict[str, Any] = {
     REFERENCE: SelectiveAC.Config,
     "noise": SelectiveAC.Config,
+    "early-scores": lambda: FP8AC.Config(preset="stock", score_before_last_gemm=True),
     "fp8": FP8AC.Config,
+    "fp8-early": lambda: FP8AC.Config(score_before_last_gemm=True),
     "fp8-balanced": lambda: FP8AC.Config(preset="balanced"),
     "fp8-gemms": lambda: FP8AC.Config(preset="gemms"),
     "fp8-speed": lambda: FP8AC.Config(preset="speed"),
@@ -97,6 +99,7 @@ def train_rank(
         parallelize="auto" if ep > 1 else "experts",
         world=2,
         ep=ep,
+        ac=ARMS[REFERENCE if arm == WARM else arm](),
         expert_all_gather="float8" if arm in _GATHERS else None,
         global_batch=2 * batch,
         seq_len=seq_len,
@@ -104,7 +107,6 @@ def train_rank(
         layers=3,
     )
     config = make_config(run, folder)
-    config.activation_checkpoint = ARMS[REFERENCE if arm == WARM else arm]()
     config.debug.seed = 42 + seed
     config.lr_scheduler.warmup_steps = min(20, steps)
     _set_lr(config.optimizer, lr)
