@@ -70,6 +70,23 @@ def test_it_computes_what_titan_computes():
         assert grad.float().norm() == pytest.approx(other.float().norm().item(), rel=0.01), name
 
 
+def test_no_copy_in_fp32_is_kept():
+    """Without checkpointing, of an expert's hidden values or of its output."""
+    kept: dict[bool, list[torch.Size]] = {}
+    for early in (True, False):
+        shapes = kept[early] = []
+
+        def keep(x: torch.Tensor, shapes: list[torch.Size] = shapes) -> torch.Tensor:
+            if x.dtype is torch.float32 and x.dim() == 2 and x.shape[1] > 1:
+                shapes.append(x.shape)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            _run(_block(early).moe.routed_experts)
+    assert kept[True] == [], "stock keeps its output"
+    assert kept[False] == [(B * L * 3, D)]
+
+
 def test_the_last_gemm_is_neither_kept_nor_run_again():
     reports = {}
     for early in (False, True):

@@ -49,9 +49,10 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "submodule, float8 activations": {"fsdp_wrap": "submodule", "ac": "fp8"},
     "block, float8 activations, preset stock": {"fsdp_wrap": "block", "ac": "stock"},
+    "submodule, scores before the last GEMM": {"fsdp_wrap": "submodule", "ac": "early"},
 }
 """Keys of ``parallelism``; "ac" is float8 checkpointing instead of Titan's selective."""
-LOSSY = ("submodule, float8 activations",)
+LOSSY = ("submodule, float8 activations", "submodule, scores before the last GEMM")
 
 
 def missing_names(titan: Path) -> dict[str, list[str]]:
@@ -144,14 +145,21 @@ def train(arm: str, folder: Path) -> None:
 
     from titan_ext import api, no_accelerator, stdlib_corpus
     from titan_ext.activation_checkpoint import FP8AC
+    from titan_ext.activation_checkpoint.early_scores import use_early_scores
 
     no_accelerator.enable()
     stdlib_corpus.register_stdlib_corpus()
     keys = dict(ARMS.get(arm, {}))
-    kinds = {"fp8": FP8AC.Config(), "stock": FP8AC.Config(preset="stock")}
+    kinds = {
+        "fp8": FP8AC.Config(),
+        "stock": FP8AC.Config(preset="stock"),
+        "early": FP8AC.Config(preset="stock", score_before_last_gemm=True),
+    }
     config: Any = deepseek_v3_debugmodel()
     config.activation_checkpoint = kinds.get(keys.pop("ac", ""), SelectiveAC.Config())
     config.parallelism = api.ParallelismConfig(expert_parallel_degree=2, **keys)
+    if getattr(config.activation_checkpoint, "score_before_last_gemm", False):
+        use_early_scores(config.model_spec)
     if arm != "stock":
         config.model_spec = api.extend_model_spec(config.model_spec)
     _use_cpu_attention(config.model_spec)

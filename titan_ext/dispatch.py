@@ -60,10 +60,19 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     shared_experts: "_SharedExperts | None" = None
     """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
     _layer_tokens: torch.Tensor | None = None
+    _dispatched: LocalDispatchMetadata | None = None
+    """What waits for ``send_scores``."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._sends_scores = config.sends_scores
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """As Titan's."""
+        routed_RD, counts_E, metadata = super().dispatch(*args, **kwargs)
+        if self._sends_scores:
+            self._dispatched = metadata
+        return routed_RD, counts_E, metadata
 
     def combine(
         self,
@@ -80,13 +89,14 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         finally:
             self._layer_tokens = None
 
-    def send_scores(
-        self, metadata: LocalDispatchMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Send fp32 scores to their experts; return ``(R,)``, as they arrive, and indices ``(R,)``.
+    def send_scores(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Send the scores of the tokens dispatched last to their experts.
 
-        The int64 indices sort them by expert; None without expert parallelism: they are sorted.
+        Returns fp32 scores ``(R,)``, as they arrive, and int64 indices ``(R,)``, which sort them by
+        expert; None without expert parallelism: they are sorted.
         """
+        metadata, self._dispatched = self._dispatched, None
+        assert metadata is not None, "dispatch has run"
         scores_N = metadata.topk_scores_experts_sorted_N
         if not isinstance(metadata, AllToAllDispatchMetadata):
             return scores_N, None

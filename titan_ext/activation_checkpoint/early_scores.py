@@ -18,22 +18,16 @@ import torch.nn as nn
 import torch.nn.functional as nnf
 from torch.distributed.tensor import DTensor
 from torchtitan.config import derive
-from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import (
-    AllToAllTokenDispatcher,
-    LocalDispatchMetadata,
-    LocalTokenDispatcher,
-)
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 
 _KEY = "activation_checkpoint.score_before_last_gemm"
 
-# Shape suffixes, as in torchtitan/models/common/moe.py: R = routed tokens that this rank's
-# experts receive, F = hidden dimension of an expert, D = model dimension, E = experts of this rank,
-# B, L, K = batch, sequence, top-k.
+# Shape suffixes, as in torchtitan/models/common/moe.py: R = routed tokens that this rank's experts
+# receive, F = hidden dimension of an expert, D = model dimension, E = experts of this rank.
 
 
 class EarlyScoreExperts(GroupedExperts):
@@ -43,17 +37,12 @@ class EarlyScoreExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         pass
 
-    send_scores: Callable[[LocalDispatchMetadata], tuple[torch.Tensor, torch.Tensor | None]]
+    send_scores: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
-    def forward(  # type: ignore[override]
-        self,
-        x_RD: torch.Tensor,
-        num_tokens_per_expert_E: torch.Tensor,
-        metadata: LocalDispatchMetadata,
-    ) -> torch.Tensor:
-        """Tokens by expert ``(R, D)``, counts ``(E,)``, ``dispatch``'s metadata -> ``(R, D)``."""
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """As Titan's: tokens by expert ``(R, D)``, counts ``(E,)`` -> ``(R, D)``, with scores."""
         # Here, not beside the exchanges of tokens, which op_policies count by module.
-        scores_R, order_R = self.send_scores(metadata)
+        scores_R, order_R = self.send_scores()
         offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
 
         def gemm(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,12 +55,13 @@ class EarlyScoreExperts(GroupedExperts):
         h_RF = nnf.silu(gemm(tokens_RD, self.w1_EFD)) * gemm(tokens_RD, self.w3_EFD)
         if order_R is not None:
             scores_R = scores_R[order_R]  # waits until they have come
-        scaled_RF = (h_RF.float() * scores_R.unsqueeze(-1)).to(h_RF.dtype)
+        # In fp32 by type promotion, so that autograd keeps no fp32 copy of ``h_RF``.
+        scaled_RF = (h_RF * scores_R.float().unsqueeze(-1)).to(h_RF.dtype)
         return gemm(scaled_RF, self.w2_EDF).type_as(x_RD)
 
 
 class EarlyScoreRoutedExperts(RoutedExperts):
-    """Titan's routed experts, which give the scores to the experts."""
+    """Titan's routed experts, whose experts ask the dispatcher for the scores."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -83,26 +73,6 @@ class EarlyScoreRoutedExperts(RoutedExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.inner_experts.send_scores = self.token_dispatcher.send_scores
-
-    def forward(
-        self,
-        x_BLD: torch.Tensor,
-        topk_scores_BLK: torch.Tensor,
-        topk_expert_ids_BLK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> torch.Tensor:
-        """As Titan's: tokens to experts, experts, and back, ``(B, L, D)`` -> ``(B, L, D)``."""
-        tokens_TD = x_BLD.flatten(0, 1)
-        routed_RD, counts_E, metadata = self.token_dispatcher.dispatch(
-            tokens_TD,
-            topk_scores_BLK.flatten(0, 1),
-            topk_expert_ids_BLK.flatten(0, 1),
-            num_local_tokens_per_expert_E,
-        )
-        with maybe_set_sparse_mesh():
-            routed_RD = self.inner_experts(routed_RD, counts_E, metadata)
-        out_TD = self.token_dispatcher.combine(routed_RD, cast(Any, metadata), tokens_TD)
-        return out_TD.view_as(x_BLD)
 
 
 def use_early_scores(spec: ModelSpec) -> None:

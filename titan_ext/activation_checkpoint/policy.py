@@ -110,7 +110,8 @@ class FP8AC(ActivationCheckpointing):
         score_before_last_gemm: bool = False
         """
         Multiply by the routing scores before the last expert GEMM, so that its output need not be
-        kept or computed again. Changes the rounding of the forward. Without EP and TP only.
+        kept or computed again, nor sent again with expert parallelism. Changes the rounding of the
+        forward.
         """
 
         exempt: list[str] = field(default_factory=list)
