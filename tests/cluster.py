@@ -219,7 +219,7 @@ def _run_rank(sender, log: Path, rank: int, world_size: int, port: int, function
         os._exit(0)  # no interpreter shutdown: gloo threads of a failed rank would hang it
 
 
-def _tail(log: Path, lines: int = 15) -> str:
+def _tail(log: Path, lines: int = 80) -> str:
     if not log.exists():
         return ""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

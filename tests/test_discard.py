@@ -1,13 +1,17 @@
 """Discarded outputs: whatever reads one is found, whatever way it reads, and gets true values."""
 
 import logging
+import threading
+import time
 import unittest.mock
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed._functional_collectives import all_to_all_single
 
 from titan_ext.activation_checkpoint import (
     FP8AC,
@@ -227,6 +231,30 @@ def test_what_nothing_reads_is_discarded(use):
     ours, _, report = _run(use, _config(**{"feed_forward.w2": "discard"}))
     assert _w2(report) == ["discarded"]
     assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+
+
+def test_a_process_group_lets_go_late(one_rank: None):
+    """Its thread may hold what it has sent for a moment after the wait, on one rank only."""
+
+    waited, sleep = threading.Event(), time.sleep
+
+    def hold(sent: torch.Tensor) -> None:
+        waited.wait(5)
+        del sent
+
+    def wait(seconds: float) -> None:
+        waited.set()
+        sleep(seconds)
+
+    def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        received = all_to_all_single(o, None, None, cast(Any, dist.group.WORLD))
+        threading.Thread(target=hold, args=(o.detach(),)).start()
+        return x + received
+
+    with unittest.mock.patch.object(time, "sleep", wait):
+        _, _, report = _run(use, _config(**{"feed_forward.w2": "discard"}))
+    assert _w2(report) == ["discarded"]
+    assert waited.is_set()
 
 
 @pytest.mark.parametrize("op", ["sigmoid", "tanh", "exp", "softmax"])

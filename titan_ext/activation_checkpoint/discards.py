@@ -20,6 +20,7 @@ Else that forward keeps the output and reports the reason. docs/fp8_ac.md says w
 
 import functools
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -77,6 +78,9 @@ _PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.dispatch.")
 # How torch calls what the node of an operation has saved of its own results (sigmoid, softmax).
 _SAVED_OUTPUTS = ("_saved_result", "_saved_output", "_saved_out")
 _NOT_FOUND = "a custom autograd Function that does not lead to the block's outputs"
+_COLLECTIVE = "_c10d_functional."
+_LETS_GO_S = 10.0
+"""How long a process group's own thread may hold what it has sent, once it has arrived."""
 _NANS = 2**16
 """Of the values of a stand-in: no more than a kernel's launch takes."""
 # Hooks defined in these packages do nothing that the other proofs do not see.
@@ -142,12 +146,16 @@ class DiscardTracker:
         # By storage. The weak reference keeps no bytes, but no other storage gets the address.
         self._holders: dict[int, tuple[StorageWeakRef, set[Discarded]]] = {}
         self._nodes_of_ops: set[int] = set()
+        self._sent: set[int] = set()
+        """Storages of discarded values that a collective has read or written."""
 
     def add(self, x: torch.Tensor, location: OpLocation, modules_left: int) -> Discarded:
         """Discard ``x``; see ``Discarded``."""
         entry = Discarded(x, location, modules_left)
         self.discarded.append(entry)
         self._follow({entry}, x)
+        if location.op.startswith(_COLLECTIVE):
+            self._sent.update(storage_ids(x))
         return entry
 
     def see(self, func: Any, module: str, args: Any, out: Any, *, recomputed: bool) -> None:
@@ -162,9 +170,13 @@ class DiscardTracker:
                 entries |= holder[1]
         if not entries:
             return
-        if op_name(func) not in READ_NO_VALUES:
-            _blame(entries, f"{op_name(func)} in {module or 'the block'}")
-        elif recomputed:
+        name = op_name(func)
+        if name not in READ_NO_VALUES:
+            _blame(entries, f"{name} in {module or 'the block'}")
+            return
+        if name.startswith(_COLLECTIVE):
+            self._sent.update(storage_ids((args, out)))
+        if recomputed:
             self._follow(entries, out)
 
     def finish(self, modules_left: list[nn.Module], outputs: Any) -> None:
@@ -199,21 +211,27 @@ class DiscardTracker:
         if not self._kept_elsewhere(outputs):
             return
         gc.collect()  # garbage may still hold it; this runs before an error, or once
-        for entries in self._kept_elsewhere(outputs):
+        # Ranks that see a thread's reference and ranks that do not would decide differently.
+        give_up_at = time.monotonic() + _LETS_GO_S
+        while self._sent.intersection(self._kept_elsewhere(outputs)):
+            if time.monotonic() > give_up_at:
+                break
+            time.sleep(1e-3)
+        for entries in self._kept_elsewhere(outputs).values():
             _blame(entries, "code that keeps it after the forward (attribute, buffer, list)")
 
-    def _kept_elsewhere(self, outputs: Any) -> list[set[Discarded]]:
+    def _kept_elsewhere(self, outputs: Any) -> dict[int, set[Discarded]]:
         expected: Counter[int] = Counter()
         parts = parts_in(outputs)
         tensors = [t for entry in self.discarded for t in entry.tensors()]
         tensors += parts + [part._base for part in parts if part._base is not None]
         for tensor in tensors:
             expected[tensor.untyped_storage()._cdata] += 1
-        return [
-            entries
+        return {
+            storage: entries
             for storage, (_, entries) in self._holders.items()
             if _references(storage) > expected[storage]
-        ]
+        }
 
 
 def _blame(entries: Iterable[Discarded], reader: str) -> None:
