@@ -182,6 +182,9 @@ class _OwnSelectiveAC(SelectiveAC):
         (FP8AC.Config(), "never", 7),
         (FP8AC.Config(), "always", 5),
         (FP8AC.Config(mode="no_recompute"), "never", 5),
+        (FP8AC.Config(score_before_last_gemm=True), "never", 8),  # two of them of scores
+        (FP8AC.Config(score_before_last_gemm=True), "always", 7),
+        (FP8AC.Config(preset="stock", score_before_last_gemm=True), "never", 9),
         # Not for save_all_to_all to decide.
         (FP8AC.Config(mode="full"), "always", None),
         (FullAC.Config(), "always", None),

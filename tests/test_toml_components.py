@@ -1,7 +1,6 @@
 """Policies, components and model choices in a TOML file."""
 
 import dataclasses
-import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +108,8 @@ def test_a_flavor_is_built_by_the_models_own_registry_and_the_loss_follows(confi
     wanted.model_spec = spec
     wanted = dataclasses.replace(wanted)
     assert len(model_text(ours)) > 10000
-    assert re.sub("FunctionalA", "A", model_text(ours)) == model_text(wanted)
+    text = model_text(ours).replace("FunctionalA", "A").replace(", 'sends_scores': False", "")
+    assert text == model_text(wanted)
     assert isinstance(ours.loss, ChunkedLossWrapper.Config)
     assert isinstance(ours.loss.loss_fn, CrossEntropyLoss.Config)
     assert ours.loss.loss_fn.global_vocab_size == 102400

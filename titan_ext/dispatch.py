@@ -101,10 +101,12 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         if not isinstance(metadata, AllToAllDispatchMetadata):
             return scores_N, None
         with maybe_set_sparse_mesh():
-            scores_R = self._dispatch_token_exchange(
-                _on_this_mesh(scores_N), self._group, metadata.output_splits, metadata.input_splits
-            )
-        return scores_R, metadata.permuted_indices
+            scores_N = _on_this_mesh(scores_N)
+            with _unchecked(scores_N, self._group):
+                scores_R = all_to_all_single(
+                    scores_N, metadata.output_splits, metadata.input_splits, self._ep_mesh
+                )
+            return _typed_like(scores_N, scores_R), metadata.permuted_indices
 
     def _add_up(
         self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor

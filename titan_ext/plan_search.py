@@ -51,6 +51,12 @@ def _best_that_fits(now: _Config) -> dict[str, Any]:
     return fit | {key: value for key, value in usual.items() if now.get(key, value) != value}
 
 
+def _scores_first(now: _Config) -> dict[str, Any]:
+    if now[_EP] == 1:
+        return {}  # perhaps a dense model
+    return _best_that_fits(now) | {f"{_AC}.policy": "fp8", f"{_AC}.score_before_last_gemm": True}
+
+
 def _half_the_batch(now: _Config) -> dict[str, Any]:
     copies = now["ranks"]
     for axis in ("tensor", "context", "pipeline"):
@@ -62,6 +68,7 @@ def _half_the_batch(now: _Config) -> dict[str, Any]:
 CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (
     (lambda _: _float8("balanced"), "activations in float8, a part recomputed"),
     (_best_that_fits, "the fastest checkpointing for what is left"),
+    (_scores_first, "that, with routing scores before the last expert GEMM: other rounding"),
     (_half_the_batch, "the same global batch in twice the passes"),
     (lambda _: {"activation_checkpoint.policy": "full"}, "every block recomputed"),
     (lambda now: {_EP: 2 * now[_EP]}, "tokens travel between twice the ranks"),
