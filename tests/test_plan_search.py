@@ -55,6 +55,14 @@ def test_what_is_so_already_is_not_tried(config: Loader):
     assert plan_search._best_that_fits(table) == {}
 
 
+def test_scores_first_is_tried_with_expert_parallelism(config: Loader):
+    section = "[parallelism]\nexpert_parallel_degree = "
+    changes = plan_search._changes(_now(config(DEBUG + section + "2\n")), 3)
+    *_, fit, early = [change for change, _ in changes]
+    assert early == fit | {"activation_checkpoint.score_before_last_gemm": True}
+    assert plan_search._scores_first(_now(config(DEBUG + section + "1\n"))) == {}
+
+
 _TABLE = "[activation_checkpoint]\npolicy = 'fp8'\nop_policies = {'*' = 'recompute'}\n"
 
 
