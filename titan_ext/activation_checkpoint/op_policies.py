@@ -356,9 +356,8 @@ class BlockPlan:
 class Resolver:
     """Decides for one forward of a block. Ask in the order of its operations: some rules count.
 
-    ``used_rules`` collects the user's rules that decided an operation. At ``refused_discards`` a
-    preset must not discard, because something reads the output; nor anywhere under SPMD type
-    checking, whose own autograd nodes hide what does.
+    ``used_rules`` collects the user's rules that decided an operation. A preset discards nothing at
+    ``refused_discards``, which are read, nor under SPMD type checking, whose nodes hide readers.
     """
 
     def __init__(
@@ -411,7 +410,10 @@ class Resolver:
             policy = by_user[0].policy
         else:
             if self._refuses_discards or location in self._refused_discards:
-                by_preset = [rule for rule in by_preset if rule.policy is not OpPolicy.DISCARD]
+                kept = [rule for rule in by_preset if rule.policy is not OpPolicy.DISCARD]
+                if by_preset != kept and is_exchange(location.op) and not base.keeps:
+                    base = OpPolicy.SAVE  # ranks that disagree must not exchange alone
+                by_preset = kept
             policy = by_preset[0].policy if by_preset else base
         return policy.exact if is_exempt else policy
 
