@@ -70,7 +70,7 @@ def test_train_resume_and_survive_a_kill(tmp_path: Path):
     *_, last_line = output.strip().splitlines()
     assert re.match(r"loss \d+\.\d+ at step 1 -> \d+\.\d+ at step 4; .*loss.png", last_line)
     assert (folder / "loss.png").exists()
-    assert "FSDP units: submodule (auto, EP 2)" in output
+    assert 'FSDP units: auto is "submodule" (EP 2' in output
     losses = read_scalar(folder, LOSS)
     assert losses[4] < losses[1]
 

@@ -163,7 +163,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             self.shared_experts = None
         if self.shared_experts is not None:
             assert self._layer_tokens is not None, "set while combine() runs"
-            exchange = _Exchange(self._ep_mesh, output_splits, input_splits)
+            exchange = _CombineExchange(self._ep_mesh, output_splits, input_splits)
             sent_RD = _Start.apply(routed_output_RD, exchange)
             self.shared_experts.run_ahead(self._layer_tokens)
             return _Finish.apply(sent_RD, exchange)
@@ -174,7 +174,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         return _typed_like(routed_output_RD, received_ND)
 
 
-class _Exchange:
+class _CombineExchange:
     """An all-to-all of rows in two halves, ``start`` and ``wait_tensor``."""
 
     def __init__(self, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> None:
@@ -195,7 +195,7 @@ class _Start(torch.autograd.Function):
     """Starts an exchange, returns what it sends. Backward waits for what ``_Finish`` started."""
 
     @staticmethod
-    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _CombineExchange) -> torch.Tensor:
         exchange.arriving = exchange.start(sent_RD)
         return sent_RD.view_as(sent_RD)
 
@@ -208,7 +208,7 @@ class _Finish(torch.autograd.Function):
     """Waits for an exchange. Its backward starts that of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _CombineExchange) -> torch.Tensor:
         ctx.exchange = exchange
         arriving_ND, exchange.arriving = exchange.arriving, None
         assert arriving_ND is not None, "_Start has run"
