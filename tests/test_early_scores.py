@@ -15,7 +15,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from tests.training import Run, Runs, observed, titan_config, train
 from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC, measure_block
-from titan_ext.activation_checkpoint.early_scores import use_early_scores
+from titan_ext.activation_checkpoint.early_scores import has_early_scores, use_early_scores
 from titan_ext.stand_ins import use_stand_ins
 from titan_ext.trainer import extend_config
 
@@ -155,6 +155,12 @@ def test_scores_travel_with_the_tokens(run: Run, all_to_alls: tuple[int, int], r
         discarded = {row["name"] for row in block["stored"] if row["treatment"] == "discarded"}
         assert "moe.routed_experts.inner_experts:aten._grouped_mm:w2_EDF" in discarded
         assert "moe.routed_experts:_c10d_functional.all_to_all_single" in discarded
+
+
+def test_a_block_of_another_library_has_a_config_of_another_kind():
+    block = torch.nn.Linear(2, 2)
+    block.config = cast(Any, {"hidden_size": 2})
+    assert not has_early_scores(block)
 
 
 def test_where_it_cannot_be_it_is_refused():

@@ -213,9 +213,9 @@ class DiscardTracker:
         gc.collect()  # garbage may still hold it; this runs before an error, or once
         # Ranks that see a thread's reference and ranks that do not would decide differently.
         give_up_at = time.monotonic() + _LETS_GO_S
-        while self._sent.intersection(self._kept_elsewhere(outputs)):
-            if time.monotonic() > give_up_at:
-                break
+        while (
+            self._sent.intersection(self._kept_elsewhere(outputs)) and time.monotonic() < give_up_at
+        ):
             time.sleep(1e-3)
         for entries in self._kept_elsewhere(outputs).values():
             _blame(entries, "code that keeps it after the forward (attribute, buffer, list)")

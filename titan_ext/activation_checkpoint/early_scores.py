@@ -21,6 +21,7 @@ from torchtitan.config import derive
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
 
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 
@@ -119,6 +120,6 @@ def use_early_scores(spec: ModelSpec) -> None:
 def has_early_scores(model: nn.Module) -> bool:
     """Whether a block or a model was built so. A pipeline stage may have no MoE layer of it."""
     config: Any = getattr(model, "config", None)
-    if config is not None:
+    if isinstance(config, Module.Config):
         return any(config.traverse(EarlyScoreRoutedExperts.Config))
     return any(isinstance(module, EarlyScoreRoutedExperts) for module in model.modules())

@@ -119,9 +119,10 @@ def _preset_rules(
         return ()
     rules = [*_UNREAD]
     saves_exchange = saves_all_to_all and _has_exchange(block)
-    if saves_exchange or has_early_scores(block):
+    early = has_early_scores(block)
+    if saves_exchange or early:
         rules += _UNREAD_BY_SCORES
-    if has_early_scores(block):
+    if early:
         rules.append(_UNREAD_TOKENS)
     if not _has_other_kernels(block):
         rules += [*_UNREAD_SUM_OF_EXPERTS, *(_PERMUTED if saves_exchange else ())]

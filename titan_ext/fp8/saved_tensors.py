@@ -290,6 +290,7 @@ class SavedTensorStore:
         whole = self._float8.get(key)
         if whole is None or start < whole.start or whole.end < end:
             whole = self._to_float8(dense, host)
+            whole.start, whole.end = start, end
             if dense.is_contiguous():
                 self._float8[key] = whole
             else:
@@ -317,9 +318,7 @@ class SavedTensorStore:
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
         step = self._next_step(dense.device)
         stored = ops.float8_quantize(matrix, codec, step, one_kernel)
-        whole = _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
-        whole.start, whole.end = extent(dense)
-        return whole
+        return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
 
     def _next_step(self, device: torch.device) -> torch.Tensor | None:
         """New noise for each tensor: a counter on the device, which a CUDA graph advances."""
