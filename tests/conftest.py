@@ -1,5 +1,6 @@
 """Fixtures. Their imports wait: the process that leads the workers of pytest-xdist needs none."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,19 @@ if TYPE_CHECKING:
     from tests.toml_files import Loader
     from tests.training import Runs
     from titan_ext.trainer import Trainer
+
+
+def pytest_configure() -> None:
+    gc.disable()  # imports make it walk millions of objects, again and again
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or Triton's bindings report what they leak
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,8 @@
 """Real activations: what the blocks of the DeepSeek-V3 debug model save, after a few steps."""
 
 import contextlib
+import copy
+import functools
 import inspect
 from typing import cast
 
@@ -19,6 +21,16 @@ def debug_model(
     layers: int = 3, converters: tuple[str, ...] = (), name: str = "deepseek_v3"
 ) -> Decoder:
     """In bf16, initialised, on one process; ``converters`` as in ``tests.converters``."""
+    model, random_state = _debug_model(layers, converters, name)
+    torch.set_rng_state(random_state)
+    return copy.deepcopy(model)
+
+
+@functools.lru_cache(4)
+def _debug_model(
+    layers: int, converters: tuple[str, ...], name: str
+) -> tuple[Decoder, torch.Tensor]:
+    """With the state that random numbers have after it."""
     spec = titan_config(name).model_spec
     assert spec is not None
     for _, _, parent, key in list(spec.traverse(FlexAttention.Config)):
@@ -30,7 +42,7 @@ def debug_model(
     model.init_weights()
     for param in model.parameters():  # the rotary cache stays complex
         param.data = param.data.bfloat16()
-    return model
+    return model, torch.get_rng_state()
 
 
 def tokens(batch: int = 2, seq_len: int = 64) -> torch.Tensor:

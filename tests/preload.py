@@ -1,7 +1,11 @@
 """What every rank would do first, done once in the fork server that ranks are forked from."""
 
-import atexit
+# ruff: noqa: E402
 import gc
+
+gc.disable()  # or the imports below make it walk millions of objects, again and again
+
+import atexit
 import os
 import time
 from types import SimpleNamespace
@@ -22,4 +26,5 @@ trainer_module: Any = torchtitan.trainer
 trainer_module.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
 
 gc.freeze()
+gc.enable()
 atexit.register(os._exit, 0)  # or Triton's bindings report what they leak

@@ -26,7 +26,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from tests.compiled_op_policies import EXACT, OP_POLICIES
 from tests.fp8_activations import debug_model
-from tests.training import Run, train
+from tests.training import Run, operations_in, train
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_policies import BlockPlan, parse_rules
 from titan_ext.activation_checkpoint.partition import (
@@ -117,7 +117,7 @@ def run(
     return Outcome(
         saved=saved,
         nbytes=sum(waiting.values()),
-        operations=Counter(event.name for event in profiler.events() or []),
+        operations=operations_in(profiler),
         graphs=counters["stats"]["unique_graphs"],
         gradients={
             canonical_fqn(name): cast(Any, p.grad).double()

@@ -13,12 +13,9 @@ from typing import Any
 from tests.matrix.features import is_lossy
 from tests.matrix.layouts import (
     BACKENDS,
-    EACH_ONCE,
-    FLEX,
     GROUPS,
     SUBMODULE,
     WRAPS,
-    ZERO_BUBBLE,
 )
 from tests.training import Run
 
@@ -64,33 +61,9 @@ FAST: list[Run] = [
         Run(world=2, ep=2, tp=2, sequence_parallel=False, **SUBMODULE[1]),
     ]
 ]
-"""The rows of ``make test``; all are rows of the matrix."""
+"""The rows that the tests repeat."""
 
-SLOW: list[Run] = [
-    _row(run)
-    for run in [
-        Run(world=2, ep=2, backend="partial_dtensor", parallelize="submodule"),
-        Run(world=2, ep=2, parallelize="submodule", prefetch=3, prefetch_backward="8MiB"),
-        Run(world=4, dp_replicate=2, ep=2, parallelize="submodule"),
-        Run(world=4, ep=4, backend="partial_dtensor", parallelize="submodule"),
-        Run(model="qwen3_moe", world=2, ep=2, parallelize="submodule"),
-        Run(model="qwen3_moe", world=4, ep=1, parallelize="submodule"),
-        Run(model="deepseek_v3_mtp", world=2, ep=2, parallelize="submodule"),
-        Run(world=2, ep=2, ac="full", parallelize="submodule"),
-        Run(world=2, ep=2, parallelize="submodule", reshard="never"),
-        Run(world=4, ep=2, pp=2, parallelize="submodule", reshard="always"),
-        Run(world=4, backend="partial_dtensor", parallelize="submodule", reshard=2, prefetch=2),
-        Run(world=2, ep=2, parallelize="submodule", optimizer="muon"),
-        Run(world=2, ep=2, converters=("float8_linear",), parallelize="submodule"),
-        Run(world=2, ep=2, cp=2, parallelize="submodule", **FLEX),
-        Run(world=2, pp=2, layers=4, ac="none", **ZERO_BUBBLE, **EACH_ONCE[0]),
-        Run(world=2, ep=2, cpu_offload=True, **SUBMODULE[0]),
-        Run(world=2, ep=2, tp=2, ac="fp8", **SUBMODULE[1]),
-    ]
-]
-"""What ``make test-all`` has beside: each axis at least once."""
-
-assert set(FAST + SLOW) <= set(ROWS)
+assert set(FAST) <= set(ROWS)
 
 
 def reference_of(row: Run) -> Run:
