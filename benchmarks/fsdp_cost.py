@@ -19,7 +19,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3
 from torchtitan.models.qwen3 import model_registry as qwen3
 
-from titan_ext.fsdp.auto import CANDIDATES, STOCK, Choice, Comparison, job_of
+from titan_ext.fsdp.auto import CANDIDATES, STOCK, Choice, PlanComparison, job_of
 from titan_ext.fsdp.cost import Estimate, Job, estimate
 from titan_ext.fsdp.memory.predict import StepOrder
 from titan_ext.fsdp.plan import ShardSizes
@@ -47,7 +47,7 @@ _DRAWN = "671B, 512 ranks, EP 32, 4k tokens, full AC"
 _COLOURS = {"compute": "tab:blue", "gather": "tab:green", "reduce-scatter": "tab:orange"}
 
 
-def comparison(name: str) -> Comparison:
+def comparison(name: str) -> PlanComparison:
     """What the candidates cost for a job."""
     registry, size, ranks, ep, tokens, ac_config = JOBS[name]
     with torch.device("meta"):
@@ -61,7 +61,7 @@ def comparison(name: str) -> Comparison:
         ep=ep,
         exchanges_again=ep <= Job.ranks_per_node,  # as save_all_to_all = "auto" decides
     )
-    return Comparison(model, FSDPSettings(), sizes, job, MACHINES["h100"])
+    return PlanComparison(model, FSDPSettings(), sizes, job, MACHINES["h100"])
 
 
 def step(choice: Choice, name: str) -> Estimate:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import logging
 import textwrap
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 from unittest.mock import MagicMock
 
@@ -495,6 +496,17 @@ def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
         setter = _Code(method)
         assert setter.has(f"fsdp_param_group.{attribute} = comm")
         assert setter.has("len(state._fsdp_param_groups) > 1")
+
+
+def test_fsdp2_separates_reduce_scatters_group_by_group_and_refuses_replicated_ones():
+    """fsdp.shard calls it for each sharded group, with one dict of process groups."""
+    setter = _Code(FSDPModule.set_separate_reduce_scatter_group)
+    assert setter.has("fsdp_param_group._set_separate_reduce_scatter_group(")
+    separate = FSDPParamGroup._set_separate_reduce_scatter_group
+    assert list(inspect.signature(separate).parameters) == ["self", "enable", "new_groups"]
+    replicated = SimpleNamespace(mesh_info=object())
+    with pytest.raises(AssertionError, match="Expected mesh_info to be FSDPMeshInfo"):
+        separate(cast(Any, replicated), True, {})
 
 
 def test_fsdp2_takes_an_unsharded_parameter_as_it_finds_it():

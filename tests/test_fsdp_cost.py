@@ -113,7 +113,7 @@ def test_what_auto_means_without_a_network(
     dims: dict[str, int], wrap: str, model: Decoder, monkeypatch
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(auto, "Comparison", None)  # the cost is not asked for
+    monkeypatch.setattr(auto, "PlanComparison", None)  # the cost is not asked for
     settings = choose(model, FSDPSettings(), _dims(**dims))
     assert (settings.wrap, settings.reduce_scatter_buffers) == (wrap, 1)
     assert settings.prefetch_backward in (None, "auto", 1)
@@ -128,6 +128,8 @@ def test_auto_keeps_what_the_user_has_set(model: Decoder, monkeypatch):
     assert named.wrap == "experts"
     compiled = choose(model, FSDPSettings(), dims, compiled=True, training=TrainingConfig())
     assert compiled.wrap != "experts"
+    head_alone = choose(model, FSDPSettings(replicate=("norm",)), dims)
+    assert "modelled at" in head_alone.chosen
     many = _dims(dp_shard=4096, ep=8)
     assert choose(model, FSDPSettings(), many).wrap == "experts"
     assert choose(model, FSDPSettings(symm_mem=True), dims).reduce_scatter_buffers == 1

@@ -40,7 +40,11 @@ WHOLE = observed(Run(world=2, parallelize="block", tracked=True))
 LAYOUTS += [WHOLE, replace(WHOLE, stock_copy_out=True)]
 IN_PLACE = replace(TRACKED, world=2, ep=2, parallelize="submodule", ac="none", layers=4)
 LAYOUTS += [IN_PLACE, replace(IN_PLACE, gather_in_place=True)]
+HEAD_ALONE = replace(TRACKED, world=2, ep=2, parallelize="submodule", replicate=("norm",))
+LAYOUTS += [HEAD_ALONE]
 SLOW_LAYOUTS = [
+    replace(HEAD_ALONE, chunked_loss=False),
+    replace(HEAD_ALONE, parallelize="block", reshard="always", prefetch=2, accumulate=2),
     replace(OTHER_DIM, world=4, ep=2, layers=3),
     replace(OTHER_DIM, world=4, ep=2, layers=3, stock_copy_out=True),
     replace(TRACKED, world=2, ep=2, parallelize="block", ac="full", reshard="never"),
@@ -107,6 +111,16 @@ def test_whole_blocks_free_their_gather_buffers_at_once(runs: Runs):
     for mine, torchs in _with_each_copy_out(WHOLE, runs):
         assert mine.peaks()["blocks_unsharded"] * 3 == torchs.peaks()["blocks_unsharded"] * 2
         assert mine.unshards() == torchs.unshards()
+
+
+def test_a_head_without_its_norm_is_gathered_once(runs: Runs):
+    """And not three times: for the norm, for the chunked loss, and in backward."""
+    alone, together = (runs.get(replace(HEAD_ALONE, replicate=r)) for r in (("norm",), ()))
+    assert alone.losses == together.losses
+    for mine, its in zip(alone.ranks, together.ranks, strict=True):
+        assert mine.memory is not None
+        assert its.memory is not None
+        assert (mine.memory.unshards()["lm_head"], its.memory.unshards()["lm_head"]) == (1, 3)
 
 
 def test_units_gathered_in_place_need_no_buffer(runs: Runs):

@@ -164,7 +164,8 @@ def _train(run: Run, folder: Path, *, late: bool = False) -> list[Trained]:
 def test_late_or_replicated_trains_as_sharded(run: Run, tmp_path: Path):
     early = _train(run, tmp_path / "early")
     late = _train(run, tmp_path / "late", late=True)
-    kept = _train(replace(run, replicate=REPLICATE), tmp_path / "kept")
+    replicating = replace(run, replicate=REPLICATE, reduce_scatter_buffers=2)
+    kept = _train(replicating, tmp_path / "kept")
 
     adapters = [
         f"layers.{i}.attention.wq.adapter.{name}.weight"

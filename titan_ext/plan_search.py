@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans beside a plan or a run, in processes of their own: what would fit, and how long it takes.
+"""Tries changes of a config in dry runs of their own: which of them fit, and how fast they are.
 
 ``titan_ext dry-run CONFIG --ranks N --memory 80GiB --suggest 5`` tries five of ``CHANGES``, those
 that change anything first. With ``--machine`` each is timed, too, and of those that fit the fastest
@@ -77,6 +77,7 @@ CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (
     (lambda _: _float8("speed"), "activations in float8, little recomputed"),
     (lambda _: {"parallelism.save_all_to_all": "never"}, "tokens sent again in the recompute"),
     (lambda _: {"parallelism.fsdp_wrap": "submodule"}, "smaller collectives, and more of them"),
+    (lambda _: {"parallelism.fsdp_replicate": ["norm"]}, "the head gathered once, not three times"),
     (lambda _: {"parallelism.fsdp_reshard_after_forward": "always"}, "gathered twice a step"),
 )
 """What is tried, in this order: keys and values for a config, and their price."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What "auto" means: units, prefetch and reduce-scatter buffers chosen by cost.
+"""Chooses FSDP units, prefetch and reduce-scatter buffers by their cost, where a key is "auto".
 
 Smaller units hold less and gather more often. Whether that costs time depends on the network. If
 the experts' shards lie on one node, or whole on a rank, their gathers hide behind computation;
@@ -113,19 +113,22 @@ def choose(
     )
     name = _machine()
     try:
-        choice, why = Comparison(model, settings, sizes, job, MACHINES[name]).cheapest(candidates)
+        choice, why = PlanComparison(model, settings, sizes, job, MACHINES[name]).cheapest(
+            candidates
+        )
     except ValueError as error:  # an order that the model of a step does not know
         choice, why = candidates[0], f"cost not modelled: {error}"
     if sizes.dense > _LARGE_WORLD:
         logger.warning(
-            f"FSDP shards over {sizes.dense} ranks, where the latency of collectives grows; with "
-            f"parallelism.data_parallel_replicate_degree = {sizes.dense // 64} (HSDP) they have 64."
+            f"FSDP shards over {sizes.dense} ranks, so its collectives have much latency. With "
+            f"parallelism.data_parallel_replicate_degree = {sizes.dense // 64} (HSDP) they have 64 "
+            "ranks."
         )
     return _chosen(settings, choice, f"EP {ep}, {shards} ranks on {name}: {why}")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """What candidates cost for one job: ``settings`` where they are not "auto", on ``machine``."""
 
     model: Decoder

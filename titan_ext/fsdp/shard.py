@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Sequence
 from typing import cast
 
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import (
     apply_fsdp_to_vision_encoder,
@@ -31,6 +33,7 @@ from titan_ext.fsdp.units import (
     before_first_forward,
     decoder_blocks,
     innermost_first,
+    param_groups,
     plan_units,
 )
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, replicate_undeclared
@@ -77,9 +80,12 @@ def shard_decoder(
         if not unit.gathers_in_backward:
             unit.fsdp_module(model).set_unshard_in_backward(False)
     if plan.reduce_scatter_buffers > 1:
-        root = cast(FSDPModule, model)
-        root.set_separate_reduce_scatter_group(True)
-        root.set_reduce_scatter_max_input_buffers(plan.reduce_scatter_buffers)
+        cast(FSDPModule, model).set_reduce_scatter_max_input_buffers(plan.reduce_scatter_buffers)
+        process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in param_groups(model.modules()):
+            # The public function for all modules refuses those that are replicated.
+            if isinstance(group.mesh_info, FSDPMeshInfo):
+                group._set_separate_reduce_scatter_group(True, process_groups)
     logger.info(f"FSDP units: {settings.wrap}, {count_units(plan.decoder_units)}")
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")
     PLANS[model] = plan
@@ -134,7 +140,7 @@ def _titan_policy(tower: UnitPlan) -> str:
     reshard = tower.reshard_after_forward
     if not isinstance(reshard, bool):
         raise ValueError(
-            f"{tower.name} cannot be resharded to {reshard} ranks: TorchTitan shards it as one "
-            'unit, always or never. Give "vision" one of these in parallelism.fsdp_reshard_groups.'
+            f"{tower.name} cannot be resharded to {reshard} ranks: TorchTitan reshards it always "
+            'or never. Set "vision" to "always" or "never" in parallelism.fsdp_reshard_groups.'
         )
     return "always" if reshard else "never"

@@ -151,9 +151,15 @@ def step_order(trainer: Trainer) -> StepOrder:
 
 
 def predictable_units(plans: Iterable[FSDPPlan]) -> list[UnitPlan]:
-    """The units of all ``plans``; ValueError if FSDP manages parameters outside of them."""
+    """The units of all ``plans``; ValueError if FSDP manages parameters outside of them.
+
+    The last norm may be replicated; elsewhere a replicated parameter changes the order of a step.
+    """
     plans = list(plans)
-    if any(plan.replicated or plan.unmanaged for plan in plans):
+    replicated = {
+        name for plan in plans for group in plan.replicated for name in group.module_names
+    }
+    if replicated - {"norm"} or any(plan.unmanaged for plan in plans):
         raise ValueError("some parameters are replicated, or were added after FSDP.")
     return [unit for plan in plans for unit in plan.units]
 

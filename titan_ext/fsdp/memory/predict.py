@@ -112,7 +112,7 @@ class Step(FSDPSimulation):
             raise ValueError("multi-token prediction runs norm and head between blocks.")
         super().__init__(
             units,
-            _roles(units, order),
+            _roles(units),
             grad_dtype=order.grad_dtype,
             reduce_scatter_buffers=order.reduce_scatter_buffers,
             copies_out_directly=order.copies_out_directly,
@@ -123,6 +123,11 @@ class Step(FSDPSimulation):
         self.embedding = next((u for u in found if u.plan.kind == "embedding"), None)
         self.head = next((u for u in found if u.plan.kind in ("head", _TIED)), None)
         self.is_tied = self.head is not None and self.head.plan.kind == _TIED
+        # Its norm is replicated. FSDP2 takes the backward of a chunk of the loss for a whole one.
+        # Without chunks, the norm's all-reduce waits for the head's reduce-scatter.
+        self.is_alone = self.head is not None and self.head.roles == (_HEAD,)
+        if self.is_alone and order.pipeline is not None:
+            raise ValueError("a head without its norm is not predicted in a pipeline.")
         between = [u for u in found if u is not self.embedding and u is not self.head]
         self.blocks = [list(block) for _, block in groupby(between, key=lambda u: u.plan.block)]
 
@@ -161,7 +166,8 @@ class Step(FSDPSimulation):
         for block in self.blocks:
             self._run_block(block)
         if self.head is not None:
-            for role in (_NORM, _HEAD) if not self.order.loss_chunks else (_NORM,):
+            with_model = (_NORM,) if self.order.loss_chunks else (_NORM, _HEAD)
+            for role in [role for role in self.head.roles if role in with_model]:
                 self.pre_forward(self.head)
                 if role == _HEAD:
                     self.compute(self.head, "loss")
@@ -199,14 +205,20 @@ class Step(FSDPSimulation):
             if chunk == 0:
                 self.compute(head, "loss")  # all chunks of it
             self.post_forward(head, _HEAD)
+            if self.is_alone:
+                self.pre_backward(head)
             self.add_gradients(head, _trainable(head) & _params_of_head(head))
             self.post_backward(head)
+            if self.is_alone:
+                self.end_backward()
         self.configure([head], **dict.fromkeys(chunked, True))
         self.reshard(head)
 
     def _backward(self) -> None:
-        if self.head is not None:
-            chunked = bool(self.order.loss_chunks)
+        chunked = bool(self.order.loss_chunks)
+        if self.is_alone and chunked:
+            self.sample("backward", "")
+        elif self.head is not None:
             if chunked:
                 # The norm's output is the model's: a hook on it records what the loss has freed.
                 self.sample("backward", self.head.plan.name)
@@ -215,6 +227,8 @@ class Step(FSDPSimulation):
             if not self.is_tied:
                 self.add_gradients(self.head, _trainable(self.head) - done)
                 self.post_backward(self.head)
+            while self.is_alone and self._reduce_inputs:
+                self._reclaim_reduce_input()
         for block in reversed(self.blocks):
             self._run_block_backward(block)
         if self.embedding is not None:
@@ -248,17 +262,12 @@ class Step(FSDPSimulation):
             self.post_backward(outer)
 
 
-def _roles(units: Sequence[UnitPlan], order: StepOrder) -> dict[str, tuple[str, ...]]:
+def _roles(units: Sequence[UnitPlan]) -> dict[str, tuple[str, ...]]:
     """The parts of units that run forward separately: norm and head, and tied embeddings."""
-    roles: dict[str, tuple[str, ...]] = {}
-    for unit in units:
-        if unit.kind == _TIED:
-            roles[unit.name] = ("tok_embeddings", _NORM, _HEAD)
-        elif unit.kind == "head":
-            names = {p.name for group in unit.groups for p in group.params}
-            if order.loss_chunks and not any(_is_norm(name) for name in names):
-                raise ValueError(f"unit {unit.name}: a head without a norm is not predicted.")
-            roles[unit.name] = (_NORM, _HEAD)
+    roles = {u.name: u.module_names for u in units if u.kind in (UnitKind.HEAD, _TIED)}
+    for name, parts in roles.items():
+        if len(parts) > 1 and _NORM not in parts:
+            raise ValueError(f"unit {name}: tied embeddings without a norm are not predicted.")
     return roles
 
 
