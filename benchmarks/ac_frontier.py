@@ -50,7 +50,7 @@ def frontier(
     from titan_ext import no_accelerator
     from titan_ext.activation_checkpoint import FP8AC
     from titan_ext.activation_checkpoint.early_scores import use_early_scores
-    from titan_ext.activation_checkpoint.solver import BudgetTooSmallError, Kind, solve
+    from titan_ext.activation_checkpoint.solver import BlockKind, BudgetTooSmallError, solve
     from titan_ext.budget_plan import TracedBlocks, settings_of
     from titan_ext.config_registry import resolve_config
     from titan_ext.dry_run import as_rank, dry_run
@@ -68,7 +68,7 @@ def frontier(
             use_early_scores(config.model_spec)
         traced = TracedBlocks(dry_run(config, RANKS), settings_of(None))
     block, launch_ms = traced.blocks[-1], MACHINES["h100"].launch * 1e3
-    kinds = [Kind(block.graph)]
+    kinds = [BlockKind(block.graph)]
 
     def price(preset: Any, saves: bool) -> list[float]:
         policy = FP8AC.Config(preset=preset)

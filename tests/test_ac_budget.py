@@ -21,9 +21,9 @@ from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Nod
 from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, parse_rules
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.activation_checkpoint.solver import (
+    BlockKind,
     BudgetTooSmallError,
     Host,
-    Kind,
     Solution,
     solve,
     table_of,
@@ -97,19 +97,19 @@ def test_the_solution_is_the_best_of_all(seed: int, exact_attention: bool):
     least, most = (limit(nbytes for nbytes, _ in prices) for limit in (min, max))
     for budget in range(least, most + 40 * KIB, (most - least) // 4):
         best = min(ms for nbytes, ms in prices if nbytes <= budget)
-        found = solve([Kind(graph)], budget, exact_attention=exact_attention)
+        found = solve([BlockKind(graph)], budget, exact_attention=exact_attention)
         assert found.nbytes <= budget
         assert _is_right(graph.nodes, tuple(found.chosen[0]), exact_attention)
         assert found.ms == pytest.approx(best, rel=1e-3)
     with pytest.raises(BudgetTooSmallError) as error:
-        solve([Kind(graph)], least - KIB, exact_attention=exact_attention)
+        solve([BlockKind(graph)], least - KIB, exact_attention=exact_attention)
     assert error.value.least == least
 
 
 @pytest.mark.parametrize("budget", range(600 * KIB, 1400 * KIB, 200 * KIB))
 def test_kinds_share_a_budget_and_what_one_rule_names(budget):
     first, second = (BlockGraph(_some_nodes(seed), (), 0) for seed in (1, 2))
-    found = solve([Kind(first, 3), Kind(second, 1)], budget)
+    found = solve([BlockKind(first, 3), BlockKind(second, 1)], budget)
     (nbytes, ms), (other_nbytes, other_ms) = map(BlockGraph.price, (first, second), found.chosen)
     assert found.nbytes == 3 * nbytes + other_nbytes <= budget
     assert found.ms == pytest.approx(3 * ms + other_ms)
@@ -121,7 +121,7 @@ def test_the_best_with_a_host(seed: int):
     """Six blocks. Of what they offload, the device has that of two; link and room are short."""
     nodes = _some_nodes(seed, count=4)
     graph = BlockGraph(nodes, (), 0)
-    kinds = [Kind(graph, 6)]
+    kinds = [BlockKind(graph, 6)]
     forward_s = sum(node.ms for node in nodes) / 1e3
     host = Host(limit=6 * 70 * KIB, rate=110 * KIB / forward_s)
     policies = [node.policies | {OFFLOAD, OFFLOAD_FLOAT8} for node in nodes]
@@ -154,7 +154,7 @@ class Block:
         with trace(self.module, replace(MACHINES["h100"], launch=1e-9)) as graphs:
             self.run.forward(model, self.run.input_BLD.clone().requires_grad_())
         (self.graph,) = graphs
-        self.kinds = [Kind(self.graph)]
+        self.kinds = [BlockKind(self.graph)]
         self.nbytes, self.gradients = self.measure(None)
 
     def measure(self, config) -> tuple[int, dict[str, torch.Tensor]]:
@@ -235,7 +235,7 @@ def test_the_real_block_keeps_what_was_solved_and_its_gradients_are_exact(block,
 
 def test_what_was_solved_to_wait_on_the_host_gives_exact_gradients(block):
     host = Host(None, 1e12)
-    found = solve([Kind(block.graph, 8)], block.nbytes, float8=False, host=host)
+    found = solve([BlockKind(block.graph, 8)], block.nbytes, float8=False, host=host)
     assert found.nbytes <= block.nbytes < found.host_nbytes
     table = table_of(block.kinds, found.chosen, [block.plan(preset="stock")])
     assert "offload" in table.values()
@@ -292,14 +292,14 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[
         with trace(module, rates, foreign=lambda: fsdp_kind() is not None) as graphs:
             run.forward(model, leaf).backward()
     (graph,) = graphs
-    found = solve([Kind(graph)], graph.none_nbytes // 3, float8=False)
+    found = solve([BlockKind(graph)], graph.none_nbytes // 3, float8=False)
     slower = 0.0
     for preset in ("memory", "balanced", "speed", "gemms"):
         preset_plan = FP8AC.Config(preset=preset).plan(module, name)
         held, ms = graph.price(graph.policies_of(preset_plan))
-        slower = max(slower, ms / solve([Kind(graph)], held).ms)
+        slower = max(slower, ms / solve([BlockKind(graph)], held).ms)
     plan = FP8AC.Config(preset="stock").plan(module, name)
-    tables = [table_of([Kind(graph)], found.chosen, [plan])]
+    tables = [table_of([BlockKind(graph)], found.chosen, [plan])]
     dist.broadcast_object_list(tables)  # ranks have other tokens, but need one table
     _, expected = measure(None)
     nbytes, gradients = measure(FP8AC.Config(preset="stock", op_policies=tables[0]))
@@ -368,7 +368,7 @@ def test_a_result_that_its_own_backward_reads_is_not_discarded():
     (graph,) = graphs
     names = [call.location.op for call in graph.calls if call.node > 0]
     assert names == ["aten.sigmoid", "aten.add"]
-    (_, sigmoid, add) = solve([Kind(graph)], graph.none_nbytes).chosen[0]
+    (_, sigmoid, add) = solve([BlockKind(graph)], graph.none_nbytes).chosen[0]
     assert (sigmoid, add) == (RECOMPUTE, DISCARD)
 
 

@@ -24,7 +24,7 @@ from tests.training import Run, planned_config, start_as_planned
 from titan_ext import stand_ins
 from titan_ext.budget_plan import budget_in
 from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.memory_plan import LASTING, DeviceMemory, Kind, LiveBytes, MemoryPlan, Peak
+from titan_ext.memory_plan import LASTING, DeviceMemory, LiveBytes, MemoryKind, MemoryPlan, Peak
 
 BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=256, layers=4)
 RUNS = [
@@ -46,7 +46,7 @@ SLOW_RUNS = [
 class Measured(NamedTuple):
     allocated: int
     """The most that torch's allocator gave out in the step."""
-    lasting: dict[Kind, int]
+    lasting: dict[MemoryKind, int]
     """What the trainer holds after it."""
     peak: Peak
 
@@ -66,9 +66,11 @@ def _measure(run: Run, folder: Path) -> Measured:
     with patch, live, profiler:
         trainer.train_step(batches)
     lasting = {
-        Kind.PARAMETERS: _nbytes(x for p in parts for x in (*p.parameters(), *p.buffers())),
-        Kind.GRADIENTS: _nbytes(x.grad for p in parts for x in p.parameters()),
-        Kind.STATES: _nbytes(x for o in optimizers for s in o.state.values() for x in s.values()),
+        MemoryKind.PARAMETERS: _nbytes(x for p in parts for x in (*p.parameters(), *p.buffers())),
+        MemoryKind.GRADIENTS: _nbytes(x.grad for p in parts for x in p.parameters()),
+        MemoryKind.STATES: _nbytes(
+            x for o in optimizers for s in o.state.values() for x in s.values()
+        ),
     }
     now = allocated = 0
     for event in cast(Any, profiler.profiler).kineto_results.events():
@@ -132,15 +134,17 @@ def test_planned_is_measured(run: Run, tmp_path: Path):
         clip = next(moment for moment in moments if moment.moment == "clip")
         assert clip.nbytes < 1.01 * sum(measured.lasting.values())  # norms, on shards
         assert planned.moment == measured.peak.moment
-        assert (Kind.OFFLOADED in planned.by_kind) == (run.ac == "on_host")
-        for kind in set(Kind) - {Kind.OFFLOADED}:  # really there in slabs, some bytes unused
+        assert (MemoryKind.OFFLOADED in planned.by_kind) == (run.ac == "on_host")
+        for kind in set(MemoryKind) - {
+            MemoryKind.OFFLOADED
+        }:  # really there in slabs, some bytes unused
             expected = measured.peak.by_kind.get(kind, 0)
             off_by = abs(planned.by_kind.get(kind, 0) - expected)
             assert off_by <= 0.01 * expected + 2**16, kind
         assert planned.nbytes == pytest.approx(measured.peak.nbytes, rel=0.002)
         # A bf16 product makes fp32 copies here (tests.on_cpu.fast_bfloat16_matmul), and gloo's
         # threads free their copy of a reduce-scatter's input when they come to it.
-        copies = 0.03 * planned.nbytes + planned.by_kind.get(Kind.REDUCE, 0)
+        copies = 0.03 * planned.nbytes + planned.by_kind.get(MemoryKind.REDUCE, 0)
         assert 0.99 * planned.nbytes < _allocated(measured) < 1.01 * planned.nbytes + copies
 
 
@@ -153,14 +157,16 @@ def test_an_imbalance_is_more_of_what_experts_get_and_no_more_of_what_they_send(
         ((_, moments),) = run_ranks(_plan, 1, run, 0, tmp_path, imbalance, log_folder=logs)
         kept.append(next(moment.by_kind for moment in moments if moment.moment == "loss"))
     balanced, more = kept
-    assert more[Kind.ALL_TO_ALL] / balanced[Kind.ALL_TO_ALL] == pytest.approx(1.25, rel=0.01)
-    assert more[Kind.PARAMETERS] == balanced[Kind.PARAMETERS]
+    assert more[MemoryKind.ALL_TO_ALL] / balanced[MemoryKind.ALL_TO_ALL] == pytest.approx(
+        1.25, rel=0.01
+    )
+    assert more[MemoryKind.PARAMETERS] == balanced[MemoryKind.PARAMETERS]
 
 
 def _allocated(measured: Measured) -> int:
     """With what was there before the step."""
     return measured.allocated + sum(
-        measured.lasting[kind] for kind in (Kind.PARAMETERS, Kind.STATES)
+        measured.lasting[kind] for kind in (MemoryKind.PARAMETERS, MemoryKind.STATES)
     )
 
 
@@ -232,7 +238,7 @@ def test_waiting_for_a_collective_makes_no_second_tensor():
     assert live.peak.nbytes == 1024
 
 
-PEAK = Peak(60, "loss", {Kind.PARAMETERS: 20, Kind.EXACT: 40})
+PEAK = Peak(60, "loss", {MemoryKind.PARAMETERS: 20, MemoryKind.EXACT: 40})
 
 
 def test_an_allowance_decides_too():
@@ -248,15 +254,17 @@ def test_an_allowance_decides_too():
 
 def _without_checkpointing(memory: int, **budget: Any) -> MemoryPlan:
     """Four blocks of 10 bytes each; gradients replace them."""
-    moments = [Peak(62, "loss", {Kind.PARAMETERS: 20, Kind.EXACT: 40, Kind.LOSS: 2})]
+    moments = [
+        Peak(62, "loss", {MemoryKind.PARAMETERS: 20, MemoryKind.EXACT: 40, MemoryKind.LOSS: 2})
+    ]
     for block in (3, 2, 1, 0):
         by_kind = {
-            Kind.PARAMETERS: 20,
-            Kind.EXACT: 10 * (block + 1),
-            Kind.GRADIENTS: 5 * (4 - block),
+            MemoryKind.PARAMETERS: 20,
+            MemoryKind.EXACT: 10 * (block + 1),
+            MemoryKind.GRADIENTS: 5 * (4 - block),
         }
         moments.append(Peak(sum(by_kind.values()), f"backward of layers.{block}", by_kind))
-    moments.append(Peak(42, "optimizer", {Kind.PARAMETERS: 20, Kind.GRADIENTS: 20}))
+    moments.append(Peak(42, "optimizer", {MemoryKind.PARAMETERS: 20, MemoryKind.GRADIENTS: 20}))
     set_aside = DeviceMemory(**{"memory": memory, "allowance": 0} | budget)
     return MemoryPlan(set_aside, moments[0], moments, communicators=1, on_host=frozenset())
 

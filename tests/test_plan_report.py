@@ -13,7 +13,7 @@ from tests.cluster import run_ranks
 from tests.toml_files import DEBUG, Loader
 from tests.training import Run, make_config, train
 from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.memory_plan import DeviceMemory, Kind, MemoryPlan, Peak
+from titan_ext.memory_plan import DeviceMemory, MemoryKind, MemoryPlan, Peak
 from titan_ext.plan_report import PlanCheck, draw, file_name, to_json, write
 from titan_ext.run_folder import read_scalar
 from titan_ext.step_time import Part, StepTime
@@ -21,9 +21,13 @@ from titan_ext.toml_config.values import identity
 
 RUN = Run(world=1, parallelize="block", layers=2, steps=2)
 MOMENTS = (
-    Peak(30, "forward of layers.0", {Kind.PARAMETERS: 20, Kind.EXACT: 10}),
-    Peak(50, "backward of layers.0", {Kind.PARAMETERS: 20, Kind.GRADIENTS: 20, Kind.REDUCE: 10}),
-    Peak(40, "optimizer", {Kind.PARAMETERS: 20, Kind.GRADIENTS: 20}),
+    Peak(30, "forward of layers.0", {MemoryKind.PARAMETERS: 20, MemoryKind.EXACT: 10}),
+    Peak(
+        50,
+        "backward of layers.0",
+        {MemoryKind.PARAMETERS: 20, MemoryKind.GRADIENTS: 20, MemoryKind.REDUCE: 10},
+    ),
+    Peak(40, "optimizer", {MemoryKind.PARAMETERS: 20, MemoryKind.GRADIENTS: 20}),
 )
 
 
@@ -46,7 +50,7 @@ def test_a_plan_as_json_has_every_figure():
     assert plan["verdict"].startswith("does not fit in ")
     assert (plan["fits"], plan["spare"], plan["allowance"]) == (False, -5, 10)
     assert plan["config"] == {"parallelism.expert_parallel_degree": 2}
-    kinds = {kind.name.lower() for kind in Kind}
+    kinds = {kind.name.lower() for kind in MemoryKind}
     for moment, planned in zip(plan["moments"], MOMENTS, strict=True):
         assert moment["moment"] == planned.moment
         assert moment["sum"] == sum(moment[kind] for kind in kinds) == planned.nbytes
@@ -66,7 +70,7 @@ def test_a_timed_plan_has_its_milliseconds():
 def test_a_picture_has_the_peak_and_a_limit_that_is_near(memory: int, drawn: bool):
     (axes,) = draw(_plan(memory)).axes
     labels = axes.get_legend_handles_labels()[1]
-    kinds = [Kind.PARAMETERS, Kind.GRADIENTS, Kind.EXACT, Kind.REDUCE]
+    kinds = [MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.EXACT, MemoryKind.REDUCE]
     assert labels[-len(kinds) :] == [str(kind) for kind in kinds]
     tops = [
         max(bar.get_y() + bar.get_height() for bar in bars) * 2**30

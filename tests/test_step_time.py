@@ -22,7 +22,7 @@ from tests.cluster import run_ranks
 from tests.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.memory_plan import Kind, LiveBytes
+from titan_ext.memory_plan import LiveBytes, MemoryKind
 from titan_ext.op_cost import MACHINES, collective_ms, op_cost
 from titan_ext.plan_search import calibrate
 from titan_ext.run_record import CONFIG, RECORD
@@ -207,7 +207,7 @@ def test_copies_to_and_from_the_host_run_beside_the_computation():
     clock = StepClock([], live, h100)
     with FakeTensorMode(), clock:
         on_host, source, a = torch.empty(GIB), torch.empty(GIB), torch.empty(4096, 4096)
-        live.own([on_host], Kind.OFFLOADED)
+        live.own([on_host], MemoryKind.OFFLOADED)
         on_host.copy_(source)
         a @ a  # reads another tensor, and does not wait
         times = clock.passes[0].ms
@@ -290,7 +290,11 @@ def test_schedules_of_torch_have_the_actions(name: str, idle: float | None):
 def test_tokens_a_second_are_those_of_the_sum():
     first, second, last = (
         Pass(ms={part: ms})
-        for part, ms in ((Part.FORWARD, 6.0), (Part.FORWARD, 4.0), (Part.OPTIMIZER, 2.0))
+        for part, ms in (
+            (Part.FORWARD, 6.0),
+            (Part.FORWARD, 4.0),
+            (Part.OPTIMIZER, 2.0),
+        )
     )
     time = StepTime.of(
         [first, second, last],
@@ -325,7 +329,11 @@ def test_a_measured_run_says_how_slow_kernels_are(tmp_path: Path):
 
     def model(config: Path, ranks: int, machine: str, slower: float) -> StepTime:
         asked.append((config.name, ranks, machine))
-        ms = {Part.FORWARD: 10 * slower, Part.GATHERS: max(0.0, 6 - slower), Part.HOST: 1.0}
+        ms = {
+            Part.FORWARD: 10 * slower,
+            Part.GATHERS: max(0.0, 6 - slower),
+            Part.HOST: 1.0,
+        }
         return StepTime(machine, ms, {}, {}, 1, None, slower)
 
     folder = _finished_run(tmp_path, [9.0, 0.026, 0.5, 0.025])

@@ -23,9 +23,9 @@ from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, tra
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
 from titan_ext.activation_checkpoint.solver import (
+    BlockKind,
     BudgetTooSmallError,
     Host,
-    Kind,
     Solution,
     solve,
     table_of,
@@ -33,8 +33,7 @@ from titan_ext.activation_checkpoint.solver import (
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all
 from titan_ext.dry_run import DryRun, dry_run
-from titan_ext.memory_plan import DeviceMemory, MemoryPlan, fsdp_kind
-from titan_ext.memory_plan import Kind as MemoryKind
+from titan_ext.memory_plan import DeviceMemory, MemoryKind, MemoryPlan, fsdp_kind
 from titan_ext.names import and_more, format_bytes, parse_bytes
 from titan_ext.op_cost import MACHINES
 from titan_ext.toml_config.files import to_toml
@@ -96,7 +95,7 @@ class TracedBlocks:
         self.blocks = list(self._trace(run))
         if not self.blocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
-        self.kinds = [Kind(block.graph, block.waiting) for block in self.blocks]
+        self.kinds = [BlockKind(block.graph, block.waiting) for block in self.blocks]
         self._elsewhere = self._kinds_elsewhere(run) if run.stages else ()
         self._saves = saves_all_to_all(
             run.config.parallelism,

@@ -125,7 +125,7 @@ class DryRun:
     ranks: int
     """How many GPUs the job has."""
     rank: int = 0
-    """Which of them to be; a pipeline's stages follow each other in blocks of ranks."""
+    """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
     all_stages: bool = False
     """One rank of every pipeline stage, one after another."""
     memory: str = ""
@@ -135,24 +135,24 @@ class DryRun:
     machine: str = ""
     """Time a step on this: h100, h200, b200 or mi300x."""
     measured: Path | None = None
-    """Folder of a run on that machine: its kernels are so much slower than ideal ones."""
+    """Folder of a run on that machine, whose step time says how much slower real kernels are."""
     slower: float = 1.0
-    """Times that kernels are slower than ideal ones, as --measured has said before."""
+    """How many times slower kernels are than ideal ones: the factor that --measured printed."""
     activations: str = ""
     """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
     the best activation checkpointing for that."""
     on_cpu: bool = False
     """With --activations: for a run on CPUs, with their kernels."""
     imbalance: float = 1.0
-    """Tokens that the rank's experts get, for one if routing were balanced."""
+    """How many times their balanced share of tokens the rank's experts get."""
     out: Path | None = None
     """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
     dump_folder it is compares itself with its plan. With --activations: budget.toml, and the
     budget in a picture beside others."""
     suggest: int = 0
-    """How many of the nearest changes to try, best first; with --memory. Each takes as long."""
+    """How many of the nearest changes to try, best first; with --memory. Each is a dry run."""
     against: tuple[_Config, ...] = ()
-    """Other configs to plan beside it, best first; with --memory. Flags are not for them."""
+    """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
     verbose: bool = False
     """Print the log of the start as well, with FSDP's plan."""
 
@@ -201,7 +201,7 @@ class DryRun:
             if self.imbalance != 1 and not 0 <= self.imbalance <= experts:
                 raise ValueError(
                     f"--imbalance is {self.imbalance:g}; expected 0 to {experts}, the "
-                    "expert-parallel degree: more than all tokens cannot come."
+                    "expert-parallel degree, at which the rank's experts get all tokens."
                 )
             if self.activations:
                 self._plan_activations(resolved, activations, budget)
@@ -253,7 +253,7 @@ class DryRun:
                 f"{did_you_mean(self.machine, MACHINES)}"
             )
         if not self.machine and (self.measured is not None or self.slower != 1.0):
-            raise ValueError("--measured and --slower need --machine, whose kernels they are of.")
+            raise ValueError("--measured and --slower need --machine: they slow its kernels down.")
         if self.slower <= 0:
             raise ValueError(f"--slower is {self.slower}; expected a positive factor: 1.3.")
         if self.measured is None:

@@ -101,7 +101,7 @@ def apply_activation_checkpointing(
 
 
 @dataclass(frozen=True)
-class Part:
+class CompiledPart:
     """What is compiled by itself: a block, or the modules of a sub-module unit.
 
     Attributes:
@@ -147,7 +147,7 @@ class Part:
             cast(Any, module).forward = forward if module is self.main else _pass_through
 
 
-def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[Part]:
+def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
     """The parts of the transformer blocks of ``model`` that are compiled, in forward order."""
     blocks = {f"layers.{name}": block for name, block in model.layers.items()}
     kinds = SUBMODULE_KINDS if splits_blocks(units) else (UnitKind.BLOCK,)
@@ -158,7 +158,7 @@ def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[Part]:
         names = {block: "", **{module: name for name, module in block.named_children()}}
         modules = {names[module]: module for module in unit.modules(model)}
         child = next(name for name in modules if name in ("", *_MAIN))
-        yield Part(block, unit.block, modules, child)
+        yield CompiledPart(block, unit.block, modules, child)
 
 
 def compiled_checkpoint(

@@ -29,7 +29,7 @@ from titan_ext.fp8.tensors import plain_tensors, tensors_in
 from titan_ext.op_cost import groups_of
 
 
-class Kind(StrEnum):
+class MemoryKind(StrEnum):
     """What a storage is for."""
 
     PARAMETERS = "parameters and buffers"
@@ -45,7 +45,7 @@ class Kind(StrEnum):
     TEMPORARY = "recomputed, and other temporaries"
 
 
-LASTING = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.STATES)
+LASTING = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.STATES)
 """Kinds that live on between steps, or could."""
 _MIB = 2**20
 
@@ -55,12 +55,12 @@ class Peak(NamedTuple):
 
     nbytes: int
     moment: str
-    by_kind: dict[Kind, int]
+    by_kind: dict[MemoryKind, int]
 
 
 @dataclass(eq=False, slots=True)
 class _Storage:
-    kind: Kind
+    kind: MemoryKind
     nbytes: int
     made_at: int
     """How many operations had run."""
@@ -68,23 +68,23 @@ class _Storage:
 
 
 _MAKERS = {
-    inspect.unwrap(FSDPParamGroup.unshard).__code__: Kind.UNSHARDED,
-    inspect.unwrap(FSDPParamGroup.wait_for_unshard).__code__: Kind.UNSHARDED,
-    inspect.unwrap(FSDPParamGroup.post_backward).__code__: Kind.REDUCE,
-    offload.Offload.copy.__code__: Kind.OFFLOADED,
+    inspect.unwrap(FSDPParamGroup.unshard).__code__: MemoryKind.UNSHARDED,
+    inspect.unwrap(FSDPParamGroup.wait_for_unshard).__code__: MemoryKind.UNSHARDED,
+    inspect.unwrap(FSDPParamGroup.post_backward).__code__: MemoryKind.REDUCE,
+    offload.Offload.copy.__code__: MemoryKind.OFFLOADED,
 }
 """Functions whose storages are of a kind."""
 
 _MADE_BY = {
-    "titan_ext::float8_quantize": Kind.FLOAT8,
-    "_c10d_functional::all_to_all_single": Kind.ALL_TO_ALL,
+    "titan_ext::float8_quantize": MemoryKind.FLOAT8,
+    "_c10d_functional::all_to_all_single": MemoryKind.ALL_TO_ALL,
 }
 PLAIN_TYPES = {torch.Tensor, nn.Parameter, FakeTensor}
-_PASSING = (Kind.TEMPORARY, Kind.LOSS)
+_PASSING = (MemoryKind.TEMPORARY, MemoryKind.LOSS)
 _TAKES_GRADIENTS = "fsdp::chunk_cat"
 
 
-def fsdp_kind() -> Kind | None:
+def fsdp_kind() -> MemoryKind | None:
     """What FSDP makes a storage for, inside the operation that makes it; None for others."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -114,18 +114,18 @@ class LiveBytes(TorchDispatchMode):
         self,
         parts: Sequence[nn.Module],
         optimizers: Iterable[torch.optim.Optimizer],
-        on_host: Iterable[Kind] = (),
+        on_host: Iterable[MemoryKind] = (),
     ) -> None:
         super().__init__()
         self.moments: list[Peak] = []
         self.groups: set[str] = set()
         self._parts = parts
-        self.on_host = frozenset(on_host) | {Kind.OFFLOADED}
+        self.on_host = frozenset(on_host) | {MemoryKind.OFFLOADED}
         self.host_peak = 0
         self._live: dict[int, _Storage] = {}
         self._full: set[int] = set()
         """Those that FSDP empties when it reshards, which no operation shows."""
-        self._by_kind: Counter[Kind] = Counter()
+        self._by_kind: Counter[MemoryKind] = Counter()
         self._now = 0
         self._peak = (0, "", 0)  # bytes, moment, operations
         self._died_since_peak: list[_Storage] = []
@@ -133,10 +133,12 @@ class LiveBytes(TorchDispatchMode):
         self._depth = 0
         self._handles: list[Any] = []
         for part in parts:
-            self.own([*part.parameters(), *part.buffers()], Kind.PARAMETERS)
+            self.own([*part.parameters(), *part.buffers()], MemoryKind.PARAMETERS)
         for optimizer in optimizers:
             for state in optimizer.state.values():
-                self.own([x for x in state.values() if isinstance(x, torch.Tensor)], Kind.STATES)
+                self.own(
+                    [x for x in state.values() if isinstance(x, torch.Tensor)], MemoryKind.STATES
+                )
         self.begin("start")
 
     def begin(self, moment: str) -> None:
@@ -146,7 +148,7 @@ class LiveBytes(TorchDispatchMode):
         recompute), and so on.
         """
         gradients = (p.grad for part in self._parts for p in part.parameters())
-        self.own([x for x in gradients if x is not None], Kind.GRADIENTS)
+        self.own([x for x in gradients if x is not None], MemoryKind.GRADIENTS)
         if not self.moments or self.moments[-1].moment != moment:
             self.moments.append(Peak(0, moment, {}))
         self._see_peak()
@@ -155,19 +157,19 @@ class LiveBytes(TorchDispatchMode):
     def peak(self) -> Peak:
         """The peak of the step, by what each storage turned out to be."""
         nbytes, moment, operations = self._peak
-        by_kind: Counter[Kind] = Counter()
+        by_kind: Counter[MemoryKind] = Counter()
         alive = (x for x in self._live.values() if x.made_at <= operations)
         for storage in (*alive, *self._died_since_peak):
             by_kind[storage.kind] += storage.nbytes
         return Peak(nbytes, moment, dict(by_kind))
 
-    def own(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
+    def own(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
         """Say of which kind the storages of ``tensors`` are, whatever made them."""
         for tensor in tensors:
             for part in plain_tensors(tensor):
                 self._turn_into(self._see(part, kind), kind)
 
-    def kind_of(self, tensor: torch.Tensor) -> Kind | None:
+    def kind_of(self, tensor: torch.Tensor) -> MemoryKind | None:
         """Of the storage of ``tensor``; None if it has not been seen."""
         storage = self._live.get(tensor.untyped_storage()._cdata)
         return None if storage is None else storage.kind
@@ -196,27 +198,27 @@ class LiveBytes(TorchDispatchMode):
             if storage is not None:
                 self._see(tensor, storage.kind)
                 if name.startswith(_TAKES_GRADIENTS) and storage.kind in _PASSING:
-                    self._turn_into(storage, Kind.REDUCE)
+                    self._turn_into(storage, MemoryKind.REDUCE)
         kind = _MADE_BY.get(name)
         for tensor in tensors_in(out):
             if tensor.untyped_storage()._cdata not in self._live:
                 kind = kind or self._kind_by_maker()
-            self._see(tensor, kind or Kind.TEMPORARY)
+            self._see(tensor, kind or MemoryKind.TEMPORARY)
         if "c10d" in name:
             self.groups.update(group.group_name for group in groups_of(args))
         self._see_peak()
         return out
 
-    def _kind_by_maker(self) -> Kind:
+    def _kind_by_maker(self) -> MemoryKind:
         if (kind := fsdp_kind()) is not None:
             return kind
         if self.moments[-1].moment == "loss":
-            return Kind.LOSS
-        return Kind.EXACT if self._depth and not in_backward() else Kind.TEMPORARY
+            return MemoryKind.LOSS
+        return MemoryKind.EXACT if self._depth and not in_backward() else MemoryKind.TEMPORARY
 
     # -- storages
 
-    def _see(self, tensor: torch.Tensor, kind: Kind) -> _Storage:
+    def _see(self, tensor: torch.Tensor, kind: MemoryKind) -> _Storage:
         """The storage of ``tensor``, with its size now; a new one is of ``kind``."""
         untyped = tensor.untyped_storage()
         key, nbytes = untyped._cdata, untyped.nbytes()
@@ -233,30 +235,30 @@ class LiveBytes(TorchDispatchMode):
     def _begin(self, key: int, storage: _Storage) -> _Storage:
         self._live[key] = storage
         self._add(storage.kind, storage.nbytes)
-        if storage.kind is Kind.UNSHARDED and storage.nbytes:
+        if storage.kind is MemoryKind.UNSHARDED and storage.nbytes:
             self._full.add(key)
         return storage
 
     def _end(self, key: int) -> _Storage:
         storage = self._live.pop(key)
         self._full.discard(key)
-        if storage.kind is Kind.EXACT and not in_backward():
-            self._turn_into(storage, Kind.TEMPORARY)  # forward was over with it: not kept
+        if storage.kind is MemoryKind.EXACT and not in_backward():
+            self._turn_into(storage, MemoryKind.TEMPORARY)  # forward was over with it: not kept
         self._add(storage.kind, -storage.nbytes)
         if storage.made_at <= self._peak[2]:
             self._died_since_peak.append(storage)
         return storage
 
-    def _turn_into(self, storage: _Storage, kind: Kind) -> None:
+    def _turn_into(self, storage: _Storage, kind: MemoryKind) -> None:
         self._add(storage.kind, -storage.nbytes)
         storage.kind = kind
         self._add(storage.kind, storage.nbytes)
 
-    def _add(self, kind: Kind, nbytes: int) -> None:
+    def _add(self, kind: MemoryKind, nbytes: int) -> None:
         self._by_kind[kind] += nbytes
         if kind not in self.on_host:
             self._now += nbytes
-        elif kind is Kind.OFFLOADED:
+        elif kind is MemoryKind.OFFLOADED:
             self.host_peak = max(self.host_peak, self._by_kind[kind])
 
     def _see_peak(self) -> None:
@@ -335,7 +337,7 @@ class MemoryPlan:
     peak: Peak
     moments: Sequence[Peak]
     communicators: int
-    on_host: frozenset[Kind]
+    on_host: frozenset[MemoryKind]
     host_peak: int = 0
     ranks_per_node: int = 1
 
@@ -380,7 +382,7 @@ class MemoryPlan:
 
     def table(self) -> Iterator[str]:
         """A line for each kind of storage at the peak, in GiB."""
-        for kind in Kind:
+        for kind in MemoryKind:
             on_host = " (on the host, not in the sum)" if kind in self.on_host else ""
             if (nbytes := _gib(self.peak.by_kind.get(kind, 0))) != "0.00":
                 yield f"{nbytes:>8}  {kind}{on_host}"
@@ -395,7 +397,7 @@ class MemoryPlan:
         if self.host_peak:
             ranks = self.ranks_per_node
             yield (
-                f"{_gib(self.host_peak):>8}  host: {Kind.OFFLOADED} of this rank at most; "
+                f"{_gib(self.host_peak):>8}  host: {MemoryKind.OFFLOADED} of this rank at most; "
                 f"{_gib(self.host_peak * ranks)} a node of {ranks} such ranks"
             )
 

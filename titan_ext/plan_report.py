@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.guards import RunCheck
 from titan_ext.limits import world_size
-from titan_ext.memory_plan import LASTING, Kind, LiveBytes, MemoryPlan, Peak
+from titan_ext.memory_plan import LASTING, LiveBytes, MemoryKind, MemoryPlan, Peak
 from titan_ext.names import and_more, format_bytes, matches
 from titan_ext.run_record import versions
 from titan_ext.step_time import StepTime
@@ -26,17 +26,17 @@ from titan_ext.toml_config.values import identity
 
 _GIB = 2**30
 _COLOURS = {
-    Kind.PARAMETERS: "#1f4e79",
-    Kind.GRADIENTS: "#4f81bd",
-    Kind.STATES: "#9dc3e6",
-    Kind.EXACT: "#ed7d31",
-    Kind.FLOAT8: "#ffc000",
-    Kind.OFFLOADED: "#ffe699",
-    Kind.UNSHARDED: "#548235",
-    Kind.REDUCE: "#a9d18e",
-    Kind.ALL_TO_ALL: "#7030a0",
-    Kind.LOSS: "#c00000",
-    Kind.TEMPORARY: "#a6a6a6",
+    MemoryKind.PARAMETERS: "#1f4e79",
+    MemoryKind.GRADIENTS: "#4f81bd",
+    MemoryKind.STATES: "#9dc3e6",
+    MemoryKind.EXACT: "#ed7d31",
+    MemoryKind.FLOAT8: "#ffc000",
+    MemoryKind.OFFLOADED: "#ffe699",
+    MemoryKind.UNSHARDED: "#548235",
+    MemoryKind.REDUCE: "#a9d18e",
+    MemoryKind.ALL_TO_ALL: "#7030a0",
+    MemoryKind.LOSS: "#c00000",
+    MemoryKind.TEMPORARY: "#a6a6a6",
 }
 _LABELS_AT_MOST = 30
 _SEEN = 0.002
@@ -100,7 +100,7 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moment(peak: Peak) -> dict[str, Any]:
-    by_kind = {_key(kind): peak.by_kind.get(kind, 0) for kind in Kind}
+    by_kind = {_key(kind): peak.by_kind.get(kind, 0) for kind in MemoryKind}
     return {"moment": peak.moment, "sum": peak.nbytes, **by_kind}
 
 
@@ -131,7 +131,7 @@ def draw(plan: Mapping[str, Any]) -> Any:
     figure = Figure(figsize=(11.5, 5.5), layout="constrained")
     axes = figure.subplots()
     at, bottom = range(len(moments)), [0.0] * len(moments)
-    for kind in Kind:
+    for kind in MemoryKind:
         heights = [moment[_key(kind)] / _GIB for moment in moments]
         top_of_kind = max(heights) * _GIB
         if _key(kind) in plan["on_host"] or top_of_kind < _SEEN * peak["sum"]:
@@ -239,7 +239,7 @@ class PlanCheck(RunCheck):
         trainer.metrics_processor.logger.log(metrics, trainer.step)
 
 
-def _key(kind: Kind) -> str:
+def _key(kind: MemoryKind) -> str:
     return kind.name.lower()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a run's folder says about the run: its config, where it comes from, what it gained.
+"""What a run leaves in its folder: its config, where that comes from, the memory that it saved.
 
 Rank 0 writes ``config.toml``, which starts the same run again, and ``run.json``, with one entry for
 each start. At the end the log and that entry say what titan_ext saved, beside what stock TorchTitan

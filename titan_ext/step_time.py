@@ -8,7 +8,8 @@ schedule that trains, and no formula repeats what they do. Kernels are ideal: no
 gaps between them, of a slow host, or of neighbours that are late. One rank is all that a dry run
 sees: every stage of a pipeline is taken to be as long as its own, and sending to take no time.
 
-``titan_ext dry-run --machine h100`` prints ``StepTime.lines``.
+``titan_ext dry-run --machine h100`` prints ``StepTime.table``. At the start of a run there is no
+time for a dry run: ``fsdp.cost`` is a coarser model.
 """
 
 import itertools
@@ -34,7 +35,7 @@ from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.fp8.tensors import tensors_in
 from titan_ext.fsdp.memory.predict import Pipeline
-from titan_ext.memory_plan import PLAIN_TYPES, Kind, LiveBytes, in_backward
+from titan_ext.memory_plan import PLAIN_TYPES, LiveBytes, MemoryKind, in_backward
 from titan_ext.op_cost import SYNC_MS, Links, Machine, group_ms, groups_of, moves_nothing, op_cost
 
 
@@ -188,11 +189,11 @@ class StepClock(TorchDispatchMode):
 
     def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Whether a copy is to or from the host."""
-        return len({self._live.kind_of(x) is Kind.OFFLOADED for x in (target, source)}) == 2
+        return len({self._live.kind_of(x) is MemoryKind.OFFLOADED for x in (target, source)}) == 2
 
     def _offload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """A copy to or from the host runs beside the computation."""
-        to_host = self._live.kind_of(target) is Kind.OFFLOADED
+        to_host = self._live.kind_of(target) is MemoryKind.OFFLOADED
         lane, ms = (Part.OFFLOAD, to_host), target.nbytes / self._machine.host * 1e3
         end = self._free[lane] = max(self._free[lane], self._free[self._compute]) + ms
         buffer = self._buffer(source if to_host else target, made_on=self._compute)

@@ -84,7 +84,7 @@ _CONTEXT = [
         by="torchtitan",
         message="CP is not supported with ScaledDotProductAttention",
         stock_message="CP is not supported with ScaledDotProductAttention",
-        reason="Context parallelism needs FlexAttention, whose backward torch has not on a CPU.",
+        reason="Context parallelism needs FlexAttention, whose backward torch lacks on a CPU.",
         address="https://github.com/pytorch/pytorch/issues/169224",
     ),
     Refusal(
@@ -153,7 +153,7 @@ REFUSALS: list[Refusal] = [
         by="torchtitan",
         message="pipeline_parallel_degree=1",
         stock_message="pipeline_parallel_degree=1",
-        reason="Its config refuses it for the sake of its own optimizer.",
+        reason="Kimi's config refuses pipelines because of its optimizer, DistMuon.",
         address=f"{_TITAN}/models/kimi_k2_7/config_registry.py",
     ),
     Refusal(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mode "no_recompute": what autograd saves in a block goes through the store.
+"""Mode "no_recompute": ``SavedTensorStore`` keeps what autograd saves in a block.
 
 Some fp32 tensors are copies of bf16 values, and we keep them as bf16, without loss. For example,
 Titan multiplies the routed experts' outputs by their scores in fp32, and autograd saves the fp32

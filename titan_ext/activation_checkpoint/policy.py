@@ -61,8 +61,8 @@ class FP8AC(ActivationCheckpointing):
         preset: Preset = "memory"
         """
         With mode "selective". "memory": attention and shared experts, at about half of stock
-        selective's bytes. "balanced": also the second half of the GEMMs that feed-forwards begin
-        with. "speed": all of those, at about stock's bytes. "gemms": also q, k and v, so that few
+        selective's bytes. "balanced": attention, and w3 of all experts and feed-forwards.
+        "speed": also w1, at about stock's bytes. "gemms": also q, k and v, so that few
         GEMMs run again. "stock": what stock selective saves, exactly, for ``op_policies`` to start
         from.
         """
@@ -90,8 +90,8 @@ class FP8AC(ActivationCheckpointing):
 
         solved_for: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
         """
-        How often what ``op_policies`` names runs in the blocks that it was solved for: dry-run
-        writes this, and blocks that differ are refused. Empty: not checked.
+        How often each operation of a solved ``op_policies`` runs in each kind of block. dry-run
+        writes this; a run refuses blocks that differ. Empty: not checked.
         """
 
         attention: Attention = "auto"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The presets: which rules a block gets, by the names that its modules and operations have.
 
-Each is a point near the frontier that ``budget`` finds, of bytes held against milliseconds to have
-the rest again. What frees most time a byte is kept first: attention, the router's gate, then GEMMs
-by the length of their dot products. Last come q, k and v: the block's input gives them again,
-exactly if it is exact. What backward does not read is discarded, if our proof agrees.
+Each is a point near the frontier that ``budget`` finds, of bytes held against milliseconds to
+recompute the rest. A preset first keeps what saves the most recompute time per byte: attention, the
+router's gate, then GEMMs by the length of their dot products. Last come q, k and v: they are
+recomputed from the block's input, exactly if that is exact. A preset discards what backward does
+not read, if our proof agrees.
 """
 
 from typing import Any, Literal, cast

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What goes with a table that was solved for a budget: the budget, and the operations it meant.
+"""Checks that a table solved for a budget still means the operations that it was solved for.
 
 A solved table names operations by their number ("aten.mul:*:2"). Another release of torch, of
 Titan or of a model may run others, and the same number then means another one. So a table carries
-how often each pattern matches in each kind of block, and a first forward is held against that.
+how often each pattern matches in each kind of block, and the first forward is compared with that.
 """
 
 from collections import Counter

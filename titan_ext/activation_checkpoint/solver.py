@@ -39,7 +39,7 @@ from titan_ext.activation_checkpoint.op_policies import (
 )
 from titan_ext.names import format_bytes
 
-__all__ = ["BudgetTooSmallError", "Host", "Kind", "Solution", "solve", "table_of"]
+__all__ = ["BlockKind", "BudgetTooSmallError", "Host", "Solution", "solve", "table_of"]
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8
@@ -65,7 +65,7 @@ class BudgetTooSmallError(ValueError):
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockKind:
     """Blocks of one kind; ``count`` forwards of them wait for their backward at once."""
 
     graph: BlockGraph
@@ -82,7 +82,7 @@ class Solution:
     host_nbytes: int
 
     @classmethod
-    def of(cls, kinds: Sequence[Kind], chosen: list[list[OpPolicy]]) -> "Solution":
+    def of(cls, kinds: Sequence[BlockKind], chosen: list[list[OpPolicy]]) -> "Solution":
         both = list(zip(kinds, chosen, strict=True))
         prices = [kind.graph.price(c, kind.count) for kind, c in both]
         host = sum(kind.count * kind.graph.host_nbytes(c) for kind, c in both)
@@ -103,7 +103,7 @@ class Host:
 
 
 def solve(
-    kinds: Sequence[Kind],
+    kinds: Sequence[BlockKind],
     budget: int,
     *,
     float8: bool = True,
@@ -148,7 +148,7 @@ class _Program:
     """Columns: for each node its policies (0 or 1), whether its values may be NaN in the recompute
     (tainted), and whether they may differ from the forward's (inexact)."""
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[BlockKind]
     float8: bool
     exact_attention: bool
     rule_us: float
@@ -179,7 +179,7 @@ class _Program:
     def _row(self, columns: dict[int, float], low: float, high: float) -> None:
         self._rows.append((columns, low, high))
 
-    def _choices(self, kind: Kind) -> list[dict[OpPolicy, int]]:
+    def _choices(self, kind: BlockKind) -> list[dict[OpPolicy, int]]:
         """One policy for each node."""
         found = []
         for node in kind.graph.nodes:
@@ -303,7 +303,7 @@ def _silent() -> Iterator[None]:
 
 
 def table_of(
-    kinds: Sequence[Kind], chosen: Sequence[list[OpPolicy]], plans: Sequence[BlockPlan]
+    kinds: Sequence[BlockKind], chosen: Sequence[list[OpPolicy]], plans: Sequence[BlockPlan]
 ) -> dict[str, str]:
     """The ``op_policies`` that choose so, in the order of the operations.
 

@@ -7,11 +7,11 @@
     print(store.memory_report)
     y.sum().backward()
 
-A tensor, a name for it and a treatment (exact or float8, device or host) decide; who chose the
-treatment, and how, is not known here. docs/fp8_codec.md lists the treatments in the order in which
-they apply. Parameters and buffers are kept by reference, and known by their storage: a detached or
-localised weight is a plain tensor, and a copy would defeat FSDP, which empties a gathered weight.
-What is small stays on the device.
+Callers choose how each tensor is stored, by its name: exact or in float8, on the device or on the
+host. docs/fp8_codec.md lists the rules in the order in which they apply. Parameters and buffers are
+kept by reference, and recognised by their storage: a detached or localised weight is a plain
+tensor, and a copy would defeat FSDP, which empties a gathered weight. Small tensors stay on the
+device.
 
 The store waits for every tensor: inside selective checkpointing the output of a running collective
 is a plain tensor. It stores values once, and decodes them once, however often they and views of
@@ -77,6 +77,7 @@ class StoredEntry:
     original: tuple[tuple[int, int], ...] = ()
     """(id, bytes) of the storages that autograd would have kept alive."""
     weak_storages: Sequence[StorageWeakRef] = ()
+    """Held so that no other storage gets these ids."""
     on_host: Sequence[HostTensor] = ()
 
     @property

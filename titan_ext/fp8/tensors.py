@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The data behind a tensor: this rank's shard of a DTensor, its storages, how it lies in them."""
+"""The data behind a tensor: this rank's shard of a DTensor, its storages, its layout in them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

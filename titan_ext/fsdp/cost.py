@@ -4,8 +4,8 @@
 A model, not a measurement: FSDP2's order of events (``fsdp.memory.simulate``) on a clock for each
 stream and each communicator. A communicator runs its collectives one after the other, in the order
 in which FSDP2 issues them; two communicators share a link. Times of computations come from the
-sizes of parameters. ``fsdp.auto`` compares plans with it; ``python -m benchmarks.fsdp_cost`` prints
-such comparisons.
+sizes of parameters. ``fsdp.auto`` compares plans with it at the start of a run; ``python -m
+benchmarks.fsdp_cost`` prints such comparisons. ``step_time`` models a step from its operations.
 
 Rules of streams and events: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (torch 2.15).
 """

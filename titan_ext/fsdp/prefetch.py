@@ -4,8 +4,8 @@
 FSDP2 prefetches by itself in backward, and in forward as far as the host runs ahead of the device.
 The device-to-host copy of the expert-parallel split lists stops the host in every MoE layer. So
 titan_ext gives FSDP2 explicit lists: a number of units ahead, or as many as fit into a number of
-bytes. "auto" is one unit, and two in backward from an attention unit. The backward of attention is
-too short to hide the gather of the unit before it, and a reduce-scatter that follows on the wire.
+bytes. "auto" is one unit, and two in the backward of an attention unit, which is too short to hide
+both the next all-gather and the reduce-scatter that follows it.
 
 A recompute needs only the units of its own block. FSDP2 mistakes it for another forward and would
 gather the units ahead again. A pipeline may also have kept a unit gathered since the previous

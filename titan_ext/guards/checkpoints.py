@@ -300,8 +300,8 @@ def _other_ways_on(own: Path, step: int, flags: str = "") -> str:
     resume = f"--checkpoint.load_step {max(earlier)} resumes before it. " if earlier else ""
     return (
         f"{resume}A new run, in another dump_folder, starts from its weights with "
-        f"--checkpoint.initial_load_path {own}/step-{step}{flags}. Runs that are to be resumed at "
-        "their end save everything with checkpoint.last_save_model_only = false."
+        f"--checkpoint.initial_load_path {own}/step-{step}{flags}. To make "
+        "finished runs resumable, set checkpoint.last_save_model_only = false."
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What holds before a run starts: its paths exist, its folder is its own, all ranks run the same.
+"""Checks before a run starts: paths exist, nobody else uses its folder, all ranks run the same.
 
 Two runs in one folder overwrite each other's checkpoints. Rank 0 holds a lock on ``run.lock`` as
 long as its process lives. After any death the kernel, or the server of a shared file system, gives
