@@ -501,7 +501,7 @@ def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
 def test_fsdp2_separates_reduce_scatters_group_by_group_and_refuses_replicated_ones():
     """fsdp.shard calls it for each sharded group, with one dict of process groups."""
     setter = _Code(FSDPModule.set_separate_reduce_scatter_group)
-    assert setter.has("fsdp_param_group._set_separate_reduce_scatter_group(")
+    assert setter.has("fsdp_param_group._set_separate_reduce_scatter_group(enable, new_groups)")
     separate = FSDPParamGroup._set_separate_reduce_scatter_group
     assert list(inspect.signature(separate).parameters) == ["self", "enable", "new_groups"]
     replicated = SimpleNamespace(mesh_info=object())
