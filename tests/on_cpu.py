@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 from torch.nn import init
 from torch.nn.attention.flex_attention import AuxOutput, create_block_mask, create_mask
@@ -63,13 +63,10 @@ def quick_initialisation() -> Iterator[None]:
     def of_whole(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return truncated_normal(tensor, *args, **kwargs)
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        truncated_normal(whole, *args, **kwargs)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        shard = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         with torch.no_grad():
-            tensor.to_local().copy_(shard.to_local())
-        return tensor
+            return no_accelerator.fill_whole(
+                tensor, lambda whole: truncated_normal(whole, *args, **kwargs)
+            )
 
     with unittest.mock.patch.object(init, "_no_grad_trunc_normal_", of_whole):
         yield

@@ -135,9 +135,8 @@ def test_planned_is_measured(run: Run, tmp_path: Path):
         assert clip.nbytes < 1.01 * sum(measured.lasting.values())  # norms, on shards
         assert planned.moment == measured.peak.moment
         assert (MemoryKind.OFFLOADED in planned.by_kind) == (run.ac == "on_host")
-        for kind in set(MemoryKind) - {
-            MemoryKind.OFFLOADED
-        }:  # really there in slabs, some bytes unused
+        # Offloaded ones are really there in slabs, some bytes unused.
+        for kind in set(MemoryKind) - {MemoryKind.OFFLOADED}:
             expected = measured.peak.by_kind.get(kind, 0)
             off_by = abs(planned.by_kind.get(kind, 0) - expected)
             assert off_by <= 0.01 * expected + 2**16, kind

@@ -290,11 +290,7 @@ def test_schedules_of_torch_have_the_actions(name: str, idle: float | None):
 def test_tokens_a_second_are_those_of_the_sum():
     first, second, last = (
         Pass(ms={part: ms})
-        for part, ms in (
-            (Part.FORWARD, 6.0),
-            (Part.FORWARD, 4.0),
-            (Part.OPTIMIZER, 2.0),
-        )
+        for part, ms in ((Part.FORWARD, 6.0), (Part.FORWARD, 4.0), (Part.OPTIMIZER, 2.0))
     )
     time = StepTime.of(
         [first, second, last],
@@ -329,11 +325,7 @@ def test_a_measured_run_says_how_slow_kernels_are(tmp_path: Path):
 
     def model(config: Path, ranks: int, machine: str, slower: float) -> StepTime:
         asked.append((config.name, ranks, machine))
-        ms = {
-            Part.FORWARD: 10 * slower,
-            Part.GATHERS: max(0.0, 6 - slower),
-            Part.HOST: 1.0,
-        }
+        ms = {Part.FORWARD: 10 * slower, Part.GATHERS: max(0.0, 6 - slower), Part.HOST: 1.0}
         return StepTime(machine, ms, {}, {}, 1, None, slower)
 
     folder = _finished_run(tmp_path, [9.0, 0.026, 0.5, 0.025])

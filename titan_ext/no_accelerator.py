@@ -256,12 +256,17 @@ class _FullTensorRandom(TorchDispatchMode):
         target = args[0] if args else None
         if func not in self._IN_PLACE_RANDOM or not isinstance(target, DTensor):
             return func(*args, **kwargs)
-        full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        func(full, *args[1:], **kwargs)
-        # Every rank drew the same: nothing is sent (src_data_rank=None).
-        shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(shard.to_local())
-        return target
+        return fill_whole(target, lambda full: func(full, *args[1:], **kwargs))
+
+
+def fill_whole(target: DTensor, fill: Callable[[torch.Tensor], object]) -> DTensor:
+    """Let every rank ``fill`` a whole tensor, all alike, and keep its shard of it in ``target``."""
+    full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    fill(full)
+    # Nothing is sent (src_data_rank=None).
+    shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+    target.to_local().copy_(shard.to_local())
+    return target
 
 
 def reduce_without_premul_sum(model: nn.Module) -> None:

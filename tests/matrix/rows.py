@@ -11,12 +11,7 @@ from itertools import product
 from typing import Any
 
 from tests.matrix.features import is_lossy
-from tests.matrix.layouts import (
-    BACKENDS,
-    GROUPS,
-    SUBMODULE,
-    WRAPS,
-)
+from tests.matrix.layouts import BACKENDS, GROUPS, SUBMODULE, WRAPS
 from tests.training import Run
 
 
