@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import titan_ext
+from titan_ext.fsdp.memory.log import predictable_units
 from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
-from titan_ext.fsdp.plan import GroupPlan, ParamPlan, UnitPlan
+from titan_ext.fsdp.plan import FSDPPlan, GroupPlan, ParamPlan, ReplicatedPlan, UnitPlan
 from titan_ext.fsdp.units import UnitKind
 
 _ROWS = {"layers.0.attention": 10, "layers.0.moe": 30, "layers.1.attention": 10, "layers.1.moe": 30}
@@ -120,6 +121,22 @@ def test_what_is_not_known_is_refused():
         predict(_plan(), replace(ORDER, pipeline=pipeline))
     with pytest.raises(ValueError, match="multi-token"):
         predict([replace(_plan()[0], name="mtp_layers.0.attention")], ORDER)
+    head = replace(_plan()[0], name="lm_head", kind=UnitKind.HEAD, module_names=("lm_head",))
+    with pytest.raises(ValueError, match="a head without its norm is not predicted in a pipeline"):
+        predict([head], replace(ORDER, pipeline=replace(pipeline, schedule="1F1B")))
+    tied = replace(head, kind=UnitKind.TIED, module_names=("tok_embeddings", "lm_head"))
+    with pytest.raises(ValueError, match="tied embeddings without a norm"):
+        predict([tied], ORDER)
+
+
+def test_of_replicated_parameters_only_the_last_norm_is_predicted():
+    def plan(name: str) -> FSDPPlan:
+        replicated = ReplicatedPlan(kind="dense", module_names=(name,), params=())
+        return FSDPPlan(units=tuple(_plan()), replicated=(replicated,))
+
+    assert predictable_units([plan("norm")]) == _plan()
+    with pytest.raises(ValueError, match="some parameters are replicated"):
+        predictable_units([plan("layers.0.attention_norm")])
 
 
 @pytest.mark.parametrize("module", ["accounting", "simulate", "predict"])
