@@ -70,7 +70,9 @@ def check(kernel: Kernel, compute_capability: int = 90) -> None:
     assert (len(accesses) - len(wide)) * 8 <= code.values_per_thread
 
 
-@pytest.mark.parametrize("width", [2048, 64, 576])
+@pytest.mark.parametrize(
+    "width", [2048, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 576))]
+)
 def test_memory_is_the_limit(width: int):
     store, load = kernels()[width]
     short = width > 128 and width % 128

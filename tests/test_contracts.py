@@ -73,6 +73,7 @@ from torchtitan.components.checkpointer.base import (
     ModelWrapper,
 )
 from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
@@ -87,6 +88,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models import _supported_models
 from torchtitan.models.common import token_dispatcher
 from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
@@ -349,6 +351,16 @@ def test_titan_dispatcher_metadata():
         *("token_indices_experts_sorted_N", "topk_scores_experts_sorted_N"),
         *("input_shape", "permuted_indices", "input_splits", "output_splits"),
     }
+
+
+def test_titan_tells_a_model_whose_head_the_chunked_loss_runs():
+    """fsdp.prefetch reads it at the first forward; a dry run resets the head as the loss does."""
+    assert Decoder._skip_lm_head is False
+    building = _Code(torchtitan.trainer.Trainer.__init__)
+    assert building.has("self.model_parts[0]._skip_lm_head = True")
+    assert building.has("self.loss_fn.set_lm_head(lm_head)")
+    loss = _Code(ChunkedLossWrapper.__call__)
+    assert loss.has("lm_head.set_reshard_after_forward(True)")
 
 
 def test_titan_calls_shared_experts_with_the_layers_tokens_after_the_routed_ones():

@@ -91,6 +91,19 @@ def test_auto_costs_no_time_and_no_bytes_across_nodes(job: str):
     assert before[0] > 1.01 * stock[0], "small units alone would have cost time"
 
 
+def test_auto_is_fast_too_if_computation_hides_less():
+    """On a slow machine one buffer is as fast and holds less, but not if that is 20 % faster."""
+    given = comparison("16B, 64 ranks, EP 8, 16k tokens")
+    slow = replace(given, machine=replace(given.machine, block=0.7 * given.machine.block))
+    choice, _ = slow.cheapest(auto.CANDIDATES)
+    one_buffer = auto.CANDIDATES[0]
+    assert one_buffer.buffers == 1
+    (ms, nbytes), (mine, my_nbytes) = slow.cost(one_buffer), slow.cost(choice)
+    assert (ms < 1.005 * mine, nbytes < my_nbytes) == (True, True)
+    faster = replace(slow, machine=replace(slow.machine, block=1.2 * slow.machine.block))
+    assert faster.cost(choice)[0] < faster.cost(one_buffer)[0] / 1.02
+
+
 def _dims(**sizes: int) -> ParallelDims:
     dims = {"ep": 1, "dp_shard": 1, "cp": 1, "tp": 1, "dp_replicate": 1, "pp": 1} | sizes
     return cast(ParallelDims, SimpleNamespace(**dims, pp_enabled=dims["pp"] > 1))

@@ -140,8 +140,7 @@ def test_the_plan_counts_what_is_replicated():
     gathered, less = (sum(u.gathered_nbytes for u in p.units) for p in (whole, plan))
     assert gathered - less == 2 * numel
     assert f"replicated ({len(modules)} parameters)" in plan.table()
-    # Alone, the head would gather the block before it with every chunk of the loss.
-    assert plan["lm_head"].backward_prefetch == ()
+    assert plan["lm_head"].backward_prefetch == ("layers.1.moe",)
 
 
 def test_frozen_linears():

@@ -40,11 +40,15 @@ WHOLE = observed(Run(world=2, parallelize="block", tracked=True))
 LAYOUTS += [WHOLE, replace(WHOLE, stock_copy_out=True)]
 IN_PLACE = replace(TRACKED, world=2, ep=2, parallelize="submodule", ac="none", layers=4)
 LAYOUTS += [IN_PLACE, replace(IN_PLACE, gather_in_place=True)]
-HEAD_ALONE = replace(TRACKED, world=2, ep=2, parallelize="submodule", replicate=("norm",))
-LAYOUTS += [HEAD_ALONE]
+HEAD_ALONE = replace(TRACKED, world=2, ep=2, parallelize="submodule")
+NORM_REPLICATED = replace(HEAD_ALONE, replicate=("norm",))
+LAYOUTS += [NORM_REPLICATED]
 SLOW_LAYOUTS = [
     replace(HEAD_ALONE, chunked_loss=False),
     replace(HEAD_ALONE, parallelize="block", reshard="always", prefetch=2, accumulate=2),
+    replace(HEAD_ALONE, reshard_groups=(("layers.0.feed_forward", "never"),)),
+    replace(NORM_REPLICATED, chunked_loss=False),
+    replace(NORM_REPLICATED, parallelize="block", reshard="always", prefetch=2, accumulate=2),
     replace(OTHER_DIM, world=4, ep=2, layers=3),
     replace(OTHER_DIM, world=4, ep=2, layers=3, stock_copy_out=True),
     replace(TRACKED, world=2, ep=2, parallelize="block", ac="full", reshard="never"),
@@ -114,9 +118,14 @@ def test_whole_blocks_free_their_gather_buffers_at_once(runs: Runs):
 
 
 def test_a_head_without_its_norm_is_gathered_once(runs: Runs):
-    """And not three times: for the norm, for the chunked loss, and in backward."""
-    alone, together = (runs.get(replace(HEAD_ALONE, replicate=r)) for r in (("norm",), ()))
+    """And not three times: for the norm, for the chunked loss, and in backward.
+
+    Not where more than two heads stay gathered: with its norm it is gathered three times.
+    """
+    groups = (("attention", "never"),)
+    alone, together = (runs.get(replace(HEAD_ALONE, reshard_groups=g)) for g in ((), groups))
     assert alone.losses == together.losses
+    assert [r.state_hash for r in alone.ranks] == [r.state_hash for r in together.ranks]
     for mine, its in zip(alone.ranks, together.ranks, strict=True):
         assert mine.memory is not None
         assert its.memory is not None
@@ -209,7 +218,7 @@ def test_off_it_registers_nothing(tmp_path: Path):
     run = replace(run, tracked=True)
     ((hooks, comms),) = run_ranks(_watched, 1, run, tmp_path, log_folder=tmp_path)
     assert hooks > 0
-    assert comms == 4  # embedding, attention, feed-forward, head
+    assert comms == 5  # embedding, attention, feed-forward, norm, head
 
 
 def _planted(fault: str) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -56,7 +56,7 @@ def test_toml_with_flags_that_win(launch: Callable[..., str], tmp_path: Path):
     assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
     assert "sequence length 64, total steps 1" in output
     assert 'FSDP units: auto is "submodule" (EP 2' in output
-    assert "FSDP units: submodule, 14 units" in output
+    assert "FSDP units: submodule, 15 units" in output
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_config_function_of_titan(tmp_path: Path):
     output = _launch("deepseek_v3_debugmodel", *flags)
     assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
     assert 'FSDP units: auto is "submodule" (EP 2' in output
-    assert "FSDP units: submodule, 14 units" in output
+    assert "FSDP units: submodule, 15 units" in output
 
 
 @pytest.mark.slow

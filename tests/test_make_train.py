@@ -27,6 +27,7 @@ def _make_train(folder: Path) -> subprocess.Popen:
             "train",
             f"RUN_FOLDER={folder}",
             "STEPS=4",
+            "NGPU=2",
             f"ARGS={ARGS}",
         ],
         cwd=ROOT,

@@ -96,6 +96,22 @@ def test_the_flops_are_those_of_a_real_step(tmp_path: Path):
         assert full[part] == none[part] > 0
 
 
+def _this_step_and_the_next(run: Run, folder: Path) -> list[StepTime | None]:
+    with as_rank(run.world, 0):
+        done = dry_run(planned_config(run, folder), run.world, machine="h100")
+    times = [done.time]
+    done.plan(None, "h100")
+    return [*times, done.time]
+
+
+def test_the_one_step_is_steady(tmp_path: Path):
+    """Also where the first step of a run gathers a head that stays with its norm once less."""
+    run = replace(EIGHT, reshard="never")
+    ((first, second),) = run_ranks(_this_step_and_the_next, 1, run, tmp_path, log_folder=tmp_path)
+    assert first is not None
+    assert first == second
+
+
 def test_the_codec_reads_and_writes_what_is_kept_in_float8(tmp_path: Path):
     time, float8 = _timed(replace(ONE, ac="fp8"), tmp_path)
     assert time.nbytes[Part.CODEC] == 2 * float8 > 0  # once in forward, once in backward

@@ -53,8 +53,8 @@ def test_block_units_are_whole_blocks():
     units = plan_units(decoder, "block")
     assert _names(units) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "lm_head"]
     for sizes, groups in (
-        (ShardSizes(dense=4, experts=2), [1, 1, 2, 2, 1]),
-        (ShardSizes(dense=4), [1] * 5),
+        (ShardSizes(dense=4, experts=2), [1, 1, 2, 2, 1, 1]),
+        (ShardSizes(dense=4), [1] * 6),
     ):
         plan = make_plan(decoder, units, FSDPSettings(), sizes)
         assert [len(unit.groups) for unit in plan.units] == groups

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import PipelineStage
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.quantization.utils import has_quantization
@@ -170,8 +171,8 @@ class DryRun(Trainer):
             ) from error
 
     def plan(self, budget: DeviceMemory | None, machine: str = "", slower: float = 1.0) -> None:
-        """Run another step, steady as all that follow; count what it holds, or its time."""
-        self.optimizers.zero_grad()
+        """Run a step, steady as any but a run's first; count what it holds, or its time."""
+        self._start_as_second_step()
         offloads = self.config.training.enable_cpu_offload
         live = LiveBytes(self.model_parts, self.optimizers, on_host=LASTING if offloads else ())
         clock = None
@@ -183,6 +184,19 @@ class DryRun(Trainer):
             self.memory = MemoryPlan.of(live, budget, ranks_per_node())
         if clock is not None:
             self.time = self._step_time(clock, machine)
+
+    def _start_as_second_step(self) -> None:
+        """Make the optimizer's states, and leave FSDP as the chunked loss of a step leaves it."""
+        with self.fake:
+            for parameter in (p for part in self.model_parts for p in part.parameters()):
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+        self.clip()
+        self.optimize()
+        self.optimizers.zero_grad()
+        head = getattr(self.loss_fn, "lm_head", None)
+        if isinstance(head, FSDPModule):
+            head.set_reshard_after_forward(True)
 
     def _step_time(self, clock: StepClock, machine: str) -> StepTime:
         training, spec = self.config.training, self.config.model_spec
@@ -361,9 +375,10 @@ def dry_run(
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
     run.imbalance = imbalance
-    run.run_step()
     if budget is not None or machine:
         run.plan(budget, machine, slower)
+    else:
+        run.run_step()
     return run
 
 

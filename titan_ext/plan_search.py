@@ -77,7 +77,6 @@ CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (
     (lambda _: _float8("speed"), "activations in float8, little recomputed"),
     (lambda _: {"parallelism.save_all_to_all": "never"}, "tokens sent again in the recompute"),
     (lambda _: {"parallelism.fsdp_wrap": "submodule"}, "smaller collectives, and more of them"),
-    (lambda _: {"parallelism.fsdp_replicate": ["norm"]}, "the head gathered once, not three times"),
     (lambda _: {"parallelism.fsdp_reshard_after_forward": "always"}, "gathered twice a step"),
 )
 """What is tried, in this order: keys and values for a config, and their price."""

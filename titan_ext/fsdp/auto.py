@@ -4,8 +4,8 @@
 Smaller units hold less and gather more often. Whether that costs time depends on the network. If
 the experts' shards lie on one node, or whole on a rank, their gathers hide behind computation;
 across nodes they may not. There ``choose`` compares the settings that the user left open, by the
-model of ``fsdp.cost``. It takes the least memory among those as fast as the fastest. All ranks
-compute the same from the same numbers.
+model of ``fsdp.cost``. It takes the least memory among those as fast as the fastest, also if
+computation were faster than modelled. All ranks compute the same from the same numbers.
 """
 
 import logging
@@ -32,6 +32,7 @@ from titan_ext.op_cost import MACHINES, Machine, ranks_per_node
 from titan_ext.titan import tokens_of_microbatch
 
 _AS_FAST = 1.005  # times the fastest
+_FASTER = 1.2  # what computation may be, whose times are estimates; then it hides less
 _LARGE_WORLD = 1024
 _BLOCKS = 6  # the last ones: their bytes count, for a step's peak is where backward begins
 
@@ -143,9 +144,15 @@ class PlanComparison:
         Raises ValueError for a model whose order of units is not known.
         """
         costs = {choice: self.cost(choice) for choice in candidates}
-        fastest = min(ms for ms, _ in costs.values())
-        fast = [choice for choice in candidates if costs[choice][0] <= fastest * _AS_FAST]
-        best = min(fast, key=lambda choice: costs[choice][1])
+        quick = replace(self, machine=replace(self.machine, block=self.machine.block * _FASTER))
+        times = {choice: (costs[choice][0], quick.cost(choice)[0]) for choice in candidates}
+        fastest = [min(column) for column in zip(*times.values(), strict=True)]
+        fast = [
+            choice
+            for choice, both in times.items()
+            if all(ms <= least * _AS_FAST for ms, least in zip(both, fastest, strict=True))
+        ]
+        best = min(fast or [min(times, key=times.__getitem__)], key=lambda c: costs[c][1])
         stock = self.cost(STOCK, as_stock=True)
         ms, nbytes = (mine / its for mine, its in zip(costs[best], stock, strict=True))
         return best, f"modelled at {ms:.3f} of whole blocks' time, {nbytes:.2f} of bytes"
@@ -153,9 +160,10 @@ class PlanComparison:
     def cost(self, choice: Choice, *, as_stock: bool = False) -> tuple[float, int]:
         """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes.
 
-        ``as_stock``: with buffers of all-gathers held as FSDP2 does by itself.
+        ``as_stock``: with buffers of all-gathers held as FSDP2 does by itself, and norm and head as
+        one unit.
         """
-        units = self.units(choice)
+        units = self.units(choice, as_stock=as_stock)
         order = StepOrder(
             recomputes=self.job.recompute > 0,
             reduce_scatter_buffers=choice.buffers,
@@ -166,13 +174,17 @@ class PlanComparison:
         names = {name for name, _ in decoder_blocks(self.model)[-_BLOCKS:]}
         return ms, predict([u for u in units if u.block in names], order).peak("total")
 
-    def units(self, choice: Choice) -> list[UnitPlan]:
+    def units(self, choice: Choice, *, as_stock: bool = False) -> list[UnitPlan]:
         """FSDP's units with ``choice``."""
         settings = with_choice(self.settings, choice)
-        return local_plan(self.model, settings, self.sizes, self.job.ep).decoder_units
+        return local_plan(
+            self.model, settings, self.sizes, self.job.ep, as_stock=as_stock
+        ).decoder_units
 
 
-def local_plan(model: Decoder, settings: FSDPSettings, sizes: ShardSizes, ep: int) -> FSDPPlan:
+def local_plan(
+    model: Decoder, settings: FSDPSettings, sizes: ShardSizes, ep: int, *, as_stock: bool = False
+) -> FSDPPlan:
     """The plan of a model that expert parallelism has yet to split over ``ep`` ranks."""
 
     def local(group: GroupPlan) -> GroupPlan:
@@ -186,7 +198,7 @@ def local_plan(model: Decoder, settings: FSDPSettings, sizes: ShardSizes, ep: in
     if any(isinstance(p, DTensor) for p in model.parameters()):
         ep = 1  # it has been split
     settings = replace(settings, reshard_groups={}) if settings.wrap == "block" else settings
-    plan = make_plan(model, units, settings, sizes)
+    plan = make_plan(model, units, settings, sizes, as_stock=as_stock)
     units = tuple(replace(u, groups=tuple(map(local, u.groups))) for u in plan.units)
     return replace(plan, units=units)
 

@@ -36,6 +36,7 @@ from titan_ext.fsdp.units import (
     replicated_by_unit,
     units_without,
     vision_units,
+    with_norm_apart,
 )
 
 
@@ -46,6 +47,7 @@ def make_plan(
     sizes: ShardSizes,
     *,
     is_chunk: bool = False,
+    as_stock: bool = False,
 ) -> FSDPPlan:
     """Plan what FSDP does with ``units``, and with the vision towers of ``model``.
 
@@ -54,6 +56,7 @@ def make_plan(
         units: Its units (``fsdp.units.plan_units``), in forward order.
         is_chunk: Whether a pipeline stage holds only this part of the model. Some names may be in
             other stages then, and "default" keeps units gathered after forward.
+        as_stock: Leave the last norm with the head.
 
     Raises:
         ValueError: for a setting that does not fit the model, or a name that is not in it.
@@ -84,6 +87,9 @@ def make_plan(
     for name in replicated:
         others |= {*model.get_submodule(name).parameters(recurse=False)}
     planned = _plan_units(model, units, settings, sizes, others, is_chunk=is_chunk)
+    if not (is_chunk or as_stock):
+        apart = _plan_units(model, with_norm_apart(units), settings, sizes, others)
+        planned = apart if _gathers_less(apart) else planned
     _check_expert_collectives(planned, settings, is_chunk)
     frees_buffers = not settings.gather_in_place
     return FSDPPlan(
@@ -128,6 +134,23 @@ def _plan_units(
         )
         for plan in plans
     ]
+
+
+def _gathers_less(apart: Sequence[UnitPlan]) -> bool:
+    """Whether FSDP gathers fewer bytes a step with the norm ``apart`` from the head.
+
+    It gathers the head twice less, and once more what would stay gathered for backward. After a
+    reshard to a smaller world it would hold those shards until the next step.
+    """
+    nbytes = {True: 0, False: 0}
+    for unit in apart:
+        after, is_head = unit.reshard_after_forward, unit.kind is UnitKind.HEAD
+        if not isinstance(after, bool):
+            return False
+        if is_head or (unit.gathers_in_backward and not after):
+            gathered = (g.gathered_nbytes for g in unit.groups if g.shard_world > 1)
+            nbytes[is_head] += sum(gathered)
+    return nbytes[False] < 2 * nbytes[True]
 
 
 def _plan_groups(

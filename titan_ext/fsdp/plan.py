@@ -246,7 +246,7 @@ class FSDPPlan:
 
 
 def count_units(units: Iterable[UnitPlan]) -> str:
-    """ "3 units in 4 groups: 1 embedding, 1 block, 1 head"."""
+    """ "4 units in 5 groups: 1 embedding, 1 block, 1 norm, 1 head"."""
     units = list(units)
     kinds = Counter(unit.kind.value for unit in units)
     by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

@@ -19,6 +19,7 @@ was gathered ahead copies out before FSDP2's own hook, and its buffer is freed a
 """
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -29,9 +30,16 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode
+from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.fsdp.plan import UnitPlan
-from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks
+from titan_ext.fsdp.units import (
+    SUBMODULE_KINDS,
+    Unit,
+    UnitKind,
+    before_first_forward,
+    splits_blocks,
+)
 from titan_ext.names import BYTES, parse_bytes
 
 
@@ -95,11 +103,6 @@ def plan_prefetch(
         order.append(units[0])  # embeddings run first, norm and head last
         back.insert(0, units[0])
     ahead, behind = _ahead(order, forward), _ahead(back, backward)
-    for unit in units:
-        if unit.kind is UnitKind.HEAD and unit.module_names == ("lm_head",):
-            # Alone (its norm is replicated), it ends a backward with every chunk of the loss. FSDP2
-            # would free what it gathered ahead, and gather it again for the next chunk.
-            behind[unit.name] = ()
     freeing = _freeing(units, ahead) if frees_buffers else set()
     return [
         replace(
@@ -112,7 +115,7 @@ def plan_prefetch(
     ]
 
 
-def set_prefetch(model: nn.Module, units: Sequence[UnitPlan]) -> None:
+def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
     """Give FSDP2 the prefetch lists of ``units``, which are sharded already."""
     modules = {unit.name: unit.fsdp_module(model) for unit in units}
     for unit in units:
@@ -122,8 +125,14 @@ def set_prefetch(model: nn.Module, units: Sequence[UnitPlan]) -> None:
         # An empty list would mean FSDP2's own choice. The unit itself has been gathered already.
         behind = [modules[name] for name in unit.backward_prefetch] or [module]
         module.set_modules_to_backward_prefetch(behind)
+        if unit.is_head_alone:
+            before_first_forward(model, functools.partial(_set_chunks_prefetch, model, module))
         if unit.kind in SUBMODULE_KINDS or unit.frees_buffer:
-            hook = _BeforeForward(module, ahead, unit)
+            # FSDP2 takes the experts of a recompute for a new forward's root and opens a profiler
+            # range for it. Selective checkpointing wants it in the forward too, also where they are
+            # gathered.
+            opens_range = unit.kind is UnitKind.EXPERTS
+            hook = _BeforeForward(module, ahead, unit.frees_buffer, opens_range)
             for part in unit.modules(model):
                 part.register_forward_pre_hook(hook, prepend=True)
 
@@ -135,16 +144,33 @@ def prefetch_nothing_in_backward(modules: Sequence[nn.Module]) -> None:
             module.set_modules_to_backward_prefetch([module])  # gathered already
 
 
+def gather_unseen_in_recompute(modules: Sequence[nn.Module]) -> None:
+    """Gather a unit inside of a block, which is not in the plan, as those that are."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(_BeforeForward(module), prepend=True)
+
+
+def _set_chunks_prefetch(model: Decoder, head: FSDPModule) -> None:
+    """Nothing: Titan's chunked loss ends a backward with each, and FSDP2 frees what is ahead."""
+    if model._skip_lm_head:
+        head.set_modules_to_backward_prefetch([head])
+
+
 class _BeforeForward:
     """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit."""
 
-    def __init__(self, module: FSDPModule, ahead: list[FSDPModule], unit: UnitPlan) -> None:
+    def __init__(
+        self,
+        module: FSDPModule,
+        ahead: Sequence[FSDPModule] = (),
+        frees_buffer: bool = False,
+        opens_range: bool = False,
+    ) -> None:
         self._module = module
-        self._ahead = ahead
-        self._frees_buffer = unit.frees_buffer
-        # FSDP2 takes the experts of a recompute for a new forward's root and opens a profiler range
-        # for it. Selective checkpointing wants it in the forward too, also where they are gathered.
-        self._opens_range = unit.kind is UnitKind.EXPERTS
+        self._ahead = list(ahead)
+        self._frees_buffer = frees_buffer
+        self._opens_range = opens_range
 
     @torch._dynamo.disable
     def __call__(self, part: nn.Module, args: Any) -> None:
@@ -198,7 +224,10 @@ def _freeing(units: Sequence[UnitPlan], ahead: Mapping[str, tuple[str, ...]]) ->
 
 def _within(units: Sequence[UnitPlan], limit: PrefetchLimit) -> tuple[str, ...]:
     if limit.units is not None:
-        return tuple(unit.name for unit in units[: limit.units])
+        ahead = units[: limit.units]
+        if ahead and ahead[-1].kind is UnitKind.NORM:  # too small to count
+            ahead = units[: limit.units + 1]
+        return tuple(unit.name for unit in ahead)
     assert limit.nbytes is not None
     totals = accumulate(unit.gathered_nbytes for unit in units)
     return tuple(u.name for u, nbytes in zip(units, totals, strict=True) if nbytes <= limit.nbytes)

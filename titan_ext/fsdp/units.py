@@ -8,9 +8,9 @@ forward. ``wrap="experts"`` makes a unit of the routed experts and one of all el
 collectives are then those of stock, which gathers the two in groups of their own. But the experts
 are gathered only while they run.
 
-Norms are never units of their own: a group of a few KiB costs the same collectives as a large one.
-So a unit may have several modules. FSDP2 gathers them before the first one runs and frees them
-after the last.
+Norms are in the unit of what follows them: a group of a few KiB costs the same collectives as a
+large one. So a unit may have several modules. FSDP2 gathers them before the first one runs and
+frees them after the last. The last norm is apart: see ``with_norm_apart``.
 
 A router or a norm is small: sharding it saves nothing, and gathering it costs. Replicated
 (``fsdp_replicate``), it is in no unit: every rank holds it whole, in an FSDP2 group that gathers
@@ -69,6 +69,7 @@ class UnitKind(StrEnum):
     FEED_FORWARD = "feed_forward"
     EXPERTS = "experts"
     BLOCK = "block"
+    NORM = "norm"
     HEAD = "head"
     VISION = "vision"
     TIED = "tied_embedding_and_head"
@@ -98,6 +99,11 @@ class Unit:
     def block(self) -> str:
         """Its block: "layers.3" for "layers.3" and "layers.3.moe"; outside of blocks its name."""
         return ".".join(self.name.split(".")[:2])
+
+    @property
+    def is_head_alone(self) -> bool:
+        """Whether it is the head without its norm, which the chunked loss runs by itself."""
+        return self.kind is UnitKind.HEAD and self.module_names == ("lm_head",)
 
     @property
     def gathers_in_backward(self) -> bool:
@@ -216,6 +222,24 @@ def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
     if head and not model.enable_weight_tying:
         units.append(Unit(name=head[-1], kind=UnitKind.HEAD, module_names=head))
     return units
+
+
+def with_norm_apart(units: Sequence[Unit]) -> list[Unit]:
+    """``units`` with a unit of its own for the norm before the head.
+
+    Titan's chunked loss runs the head by itself, and frees it. So FSDP2 gathers a unit of both
+    three times a step: for the norm, for the loss, and for the norm's backward. It gathers a head
+    alone once. But it takes the backward of each chunk for the end of backward, and frees what
+    other units keep gathered for theirs.
+    """
+    split = []
+    for unit in units:
+        if unit.kind is UnitKind.HEAD and len(unit.module_names) > 1:
+            norm, head = unit.module_names
+            split.append(Unit(name=norm, kind=UnitKind.NORM, module_names=(norm,)))
+            unit = replace(unit, module_names=(head,))
+        split.append(unit)
+    return split
 
 
 def splits_blocks(units: Sequence[Unit]) -> bool:

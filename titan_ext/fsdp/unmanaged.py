@@ -8,8 +8,8 @@ training loop.
 
 Until the model has run, FSDP2 takes new units, so ``synchronize_unmanaged_parameters`` makes some.
 FSDP2 then shards the new parameters and sums, scales, accumulates and clips their gradients as
-usual. The new modules of one unit form one group, which costs one all-gather and one
-reduce-scatter.
+usual. The new modules of one unit form one group. It stays gathered from forward to backward,
+unless Titan's chunked loss ends a backward in between (``units.with_norm_apart``).
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from torchtitan.protocols.module import Module
 
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import PLANS, GroupKind
-from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
+from titan_ext.fsdp.prefetch import gather_unseen_in_recompute, prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups
 from titan_ext.lora import keep_frozen
@@ -179,6 +179,7 @@ def synchronize_unmanaged_parameters(
             **arguments,
         )
         prefetch_nothing_in_backward(group)
+        gather_unseen_in_recompute(group)
     meshes.sum_gradients(model)
     assert not unmanaged_parameters(model)
     if model in PLANS:

@@ -39,6 +39,7 @@ _KIND_COLOURS = {
     "experts": "salmon",
     "feed_forward": "tab:pink",
     "block": "tab:brown",
+    "norm": "tab:gray",
     "head": "tab:olive",
     "vision": "tab:cyan",
     "tied_embedding_and_head": "khaki",

@@ -7,7 +7,7 @@ process group. So a laptop answers for a job of 512 ranks. Tests compare it with
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.simulate import FSDPSimulation, SimulatedUnit
 from titan_ext.fsdp.plan import UnitPlan
-from titan_ext.fsdp.units import UnitKind
+from titan_ext.fsdp.units import BLOCK_KINDS, UnitKind
 
 _NORM, _HEAD = "norm", "lm_head"
 _TIED = UnitKind.TIED
@@ -121,14 +121,20 @@ class Step(FSDPSimulation):
         self.order = order
         found = list(self.units.values())
         self.embedding = next((u for u in found if u.plan.kind == "embedding"), None)
-        self.head = next((u for u in found if u.plan.kind in ("head", _TIED)), None)
+        self.head = next((u for u in found if _HEAD in u.roles), None)
         self.is_tied = self.head is not None and self.head.plan.kind == _TIED
-        # Its norm is replicated. FSDP2 takes the backward of a chunk of the loss for a whole one.
-        # Without chunks, the norm's all-reduce waits for the head's reduce-scatter.
-        self.is_alone = self.head is not None and self.head.roles == (_HEAD,)
-        if self.is_alone and order.pipeline is not None:
-            raise ValueError("a head without its norm is not predicted in a pipeline.")
+        # FSDP2 takes the backward of a chunk of the loss for a whole one.
+        self.is_alone = self.head is not None and self.head.plan.is_head_alone
+        if self.head is not None and self.is_alone:
+            if order.pipeline is not None:
+                raise ValueError("a head without its norm is not predicted in a pipeline.")
+            if order.loss_chunks:
+                self.head.plan = replace(self.head.plan, backward_prefetch=())
         between = [u for u in found if u is not self.embedding and u is not self.head]
+        # No unit begins the backward. Without chunks, the norm's all-reduce waits for the head's
+        # reduce-scatter.
+        has_norm = any(u.plan.kind is UnitKind.NORM for u in between)
+        self.norm_is_replicated = self.is_alone and not has_norm
         self.blocks = [list(block) for _, block in groupby(between, key=lambda u: u.plan.block)]
 
     def run(self) -> None:
@@ -217,7 +223,8 @@ class Step(FSDPSimulation):
     def _backward(self) -> None:
         chunked = bool(self.order.loss_chunks)
         if self.is_alone and chunked:
-            self.sample("backward", "")
+            if self.norm_is_replicated:
+                self.sample("backward", "")
         elif self.head is not None:
             if chunked:
                 # The norm's output is the model's: a hook on it records what the loss has freed.
@@ -227,7 +234,7 @@ class Step(FSDPSimulation):
             if not self.is_tied:
                 self.add_gradients(self.head, _trainable(self.head) - done)
                 self.post_backward(self.head)
-            while self.is_alone and self._reduce_inputs:
+            while self.norm_is_replicated and self._reduce_inputs:
                 self._reclaim_reduce_input()
         for block in reversed(self.blocks):
             self._run_block_backward(block)
@@ -243,15 +250,16 @@ class Step(FSDPSimulation):
         outer, inner = _outer_and_inner(block)
         # What follows the experts in a block needs saved tensors, and so starts the recompute.
         before_inner = not inner or inner[-1].plan.kind is UnitKind.EXPERTS
+        recomputes = self.order.recomputes and block[0].plan.kind in BLOCK_KINDS
         if outer is not None:
             self.pre_backward(outer)
-        if self.order.recomputes and before_inner:
+        if recomputes and before_inner:
             self._run_block(block, in_backward=True)
         if outer is not None and inner:
             self.compute(outer, "backward", "after")
         for unit in reversed(inner):
             self.pre_backward(unit)
-            if self.order.recomputes and unit is inner[-1] and not before_inner:
+            if recomputes and unit is inner[-1] and not before_inner:
                 self._run_block(block, in_backward=True)
             self.compute(unit, "backward")
             self.add_gradients(unit, _trainable(unit))
@@ -264,7 +272,7 @@ class Step(FSDPSimulation):
 
 def _roles(units: Sequence[UnitPlan]) -> dict[str, tuple[str, ...]]:
     """The parts of units that run forward separately: norm and head, and tied embeddings."""
-    roles = {u.name: u.module_names for u in units if u.kind in (UnitKind.HEAD, _TIED)}
+    roles = {u.name: u.module_names for u in units if _HEAD in u.module_names}
     for name, parts in roles.items():
         if len(parts) > 1 and _NORM not in parts:
             raise ValueError(f"unit {name}: tied embeddings without a norm are not predicted.")
