@@ -22,7 +22,14 @@ def _short(row: Run) -> Run:
     return replace(observed(row), layers=2 if own else _LAYERS.get(row.model, row.layers))
 
 
-@pytest.mark.parametrize("row", FAST, ids=str)
+_SLOW = [row for row in FAST if row.world == 4 and row.parallelize == "submodule"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (row in _SLOW)) for row in FAST],
+    ids=str,
+)
 def test_equals_stock(row: Run, runs: Runs):
     ours, stock = runs.get(_short(row)), runs.get(reference_of(_short(row)))
     assert len(ours.losses) == _short(row).steps

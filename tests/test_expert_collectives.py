@@ -147,6 +147,7 @@ def test_float8_halves_the_experts_bytes_and_no_others(runs: Runs):
     assert float8.losses == pytest.approx(plain.losses, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_bfloat16_halves_the_experts_reductions_and_changes_no_bit(runs: Runs):
     """Two ranks share the experts: their sum has one order."""
     plain, bfloat16 = runs.get(PLAIN), runs.get(BFLOAT16)

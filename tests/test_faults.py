@@ -196,7 +196,8 @@ def _launch_a_worker(folder: Path) -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
     worker = os.fork()
     if worker:
-        (folder / "worker").write_text(str(worker))
+        (folder / "worker.part").write_text(str(worker))
+        (folder / "worker.part").rename(folder / "worker")
     else:
         os.setsid()
         end_with_launcher()

@@ -303,7 +303,8 @@ def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(
     assert worst_cosine(inductor, aot_eager) > 0.98
 
 
-@pytest.mark.parametrize(("layers", "kinds"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "kinds"), [(1, 2), (2, 3)])
 def test_another_length_is_one_more_graph_of_each_kind(layers: int, kinds: int):
     lengths = (64, 96, 80, 64)
     outcome = run(FP8AC(OP_POLICIES), "submodule", layers=layers, lengths=lengths)
@@ -409,7 +410,8 @@ def test_a_backend_that_ignores_partitioners_is_refused():
         compile_arguments(Float8Partitioner(Codec()), "eager")
 
 
-@pytest.mark.parametrize("routing", [pytest.param("learned", marks=pytest.mark.slow), "one_expert"])
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["learned", "one_expert"])
 def test_expert_parallel_exchanges_are_not_run_again(routing: str, tmp_path: Path):
     """Three all-to-alls in the forward of the MoE layer and two in its backward; float8 outputs.
 

@@ -35,7 +35,7 @@ def _build(spec: Any) -> Decoder:
         pytest.param(replace(TRACED, parallelize="block"), marks=pytest.mark.slow),
         replace(TRACED, parallelize="submodule"),
         pytest.param(replace(TRACED, parallelize="submodule", **TUNED), marks=pytest.mark.slow),
-        replace(TRACED, parallelize="experts"),
+        pytest.param(replace(TRACED, parallelize="experts"), marks=pytest.mark.slow),
         replace(
             TRACED,
             parallelize="experts",

@@ -27,11 +27,9 @@ from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.memory_plan import LASTING, DeviceMemory, LiveBytes, MemoryKind, MemoryPlan, Peak
 
 BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=256, layers=4)
-RUNS = [
-    replace(BASE, save_all_to_all="always"),
-    replace(BASE, world=1, ep=1, parallelize="block", ac="none"),
-]
+RUNS = [replace(BASE, world=1, ep=1, parallelize="block", ac="none")]
 SLOW_RUNS = [
+    replace(BASE, save_all_to_all="always"),
     replace(BASE, ac="on_host", layers=6),
     replace(BASE, ac="fp8"),
     replace(BASE, ac="full", parallelize="block", accumulate=2),

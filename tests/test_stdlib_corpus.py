@@ -20,6 +20,7 @@ def _manifest(folder: Path) -> dict:
     return json.loads((folder / "manifest.json").read_text())
 
 
+@pytest.mark.slow
 def test_made_again_it_is_the_same(corpus: Path, tmp_path: Path):
     assert _manifest(make_corpus(tmp_path / "again")) == _manifest(corpus)
 
