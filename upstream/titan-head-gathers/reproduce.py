@@ -7,12 +7,14 @@ one unit and with a unit each.
 """
 
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components.loss import ChunkedLossWrapper
 
@@ -36,7 +38,8 @@ def gathers_of_steps(one_unit: bool) -> list[dict[str, int]]:
     mesh = init_device_mesh("cpu", (8,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    units = [[model.norm, model.lm_head]] if one_unit else [model.norm, model.lm_head]
+    last: list[nn.Module] = [model.norm, model.lm_head]
+    units = [last] if one_unit else [[module] for module in last]
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh)
@@ -48,7 +51,7 @@ def gathers_of_steps(one_unit: bool) -> list[dict[str, int]]:
     }
     counts: Counter[str] = Counter()
     for group, name in groups.items():
-        count(group, name, counts)
+        group._all_gather_comm = Counting(group._all_gather_comm, name, counts)
     loss = ChunkedLossWrapper.Config().build()
     loss.set_lm_head(model.lm_head)
     found = []
@@ -61,16 +64,18 @@ def gathers_of_steps(one_unit: bool) -> list[dict[str, int]]:
     return found
 
 
-def count(group, name: str, counts: Counter[str]) -> None:
-    """Count the calls of a parameter group's all-gather under ``name``."""
-    gather = group._all_gather_comm
+class Counting(AllGather):
+    """The all-gather of a parameter group, which counts its calls under ``name``."""
 
-    class Counting(type(gather)):
-        def __call__(self, *args, **kwargs):
-            counts[name] += 1
-            return super().__call__(*args, **kwargs)
+    def __init__(self, gather: Any, name: str, counts: Counter[str]) -> None:
+        self._gather, self._name, self._counts = gather, name, counts
 
-    group._all_gather_comm = Counting()
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._gather.allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._counts[self._name] += 1
+        return self._gather(*args, **kwargs)
 
 
 def main() -> None:
