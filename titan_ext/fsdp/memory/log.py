@@ -208,7 +208,9 @@ def draw(timeline: Timeline, picture: Path, title: str) -> None:
         xlabel="position in the step (one for each gather, run and free of a unit)",
     )
     peak = max((t.unsharded / _MIB for t in totals), default=0.0)
+    # A chunked loss reduces the head's gradients before the model's backward begins.
     starts = [i for i, event in enumerate(timeline.events) if event.action == "backward"]
+    starts += [i + 1 for i, event in enumerate(timeline.events) if event.action == "reduced"]
     for axes in (by_class, by_kind):
         axes.grid(alpha=0.3)
         axes.margins(x=0)
@@ -216,7 +218,7 @@ def draw(timeline: Timeline, picture: Path, title: str) -> None:
             peak, color="black", ls="--", lw=1, label=f"peak of parameters: {peak:.2f} MiB"
         )
         if starts:
-            axes.axvline(starts[0], color="grey", ls=":", label="backward begins")
+            axes.axvline(min(starts), color="grey", ls=":", label="backward begins")
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small", frameon=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120)
