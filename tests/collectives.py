@@ -59,6 +59,12 @@ class Collective:
     in_backward: bool
     nbytes: int = field(default=0, compare=False)
 
+    @property
+    def main_module(self) -> str:
+        """Of FSDP's own name for the unit: "layers.0.attention, layers.0.attention_norm"."""
+        names = self.unit.replace("_checkpoint_wrapped_module.", "").split(", ")
+        return next((name for name in names if not name.endswith("norm")), names[0])
+
 
 class CollectiveTrace(TorchDispatchMode):
     """Records collectives while active, each with the FSDP unit whose group issues it."""

@@ -69,7 +69,7 @@ def events(runs: Runs) -> list[Collective]:
 
 
 def test_collectives_per_unit(events: list[Collective]):
-    gathers = Counter(_unit(e.unit) for e in events if e.kind == "all_gather")
+    gathers = Counter(e.main_module for e in events if e.kind == "all_gather")
     assert gathers == {
         "tok_embeddings": 1,
         **{f"layers.{i}.attention": 2 for i in range(3)},
@@ -83,12 +83,6 @@ def test_collectives_per_unit(events: list[Collective]):
     assert len(recomputed) == 2 * _MOE_BLOCKS  # only the two that carry gradients
 
 
-def _unit(name: str) -> str:
-    """The main module of FSDP's own name for a unit ("layers.0.attention, ...attention_norm")."""
-    names = name.replace("_checkpoint_wrapped_module.", "").split(", ")
-    return next((n for n in names if not n.endswith("norm")), names[0])
-
-
 def test_the_next_unit_is_gathered_before_this_one_exchanges_tokens(events: list[Collective]):
     """The exchange stops the host, so prefetch comes first."""
 
@@ -96,7 +90,7 @@ def test_the_next_unit_is_gathered_before_this_one_exchanges_tokens(events: list
         return next(
             i
             for i, e in enumerate(events)
-            if e.kind == "all_gather" and e.in_backward is in_backward and _unit(e.unit) == unit
+            if e.kind == "all_gather" and e.in_backward is in_backward and e.main_module == unit
         )
 
     forward = [i for i, e in enumerate(events) if e.kind == "all_to_all" and not e.in_backward]

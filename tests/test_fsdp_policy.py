@@ -260,12 +260,7 @@ def test_names_in_a_file_build_the_model_once(tmp_path: Path, monkeypatch):
 
 
 def _gathers(events: list[Collective]) -> Counter[str]:
-    return Counter(_unit(e.unit) for e in events if e.kind == "all_gather")
-
-
-def _unit(name: str) -> str:
-    names = name.replace("_checkpoint_wrapped_module.", "").split(", ")
-    return next((n for n in names if not n.endswith("norm")), names[0])
+    return Counter(e.main_module for e in events if e.kind == "all_gather")
 
 
 _TRACED = observed(Run(world=2, ep=2, parallelize="submodule"))
@@ -308,7 +303,7 @@ def test_prefetch_is_as_far_ahead_as_it_says(runs: Runs):
         run = replace(_TRACED, prefetch=limit)
         events = runs.get(run).ranks[0].collectives
         first = next(i for i, e in enumerate(events) if e.kind == "all_to_all")
-        before[limit] = [_unit(e.unit) for e in events[:first] if e.kind == "all_gather"]
+        before[limit] = [e.main_module for e in events[:first] if e.kind == "all_gather"]
     upto = ["tok_embeddings", "layers.0.attention", "layers.0.feed_forward"]
     upto += ["layers.1.attention", "layers.1.moe"]
     assert before[0] == upto

@@ -143,19 +143,25 @@ class PlanComparison:
 
         Raises ValueError for a model whose order of units is not known.
         """
-        costs = {choice: self.cost(choice) for choice in candidates}
-        quick = replace(self, machine=replace(self.machine, block=self.machine.block * _FASTER))
-        times = {choice: (costs[choice][0], quick.cost(choice)[0]) for choice in candidates}
+        plans = {choice: (self.units(choice), self._order(choice)) for choice in candidates}
+        quick = replace(self.machine, block=self.machine.block * _FASTER)
+        times = {
+            choice: [estimate(*plan, self.job, machine).ms for machine in (self.machine, quick)]
+            for choice, plan in plans.items()
+        }
         fastest = [min(column) for column in zip(*times.values(), strict=True)]
         fast = [
             choice
             for choice, both in times.items()
             if all(ms <= least * _AS_FAST for ms, least in zip(both, fastest, strict=True))
-        ]
-        best = min(fast or [min(times, key=times.__getitem__)], key=lambda c: costs[c][1])
-        stock = self.cost(STOCK, as_stock=True)
-        ms, nbytes = (mine / its for mine, its in zip(costs[best], stock, strict=True))
-        return best, f"modelled at {ms:.3f} of whole blocks' time, {nbytes:.2f} of bytes"
+        ] or [min(times, key=times.__getitem__)]
+        nbytes = {choice: self._nbytes(*plans[choice]) for choice in fast}
+        best = min(fast, key=nbytes.__getitem__)
+        stock_ms, stock_nbytes = self.cost(STOCK, as_stock=True)
+        return best, (
+            f"modelled at {times[best][0] / stock_ms:.3f} of whole blocks' time, "
+            f"{nbytes[best] / stock_nbytes:.2f} of bytes"
+        )
 
     def cost(self, choice: Choice, *, as_stock: bool = False) -> tuple[float, int]:
         """Milliseconds of a step, and the peak of what FSDP holds in the last blocks, in bytes.
@@ -164,15 +170,8 @@ class PlanComparison:
         one unit.
         """
         units = self.units(choice, as_stock=as_stock)
-        order = StepOrder(
-            recomputes=self.job.recompute > 0,
-            reduce_scatter_buffers=choice.buffers,
-            copies_out_directly=not as_stock,
-            frees_buffers=not as_stock,
-        )
-        ms = estimate(units, order, self.job, self.machine).ms
-        names = {name for name, _ in decoder_blocks(self.model)[-_BLOCKS:]}
-        return ms, predict([u for u in units if u.block in names], order).peak("total")
+        order = self._order(choice, as_stock=as_stock)
+        return estimate(units, order, self.job, self.machine).ms, self._nbytes(units, order)
 
     def units(self, choice: Choice, *, as_stock: bool = False) -> list[UnitPlan]:
         """FSDP's units with ``choice``."""
@@ -180,6 +179,18 @@ class PlanComparison:
         return local_plan(
             self.model, settings, self.sizes, self.job.ep, as_stock=as_stock
         ).decoder_units
+
+    def _order(self, choice: Choice, *, as_stock: bool = False) -> StepOrder:
+        return StepOrder(
+            recomputes=self.job.recompute > 0,
+            reduce_scatter_buffers=choice.buffers,
+            copies_out_directly=not as_stock,
+            frees_buffers=not as_stock,
+        )
+
+    def _nbytes(self, units: Sequence[UnitPlan], order: StepOrder) -> int:
+        names = {name for name, _ in decoder_blocks(self.model)[-_BLOCKS:]}
+        return predict([u for u in units if u.block in names], order).peak("total")
 
 
 def local_plan(

@@ -86,10 +86,10 @@ def make_plan(
     others = {*ignored.values()}
     for name in replicated:
         others |= {*model.get_submodule(name).parameters(recurse=False)}
-    planned = _plan_units(model, units, settings, sizes, others, is_chunk=is_chunk)
-    if not (is_chunk or as_stock):
-        apart = _plan_units(model, with_norm_apart(units), settings, sizes, others)
-        planned = apart if _gathers_less(apart) else planned
+    apart = units if is_chunk or as_stock else with_norm_apart(units)
+    planned = _plan_units(model, apart, settings, sizes, others, is_chunk=is_chunk)
+    if apart != units and not _gathers_less(planned):
+        planned = _plan_units(model, units, settings, sizes, others)
     _check_expert_collectives(planned, settings, is_chunk)
     frees_buffers = not settings.gather_in_place
     return FSDPPlan(
