@@ -83,6 +83,8 @@ _SLOW = [name for name in JOBS if "235B" in name or "2048" in name]
 def test_auto_costs_no_time_and_no_bytes_across_nodes(job: str):
     given = comparison(job)
     choice, _ = given.cheapest(auto.CANDIDATES)
+    assert "norm" in {unit.name for unit in given.units(STOCK)}
+    assert "norm" not in {unit.name for unit in given.units(STOCK, as_stock=True)}
     stock = given.cost(STOCK, as_stock=True)
     before, mine = map(given.cost, (BEFORE, choice))
     assert mine[0] <= 1.001 * min(stock[0], before[0])

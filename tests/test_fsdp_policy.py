@@ -109,6 +109,16 @@ def test_the_head_is_freed_as_its_own_entry_says():
     assert _decisions(_plan(reshard_groups={"head": 2}))["lm_head"] == 2
 
 
+def test_a_unit_that_stays_gathered_keeps_the_norm_with_the_head():
+    """However small it is: the chunked loss would have FSDP free it."""
+    for after in ("never", 2):
+        plan = _plan(reshard_groups={"layers.0.feed_forward": after})
+        assert plan.units[-1].module_names == ("norm", "lm_head")
+    assert _plan(reshard_groups={"head": 2}).units[-1].module_names == ("norm", "lm_head")
+    apart = _plan(reshard_groups={"embedding": "never", "head": "never"})
+    assert [unit.module_names for unit in apart.units[-2:]] == [("norm",), ("lm_head",)]
+
+
 def test_tied_weights_are_the_head():
     plan = _plan(model="qwen3", reshard_groups={"head": "always"})
     assert _decisions(plan)["tok_embeddings+lm_head"] is True

@@ -47,6 +47,7 @@ SLOW_LAYOUTS = [
     replace(HEAD_ALONE, chunked_loss=False),
     replace(HEAD_ALONE, parallelize="block", reshard="always", prefetch=2, accumulate=2),
     replace(HEAD_ALONE, reshard_groups=(("layers.0.feed_forward", "never"),)),
+    replace(NORM_REPLICATED, reshard_groups=(("layers.0.feed_forward", "never"),)),
     replace(NORM_REPLICATED, chunked_loss=False),
     replace(NORM_REPLICATED, parallelize="block", reshard="always", prefetch=2, accumulate=2),
     replace(OTHER_DIM, world=4, ep=2, layers=3),
@@ -120,7 +121,7 @@ def test_whole_blocks_free_their_gather_buffers_at_once(runs: Runs):
 def test_a_head_without_its_norm_is_gathered_once(runs: Runs):
     """And not three times: for the norm, for the chunked loss, and in backward.
 
-    Not where more than two heads stay gathered: with its norm it is gathered three times.
+    Not where units of blocks stay gathered: with its norm it is gathered three times.
     """
     kept = LAYOUTS[2]
     assert ("attention", "never") in kept.reshard_groups

@@ -28,6 +28,7 @@ from titan_ext.fsdp.plan import (
 from titan_ext.fsdp.prefetch import plan_prefetch
 from titan_ext.fsdp.settings import EXPERT_ALL_GATHER, FSDPSettings, copies_out_directly
 from titan_ext.fsdp.units import (
+    BLOCK_KINDS,
     Unit,
     UnitKind,
     find_ignored,
@@ -86,9 +87,10 @@ def make_plan(
     others = {*ignored.values()}
     for name in replicated:
         others |= {*model.get_submodule(name).parameters(recurse=False)}
-    apart = units if is_chunk or as_stock else with_norm_apart(units)
+    together = is_chunk or as_stock or sizes.dense == 1  # over one rank nothing is gathered
+    apart = units if together else with_norm_apart(units)
     planned = _plan_units(model, apart, settings, sizes, others, is_chunk=is_chunk)
-    if apart != units and not _gathers_less(planned):
+    if apart != units and not _frees_blocks(planned):
         planned = _plan_units(model, units, settings, sizes, others)
     _check_expert_collectives(planned, settings, is_chunk)
     frees_buffers = not settings.gather_in_place
@@ -136,21 +138,17 @@ def _plan_units(
     ]
 
 
-def _gathers_less(apart: Sequence[UnitPlan]) -> bool:
-    """Whether FSDP gathers fewer bytes a step with the norm ``apart`` from the head.
+def _frees_blocks(units: Sequence[UnitPlan]) -> bool:
+    """Whether blocks are freed after forward, and nothing is resharded to a smaller world.
 
-    It gathers the head twice less, and once more what would stay gathered for backward. After a
-    reshard to a smaller world it would hold those shards until the next step.
+    If not, the last norm stays with the head: a head alone has FSDP2 free in the loss what is to
+    stay gathered, and hold the shards of a smaller world until the next step.
     """
-    nbytes = {True: 0, False: 0}
-    for unit in apart:
-        after, is_head = unit.reshard_after_forward, unit.kind is UnitKind.HEAD
-        if not isinstance(after, bool):
-            return False
-        if is_head or (unit.gathers_in_backward and not after):
-            gathered = (g.gathered_nbytes for g in unit.groups if g.shard_world > 1)
-            nbytes[is_head] += sum(gathered)
-    return nbytes[False] < 2 * nbytes[True]
+    return all(
+        unit.reshard_after_forward is True
+        or (unit.reshard_after_forward is False and unit.kind not in BLOCK_KINDS)
+        for unit in units
+    )
 
 
 def _plan_groups(
