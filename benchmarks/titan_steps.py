@@ -13,8 +13,8 @@ what each is of stock selective checkpointing's, which comes first and once more
 - ``--float8 experts``: Titan's float8 grouped GEMMs (``linear``: its linears, emulated).
 - ``--plan``: the bytes and the milliseconds of a dry run beside the measured ones.
 - ``--plan-only``: those of the dry run; needs no GPU.
-- Arms ``units`` and ``units-in-place``: sub-module units, with what FSDP's memory tracker counts
-  beside what the allocator gave to FSDP.
+- Arm ``units``: sub-module units, with what FSDP's memory tracker counts beside what the allocator
+  gave to FSDP.
 
 A line is ``arm: figure = value``, which benchmarks/gpu_receipts.py reads.
 """
@@ -53,8 +53,7 @@ STOCK = "stock-selective"
 GIB = 2**30
 _WARM_UP = 3
 _SUBMODULE: dict[str, Any] = {"parallelize": "submodule", "ac": "selective", "tracked": True}
-_UNITS = {"units": _SUBMODULE, "units-in-place": {**_SUBMODULE, "gather_in_place": True}}
-NAMES = (*ARMS, "stock-memory-budget", *_UNITS)
+NAMES = (*ARMS, "stock-memory-budget", "units")
 
 
 @dataclass
@@ -69,8 +68,8 @@ class Steps:
 
 def run_of(arm: str, base: Run) -> Run:
     """``base`` as ``arm`` trains it: "stock-*" by Titan alone, the others by titan_ext."""
-    if arm in _UNITS:
-        return replace(base, **_UNITS[arm])
+    if arm == "units":
+        return replace(base, **_SUBMODULE)
     policy = MemoryBudgetAC.Config() if arm == "stock-memory-budget" else ARMS[arm]()
     return replace(base, ac=policy, parallelize="stock" if arm.startswith("stock-") else "block")
 

@@ -33,14 +33,12 @@ _MIB = 2**20
 _OTHERS = ("embedding", "head")
 _COLUMNS = ("logical", "with flat", "reduce-scatter", "embedding+head")
 _GOALS = {"logical": 0.51, "with flat": 0.65}
-_ARMS: dict[str, tuple[Wrap, int | str, bool]] = {
-    "block, auto": ("block", "auto", False),
-    "submodule, auto": ("submodule", "auto", False),
-    "submodule, one ahead": ("submodule", 1, False),
-    "submodule, auto, gathered in place": ("submodule", "auto", True),
-    "submodule, one ahead, gathered in place": ("submodule", 1, True),
+_ARMS: dict[str, tuple[Wrap, int | str]] = {
+    "block, auto": ("block", "auto"),
+    "submodule, auto": ("submodule", "auto"),
+    "submodule, one ahead": ("submodule", 1),
 }
-"""Units, ``fsdp_prefetch``, ``fsdp_gather_in_place``. All are compared with the first."""
+"""Units and ``fsdp_prefetch``. All are compared with the first."""
 
 
 def main() -> None:
@@ -66,24 +64,22 @@ def main() -> None:
         compare(f"{name}, predicted", [predicted(run, model, *arm) for arm in _ARMS.values()])
 
 
-def predicted(
-    run: Run, model: Decoder, wrap: Wrap, prefetch: int | str = "auto", in_place: bool = False
-) -> Timeline:
+def predicted(run: Run, model: Decoder, wrap: Wrap, prefetch: int | str = "auto") -> Timeline:
     sizes = ShardSizes(
         dense=run.world,
         experts=run.world // run.ep if run.ep > 1 else None,
         expert_ranks=run.world,
     )
-    settings = FSDPSettings(wrap=wrap, prefetch=prefetch, gather_in_place=in_place)
+    settings = FSDPSettings(wrap=wrap, prefetch=prefetch)
     plan = local_plan(model, settings, sizes, run.ep)
     ours = wrap != "block"  # stock's blocks
     order = StepOrder(loss_chunks=8, copies_out_directly=ours, frees_buffers=ours)
     return predict(plan.units, order)
 
 
-def measured(run: Run, wrap: Wrap, prefetch: int | str, in_place: bool) -> Timeline:
+def measured(run: Run, wrap: Wrap, prefetch: int | str) -> Timeline:
     with tempfile.TemporaryDirectory() as folder:
-        run = replace(run, parallelize=wrap, prefetch=prefetch, gather_in_place=in_place)
+        run = replace(run, parallelize=wrap, prefetch=prefetch)
         run = replace(run, tracked=True, stock_copy_out=wrap == "block")
         result = train(run, Path(folder))
     timeline = result.ranks[0].memory

@@ -176,7 +176,7 @@ def test_gpu_receipts_leave_out_what_an_older_torch_cannot_train(
 
 def test_titan_steps_trains_an_arm(tmp_path: Path) -> None:
     base = Run(seq_len=64, global_batch=2, layers=2, steps=2)
-    run = titan_steps.run_of("units-in-place", base)
+    run = titan_steps.run_of("units", base)
     make_corpus()
     (steps,) = run_ranks(titan_steps.train, 1, run, 3, log_folder=tmp_path)
     assert len(steps.losses) == 2

@@ -319,7 +319,7 @@ def test_buffers_that_an_export_leaves_out_are_said(
 @pytest.mark.parametrize("model", ["deepseek_v3", "qwen3"])
 def test_adapters_begin_on_weights_from_elsewhere(model: str, tmp_path: Path):
     """They are not exported with them: stock ends DeepSeek-V3 with a KeyError, both ways."""
-    run = Run(model=model, lora=True, parallelize="block")
+    run = Run(model=model, lora=8, parallelize="block")
     with pytest.raises(ValueError, match=r"last_save_in_hf is on.*titan_ext peft CONFIG` exports"):
         HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
     weights = {"initial_load_in_hf": True, "initial_load_path": str(tmp_path)}

@@ -521,32 +521,6 @@ def test_fsdp2_separates_reduce_scatters_group_by_group_and_refuses_replicated_o
         separate(cast(Any, replicated), True, {})
 
 
-def test_fsdp2_takes_an_unsharded_parameter_as_it_finds_it():
-    """fsdp.collectives makes it first, as FSDP2 would but for where in its storage it begins."""
-    init = _Code(FSDPParam.init_unsharded_param)
-    for code in (
-        'hasattr(self, "_unsharded_param")',
-        "torch.as_strided(unsharded_tensor, self._orig_size, self._contiguous_orig_stride, "
-        "storage_offset=0)",
-        "_from_local_no_grad(unsharded_param, unsharded_dtensor_spec)",
-        "self._unsharded_param.grad_dtype = self.unsharded_grad_dtype",
-    ):
-        assert init.has(code), code
-    assert _Code(FSDPParam.free_all_gather_outputs).has("free_storage(tensor)")
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_torch_coalesces_all_gathers():
-    """fsdp.collectives gathers the parameters of a group in one launch."""
-    shards, whole = torch.arange(4.0), torch.zeros(4)
-    group = torch.distributed.group.WORLD
-    with torch.distributed.distributed_c10d._coalescing_manager(group):
-        for shard, target in zip(shards.split([1, 3]), whole.split([1, 3]), strict=True):
-            torch.distributed.all_gather_into_tensor(target, shard, group=group)
-        assert whole.sum() == 0
-    assert torch.equal(whole, shards)
-
-
 def test_fsdp2_runs_a_groups_collectives_through_these_calls():
     """fsdp.collectives subclasses them; no handle from one means nothing to wait for."""
     gather = ["self", "output_tensor", "input_tensor", "group", "async_op"]

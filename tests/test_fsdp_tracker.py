@@ -38,8 +38,7 @@ LAYOUTS += [OTHER_DIM, replace(OTHER_DIM, stock_copy_out=True)]
 WHOLE = observed(Run(world=2, parallelize="block", tracked=True))
 """As tests/test_collective_counts.py has it."""
 LAYOUTS += [WHOLE, replace(WHOLE, stock_copy_out=True)]
-IN_PLACE = replace(TRACKED, world=2, ep=2, parallelize="submodule", ac="none", layers=4)
-LAYOUTS += [IN_PLACE, replace(IN_PLACE, gather_in_place=True)]
+LAYOUTS += [replace(TRACKED, world=2, ep=2, parallelize="submodule", ac="none", layers=4)]
 HEAD_ALONE = replace(TRACKED, world=2, ep=2, parallelize="submodule")
 NORM_REPLICATED = replace(HEAD_ALONE, replicate=("norm",))
 LAYOUTS += [NORM_REPLICATED]
@@ -59,8 +58,7 @@ SLOW_LAYOUTS = [
     replace(TRACKED, world=2, model="qwen3", parallelize="submodule"),
     replace(TRACKED, world=4, parallelize="submodule", backend="partial_dtensor", reshard=2),
     replace(TRACKED, world=2, ep=2, parallelize="submodule", prefetch=2, prefetch_backward=0),
-    replace(WHOLE, gather_in_place=True, reshard="never"),
-    replace(TRACKED, world=4, ep=2, pp=2, parallelize="submodule", gather_in_place=True),
+    replace(WHOLE, reshard="never"),
     replace(TRACKED, world=4, ep=2, parallelize="experts"),
     replace(TRACKED, world=4, ep=2, pp=2, parallelize="experts"),
     replace(TRACKED, world=4, ep=2, parallelize="experts", prefetch=2, reduce_scatter_buffers=2),
@@ -132,19 +130,6 @@ def test_a_head_without_its_norm_is_gathered_once(runs: Runs):
         assert mine.memory is not None
         assert its.memory is not None
         assert (mine.memory.unshards()["lm_head"], its.memory.unshards()["lm_head"]) == (1, 3)
-
-
-def test_units_gathered_in_place_need_no_buffer(runs: Runs):
-    """And train to the same bits, with weights that autograd saves from forward to backward."""
-    mine, torchs = (runs.get(replace(IN_PLACE, gather_in_place=name)) for name in (True, False))
-    assert mine.losses == torchs.losses
-    assert [r.state_hash for r in mine.ranks] == [r.state_hash for r in torchs.ranks]
-    for ours, its in zip(mine.ranks, torchs.ranks, strict=True):
-        assert ours.memory is not None
-        assert its.memory is not None
-        assert ours.memory.peak("all_gather") == 0 < its.memory.peak("all_gather")
-        assert ours.memory.peak("unsharded") == its.memory.peak("logical")
-        assert ours.memory.unshards() == its.memory.unshards()
 
 
 def test_a_tracked_run_is_bit_identical_and_leaves_files(runs: Runs, capsys, monkeypatch):

@@ -14,7 +14,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.trainer import extend_config
 
 ADAPTERS = ("lora_a.weight", "lora_b.weight")
-SPMD = Run(world=2, ep=2, lora=True, layers=2, narrow=True, parallelize="submodule", steps=2)
+SPMD = Run(world=2, ep=2, lora=8, layers=2, narrow=True, parallelize="submodule", steps=2)
 DTENSOR = replace(SPMD, backend="partial_dtensor")
 
 

@@ -175,7 +175,7 @@ def test_muon_and_tensor_parallelism_are_refused():
 
 
 def test_a_pattern_for_frozen_parameters_only_is_refused(tmp_path: Path):
-    config = make_config(Run(lora=True), tmp_path)
+    config = make_config(Run(lora=8), tmp_path)
     config.optimizer = TitanOptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(pattern=r"wq\.weight", optimizer_name="AdamW"),

@@ -58,7 +58,7 @@ def test_duration(seconds: float, said: str):
 
 def test_trainable_parameters_are_counted_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
-    config = make_config(Run(parallelize="block", lora=True, layers=2), tmp_path)
+    config = make_config(Run(parallelize="block", lora=8, layers=2), tmp_path)
     assert config.model_spec is not None
     model = cast(Any, config.model_spec.model)
     Progress().after_build(SimpleNamespace(model_config=model))

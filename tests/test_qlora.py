@@ -16,7 +16,7 @@ from tests.cluster import run_ranks
 from tests.training import Run, make_config
 from titan_ext import api
 
-RUN = Run(world=2, ep=2, lora=True, layers=2, parallelize="submodule", steps=2)
+RUN = Run(world=2, ep=2, lora=8, layers=2, parallelize="submodule", steps=2)
 _CODE_NBYTES = 16 * 2  # NF4's table, in bf16
 _MEAN_NBYTES = 2
 

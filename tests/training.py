@@ -37,6 +37,7 @@ from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer as TitanTrainer
 
@@ -75,8 +76,11 @@ class Run:
     pp: int = 1
     tp: int = 1
     cp: int = 1
-    lora: bool = False
-    """Titan's LoRA of rank 8 on the attention's query and output projections; all else frozen."""
+    lora: int = 0
+    """The rank of Titan's LoRA on the attention's query and output projections; all else frozen."""
+    experts: int = 0
+    """Routed experts of a layer instead of the model's number: with 5 of them on 4 ranks, or 6 with
+    EP 2, the last rank holds no row of the router; with 5 no expert either."""
     converters: tuple[str, ...] = ()
     """Titan's quantising converters of the model config, in order: see ``tests.converters``."""
     attention: str = "cpu"
@@ -146,8 +150,6 @@ class Run:
     """``parallelism.fsdp_expert_all_gather``; of ours only."""
     expert_reduce_scatter: str | None = None
     """``parallelism.fsdp_expert_reduce_scatter``; of ours only."""
-    gather_in_place: bool = False
-    """``parallelism.fsdp_gather_in_place``; of ours only."""
     schedule: str = "1F1B"
     """Of the pipeline."""
     chunked_loss: bool = True
@@ -171,7 +173,8 @@ class Run:
         extras += [f"cp{self.cp}"] if self.cp > 1 else []
         extras += ["no_sp"] if not self.sequence_parallel else []
         extras += ["offload"] if self.cpu_offload else []
-        extras += ["lora"] if self.lora else []
+        extras += [f"lora{self.lora}"] if self.lora else []
+        extras += [f"{self.experts}experts"] if self.experts else []
         extras += self.converters
         extras += [self.attention] if self.attention != "cpu" else []
         extras += [f"hsdp{self.dp_replicate}"] if self.dp_replicate > 1 else []
@@ -195,7 +198,6 @@ class Run:
         extras += [f"rs{self.reduce_scatter_buffers}"] if self.reduce_scatter_buffers > 1 else []
         extras += [f"shard{self.expert_shard_dim}"] if self.expert_shard_dim else []
         extras += ["stock_copy_out"] if self.stock_copy_out else []
-        extras += ["in_place"] if self.gather_in_place else []
         extras += [f"gather_{self.expert_all_gather}"] if self.expert_all_gather else []
         extras += [f"reduce_{self.expert_reduce_scatter}"] if self.expert_reduce_scatter else []
         extras += ["typechecked"] if self.typechecked else []
@@ -287,12 +289,14 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     model_config.layers = model_config.layers[: run.layers]
     if run.narrow and run.model == "deepseek_v3":
         narrow_attention(model_config)
+    if run.experts:
+        set_num_experts(model_config, run.experts)
     model_config = cast(
         Decoder.Config, convert(model_config, run.converters, compiled=run.compiled)
     )
     config.model_spec.model = model_config
     if run.lora:
-        converter = LoRAConverter.Config(target_modules=["wq", "wo"]).build()
+        converter = LoRAConverter.Config(rank=run.lora, target_modules=["wq", "wo"]).build()
         config.model_spec.model = cast(Decoder.Config, converter.convert(model_config))
         config.model_spec.post_optimizer_build_fn = None  # ours freezes the routers' bias too
     config.hf_assets_path = str(default_tokenizer_path())
@@ -364,7 +368,6 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_reduce_scatter_buffers = run.reduce_scatter_buffers
     ours.parallelism.fsdp_expert_all_gather = cast(Any, run.expert_all_gather)
     ours.parallelism.fsdp_expert_reduce_scatter = cast(Any, run.expert_reduce_scatter)
-    ours.parallelism.fsdp_gather_in_place = run.gather_in_place
     # As when a file or the command line gives these values.
     ours.parallelism.__post_init__()
     ours.__post_init__()
@@ -402,6 +405,16 @@ def narrow_attention(config: Decoder.Config) -> None:
             (attention.wo, "in_features"),
         ):
             setattr(linear, name, getattr(linear, name) // 4)
+
+
+def set_num_experts(config: Decoder.Config, experts: int) -> None:
+    """Give every MoE layer of a model so many routed experts."""
+    for _, found, _, _ in config.traverse(MoE.Config):
+        moe: Any = found
+        moe.router.gate.out_features = experts
+        parts = (moe, moe.router, moe.routed_experts.inner_experts)
+        for part in (*parts, moe.routed_experts.token_dispatcher):
+            part.num_experts = experts
 
 
 def _kimi_text() -> TitanTrainer.Config:

@@ -159,13 +159,6 @@ class ParallelismConfig(TitanParallelismConfig):
     mixed_precision_reduce. Needs what fsdp_expert_all_gather needs, and no pipeline.
     """
 
-    fsdp_gather_in_place: bool = False
-    """
-    Gather parameters straight into the memory that they are used in, without FSDP's buffer and the
-    copy out of it. The results stay the same. It applies where FSDP shards the first dim evenly,
-    in one dtype; other units keep their buffers. Not yet run on a GPU. See docs/fsdp_memory.md.
-    """
-
     fsdp_track_memory: bool = False
     """
     Measure what FSDP holds on every rank: gathered parameters, all-gather and reduce-scatter

@@ -49,7 +49,6 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
         _UNITS,
         lambda run: f"{run.reduce_scatter_buffers} reduce-scatter buffers",
     ),
-    "gather_in_place": (_UNITS, lambda run: "gathered in place"),
     "expert_all_gather": (_UNITS, lambda run: f"experts gathered in {run.expert_all_gather}"),
     "expert_reduce_scatter": (
         _UNITS,
@@ -62,7 +61,8 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "compiled": (_COMPILE, lambda run: "compiled"),
     "compile_backend": (_COMPILE, lambda run: run.compile_backend),
     "converters": (_CONVERT, lambda run: ", ".join(run.converters)),
-    "lora": (_CONVERT, lambda run: "LoRA"),
+    "lora": (_CONVERT, lambda run: "LoRA" + f" of rank {run.lora}" * (run.lora != 8)),
+    "experts": (_MODELS, lambda run: f"{run.experts} experts, fewer rows than ranks"),
 }
 
 # Other columns of the table, what bounds or observes a run, and attention, which goes with cp.

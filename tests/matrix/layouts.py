@@ -186,7 +186,7 @@ _RESHARD_AND_PREFETCH += [
 ]
 # Stock loses the frozen flags under spmd_types: there ours is held against its partial_dtensor.
 _ADAPTERS = [
-    Run(world=2, ep=2, lora=True, backend=backend, parallelize="submodule") for backend in BACKENDS
+    Run(world=2, ep=2, lora=8, backend=backend, parallelize="submodule") for backend in BACKENDS
 ]
 # The others have Titan's default, fused AdamW. Stock is told what ours finds out (tests.muon).
 _OPTIMIZER = [
@@ -328,16 +328,6 @@ _ON_THE_WIRE: list[dict[str, Any]] = [
     {"world": 4, "ep": 2, "expert_reduce_scatter": "bfloat16"},
     {"world": 4, "ep": 2, "expert_all_gather": "float8"},
     {"world": 4, "ep": 2, "expert_all_gather": "float8", "backend": "partial_dtensor"},
-    {"world": 4, "ep": 2, "gather_in_place": True},
-    {"world": 4, "ep": 2, "gather_in_place": True, "backend": "partial_dtensor", "ac": "none"},
-    {"world": 2, "gather_in_place": True, "cpu_offload": True},
-    {"world": 4, "ep": 2, "tp": 2, "gather_in_place": True},
-    {"world": 2, "ep": 2, "gather_in_place": True, "ac": "fp8", "reshard": "never"},
-    {"model": "qwen3_moe", "world": 2, "gather_in_place": True, "parallelize": "block"},
-    {
-        **{"world": 2, "ep": 2, "ac": "none", "compiled": True, "parallelize": "block"},
-        "gather_in_place": True,
-    },
 ]
 _EXPERT_UNITS = [replace(Run(parallelize="experts"), **layout) for layout in _EXPERTS]
 _EXPERT_UNITS += [
@@ -353,7 +343,45 @@ _EXPERT_UNITS += [
 ]
 _EXPERT_UNITS += [replace(Run(parallelize="submodule"), **layout) for layout in _ON_THE_WIRE]
 
+# Ranks without a row of something: 5 experts on 4 ranks leave the last one neither an expert nor a
+# row of the router, 6 with EP 2 no row of the router, adapters of rank 2 two ranks without a row.
+_FEWER_ROWS: list[dict[str, Any]] = [
+    *(
+        {"experts": 5, "backend": backend, "parallelize": wrap}
+        for backend, wrap in product(BACKENDS, WRAPS)
+    ),
+    *(
+        {"experts": 6, "ep": 2, "backend": backend, "parallelize": wrap}
+        for backend, wrap in product(BACKENDS, (*WRAPS, "experts"))
+    ),
+    {"experts": 5, "parallelize": "experts"},
+    {"experts": 5, "ac": "full"},
+    {"experts": 5, "ac": "none", "backend": "partial_dtensor"},
+    {"experts": 5, "ac": "fp8"},
+    {"experts": 6, "ep": 2, "ac": "fp8_no_recompute"},
+    {"experts": 6, "ep": 2, "ac": "on_host"},
+    {"experts": 5, "accumulate": 2, "global_batch": 8},
+    {"experts": 5, "reshard": "always"},
+    {"experts": 5, "reshard": "never"},
+    {"experts": 5, "reshard": 2, "backend": "partial_dtensor"},
+    {"experts": 5, "cpu_offload": True},
+    {"experts": 5, "param_dtype": "float32"},
+    {"experts": 5, "reduce_scatter_buffers": 2},
+    {"experts": 6, "ep": 2, "expert_reduce_scatter": "bfloat16"},
+    {"experts": 5, "parallelize": "experts", "expert_all_gather": "float8"},
+    {"experts": 5, "parallelize": "experts", "expert_reduce_scatter": "bfloat16"},
+    {"experts": 5, "optimizer": "muon"},
+    {"experts": 6, "ep": 2, "optimizer": "muon", "backend": "partial_dtensor"},
+    {"experts": 5, "lora": 2, "backend": "partial_dtensor"},
+    {"experts": 6, "ep": 2, "lora": 2},
+    {"model": "qwen3_moe", "experts": 5},
+    {"model": "gpt_oss", "experts": 5},
+    {"model": "deepseek_v3_mtp", "experts": 6, "ep": 2},
+]
+_EMPTY_SHARDS = [replace(Run(world=4, parallelize="submodule"), **layout) for layout in _FEWER_ROWS]
+
 GROUPS: tuple[list[Run], ...] = (
+    _EMPTY_SHARDS,
     _EXPERT_UNITS,
     _MOE,
     _DENSE,

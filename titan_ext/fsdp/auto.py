@@ -202,8 +202,7 @@ def local_plan(
         if group.kind != "experts":
             return group
         params = tuple(replace(p, shape=(p.shape[0] // ep, *p.shape[1:])) for p in group.params)
-        group = replace(group, params=params)
-        return replace(group, in_place=group.in_place and group.fits_in_place)
+        return replace(group, params=params)
 
     units = plan_units(model, settings.resolved_wrap)
     if any(isinstance(p, DTensor) for p in model.parameters()):

@@ -9,16 +9,12 @@ get ours; sharded parameters, optimizer states and checkpoints are as before.
 along dim 1. FSDP2 copies such parameters into a temporary of the whole group, and concatenates that
 into place. A copy between strided views does it at once, bit for bit.
 
-**Gather in place** (``fsdp_gather_in_place``). FSDP2 gathers into a buffer, from which it copies.
-Here the parameters of a group are views of one buffer, one after the other, and each is gathered
-into its place: no second copy of a unit, and no copy-out.
-
 **Routed experts at half the bytes** between ranks (``fsdp_expert_all_gather`` and
 ``fsdp_expert_reduce_scatter``). Only groups that hold nothing but routed experts: these are most of
 a model's bytes, and no router, norm or embedding is rounded.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_all_gather`` and
-``_default_all_gather_output_fn``; _fsdp_param.py, ``init_unsharded_param``.
+``_default_all_gather_output_fn``.
 """
 
 import math
@@ -28,16 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.fp8.codec import codec_name
@@ -53,11 +45,7 @@ def set_collectives(model: nn.Module, plan: FSDPPlan) -> None:
     for unit in plan.decoder_units:
         module = unit.fsdp_module(model)
         for planned, group in zip(unit.groups, param_groups([module]), strict=True):
-            if planned.in_place:
-                in_place = InPlaceAllGather(group)
-                group._all_gather_comm = in_place
-                group._all_gather_output_fn = in_place.finish
-            elif plan.copies_out_directly and any(p.shard_dim for p in planned.params):
+            if plan.copies_out_directly and any(p.shard_dim for p in planned.params):
                 group._all_gather_output_fn = _copy_out
             if not planned.sends_less:
                 continue
@@ -94,73 +82,6 @@ def _copy_out(params: list[FSDPParam], result: Any, world: int) -> None:
         kept = () if whole.is_inference() else (whole,)  # as FSDP2: autograd sees no change
         with torch.autograd._unsafe_preserve_version_counter(kept):
             by_rank.copy_(shard.unflatten(1, shape))
-
-
-class InPlaceAllGather(AllGather):
-    """Gathers each parameter of a group into its part of one buffer.
-
-    FSDP2 frees the storage of every parameter, which here is one. It fills the same storage again,
-    so tensors that autograd has saved are right in backward.
-    """
-
-    def __init__(self, group: FSDPParamGroup) -> None:
-        self._params: list[FSDPParam] = group.fsdp_params
-        self._buffer: torch.Tensor | None = None
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """The memory of the parameters, (ranks * n,); as a new tensor, which FSDP2 drops."""
-        numel = int(size[0])
-        if self._buffer is None:
-            self._buffer = torch.empty(numel, dtype=dtype, device=device)
-            self._set_unsharded_params(self._buffer)
-        self._buffer.untyped_storage().resize_(numel * dtype.itemsize)
-        return self._buffer.data
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        """Gather (n,) into (ranks * n,), on the current stream, in one launch if the backend can.
-
-        ``input_tensor`` is a part of ``output_tensor``, where others go. ``async_op`` is ignored.
-        """
-        numels = [param.padded_sharded_param_size.numel() for param in self._params]
-        shards = input_tensor.clone().split(numels)
-        targets = output_tensor.split([numel * group.size() for numel in numels])
-        with _coalescing_manager(group):
-            for target, shard in zip(targets, shards, strict=True):
-                dist.all_gather_into_tensor(target, shard, group=group)
-
-    def finish(self, params: list[FSDPParam], result: Any, world: int) -> None:
-        """Called in place of the copy-out, on the stream that computes with the parameters."""
-        assert self._buffer is not None
-        if self._buffer.device.type != "cpu":
-            # It was allocated on the stream that gathers, and is freed on this one.
-            self._buffer.record_stream(torch.accelerator.current_stream(self._buffer.device))
-
-    def _set_unsharded_params(self, buffer: torch.Tensor) -> None:
-        """What FSDP2 does after the first gather, but for where in the buffer each begins."""
-        world = buffer.numel() // sum(p.padded_sharded_param_size.numel() for p in self._params)
-        start = 0
-        for param in self._params:
-            numel = param.padded_sharded_param_size.numel() * world
-            # With a version counter of its own: autograd must not see the next gather.
-            view = buffer.data.narrow(0, start, numel)
-            start += numel
-            param.all_gather_outputs = [view]
-            whole = view.view(param._orig_size)
-            if not param.is_spmd_types and param._unsharded_dtensor_spec is not None:
-                spec = param._unsharded_dtensor_spec
-                spec = _fsdp_param._get_dtensor_spec_with_dtype(spec, whole.dtype)
-                whole = _from_local_no_grad(whole, spec)
-            requires_grad = param.sharded_param.requires_grad
-            param._unsharded_param = nn.Parameter(whole, requires_grad=requires_grad)
-            param._unsharded_param.grad_dtype = param.unsharded_grad_dtype
 
 
 class Float8AllGather(DefaultAllGather):

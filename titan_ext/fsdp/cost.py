@@ -165,8 +165,7 @@ class _TimedStep(Step):
         in_forward = group.phase is Phase.FORWARD
         if in_forward:  # the buffer of the gather before is freed now: the next may use it
             self._free["gathers"] = max(self._free["gathers"], self._last_copy_out)
-        if not group.plan.in_place:
-            self._compute += 2 * group.plan.gathered_nbytes / self._machine.memory * 1e3
+        self._compute += 2 * group.plan.gathered_nbytes / self._machine.memory * 1e3
         self._last_copy_out = self._compute
         if not in_forward:
             self._free["gathers"] = max(self._free["gathers"], self._compute)

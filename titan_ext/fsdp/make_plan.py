@@ -93,11 +93,10 @@ def make_plan(
     if apart != units and not _frees_blocks(planned):
         planned = _plan_units(model, units, settings, sizes, others)
     _check_expert_collectives(planned, settings, is_chunk)
-    frees_buffers = not settings.gather_in_place
     return FSDPPlan(
         units=(
             *_plan_units(model, towers, settings, sizes),
-            *plan_prefetch(planned, *settings.prefetch_limits, frees_buffers=frees_buffers),
+            *plan_prefetch(planned, *settings.prefetch_limits),
         ),
         replicated=tuple(replicated_plans),
         quantized=tuple(quantized),
@@ -175,8 +174,7 @@ def _plan_groups(
     if sizes.experts is not None:
         params = tuple(on_expert_mesh)
         groups.append(GroupPlan(kind="experts", shard_world=sizes.experts, params=params, **wire))
-    in_place = settings.gather_in_place
-    return tuple(replace(g, in_place=in_place and g.fits_in_place) for g in groups if g.params)
+    return tuple(group for group in groups if group.params)
 
 
 def _check_expert_collectives(

@@ -85,7 +85,6 @@ class GroupPlan:
         shard_world: Ranks that they are sharded over; 1 gathers nothing, but still copies.
         params: In the order of the collective's buffer.
         all_gather, reduce_scatter: What travels, if not their dtypes (``fsdp.collectives``).
-        in_place: Whether they are gathered into themselves, without a buffer.
     """
 
     kind: GroupKind
@@ -93,7 +92,6 @@ class GroupPlan:
     params: tuple[ParamPlan, ...]
     all_gather: Literal["float8"] | None = None
     reduce_scatter: Literal["bfloat16"] | None = None
-    in_place: bool = False
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
@@ -112,16 +110,6 @@ class GroupPlan:
     def sends_less(self) -> bool:
         """Whether what travels is not of its dtypes."""
         return bool(self.all_gather or self.reduce_scatter) and self.shard_world > 1
-
-    @property
-    def fits_in_place(self) -> bool:
-        """Whether the ranks' shards of each parameter, one after the other, are the parameter."""
-        dtypes = {param.dtype for param in self.params}
-        is_even = all(
-            param.shape and param.shard_dim == 0 and param.shape[0] % self.shard_world == 0
-            for param in self.params
-        )
-        return is_even and self.shard_world > 1 and self.all_gather is None and len(dtypes) == 1
 
     def reduce_scatter_nbytes(self, params: Iterable[ParamPlan]) -> int:
         """Bytes of the gradients of ``params``, some of its own, as they travel."""

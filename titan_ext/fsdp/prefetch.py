@@ -88,22 +88,19 @@ def plan_prefetch(
     units: Sequence[UnitPlan],
     forward: PrefetchLimit,
     backward: PrefetchLimit,
-    *,
-    frees_buffers: bool = True,
 ) -> list[UnitPlan]:
     """``units`` with those to gather ahead of each.
 
     Args:
         units: In forward order; backward runs in the reverse.
         forward: How far ahead in forward, ``backward`` in backward.
-        frees_buffers: Whether a unit may free its all-gather buffer once it is copied out.
     """
     order, back = list(units), _backward_order(units)
     if units and units[0].kind is UnitKind.TIED:
         order.append(units[0])  # embeddings run first, norm and head last
         back.insert(0, units[0])
     ahead, behind = _ahead(order, forward), _ahead(back, backward)
-    freeing = _freeing(units, ahead) if frees_buffers else set()
+    freeing = _freeing(units, ahead)
     return [
         replace(
             unit,

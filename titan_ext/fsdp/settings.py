@@ -35,7 +35,6 @@ QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
 QUANTIZE_FROZEN_MODULES = "parallelism.fsdp_quantize_frozen_modules"
 EXPERT_ALL_GATHER = "parallelism.fsdp_expert_all_gather"
 EXPERT_REDUCE_SCATTER = "parallelism.fsdp_expert_reduce_scatter"
-GATHER_IN_PLACE = "parallelism.fsdp_gather_in_place"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _RESHARD_GROUPS = "parallelism.fsdp_reshard_groups"
 _RESHARD_NAMES = ("default", "always", "never")
@@ -69,7 +68,6 @@ class FSDPSettings:
     quantize_frozen_modules: Sequence[str] = ()
     expert_all_gather: str | None = None
     expert_reduce_scatter: str | None = None
-    gather_in_place: bool = False
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     cpu_offload: bool = False
@@ -118,8 +116,6 @@ class FSDPSettings:
                     f"{key} needs parallelism.enable_fsdp_symm_mem = false: symmetric memory has "
                     "collectives of its own."
                 )
-        if self.gather_in_place:
-            self._check_gather_in_place()
         dtypes = (self.param_dtype, self.reduce_dtype)
         if self.expert_reduce_scatter and dtypes != (torch.bfloat16, torch.float32):
             raise ValueError(
@@ -138,21 +134,6 @@ class FSDPSettings:
                 f"{key} needs parallelism.enable_fsdp_symm_mem = false: symmetric memory has one "
                 "input buffer."
             )
-
-    def _check_gather_in_place(self) -> None:
-        if not copies_out_directly():
-            raise ValueError(f"{GATHER_IN_PLACE} needs torch 2.15 or newer.")
-        if self.symm_mem or self.quantize_frozen:
-            other = QUANTIZE_FROZEN if self.quantize_frozen else "parallelism.enable_fsdp_symm_mem"
-            raise ValueError(
-                f"{GATHER_IN_PLACE} does not go with {other}, which has gathers of its own."
-            )
-        for key, value in self.reshard_by_key.items():
-            if isinstance(value, int):
-                raise ValueError(
-                    f"{key} is {value}, a number of ranks, which does not go with {GATHER_IN_PLACE}"
-                    ': parameters share one memory. Expected "always" or "never".'
-                )
 
     def _check_quantize_frozen(self, format: str) -> None:
         if format != "nf4":

@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_budget import ActivationBudget
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
+from titan_ext.fp8.tensors import plain_tensors
 from titan_ext.fsdp.memory.log import MemoryLog
 from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
 from titan_ext.guards.checkpoints import Checkpoints, is_saved_anyway
@@ -83,10 +83,13 @@ class FiniteGradients(RunCheck):
             if not (is_saved_anyway(trainer) or is_logged):
                 return
             gradients = [
-                param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                local
                 for part in trainer.model_parts
                 for param in part.parameters()
                 if param.grad is not None
+                for local in plain_tensors(param.grad)
+                # torch refuses the largest of nothing, and a rank may have no row of a parameter.
+                if local.numel()
             ]
             largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
             if torch.isfinite(largest):

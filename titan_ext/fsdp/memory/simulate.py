@@ -49,11 +49,10 @@ class Group:
         """What it holds."""
         full = self.plan.gathered_nbytes
         is_logical = self.is_logical or is_issuing
-        is_gathered = self.is_unsharded or (self.plan.in_place and is_logical)
         live = NOTHING
         if is_logical or self.kept_nbytes or any(self.buffers.values()):
             live = Bytes(
-                gathered=(full if is_gathered else 0) + self.kept_nbytes,
+                gathered=(full if self.is_unsharded else 0) + self.kept_nbytes,
                 logical=full if is_logical else 0,
                 **self.buffers,
             )
@@ -61,9 +60,8 @@ class Group:
 
     @cached_property
     def all_gather_nbytes(self) -> int:
-        """Of its all-gather's buffer. Over one rank, and in place, there is none."""
-        has_buffer = self.plan.shard_world > 1 and not self.plan.in_place
-        return self.plan.gathered_nbytes if has_buffer else 0
+        """Of its all-gather's buffer. Over one rank there is none."""
+        return self.plan.gathered_nbytes if self.plan.shard_world > 1 else 0
 
     @cached_property
     def reordered_nbytes(self) -> int:

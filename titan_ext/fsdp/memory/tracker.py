@@ -120,8 +120,6 @@ class _Group:
         collectives get other tensors of the same storage (``_lend``).
         """
         storage = buffer.untyped_storage()
-        if storage._cdata in self._storages():
-            return  # gathered in place
         nbytes = storage.nbytes()
         self._buffers[name] += nbytes
 
