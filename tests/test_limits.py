@@ -1,12 +1,14 @@
 """Values and degrees that no run can have are refused in words, before any process group."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.training import titan_config
+from tests.training import Run, make_config, titan_config
 from titan_ext.limits import world_size, wrong_degrees, wrong_values
 from titan_ext.trainer import Trainer, extend_config
 
@@ -44,10 +46,56 @@ def test_degrees_that_do_not_fit(ranks: int | None, degrees: dict[str, int], mes
         raise ValueError(wrong)
 
 
+UNEVEN = (
+    r"expert_parallel_degree is {}: {} ranks share 8 experts, so FSDP shards dim 1 .* of 256 "
+    r"values, over {} ranks, which torch does evenly only; expected {}\."
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "message"),
+    [
+        (12, {"expert_parallel": 4}, UNEVEN.format(4, 12, 3, "data_parallel_replicate_degree 3")),
+        (24, {}, UNEVEN.format(1, 24, 24, ".*_replicate_degree one of 3, 6, 12, 24")),
+        (48, {"tensor_parallel": 4, "expert_parallel": 8}, UNEVEN.format(8, 48, 6, "data_.* 3, 6")),
+        (
+            1024,
+            {"expert_parallel": 2},
+            UNEVEN.format(2, 1024, 512, ".*_parallel_degree one of 4, 8 or .*_replicate_degree .*"),
+        ),
+    ],
+)
+def test_experts_that_torch_cannot_shard_unevenly(
+    ranks: int, degrees: dict[str, int], message: str
+):
+    """Stock ends with torch's sentence, once process groups exist; what is expected starts."""
+    (wrong,) = wrong_degrees(_config(**degrees), ranks)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(wrong)
+    expected = wrong.rpartition("replicate_degree")[2].partition(" and ")[0]
+    for replicas in map(int, re.findall(r"\d+", expected)):
+        more = {"data_parallel_replicate": replicas}
+        assert list(wrong_degrees(_config(**degrees, **more), ranks)) == []
+
+
+def test_muon_wants_whole_experts(tmp_path: Path):
+    config = make_config(Run(parallelize="block", optimizer="muon"), tmp_path)
+    config.training.global_batch_size = -1
+    assert list(wrong_degrees(config, 8)) == []
+    (wrong,) = wrong_degrees(config, 16)
+    assert "16 ranks share 8 experts, so FSDP shards dim 1" in wrong
+    assert "which DistMuon does not support; expected expert parallelism in copies" in wrong
+    config.parallelism.expert_parallel_degree = 2
+    (wrong,) = wrong_degrees(config, 16)
+    assert wrong.endswith("expected data_parallel_replicate_degree one of 2, 4, 8.")
+
+
 @pytest.mark.parametrize(
     ("ranks", "degrees"),
     [
         (1, {}),
+        (16, {"expert_parallel": 4}),  # dim 1 of 256 values over 4
+        (12, {"expert_parallel": 4, "data_parallel_replicate": 3}),
         (4, {"expert_parallel": 4}),
         (8, {"tensor_parallel": 2, "expert_parallel": 8}),
         (16, {"data_parallel_replicate": 2, "pipeline_parallel": 2, "expert_parallel": 4}),

@@ -17,7 +17,9 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
 from titan_ext.dispatch import SaveAllToAll
+from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.nf4 import find_frozen_linears
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import (
     EXPERT_REDUCE_SCATTER,
     QUANTIZE_FROZEN,
@@ -239,12 +241,13 @@ def check_parallelism(
 def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfig) -> None:
     """Raise ValueError for names in our keys that are not in the model.
 
-    Also for a unit of another ``fsdp_wrap``. Builds the model on the meta device, if there are
-    names.
+    Also for a unit of another ``fsdp_wrap``, or one that cannot be resharded to a number of ranks.
+    Builds the model on the meta device, if there are names or such a number.
     """
     settings = FSDPSettings.from_config(parallelism)
     quantizes = settings.quantize_frozen is not None
-    if not (settings.reshard_groups or settings.replicate or quantizes):
+    reshards_to_ranks = any(isinstance(n, int) for n in settings.reshard_by_key.values())
+    if not (settings.reshard_groups or settings.replicate or quantizes or reshards_to_ranks):
         return
     with torch.device("meta"):
         built = cast(Decoder, model.build())
@@ -260,6 +263,11 @@ def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfi
     towers = vision_units(built) if parallelism.pipeline_parallel_degree == 1 else []
     units = [u for w in wraps for u in units_without(built, plan_units(built, w), replicated)]
     settings.check_reshard_groups([*towers, *units])
+    shards, ep = _shard_axis(parallelism), parallelism.expert_parallel_degree
+    if reshards_to_ranks and shards is not None and ep == 1:  # as fsdp.shard will, on the ranks
+        ranks = shards * parallelism.data_parallel_replicate_degree
+        sizes = ShardSizes(dense=shards, expert_ranks=ranks)
+        make_plan(built, plan_units(built, wraps[0]), settings, sizes)
 
 
 def _check_replicate(parallelism: TitanParallelismConfig, compiled: bool) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
@@ -26,6 +27,7 @@ from torchtitan.models.common.moe import MoE
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.names import and_more
+from titan_ext.optim import MUON
 
 _OTHERS = "another schedule (1F1B, Interleaved1F1B)"
 _WEIGHTS = re.compile(r"\d+W\d+")  # stage, gradients of weights, microbatch
@@ -136,23 +138,24 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
         return
     shard = ranks // without_shard if ranks is not None else shard
     to_divide = {}
+    model_parallel = degrees["context_parallel_degree"] * degrees["tensor_parallel_degree"]
     if moes := _moes(config):
         to_divide["the number of experts"] = moes[0].num_experts
     if shard > 0:
         what = "the ranks of one pipeline stage in one replica (FSDP shards x CP x TP)"
-        model_parallel = degrees["context_parallel_degree"] * degrees["tensor_parallel_degree"]
         to_divide[what] = shard * model_parallel
     for what, whole in to_divide.items():
         if whole % experts:
             common = math.gcd(*to_divide.values())
-            fitting = [n for n in range(1, common + 1) if common % n == 0]
             yield (
                 f"parallelism.{_EXPERT} is {experts}; it has to divide {whole}, {what}; expected "
-                f"{'one of ' if common > 1 else ''}{and_more(fitting, limit=12)}."
+                f"{'one of ' if common > 1 else ''}{and_more(_divisors(common), limit=12)}."
             )
             break
     if shard < 0:
         return
+    if moes and shard * model_parallel % experts == 0:
+        yield from _wrong_expert_shards(config, moes[0], shard, ranks)
     step = training.local_batch_size * shard * parallelism.data_parallel_replicate_degree
     if training.global_batch_size > 0 and training.global_batch_size % step:
         yield (
@@ -160,6 +163,63 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
             f"{step}: training.local_batch_size {training.local_batch_size} x "
             f"{step // training.local_batch_size} data-parallel ranks."
         )
+
+
+def _wrong_expert_shards(
+    config: Any, moe: MoE.Config, shard: int, ranks: int | None
+) -> Iterator[str]:
+    """A message if more ranks than experts share the routed experts, and cannot.
+
+    FSDP then shards them along dim 1, as in Titan (``torchtitan/distributed/fsdp.py``). torch does
+    that evenly only, and DistMuon not at all.
+    """
+    parallelism = config.parallelism
+    with torch.device("meta"):
+        params = list(moe.routed_experts.inner_experts.build().parameters())
+    replicas = parallelism.data_parallel_replicate_degree
+    ep, tp = getattr(parallelism, _EXPERT), parallelism.tensor_parallel_degree
+    shards = shard * parallelism.context_parallel_degree
+
+    def problem(ep: int, replicas: int, shards: int) -> str:
+        spread, world = (shards * tp, shards * tp // ep) if ep > 1 else (shards * replicas, shards)
+        if spread <= moe.num_experts or (tp > 1 and ep == 1):  # TP splits them, too
+            return ""
+        uneven = [size for size in {p.shape[1] for p in params} if size % world]
+        said = f"{spread} ranks share {moe.num_experts} experts, so FSDP shards"
+        if uneven:
+            return (
+                f"{said} dim 1 of their weights, of {min(uneven)} values, over {world} ranks, "
+                "which torch does evenly only"
+            )
+        muon = any(g.optimizer_name == MUON for g in getattr(config.optimizer, "param_groups", []))
+        return f"{said} dim 1 of their weights, which {MUON} does not support" if muon else ""
+
+    if not (found := problem(ep, replicas, shards)):
+        return
+    whole = math.gcd(shards * tp, moe.num_experts)
+    fitting = {
+        _EXPERT: [
+            n for n in _divisors(whole) if (n > 1 or tp == 1) and not problem(n, replicas, shards)
+        ],
+        "data_parallel_replicate_degree": [
+            replicas * n
+            for n in _divisors(shards)
+            if shards // n * tp % ep == 0 and not problem(ep, replicas * n, shards // n)
+        ],
+    }
+    expected = " or ".join(
+        f"{key} {'one of ' if len(values) > 1 else ''}{and_more(values, limit=6)}"
+        for key, values in fitting.items()
+        if values
+    )
+    yield (
+        f"parallelism.{_EXPERT} is {ep}: {found}; expected "
+        f"{expected or 'expert parallelism in copies, each of fewer ranks (HSDP)'}."
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _moes(config: Any) -> list[MoE.Config]:

@@ -94,6 +94,9 @@ PAIRS: list[Pair] = [
         replace(_FOUR, model="deepseek_v3_mtp", ep=2), replace(_TWO, model="deepseek_v3_mtp", ep=2)
     ),
     Pair(replace(_TWO, model="gpt_oss", ep=2), replace(_ONE, model="gpt_oss")),
+    # Ranks without a row of the router, or of an expert.
+    Pair(replace(_FOUR, experts=5), replace(_TWO, experts=5)),
+    Pair(replace(_ONE, experts=6), replace(_FOUR, experts=6, ep=2, backend="partial_dtensor")),
 ]
 
 FAST: list[Pair] = [
@@ -130,10 +133,12 @@ EXPORTS: list[Run] = [
     replace(_EP2, model="deepseek_v3_mtp"),
     replace(_TWO, model="qwen3"),  # tied embeddings and head
     replace(_TWO, model="llama3"),
+    replace(_FOUR, experts=5),
+    replace(_FOUR, experts=6, ep=2, dp_replicate=2),
 ]
 """Layouts that export, each held against stock on two ranks."""
 
 
 def stock_export(run: Run) -> Run:
     """The stock run whose export that of ``run`` must equal; both export what it has saved."""
-    return replace(_TWO, model=run.model, parallelize="stock")
+    return replace(_TWO, model=run.model, experts=run.experts, parallelize="stock")

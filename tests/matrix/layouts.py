@@ -343,8 +343,9 @@ _EXPERT_UNITS += [
 ]
 _EXPERT_UNITS += [replace(Run(parallelize="submodule"), **layout) for layout in _ON_THE_WIRE]
 
-# Ranks without a row of something: 5 experts on 4 ranks leave the last one neither an expert nor a
-# row of the router, 6 with EP 2 no row of the router, adapters of rank 2 two ranks without a row.
+# Ranks without a row of something. 5 experts on 4 ranks (or 9, with a larger top_k) leave the last
+# one neither an expert nor a row of the router, 6 with EP 2 no row of the router. Adapters of rank
+# 2 have rows on two ranks only.
 _FEWER_ROWS: list[dict[str, Any]] = [
     *(
         {"experts": 5, "backend": backend, "parallelize": wrap}
@@ -368,13 +369,13 @@ _FEWER_ROWS: list[dict[str, Any]] = [
     {"experts": 5, "param_dtype": "float32"},
     {"experts": 5, "reduce_scatter_buffers": 2},
     {"experts": 6, "ep": 2, "expert_reduce_scatter": "bfloat16"},
-    {"experts": 5, "parallelize": "experts", "expert_all_gather": "float8"},
+    {"experts": 6, "ep": 2, "expert_all_gather": "float8"},
     {"experts": 5, "parallelize": "experts", "expert_reduce_scatter": "bfloat16"},
     {"experts": 5, "optimizer": "muon"},
     {"experts": 6, "ep": 2, "optimizer": "muon", "backend": "partial_dtensor"},
     {"experts": 5, "lora": 2, "backend": "partial_dtensor"},
     {"experts": 6, "ep": 2, "lora": 2},
-    {"model": "qwen3_moe", "experts": 5},
+    {"model": "qwen3_moe", "experts": 9},
     {"model": "gpt_oss", "experts": 5},
     {"model": "deepseek_v3_mtp", "experts": 6, "ep": 2},
 ]

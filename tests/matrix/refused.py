@@ -213,6 +213,24 @@ REFUSALS: list[Refusal] = [
     ),
     Refusal(
         run=Run(
+            world=4,
+            experts=3,
+            backend="partial_dtensor",
+            parallelize="submodule",
+            reshard=2,
+            steps=1,
+        ),
+        by="torch",
+        message="more ranks share the routed experts of layers.1.moe than there are experts",
+        stock_message=None,
+        reason=(
+            "FSDP2 reshards only dim 0 to a smaller world, and shards dim 1 of experts that more "
+            "ranks share than there are experts; stock has no such setting."
+        ),
+        address=f"{_TORCH}/distributed/fsdp/_fully_shard/_fsdp_param.py",
+    ),
+    Refusal(
+        run=Run(
             world=4, tp=2, backend="partial_dtensor", parallelize="submodule", reshard=2, steps=1
         ),
         by="torch",

@@ -243,6 +243,13 @@ class FSDPSettings:
                 )
             for group in unit.groups:
                 check_divides(key, value, group.shard_world, f"{unit.name} is")
+                if any(param.shard_dim for param in group.params):
+                    raise ValueError(
+                        f"{key} is {value}, a number of ranks. FSDP2 reshards only dim 0 to a "
+                        f"smaller world, but more ranks share the routed experts of {unit.name} "
+                        "than there are experts, so FSDP shards their dim 1. "
+                        f'Give it "always" or "never" in {_RESHARD_GROUPS}.'
+                    )
             return value if unit.gathers_in_backward else True
         is_outside_blocks = "." not in unit.name
         if value == "default" and (is_head or (is_rounding_error and is_outside_blocks)):
