@@ -224,8 +224,8 @@ REFUSALS: list[Refusal] = [
         message="more ranks share the routed experts of layers.1.moe than there are experts",
         stock_message=None,
         reason=(
-            "FSDP2 reshards only dim 0 to a smaller world, and shards dim 1 of experts that more "
-            "ranks share than there are experts; stock has no such setting."
+            "FSDP2 reshards only dim 0 to a smaller world. Of fewer experts than ranks it shards "
+            "dim 1; stock has no such setting."
         ),
         address=f"{_TORCH}/distributed/fsdp/_fully_shard/_fsdp_param.py",
     ),
