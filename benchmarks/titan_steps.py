@@ -218,11 +218,9 @@ def _of_units(trainer: Any) -> dict[str, float]:
     (log,) = (check for check in trainer.checks if isinstance(check, MemoryLog))
     peaks = log.timeline.peaks()
     held = [event.bytes_of() for event in log.timeline.events]
-    predicted = log.predicted.peaks() if log.predicted is not None else {}
     return {
         "GiB that FSDP holds at most, tracked": max(b.total + b.gradients for b in held) / GIB,
         "GiB unsharded at most, tracked": peaks["unsharded"] / GIB,
-        "GiB unsharded at most, predicted": predicted.get("unsharded", 0) / GIB,
     }
 
 

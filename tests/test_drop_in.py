@@ -17,7 +17,7 @@ from titan_ext import config_registry
 # Ranks of a real job; 8, one node, for all others. 1: a recipe for one GPU.
 _WORLD_SIZES = {
     "deepseek_v3_671b": 2048,
-    "kimi_k2_5": 1024,
+    "kimi_k2_5": 256,  # its Muon takes whole experts, of which there are 384
     "llama3_70b": 64,
     "qwen35_27b": 32,
     "qwen35_397b_a17b": 64,

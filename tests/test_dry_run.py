@@ -157,7 +157,7 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
     assert "rank 0 of 64: FSDP 64, EP 2 (spmd_types)" in out
     # On 64 ranks the experts are sharded across nodes: what auto takes there.
     assert "14 units in 14 groups: 1 embedding, 6 block, 5 experts, 1 norm, 1 head" in out
-    assert re.search(r'^ +auto is "experts", 2 .* \(EP 2, 64 ranks on h100: modelled', out, re.M)
+    assert re.search(r'^ +auto is "experts", 2 .* \(EP 2, experts. shards across nodes', out, re.M)
     assert "256 sequences (65,536 tokens) a step" in out
     parameters, gradients, states = map(
         float, re.findall(r"([\d.]+) MiB", _line(out, "this rank")[0])
@@ -281,9 +281,7 @@ def test_every_shipped_file_at_its_size(
 ):
     assert name in NAMES
     done = _dry_run(folder, f"{name}.toml", "--ranks", str(ranks), "--memory", "141GiB", *flags)
-    recommends_hsdp = ranks > 1024 and not flags
-    assert (done.code, "(HSDP) they have 64" in done.error) == (0, recommends_hsdp)
-    assert len(done.error.splitlines()) == recommends_hsdp
+    assert (done.code, done.error) == (0, "")
     assert f"rank 0 of {ranks}" in done.out
     assert "optimizer, on fake tensors" in done.out
     assert re.match(r"memory +fits in 141.00 GiB", done.out)

@@ -141,8 +141,6 @@ def test_float8_halves_the_experts_bytes_and_no_others(runs: Runs):
         for bf16, wire in changed:
             assert wire / bf16 == (1 + 1 / 128) / 2
         assert after.memory is not None
-        assert after.predicted_memory is not None
-        assert after.memory.events == after.predicted_memory.events
         assert after.state_hash != before.state_hash
     assert float8.losses == pytest.approx(plain.losses, rel=2e-3)
 
@@ -163,8 +161,6 @@ def test_bfloat16_halves_the_experts_reductions_and_changes_no_bit(runs: Runs):
             assert (a.unit, a.in_backward) == (b.unit, b.in_backward)
             assert b.nbytes / a.nbytes == 0.5
         assert after.memory is not None
-        assert after.predicted_memory is not None
-        assert after.memory.events == after.predicted_memory.events
         assert after.memory.peak("reduce_scatter") == max(
             event.nbytes
             for event in after.collectives
@@ -181,8 +177,6 @@ def test_both_over_four_ranks(runs: Runs):
     assert both.losses == pytest.approx(plain.losses, rel=2e-3)
     for rank in both.ranks:
         assert rank.memory is not None
-        assert rank.predicted_memory is not None
-        assert rank.memory.events == rank.predicted_memory.events
 
 
 def test_what_cannot_be_sent_so_is_refused():

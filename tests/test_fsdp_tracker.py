@@ -1,4 +1,4 @@
-"""What FSDP holds: measured, event by event, and held against what was predicted from shapes."""
+"""What FSDP holds: measured, event by event, and held against a plan of the same step."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from tests.cluster import run_ranks
-from tests.training import Run, Runs, make_config, observed
+from tests.training import Run, Runs, make_config, observed, patched, planned_config
 from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
 from titan_ext.fsdp.memory.log import _CLASS_COLOURS, _KIND_COLOURS, FOLDER, main
 from titan_ext.fsdp.memory.tracker import MemoryTracker
@@ -73,16 +73,33 @@ SLOW_LAYOUTS = [
     [*LAYOUTS, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_LAYOUTS)],
     ids=str,
 )
-def test_measured_is_predicted(run: Run, runs: Runs):
-    for rank in runs.get(run).ranks:
-        measured, predicted = rank.memory, rank.predicted_memory
-        assert measured is not None
-        assert predicted is not None
-        assert measured.peaks() == predicted.peaks()
-        assert measured.unshards() == predicted.unshards()
-        assert measured.events == predicted.events
-        assert measured.left_over() == ()
-        assert measured.peak("gathered") > 0
+def test_measured_is_planned(run: Run, runs: Runs, tmp_path: Path):
+    """To the byte: the same storages, seen by hooks of FSDP's and by every operation."""
+    for rank, result in enumerate(runs.get(run).ranks):
+        logs = tmp_path / f"planned{rank}"
+        (planned,) = run_ranks(_planned_unsharded, 1, run, rank, tmp_path, log_folder=logs)
+        assert result.memory is not None
+        measured = result.memory.peak("unsharded")
+        # A plan runs one step, the first. In a pipeline, and with shards of a smaller world, that
+        # one holds a little more.
+        differs = run.pp > 1 or isinstance(run.reshard, int)
+        assert planned == measured or (differs and measured < planned < 1.1 * measured)
+        assert result.memory.left_over() == ()
+        assert result.memory.peak("gathered") > 0
+        if run.pp == 1:
+            break  # the others are like it
+
+
+def _planned_unsharded(run: Run, rank: int, folder: Path) -> int:
+    from titan_ext.dry_run import as_rank, dry_run
+    from titan_ext.memory_plan import DeviceMemory
+
+    with as_rank(run.world, rank), patched(run):
+        config = planned_config(run, folder)
+        budget = DeviceMemory(memory=0)
+        done = dry_run(config, run.world, rank, budget=budget, as_on_a_gpu=False)
+    assert done.memory is not None
+    return done.memory.unsharded
 
 
 def _with_each_copy_out(run: Run, runs: Runs) -> list[tuple[Timeline, Timeline]]:

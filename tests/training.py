@@ -218,7 +218,6 @@ class RankResult:
     collectives: list[Collective] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     memory: Timeline | None = None
-    predicted_memory: Timeline | None = None
     routing: list[tuple[str, bool, np.ndarray]] = field(default_factory=list)
     """Router, whether in backward (a recompute), expert ids: one item for each call."""
     operations: Counter[str] = field(default_factory=Counter)
@@ -532,7 +531,6 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
         collectives=trace.events,
         gradients=_full_gradients(trainer) if run.keep_gradients else {},
         memory=_memory_log(trainer).timeline if run.tracked else None,
-        predicted_memory=_memory_log(trainer).predicted if run.tracked else None,
         routing=routing,
         operations=operations_in(operations) if run.profiled_step else Counter(),
         graphs=counters["stats"]["unique_graphs"],

@@ -42,7 +42,7 @@ _DESCRIPTION = (
     "(--training.steps 50) go after it and win over the file."
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
-_OPTIONS = (("memory", "allowance"), ("imbalance", "machine", "slower"))
+_OPTIONS = (("memory", "allowance"), ("imbalance", "machine", "slower", "stock"))
 """What dry-run hands to processes of its own: the budget, and how a step is modelled."""
 _DOES_NOT_FIT = 3
 """What dry-run ends with where a step needs more than --memory."""
@@ -132,6 +132,8 @@ class DryRun:
     """Of each GPU, such as 80GiB: plan what a step holds, and whether that fits."""
     allowance: str = ""
     """For what is no tensor (CUDA's context, NCCL, cuBLAS, fragmentation), such as 4GiB."""
+    stock: bool = False
+    """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
     machine: str = ""
     """Time a step on this: h100, h200, b200 or mi300x."""
     measured: Path | None = None
@@ -188,6 +190,7 @@ class DryRun:
         from titan_ext.memory_plan import DeviceMemory
         from titan_ext.plan_report import to_json, write
         from titan_ext.plan_search import suggest
+        from titan_ext.stand_ins import as_stock
         from titan_ext.toml_config.values import dump, identity
 
         self.slower = self._calibrated()
@@ -206,6 +209,8 @@ class DryRun:
             if self.activations:
                 self._plan_activations(resolved, activations, budget)
                 return
+            if self.stock:
+                as_stock(config)
             if has_budget(config):
                 print(solve_in_dry_run(config, self.ranks, *map(self._words, _OPTIONS)))
             asked, source = identity(config), dump(config)  # a dry run changes its config
@@ -293,8 +298,8 @@ class DryRun:
 
     def _words(self, options: Iterable[str]) -> list[str]:
         """Options of this command as a command line has them."""
-        given = [(f"--{name}", str(getattr(self, name))) for name in options]
-        return [word for option, value in given if value for word in (option, value)]
+        given = [(f"--{name}", getattr(self, name)) for name in options]
+        return [*chain(*([at, str(value)][: 2 - (value is True)] for at, value in given if value))]
 
     def _plan_all_stages(self, config: Any, source: str) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""

@@ -21,7 +21,6 @@ import spmd_types as spmd
 import torch
 import torch.nn as nn
 from torch.distributed._functional_collectives import (
-    AsyncCollectiveTensor,
     all_to_all_single,
     wait_tensor,
 )
@@ -187,8 +186,11 @@ class _CombineExchange:
         sends, receives = self._sends, self._receives
         if back:
             sends, receives = receives, sends
-        received = all_to_all_single(rows.contiguous(), receives, sends, self._mesh)
-        return received.elem if isinstance(received, AsyncCollectiveTensor) else received
+        # The operation itself: torch's function waits at once under fake tensors, where a dry run
+        # would see nothing overlap (_are_we_tracing in torch/distributed/_functional_collectives).
+        group = self._mesh.get_group().group_name
+        exchange = torch.ops._c10d_functional.all_to_all_single
+        return exchange(rows.contiguous(), receives, sends, group)
 
 
 class _Start(torch.autograd.Function):

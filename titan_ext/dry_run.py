@@ -29,16 +29,15 @@ from torchtitan.distributed import utils as dist_utils
 
 from titan_ext import no_accelerator
 from titan_ext.fp8.tensors import plain_tensors
-from titan_ext.fsdp.memory.log import predictable_units, step_order
-from titan_ext.fsdp.memory.predict import predict
-from titan_ext.fsdp.plan import count_units, plan_of
+from titan_ext.fsdp.plan import PLANS, count_units
 from titan_ext.guards.run_checks import LoRATargets
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.memory_plan import LASTING, DeviceMemory, LiveBytes, MemoryPlan
 from titan_ext.names import format_bytes
 from titan_ext.op_cost import MACHINES, ranks_per_node
+from titan_ext.schedules import actions_of, idle_share
 from titan_ext.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
-from titan_ext.step_time import Part, StepClock, StepTime, actions_of, idle_share
+from titan_ext.step_time import Part, StepClock, StepTime
 from titan_ext.trainer import Trainer
 
 _AT_ONCE = 128
@@ -305,8 +304,9 @@ class DryRun(Trainer):
         )
         if self.imbalance != 1:
             yield "", f"this rank's experts get {self.imbalance:g} times the balanced tokens"
-        plans = [plan_of(part) for part in self.model_parts]
-        yield "FSDP units", count_units(unit for plan in plans for unit in plan.decoder_units)
+        plans = [PLANS[part] for part in self.model_parts if part in PLANS]
+        units = [unit for plan in plans for unit in plan.decoder_units]
+        yield "FSDP units", count_units(units) if plans else "stock TorchTitan's: whole blocks"
         for chosen in dict.fromkeys(plan.chosen for plan in plans if plan.chosen):
             yield "", chosen
         parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -324,12 +324,9 @@ class DryRun(Trainer):
             f"{_nbytes([p.grad for p in parameters if p.grad is not None])}, optimizer states "
             f"{_nbytes(states)}",
         )
-        try:
-            peak = predict(predictable_units(plans), step_order(self)).peaks()
-            text = f"at most {format_bytes(peak['unsharded'])}, all-gather buffers included"
-        except ValueError as error:
-            text = f"not predicted: {error}"
-        yield "unsharded", text
+        if self.memory is not None:
+            unsharded = format_bytes(self.memory.unsharded)
+            yield "unsharded", f"at most {unsharded}, all-gather buffers included"
         yield "ran", "forward, loss, backward, gradient clipping, optimizer, on fake tensors"
         eager = "torch.compile (ran eagerly), " if config.compile.enable else ""
         unplanned = "" if self.memory is not None else "memory for activations (--memory), "

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,8 +69,11 @@ class _Storage:
 
 
 _MAKERS = {
+    # The cast of the local shards, which is copied into the buffer and freed.
+    inspect.unwrap(_fsdp_collectives._get_param_all_gather_inputs).__code__: MemoryKind.TEMPORARY,
     inspect.unwrap(FSDPParamGroup.unshard).__code__: MemoryKind.UNSHARDED,
     inspect.unwrap(FSDPParamGroup.wait_for_unshard).__code__: MemoryKind.UNSHARDED,
+    inspect.unwrap(FSDPParamGroup.reshard).__code__: MemoryKind.UNSHARDED,  # to a smaller world
     inspect.unwrap(FSDPParamGroup.post_backward).__code__: MemoryKind.REDUCE,
     offload.Offload.copy.__code__: MemoryKind.OFFLOADED,
 }
@@ -106,6 +110,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         host_peak: The most bytes of offloaded activations.
+        unsharded: The most bytes of unsharded units and all-gather buffers.
         moments: Every moment of the step with its own peak, in order.
         groups: Names of the process groups that communicated.
     """
@@ -126,6 +131,7 @@ class LiveBytes(TorchDispatchMode):
         self._full: set[int] = set()
         """Those that FSDP empties when it reshards, which no operation shows."""
         self._by_kind: Counter[MemoryKind] = Counter()
+        self.unsharded = 0
         self._now = 0
         self._peak = (0, "", 0)  # bytes, moment, operations
         self._died_since_peak: list[_Storage] = []
@@ -262,13 +268,15 @@ class LiveBytes(TorchDispatchMode):
             self.host_peak = max(self.host_peak, self._by_kind[kind])
 
     def _see_peak(self) -> None:
-        if self._now <= self.moments[-1].nbytes:
+        unsharded = self._by_kind[MemoryKind.UNSHARDED]
+        if self._now <= self.moments[-1].nbytes and unsharded <= self.unsharded:
             return
         for key in list(self._full):
             ref = self._live[key].ref
             assert ref is not None
             if (untyped := ref()) is not None and untyped.nbytes() != self._live[key].nbytes:
                 self._resize(key, untyped.nbytes())
+        self.unsharded = max(self.unsharded, self._by_kind[MemoryKind.UNSHARDED])
         if self._now > self.moments[-1].nbytes:
             self.moments[-1] = Peak(self._now, self.moments[-1].moment, dict(self._by_kind))
         if self._now > self._peak[0]:
@@ -339,12 +347,21 @@ class MemoryPlan:
     communicators: int
     on_host: frozenset[MemoryKind]
     host_peak: int = 0
+    unsharded: int = 0
     ranks_per_node: int = 1
 
     @classmethod
     def of(cls, live: LiveBytes, budget: DeviceMemory, ranks_per_node: int = 1) -> "MemoryPlan":
-        groups, on_host = len(live.groups), live.on_host
-        return cls(budget, live.peak, live.moments, groups, on_host, live.host_peak, ranks_per_node)
+        return cls(
+            budget,
+            live.peak,
+            live.moments,
+            communicators=len(live.groups),
+            on_host=live.on_host,
+            host_peak=live.host_peak,
+            unsharded=live.unsharded,
+            ranks_per_node=ranks_per_node,
+        )
 
     @property
     def allowance(self) -> int:

@@ -2,15 +2,13 @@
 """What an operation or a collective costs: FLOPs, bytes, and milliseconds at a machine's rates.
 
 A roofline of single kernels, from shapes alone: a matrix product takes the longer of its arithmetic
-and its traffic, everything else its traffic. The planners of a step's time, of FSDP's units and of
-activation checkpointing choose by it.
+and its traffic, everything else its traffic. The planners of a step's time and of activation
+checkpointing choose by it.
 """
 
-import bisect
 import functools
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +23,7 @@ from titan_ext.fp8.tensors import local_tensor, parts_in, tensors_in
 
 LAUNCH_MS = 0.015  # of a collective
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
-TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
+_TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
 SYNC_MS = 0.05  # the host reads how many tokens each expert gets
 
 
@@ -34,7 +32,6 @@ class Machine:
     """An accelerator and its links, by rates that are reached, not by their data sheets.
 
     Attributes:
-        block: Of bf16 matrix products over a whole transformer block of a job, FLOP/s.
         gemm: Of single large bf16 matrix products, FLOP/s.
         attention: Of fused attention, FLOP/s.
         fp32: Of fp32 matrix products, FLOP/s.
@@ -46,7 +43,6 @@ class Machine:
         host: Of its link to pinned memory of the host, bytes/s each way.
     """
 
-    block: float
     gemm: float
     attention: float
     fp32: float
@@ -58,10 +54,9 @@ class Machine:
     host: float = 50e9
 
 
-# A block's 350 TFLOP/s on an H100 gives 13.0k tokens/s for DeepSeek-V3 16B on 8 of them; TorchTitan
-# reports 11.6k. The others are scaled by data sheets: reasoned, not measured.
+# Those of the H100 were reached by single kernels; the others are scaled by data sheets: reasoned,
+# not measured.
 _H100 = Machine(
-    block=350e12,
     gemm=798e12,
     attention=450e12,
     fp32=60e12,
@@ -73,7 +68,6 @@ MACHINES = {
     "h100": _H100,
     "h200": replace(_H100, memory=4.3e12),
     "b200": Machine(
-        block=800e12,
         gemm=1800e12,
         attention=1000e12,
         fp32=70e12,
@@ -82,7 +76,6 @@ MACHINES = {
         all_to_all=600e9,
     ),
     "mi300x": Machine(
-        block=380e12,
         gemm=700e12,
         attention=400e12,
         fp32=100e12,
@@ -216,25 +209,6 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 8))
 
 
-class Links:
-    """When each link between ranks is taken, in ms."""
-
-    def __init__(self) -> None:
-        self._taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
-
-    def take(self, link: str, start: float, ms: float) -> float:
-        """The first time from ``start`` on at which ``link`` is free for ``ms``; takes it."""
-        taken = self._taken[link]
-        index = bisect.bisect_left(taken, (start, start))
-        if index and taken[index - 1][1] > start:
-            start = taken[index - 1][1]
-        while index < len(taken) and taken[index][0] < start + ms:
-            start = max(start, taken[index][1])
-            index += 1
-        bisect.insort(taken, (start, start + ms))
-        return start
-
-
 def group_ms(
     machine: Machine, nbytes: int, ranks: Sequence[int], *, is_exchange: bool = False
 ) -> tuple[float, str]:
@@ -265,7 +239,7 @@ def collective_ms(
     network_ms = nbytes * (nodes - 1) / nodes / sharing / machine.network * 1e3
     latency = nodes * _HOP_MS + (world - nodes) * _HOP_IN_NODE_MS
     if per_node == 1:
-        latency = math.log2(world) * TREE_STEP_MS
+        latency = math.log2(world) * _TREE_STEP_MS
     if is_exchange:  # no ring: all messages are on their way at once
         latency = _HOP_MS + (world - 1) * _HOP_IN_NODE_MS
     return LAUNCH_MS + latency + max(in_node_ms, network_ms), "network"

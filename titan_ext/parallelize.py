@@ -6,8 +6,9 @@ Model-parallel sharding, overlap of shared experts, activation checkpointing, co
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch.nn as nn
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -88,12 +89,7 @@ def parallelize(
         model,
         FSDPSettings.from_config(parallelism, training, ignored),
         parallel_dims,
-        training=training,
-        parallelism=parallelism,
-        ac_config=ac_config,
         compiled=compiled,
-        exchanges_again=not saves,
-        overlaps_shared=overlaps,
     )
     units = plan_units(model, settings.resolved_wrap)
 
@@ -149,6 +145,17 @@ def _shard_model_axes(model: Decoder, parallel_dims: ParallelDims) -> None:
         model.parallelize(parallel_dims)
 
 
+@dataclasses.dataclass
+class ExtendedModelSpec(ModelSpec):
+    """A model spec of Titan's that titan_ext has extended.
+
+    Attributes:
+        stock_parallelize_fn: Titan's own, for a dry run of stock.
+    """
+
+    stock_parallelize_fn: Callable[..., nn.Module] = lambda model, **_: model
+
+
 def extend_model_spec(spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with titan_ext's parallelize function and expert dispatcher.
 
@@ -176,11 +183,17 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
         after_optimizer = None
         if list(spec.model.traverse(MoE.Config)):
             logger.info("LoRA: load balancing is off, the routers' bias is frozen with the base.")
-    return dataclasses.replace(
-        spec,
-        post_optimizer_build_fn=after_optimizer,
+    if isinstance(spec, ExtendedModelSpec):
+        return spec
+    return ExtendedModelSpec(
+        name=spec.name,
+        flavor=spec.flavor,
+        model=spec.model,
         parallelize_fn=parallelize,
+        pipelining_fn=spec.pipelining_fn,
+        post_optimizer_build_fn=after_optimizer,
         state_dict_adapter=for_replicated_weights(adapter) if adapter else None,
+        stock_parallelize_fn=spec.parallelize_fn,
     )
 
 

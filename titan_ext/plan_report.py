@@ -86,6 +86,7 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "spare": plan.spare,
         "communicators": plan.communicators,
         "host_peak": plan.host_peak,
+        "unsharded": plan.unsharded,
         "ranks": run.ranks,
         "rank": run.rank,
         "name": run.name(),

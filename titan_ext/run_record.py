@@ -16,12 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from importlib import metadata
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +29,6 @@ from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.activation_checkpoint.policy import heeds_save_all_to_all
 from titan_ext.compile import compiles_model
 from titan_ext.dispatch import saves_all_to_all, stock_saves_all_to_all
-from titan_ext.fsdp.memory.log import predictable_units, step_order
-from titan_ext.fsdp.memory.predict import StepOrder, predict
-from titan_ext.fsdp.plan import GroupPlan, UnitPlan, plan_of
-from titan_ext.fsdp.prefetch import PrefetchLimit, plan_prefetch
-from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import BLOCK_KINDS, UnitKind, splits_blocks
 from titan_ext.guards import RunCheck
 from titan_ext.names import format_bytes
 from titan_ext.toml_config.values import dump
@@ -135,76 +125,7 @@ def _commit(folder: Path) -> str:
 
 def gains(trainer: Any) -> list[str]:
     """Lines on what titan_ext changed for this rank; none for what is not known."""
-    lines = []
-    with contextlib.suppress(ValueError):  # nothing predicts this layout
-        lines += _parameters(trainer)
-    return [*lines, *_exchanges(trainer), *_activations(trainer)]
-
-
-def _parameters(trainer: Any) -> list[str]:
-    """What FSDP holds and how often it communicates, beside the same with whole blocks.
-
-    Raises ValueError if that cannot be predicted.
-    """
-    units = predictable_units(map(plan_of, trainer.model_parts))
-    order = step_order(trainer)
-    peak, counts = _peak_and_collectives(units, order)
-    if not splits_blocks(units):
-        return [f"parameters unsharded at once: at most {peak} (predicted)"]
-    limits = FSDPSettings.from_config(trainer.config.parallelism).prefetch_limits
-    stock = replace(order, copies_out_directly=False, frees_buffers=False)
-    whole_peak, whole_counts = _peak_and_collectives(with_whole_blocks(units, *limits), stock)
-    return [
-        f"parameters unsharded at once: at most {peak}; with whole blocks {whole_peak} (predicted)",
-        f"FSDP collectives a step: {counts}; with whole blocks {whole_counts} (predicted)",
-    ]
-
-
-def _peak_and_collectives(units: Sequence[UnitPlan], order: StepOrder) -> tuple[str, str]:
-    timeline = predict(units, order)
-    alone = {
-        f"{unit.name}/experts" if index else unit.name
-        for unit in units
-        for index, group in enumerate(unit.groups)
-        if group.shard_world == 1
-    }
-    gathers = sum(count for name, count in timeline.unshards().items() if name not in alone)
-    events = Counter(event.unit for event in timeline.events if event.action == "reduce")
-    reduces = 0
-    for unit in units:  # one event for each group with gradients, also where nothing is sent
-        worlds = [g.shard_world for g in unit.groups if any(p.requires_grad for p in g.params)]
-        reduces += events[unit.name] * sum(world > 1 for world in worlds) // max(len(worlds), 1)
-    peak = format_bytes(timeline.peak("unsharded"))
-    return peak, f"{gathers} all-gathers, {reduces} reduce-scatters"
-
-
-def with_whole_blocks(
-    units: Sequence[UnitPlan], forward: PrefetchLimit, backward: PrefetchLimit
-) -> list[UnitPlan]:
-    """The plan in which each block is one unit: that of stock TorchTitan."""
-    merged = []
-    for name, parts_of_block in groupby(units, key=attrgetter("block")):
-        parts = list(parts_of_block)
-        if parts[0].kind not in BLOCK_KINDS:
-            merged += parts
-            continue
-        params: dict[tuple[Any, int], list[Any]] = {}
-        for group in (group for part in parts for group in part.groups):
-            params.setdefault((group.kind, group.shard_world), []).extend(group.params)
-        merged.append(
-            replace(
-                parts[0],
-                name=name,
-                kind=UnitKind.BLOCK,
-                module_names=(name,),
-                groups=tuple(
-                    GroupPlan(kind=kind, shard_world=world, params=tuple(found))
-                    for (kind, world), found in params.items()
-                ),
-            )
-        )
-    towers = [unit for unit in merged if unit.kind is UnitKind.VISION]
-    return [*towers, *plan_prefetch(merged[len(towers) :], forward, backward)]
+    return [*_exchanges(trainer), *_activations(trainer)]
 
 
 def _exchanges(trainer: Any) -> list[str]:

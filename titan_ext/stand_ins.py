@@ -7,6 +7,7 @@ autocast leaves the router's gate in bf16. What stands in for them makes and kee
 shapes that the GPU's kernels make and keep, so that ``memory_plan`` can count them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,17 +18,21 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import ParallelismConfig
 from torchtitan.config.override import derive
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import (
     FlexAttention,
     ScaledDotProductAttention,
     VarlenAttention,
 )
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.titan import BaseDataLoader
 
@@ -40,9 +45,8 @@ def use_stand_ins(config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1
     """
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
-    dispatcher = FunctionalAllToAllTokenDispatcher.Config
-    told = functools.partial(derive, target_cls=PlannedTokenDispatcher.Config, imbalance=imbalance)
-    _replace(spec, dispatcher, told)
+    planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
+    _replace(spec, AllToAllTokenDispatcher.Config, planned)
     if as_on_a_gpu:
         _replace(spec, RMSNorm.Config, _rms_norm)
         _replace(spec, TokenChoiceTopKRouter.Config, _router)
@@ -56,6 +60,28 @@ def use_stand_ins(config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1
         _replace(spec, FlexAttention.Config, flex)
 
 
+def as_stock(config: Any) -> None:
+    """Make the job one of stock TorchTitan's, in place: without titan_ext, and its keys.
+
+    Policy "fp8" becomes the one of Titan's that is nearest: selective, full or none, by its mode.
+    """
+    spec = config.model_spec
+    config.model_spec = dataclasses.replace(spec, parallelize_fn=spec.stock_parallelize_fn)
+    stock: Any = ParallelismConfig
+    config.parallelism = derive(config.parallelism, stock)
+    policy = config.activation_checkpoint
+    if isinstance(policy, FP8AC.Config):
+        policies = {"selective": SelectiveAC.Config(), "full": FullAC.Config()}
+        config.activation_checkpoint = policies.get(policy.mode)
+    for kind in (RoutedExperts, GroupedExperts, AllToAllTokenDispatcher):
+        _replace(spec, kind.Config, lambda ours, kind=kind: _titans(ours, kind.Config))
+
+
+def _titans(config: Any, kind: type) -> Any:
+    """A config of ours as the one of Titan's that it extends; others as they are."""
+    return derive(config, kind) if type(config).__module__.startswith("titan_ext.") else config
+
+
 def _replace(spec: ModelSpec, kind: type, stand_in: Callable[[Any], Any]) -> None:
     for _, config, parent, key in list(spec.traverse(kind)):
         assert key is not None
@@ -63,6 +89,11 @@ def _replace(spec: ModelSpec, kind: type, stand_in: Callable[[Any], Any]) -> Non
             parent[int(key)] = stand_in(config)
         else:
             setattr(parent, str(key), stand_in(config))
+
+
+def _plan_dispatcher(config: Any, *, imbalance: float) -> Any:
+    planned = _PLANNED.get(type(config))
+    return config if planned is None else derive(config, planned, imbalance=imbalance)
 
 
 def _rms_norm(config: Any) -> Any:
@@ -75,26 +106,22 @@ def _router(config: Any) -> Any:
     return config
 
 
-class PlannedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
-    """Our dispatcher, told how many tokens go where: a fake tensor cannot be asked.
+class _Planned:
+    """Of a dispatcher that is told how many tokens go where: a fake tensor cannot be asked.
 
     This rank sends as many to each rank, and gets as many from each: what it sends to one, times
     ``imbalance``.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(FunctionalAllToAllTokenDispatcher.Config):
-        imbalance: float = 1.0
-
     _tokens = 0
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
         self._imbalance = config.imbalance
 
     def dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
         self._tokens = topk_expert_ids_TK.numel()
-        return super().dispatch(
+        return super().dispatch(  # type: ignore[misc]
             x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
         )
 
@@ -109,6 +136,24 @@ class PlannedTokenDispatcher(FunctionalAllToAllTokenDispatcher):
         sent = _split(self._tokens, ep_size)
         received = _split(round(self._tokens * self._imbalance), ep_size)
         return num_global_tokens_per_local_expert_EP_e.reshape(-1), sent, received
+
+
+class PlannedTokenDispatcher(_Planned, FunctionalAllToAllTokenDispatcher):
+    @dataclass(kw_only=True, slots=True)
+    class Config(FunctionalAllToAllTokenDispatcher.Config):
+        imbalance: float = 1.0
+
+
+class PlannedStockTokenDispatcher(_Planned, AllToAllTokenDispatcher):
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        imbalance: float = 1.0
+
+
+_PLANNED = {
+    FunctionalAllToAllTokenDispatcher.Config: PlannedTokenDispatcher.Config,
+    AllToAllTokenDispatcher.Config: PlannedStockTokenDispatcher.Config,
+}
 
 
 def _split(tokens: int, ranks: int) -> list[int]:

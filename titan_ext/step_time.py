@@ -2,41 +2,35 @@
 """How long one step takes on one rank of a machine, by what the step really runs.
 
 A dispatch mode sees each operation of a dry run's step, with the stream on which FSDP2 puts it. It
-keeps a clock for each stream, communicator and link: an operation starts when its stream is free
-and what it reads is there, and takes what ``op_cost`` says. So it times every policy, layout and
+gives it to a queue, one for each stream and communicator. An operation starts when its queue is
+free and what it reads is there, and takes what ``op_cost`` says. All collectives of a rank share
+two links, within its node and to others (``streams``). So it times every policy, layout and
 schedule that trains, and no formula repeats what they do. Kernels are ideal: nothing here knows of
 gaps between them, of a slow host, or of neighbours that are late. One rank is all that a dry run
 sees: every stage of a pipeline is taken to be as long as its own, and sending to take no time.
 
-``titan_ext dry-run --machine h100`` prints ``StepTime.table``. At the start of a run there is no
-time for a dry run: ``fsdp.cost`` is a coarser model.
+``titan_ext dry-run --machine h100`` prints ``StepTime.table``.
 """
 
-import itertools
+import functools
 import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    Schedule1F1B,
-    ScheduleGPipe,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.fp8.tensors import tensors_in
-from titan_ext.fsdp.memory.predict import Pipeline
 from titan_ext.memory_plan import PLAIN_TYPES, LiveBytes, MemoryKind, in_backward
-from titan_ext.op_cost import SYNC_MS, Links, Machine, group_ms, groups_of, moves_nothing, op_cost
+from titan_ext.op_cost import SYNC_MS, Machine, group_ms, groups_of, moves_nothing, op_cost
+from titan_ext.streams import Item, Streams, Work
 
 
 class Part(StrEnum):
@@ -66,14 +60,14 @@ _CODEC = ("titan_ext::float8_quantize", "titan_ext::float8_dequantize")
 
 @dataclass(eq=False, slots=True)
 class _Buffer:
-    """A storage that more than one stream uses."""
+    """A storage that more than one queue uses."""
 
     made_on: Any
     ref: weakref.ref
-    ready: float = 0.0
+    ready: dict[Any, Item] = field(default_factory=dict)
+    """What has to end before it can be read, by queue; ``used``: before it can be freed."""
     why: Part = Part.GATHERS
-    used: dict[Any, float] = field(default_factory=dict)
-    """When each stream has done with it."""
+    used: dict[Any, Item] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -85,20 +79,28 @@ class Pass:
     nbytes: Counter[Part] = field(default_factory=Counter)
 
 
+class Span(NamedTuple):
+    """What a queue did from ``start`` to ``end``, in ms; ``moment`` is that of ``LiveBytes``."""
+
+    queue: str
+    part: Part
+    moment: str
+    start: float
+    end: float
+
+
 class StepClock(TorchDispatchMode):
     """Times a steady step: enter it inside of ``live``, and run the step.
 
     Streams depend on each other through storages. Who reads one waits until it is written. When one
     is freed, the stream that made it waits until the others have done with it, as FSDP2 does before
-    it lets go of a buffer.
+    it lets go of a buffer. ``passes`` and ``spans`` are there when the step is over.
 
     Args:
         parts: The models of this rank.
         live: Says at which moment of the step the operations are.
         machine: Whose rates.
         slower: Factor on the time of every kernel, for a calibration.
-
-    ``passes`` are in the order in which they ran.
     """
 
     def __init__(
@@ -111,13 +113,14 @@ class StepClock(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.passes: list[Pass] = []
+        """In the order in which they ran."""
+        self.spans: list[Span] = []
         self._parts, self._live, self._machine = parts, live, machine
         self.slower = slower
         self._compute = torch.cpu.current_stream()
-        self._free: dict[Any, float] = defaultdict(float)
-        """When each stream and each communicator is free."""
-        self._host = 0.0
-        self._links = Links()
+        self._streams = Streams()
+        self._host: tuple[Item, ...] = ()
+        """What the host has waited for last."""
         self._buffers: dict[int, _Buffer] = {}
         self._depth = 0
         self._moment = ""
@@ -143,6 +146,24 @@ class StepClock(TorchDispatchMode):
             handle.remove()
         self._handles.clear()
         self._buffers.clear()
+        if exc_type is None:
+            if self.passes:
+                self._add(self._compute, Part.OPTIMIZER, 0.0)  # the step ends when it is waited for
+            self._streams.run()
+            self._add_up()
+
+    def _add_up(self) -> None:
+        for queue, works in self._streams.queues.items():
+            name = str(queue) if isinstance(queue, str) else "stream of FSDP's"
+            name = "compute" if queue is self._compute else name
+            for work in works:
+                now, part, moment = work.label
+                assert work.end is not None
+                if queue is self._compute:
+                    now.ms[part] += work.ms
+                    for why, ms in self._streams.waits(work):
+                        now.ms[why] += ms
+                self.spans.append(Span(name, part, moment, work.start, work.end))
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
         if not PLAIN_TYPES.issuperset(types):
@@ -170,22 +191,23 @@ class StepClock(TorchDispatchMode):
 
     # -- what runs
 
+    def _add(self, queue: Any, part: Part, ms: float, **on_link: Any) -> Item:
+        label = (self.passes[-1], part, self._moment)
+        return self._streams.add(queue, Work(ms, label=label, **on_link))
+
     def _run(self, func: Any, stream: Any, args: Any, kwargs: Any, out: Any) -> None:
         used = tensors_in((args, kwargs))
         self._wait_for(stream, used)
         cost = op_cost(func, args, kwargs, out, self._machine)
-        ms = cost.ms * self.slower
-        end = self._free[stream] = self._free[stream] + ms
+        part, now = self._part(func._schema.name), self.passes[-1]
+        end = self._add(stream, part, cost.ms * self.slower)
         if stream is self._compute:
-            part, now = self._part(func._schema.name), self.passes[-1]
-            now.ms[part] += ms
             now.flops[part] += cost.flops
             now.nbytes[part] += cost.nbytes
         self._use(stream, used, end)
         if stream is not self._compute or func._schema.name.startswith("fsdp::"):
             for tensor in (*tensors_in(out), *tensors_in(kwargs.get("out"))):
-                buffer = self._buffer(tensor, made_on=stream)
-                buffer.ready = max(buffer.ready, end)
+                self._buffer(tensor, made_on=stream).ready[stream] = end
 
     def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Whether a copy is to or from the host."""
@@ -194,12 +216,13 @@ class StepClock(TorchDispatchMode):
     def _offload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """A copy to or from the host runs beside the computation."""
         to_host = self._live.kind_of(target) is MemoryKind.OFFLOADED
-        lane, ms = (Part.OFFLOAD, to_host), target.nbytes / self._machine.host * 1e3
-        end = self._free[lane] = max(self._free[lane], self._free[self._compute]) + ms
+        lane = "to the host" if to_host else "from the host"
+        self._streams.wait(lane, self._streams.last(self._compute))
+        end = self._add(lane, Part.OFFLOAD, target.nbytes / self._machine.host * 1e3)
         buffer = self._buffer(source if to_host else target, made_on=self._compute)
         buffer.why, buffer.used[lane] = Part.OFFLOAD, end  # it is not free before
         if not to_host:
-            buffer.ready = end
+            buffer.ready[lane] = end
 
     def _communicate(self, name: str, stream: Any, args: Any, out: Any) -> None:
         """A collective of c10d runs on its stream, a functional one beside it."""
@@ -209,29 +232,38 @@ class StepClock(TorchDispatchMode):
         if kind is None or group is None:
             return  # of one rank, or between the stages of a pipeline
         sent, is_functional = tensors_in(args), "functional" in name
-        self._wait_for(stream, sent)
-        nbytes = max(x.numel() * x.element_size() for x in (*sent, *tensors_in(out)))
-        ranks, is_exchange = dist.get_process_group_ranks(group), kind == "alltoall"
-        ms, link = group_ms(self._machine, nbytes, ranks, is_exchange=is_exchange)
-        ms *= 2 if kind == "allreduce" else 1
-        start = max(self._host, self._free[stream], self._free[group.group_name])
-        if not is_functional and not all(self._known(x) for x in sent):
-            start = max(start, self._free[self._compute])  # which made what is sent
-        if not is_functional:  # exchanges do not slow FSDP down, nor it them: at best
-            start = self._links.take(link, start, ms)
-        end = self._free[group.group_name] = start + ms
-        why = Part.EXCHANGES if is_functional and is_exchange else Part.COLLECTIVES
+        is_exchange = kind == "alltoall"
+        why = Part.EXCHANGES if is_exchange else Part.COLLECTIVES
         if not is_functional and (kind == "allgather" or stream is not self._compute):
             why = Part.GATHERS if kind == "allgather" else Part.REDUCTIONS
+        self._wait_for(stream, sent)
+        nbytes = max(_nbytes(sides) for sides in (*args[:2], out))  # stock exchanges lists
+        ranks, times = dist.get_process_group_ranks(group), 2 if kind == "allreduce" else 1
+        cost = functools.partial(group_ms, self._machine, ranks=ranks, is_exchange=is_exchange)
+        (ms, link), (latency_ms, _) = cost(nbytes), cost(0)
+        communicator = f"communicator {group.group_name}"
+        self._streams.wait(communicator, (*self._host, *self._streams.last(stream)))
+        if not is_functional and not all(self._known(x) for x in sent):
+            # It made what is sent.
+            self._streams.wait(communicator, self._streams.last(self._compute))
+        end = self._add(
+            communicator,
+            why,
+            times * latency_ms,
+            link=link,
+            on_link_ms=times * (ms - latency_ms),
+        )
         for tensor in tensors_in(out) if is_functional else sent:
             buffer = self._buffer(tensor, made_on=self._compute)
-            buffer.ready, buffer.why = end, why
+            buffer.ready, buffer.why = {communicator: end}, why
         if not is_functional:
-            self._wait_until(stream, end, why)
-            self._use(stream, sent, end)
-        elif why is Part.EXCHANGES and not sent[0].is_floating_point():
-            self._wait_until(stream, end + SYNC_MS, Part.HOST)  # the host reads the counts
-            self._host = self._free[stream]
+            self._streams.wait(stream, [end], why)
+            self._use(communicator, sent, end)
+        if why is Part.EXCHANGES and not sent[0].is_floating_point():
+            # The host reads the counts, and gives out nothing before.
+            self._streams.wait("host", [end])
+            self._host = (self._add("host", Part.HOST, SYNC_MS),)
+            self._streams.wait(stream, self._host, Part.HOST)
 
     def _part(self, name: str) -> Part:
         if name in _CODEC:
@@ -247,26 +279,19 @@ class StepClock(TorchDispatchMode):
         # Backward runs without gradients, but for the recompute.
         return Part.RECOMPUTE if self._depth or torch.is_grad_enabled() else Part.BACKWARD
 
-    # -- streams and what they share
+    # -- what queues share
 
-    def _wait_for(self, stream: Any, tensors: Iterable[torch.Tensor]) -> None:
+    def _wait_for(self, queue: Any, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if (buffer := self._known(tensor)) is not None:
-                self._wait_until(stream, buffer.ready, buffer.why)
+                self._streams.wait(queue, buffer.ready.values(), buffer.why)
 
-    def _wait_until(self, stream: Any, time: float, why: Part) -> None:
-        late = time - self._free[stream]
-        if late > 0:
-            self._free[stream] = time
-            if stream is self._compute and self.passes:
-                self.passes[-1].ms[why] += late
-
-    def _use(self, stream: Any, tensors: Sequence[torch.Tensor], end: float) -> None:
+    def _use(self, queue: Any, tensors: Sequence[torch.Tensor], end: Item) -> None:
         for tensor in tensors:
             if (buffer := self._known(tensor)) is not None:
-                buffer.used[stream] = end
-                if stream is not self._compute:
-                    buffer.ready = max(buffer.ready, end)
+                buffer.used[queue] = end
+                if queue is not self._compute:
+                    buffer.ready[queue] = end
 
     def _known(self, tensor: torch.Tensor) -> _Buffer | None:
         return self._buffers.get(tensor.untyped_storage()._cdata)
@@ -275,16 +300,18 @@ class StepClock(TorchDispatchMode):
         if (buffer := self._known(tensor)) is None:
             untyped = tensor.untyped_storage()
             key = untyped._cdata
-            ref = weakref.ref(untyped, partial(self._freed, key))
+            ref = weakref.ref(untyped, functools.partial(self._freed, key))
             buffer = self._buffers[key] = _Buffer(made_on, ref)
         return buffer
 
     def _freed(self, key: int, _: object) -> None:
-        if (buffer := self._buffers.pop(key, None)) is None:
-            return
-        for stream, end in buffer.used.items():
-            if stream is not buffer.made_on:
-                self._wait_until(buffer.made_on, end, buffer.why)
+        if (buffer := self._buffers.pop(key, None)) is not None:
+            used = [end for queue, end in buffer.used.items() if queue is not buffer.made_on]
+            self._streams.wait(buffer.made_on, used, buffer.why)
+
+
+def _nbytes(values: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors_in(values))
 
 
 @dataclass(frozen=True)
@@ -363,82 +390,3 @@ class StepTime:
         if self.slower != 1:
             rates = f"kernels take {self.slower:.2f} times the ideal"
         yield f"{self.step_ms:>8.1f}  sum, {rates}"
-
-
-class Action(NamedTuple):
-    """A forward (F), backward (B), or one half of it (I: of inputs, W: of weights)."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
-def actions_of(schedule: Any) -> dict[int, list[Action]]:
-    """What each rank of a schedule of torch does, in order; ValueError for an unknown one."""
-    if isinstance(schedule, PipelineScheduleMulti):
-        return {
-            rank: [
-                Action(one.computation_type.value, one.stage_index, one.microbatch_index or 0)
-                for action in order
-                if action is not None
-                for one in action.sub_actions or (action,)
-                if one.computation_type.value in ("F", "B", "I", "W")
-            ]
-            for rank, order in schedule.pipeline_order.items()
-        }
-    if not isinstance(schedule, Schedule1F1B | ScheduleGPipe):
-        name = type(schedule).__name__
-        raise ValueError(f"pipeline schedule {name}: how long its stages wait is not known.")
-    # torch 2.15 has the order of these two for display; 1F1B's last rank starts at microbatch 1.
-    return one_stage_actions(
-        "GPipe" if isinstance(schedule, ScheduleGPipe) else "1F1B",
-        schedule._stage.num_stages,
-        schedule._n_microbatches,
-    )
-
-
-def one_stage_actions(schedule: str, stages: int, microbatches: int) -> dict[int, list[Action]]:
-    """Those of "1F1B" or "GPipe", with one stage a rank."""
-    orders: dict[int, list[Action]] = {}
-    for stage in range(stages):
-        one = Pipeline(stage=stage, stages=stages, microbatches=microbatches, schedule=schedule)
-        batches = {"F": itertools.count(), "B": itertools.count()}
-        kinds = one.forwards_and_backwards()
-        orders[stage] = [Action(kind, stage, next(batches[kind])) for kind in kinds]
-    return orders
-
-
-def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
-    """How long a rank is idle, over how long the busiest one is busy. ``forward`` is its share of a
-    microbatch's time in a stage. Raises ValueError for actions that wait for each other."""
-    backward = 1 - forward
-    cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
-    queues = {rank: list(order) for rank, order in orders.items()}
-    last = max(action.stage for queue in queues.values() for action in queue)
-    now = dict.fromkeys(queues, 0.0)
-    done: dict[tuple[bool, int, int], float] = {}
-    """When the forwards (True) and backwards of stages and microbatches have ended."""
-
-    def ready(action: Action) -> float | None:
-        is_forward = action.kind == "F"
-        if is_forward and action.stage == 0:
-            return 0.0
-        if not is_forward and action.stage == last:
-            return done.get((True, last, action.microbatch))
-        neighbour = action.stage + (-1 if is_forward else 1)
-        return done.get((is_forward, neighbour, action.microbatch))
-
-    progresses = True
-    while progresses:
-        progresses = False
-        for rank, queue in queues.items():
-            while queue and (at := ready(queue[0])) is not None:
-                action = queue.pop(0)
-                now[rank] = max(now[rank], at) + cost[action.kind]
-                if action.kind != "W":
-                    done[action.kind == "F", action.stage, action.microbatch] = now[rank]
-                progresses = True
-    if any(queues.values()):
-        raise ValueError("the stages of this pipeline schedule wait for each other.")
-    busiest = max(sum(cost[action.kind] for action in order) for order in orders.values())
-    return max(now.values()) / busiest - 1

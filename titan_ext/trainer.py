@@ -119,7 +119,11 @@ class Trainer(TitanTrainer):
             offloads = isinstance(policy, FP8AC.Config) and policy.offloads()
             for key, value, why in (
                 ("activation_checkpoint.op_policies: offload", offloads, "offload"),
-                ("parallelism.fsdp_track_memory", self.parallelism.fsdp_track_memory, "measure"),
+                (
+                    "parallelism.fsdp_track_memory",
+                    getattr(self.parallelism, "fsdp_track_memory", False),
+                    "measure",
+                ),
                 (
                     "debug.record_collectives",
                     getattr(self.debug, "record_collectives", False),

@@ -3,7 +3,7 @@
 
 ``settings`` holds what the user asks for, and when a unit is freed. ``units`` decides what is
 gathered together, ``mesh`` where it is sharded, and ``prefetch`` how far ahead it is gathered.
-``auto`` chooses what the user left open, by the model of a step in ``cost``. ``plan`` puts all this
+``auto`` is the rule for what the user left open. ``plan`` puts all this
 together and ``shard`` calls ``fully_shard`` accordingly. Some parameters are not sharded like the
 others: replicated ones (whole on every rank; ``units``), ``nf4`` (frozen, in 4 bits),
 ``unmanaged`` (added after FSDP). ``collectives`` replaces FSDP2's where the plan says so.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The bytes that FSDP holds on one rank, event by event.
 
-Plain data. The tracker fills it from storages and the predictor from a plan, so the two can be
-compared without a tolerance.
+Plain data, which the tracker fills from storages.
 """
 
 from collections import Counter

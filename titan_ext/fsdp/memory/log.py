@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""FSDP's memory in a run: measured, predicted, written to the run's folder and drawn.
+"""FSDP's memory in a run: measured, written to the run's folder and drawn.
 
 With ``parallelism.fsdp_track_memory`` every rank measures each step (``tracker``) and writes a line
-to ``fsdp_memory/`` in the run's folder. At the first steady step the log shows the peak and the
-prediction; Titan's metrics get the peaks of every logged step.
+to ``fsdp_memory/`` in the run's folder. At the first steady step the log shows the peak; Titan's
+metrics get the peaks of every logged step.
 
 ``python -m titan_ext.fsdp.memory.log FOLDER`` draws the pictures of a run again and prints one line
 a rank.
@@ -12,20 +12,16 @@ a rank.
 import argparse
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
-from torchtitan.trainer import Trainer
 
-from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
-from titan_ext.fsdp.memory.predict import Pipeline, StepOrder, predict
+from titan_ext.fsdp.memory.accounting import Timeline
 from titan_ext.fsdp.memory.tracker import MemoryTracker
-from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, plan_of
+from titan_ext.fsdp.plan import plan_of
 from titan_ext.guards import RunCheck
 
 FOLDER = "fsdp_memory"
@@ -64,13 +60,6 @@ class MemoryLog(RunCheck):
         parts = [(part, plan_of(part)) for part in trainer.model_parts]
         self._tracker = MemoryTracker([(part, plan.decoder_units) for part, plan in parts])
         self._path = Path(trainer.config.dump_folder) / FOLDER / f"rank{dist.get_rank()}.jsonl"
-        self.predicted: Timeline | None = None
-        try:
-            self.predicted = predict(
-                predictable_units(plan for _, plan in parts), step_order(trainer)
-            )
-        except ValueError as error:
-            logger.warning(f"FSDP memory is measured, not predicted: {error}")
 
     @contextlib.contextmanager
     def around_step(self, trainer: Any) -> Iterator[None]:
@@ -98,12 +87,10 @@ class MemoryLog(RunCheck):
         self._steps += 1
         is_first_steady = self._steps == 2  # the first step gathers as no later one does
         peaks = timeline.peaks()
-        predicted = self.predicted.peaks() if self.predicted is not None else None
         left_over = timeline.left_over()
         line: dict[str, Any] = {
             "step": trainer.step,
             "peak_nbytes": peaks,
-            "predicted_peak_nbytes": predicted,
             "unshards": timeline.unshards(),
             "reshards": timeline.reshards(),
             "left_over": list(left_over),
@@ -116,71 +103,21 @@ class MemoryLog(RunCheck):
         if left_over:
             logger.warning(f"FSDP: not freed at the end of the step: {', '.join(left_over)}")
         if is_first_steady:
-            logger.info(f"{summary(peaks, predicted)}; {self._draw(trainer.step)}")
+            logger.info(f"{summary(peaks)}; {self._draw(trainer.step)}")
         metrics = trainer.metrics_processor
         if metrics.should_log(trainer.step):
             gib = {f"fsdp_memory/{name}(GiB)": peaks[name] / 2**30 for name in _METRICS}
             metrics.logger.log(gib, trainer.step)
 
 
-def step_order(trainer: Trainer) -> StepOrder:
-    """The order of the trainer's steps, for ``predict``.
-
-    Raises ValueError for a pipeline with several stages a rank.
-    """
-    config, loss, plan = trainer.config, trainer.loss_fn, plan_of(trainer.model_parts[0])
-    pipeline = None
-    if trainer.parallel_dims.pp_enabled:
-        if len(trainer.model_parts) > 1:
-            raise ValueError("no prediction for several pipeline stages a rank.")
-        mesh = trainer.parallel_dims.get_mesh("pp")
-        pipeline = Pipeline(
-            stage=mesh.get_local_rank(),
-            stages=mesh.size(),
-            microbatches=trainer.num_pipeline_parallel_microbatches,
-            schedule=config.parallelism.pipeline_parallel_schedule,
-        )
-    return StepOrder(
-        recomputes=config.activation_checkpoint is not None,
-        loss_chunks=loss.num_chunks if isinstance(loss, ChunkedLossWrapper) else 0,
-        accumulation=trainer.gradient_accumulation_steps,
-        pipeline=pipeline,
-        grad_dtype=TORCH_DTYPE_MAP[config.training.dtype],
-        reduce_scatter_buffers=plan.reduce_scatter_buffers,
-        copies_out_directly=plan.copies_out_directly,
-    )
-
-
-def predictable_units(plans: Iterable[FSDPPlan]) -> list[UnitPlan]:
-    """The units of all ``plans``; ValueError if FSDP manages parameters outside of them.
-
-    The last norm may be replicated; elsewhere a replicated parameter changes the order of a step.
-    """
-    plans = list(plans)
-    replicated = {
-        name for plan in plans for group in plan.replicated for name in group.module_names
-    }
-    if replicated - {"norm"} or any(plan.unmanaged for plan in plans):
-        raise ValueError("some parameters are replicated, or were added after FSDP.")
-    return [unit for plan in plans for unit in plan.units]
-
-
-def summary(peaks: Mapping[str, int], predicted: Mapping[str, int] | None) -> str:
-    """One line: peaks in MiB by class, with predictions where they differ."""
-
-    def say(name: str) -> str:
-        text = f"{peaks[name] / _MIB:.2f}"
-        if predicted is not None and predicted[name] != peaks[name]:
-            text += f" (predicted {predicted[name] / _MIB:.2f})"
-        return text
-
-    agrees = predicted is not None and all(predicted[name] == peaks[name] for name in CLASSES)
-    ending = "; as predicted" if agrees else "; not predicted" if predicted is None else ""
+def summary(peaks: Mapping[str, int]) -> str:
+    """One line: peaks in MiB by class."""
+    mib = {name: f"{nbytes / _MIB:.2f}" for name, nbytes in peaks.items()}
     return (
-        f"FSDP peak: {say('unsharded')} MiB of parameters unsharded = {say('gathered')} gathered, "
-        f"{say('all_gather')} in all-gather buffers (each at its own peak); logical "
-        f"{say('logical')}, of blocks {say('blocks_logical')}; {say('reduce_scatter')} in "
-        f"reduce-scatter buffers{ending}"
+        f"FSDP peak: {mib['unsharded']} MiB of parameters unsharded = {mib['gathered']} gathered, "
+        f"{mib['all_gather']} in all-gather buffers (each at its own peak); logical "
+        f"{mib['logical']}, of blocks {mib['blocks_logical']}; {mib['reduce_scatter']} in "
+        "reduce-scatter buffers"
     )
 
 
@@ -234,7 +171,7 @@ def main() -> None:
     for path in files:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         last = lines[-1]
-        print(path.stem, summary(last["peak_nbytes"], last["predicted_peak_nbytes"]))
+        print(path.stem, summary(last["peak_nbytes"]))
         drawn = next((line for line in reversed(lines) if "events" in line), None)
         if drawn is not None:
             title = f"{folder.name}, {path.stem}, step {drawn['step']}"

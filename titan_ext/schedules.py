@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How long the stages of a pipeline wait for each other, by the order of what each rank does.
+
+A dry run sees one rank. Every stage is taken to be as long as that one, and sending to take no
+time.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    Schedule1F1B,
+    ScheduleGPipe,
+)
+
+
+class Action(NamedTuple):
+    """A forward (F), backward (B), or one half of it (I: of inputs, W: of weights)."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+def actions_of(schedule: Any) -> dict[int, list[Action]]:
+    """What each rank of a schedule of torch does, in order; ValueError for an unknown one."""
+    if isinstance(schedule, PipelineScheduleMulti):
+        return {
+            rank: [
+                Action(one.computation_type.value, one.stage_index, one.microbatch_index or 0)
+                for action in order
+                if action is not None
+                for one in action.sub_actions or (action,)
+                if one.computation_type.value in ("F", "B", "I", "W")
+            ]
+            for rank, order in schedule.pipeline_order.items()
+        }
+    if not isinstance(schedule, Schedule1F1B | ScheduleGPipe):
+        name = type(schedule).__name__
+        raise ValueError(f"pipeline schedule {name}: how long its stages wait is not known.")
+    # torch 2.15 has the order of these two for display; 1F1B's last rank starts at microbatch 1.
+    return one_stage_actions(
+        "GPipe" if isinstance(schedule, ScheduleGPipe) else "1F1B",
+        schedule._stage.num_stages,
+        schedule._n_microbatches,
+    )
+
+
+def one_stage_actions(schedule: str, stages: int, microbatches: int) -> dict[int, list[Action]]:
+    """Those of "1F1B" or "GPipe", with one stage a rank."""
+    orders: dict[int, list[Action]] = {}
+    for stage in range(stages):
+        ahead = microbatches if schedule == "GPipe" else min(microbatches, stages - stage)
+        kinds = "F" * ahead + "BF" * (microbatches - ahead) + "B" * ahead
+        batches = {"F": itertools.count(), "B": itertools.count()}
+        orders[stage] = [Action(kind, stage, next(batches[kind])) for kind in kinds]
+    return orders
+
+
+def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
+    """How long a rank is idle, over how long the busiest one is busy. ``forward`` is its share of a
+    microbatch's time in a stage. Raises ValueError for actions that wait for each other."""
+    backward = 1 - forward
+    cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+    queues = {rank: list(order) for rank, order in orders.items()}
+    last = max(action.stage for queue in queues.values() for action in queue)
+    now = dict.fromkeys(queues, 0.0)
+    done: dict[tuple[bool, int, int], float] = {}
+    """When the forwards (True) and backwards of stages and microbatches have ended."""
+
+    def ready(action: Action) -> float | None:
+        is_forward = action.kind == "F"
+        if is_forward and action.stage == 0:
+            return 0.0
+        if not is_forward and action.stage == last:
+            return done.get((True, last, action.microbatch))
+        neighbour = action.stage + (-1 if is_forward else 1)
+        return done.get((is_forward, neighbour, action.microbatch))
+
+    progresses = True
+    while progresses:
+        progresses = False
+        for rank, queue in queues.items():
+            while queue and (at := ready(queue[0])) is not None:
+                action = queue.pop(0)
+                now[rank] = max(now[rank], at) + cost[action.kind]
+                if action.kind != "W":
+                    done[action.kind == "F", action.stage, action.microbatch] = now[rank]
+                progresses = True
+    if any(queues.values()):
+        raise ValueError("the stages of this pipeline schedule wait for each other.")
+    busiest = max(sum(cost[action.kind] for action in order) for order in orders.values())
+    return max(now.values()) / busiest - 1

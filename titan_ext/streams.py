@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""When things happen on a rank's streams: queues wait for each other, and messages share links.
+
+A queue (a stream, a communicator, a copy engine) does its items one after the other. An item may
+first wait for items of other queues. Messages share a link: as many as are on it at once each get
+an equal share of its rate (processor sharing), as kernels of several communicators do that send at
+the same time. First come, first served would let an exchange, which the computation waits for,
+stand behind a gather that nobody needs yet. A short message, which is nearly all latency, is hardly
+held up by long ones.
+
+``Streams`` records the items; ``run`` finds when each began and ended.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Item(NamedTuple):
+    """The ``index``-th item of a queue; to wait for it is to wait for its end."""
+
+    queue: Hashable
+    index: int
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """An item of a queue.
+
+    Attributes:
+        ms: How long it takes by itself; a message's latency.
+        after: Items of other queues that have to end first, in this order, and why.
+        link: The link that a message takes; "" for other work.
+        on_link_ms: How long a message takes on a link of its own, beside its latency.
+        label: Whatever the caller wants to find again.
+        start, end: In ms, once they are known. ``free`` is when the queue could have begun it.
+    """
+
+    ms: float
+    after: tuple[tuple[Item, Any], ...] = ()
+    link: str = ""
+    on_link_ms: float = 0.0
+    label: Any = None
+    free: float = 0.0
+    start: float = 0.0
+    end: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Message:
+    """A message on its link: when it gets there, and what is left of it."""
+
+    work: Work
+    arrival: float
+    left_ms: float
+
+
+@dataclass(eq=False)
+class _Link:
+    """A link that all messages on it share equally."""
+
+    now: float = 0.0
+    messages: list[_Message] = field(default_factory=list)
+
+    def first_end(self, *, commit: bool = False) -> tuple[float, Work] | None:
+        """The message that ends first, and when; ``commit`` goes on to that time."""
+        now, left = self.now, {id(m): m.left_ms for m in self.messages}
+        while self.messages:
+            active = [m for m in self.messages if m.arrival <= now]
+            later = min((m.arrival for m in self.messages if m.arrival > now), default=None)
+            if not active:
+                assert later is not None
+                now = later
+                continue
+            first = min(active, key=lambda m: left[id(m)])
+            end = now + left[id(first)] * len(active)
+            until = end if later is None else min(end, later)
+            for message in active:
+                left[id(message)] -= (until - now) / len(active)
+            now = until
+            if until < end:
+                continue
+            if commit:
+                self.now = now
+                self.messages.remove(first)
+                for message in self.messages:
+                    message.left_ms = max(left[id(message)], 0.0)
+            return now, first.work
+        return None
+
+
+class Streams:
+    """Queues of work, in the order in which the host gives it to them."""
+
+    def __init__(self) -> None:
+        self.queues: dict[Hashable, list[Work]] = {}
+        self._waited: dict[Hashable, dict[Hashable, int]] = {}
+        self._next: dict[Hashable, list[tuple[Item, Any]]] = {}
+
+    def wait(self, queue: Hashable, items: Iterable[Item], why: Any = None) -> None:
+        """Let the next item of ``queue`` wait for ``items``."""
+        waited = self._waited.setdefault(queue, {})
+        for item in items:
+            if item.queue != queue and item.index > waited.get(item.queue, -1):
+                waited[item.queue] = item.index
+                self._next.setdefault(queue, []).append((item, why))
+
+    def add(self, queue: Hashable, work: Work) -> Item:
+        """Give ``work`` to ``queue``."""
+        if (waits := self._next.pop(queue, None)) is not None:
+            work.after += tuple(waits)
+        items = self.queues.setdefault(queue, [])
+        items.append(work)
+        return Item(queue, len(items) - 1)
+
+    def last(self, queue: Hashable) -> tuple[Item, ...]:
+        """The last item of ``queue``, if it has one; and what its next one has to wait for."""
+        items = self.queues.get(queue)
+        done = (Item(queue, len(items) - 1),) if items else ()
+        return (*done, *(item for item, _ in self._next.get(queue, ())))
+
+    def waits(self, work: Work) -> Iterator[tuple[Any, float]]:
+        """Why ``work`` began later than its queue could have, and how many ms each took."""
+        at = work.free
+        for item, why in work.after:
+            end = self.queues[item.queue][item.index].end
+            assert end is not None, "run() has been called"
+            if end > at:
+                yield why, end - at
+                at = end
+
+    def run(self) -> None:
+        """Set start and end of all work.
+
+        Raises AssertionError if queues wait for each other.
+        """
+        at = dict.fromkeys(self.queues, 0)
+        free = dict.fromkeys(self.queues, 0.0)
+        links: dict[str, _Link] = {}
+        on_link: dict[int, Hashable] = {}
+        waiting = set(self.queues)
+        while True:
+            moved = True
+            while moved:
+                moved = False
+                for queue in waiting:
+                    moved |= self._advance(queue, at, free, links, on_link)
+                waiting = {q for q in waiting if at[q] < len(self.queues[q])}
+            ends = [(found, link) for link in links.values() if (found := link.first_end())]
+            if not ends:
+                break
+            # Every queue waits for a message: nothing can begin before the first of them ends.
+            (_, work), link = min(ends, key=lambda end: end[0][0])
+            found = link.first_end(commit=True)
+            assert found is not None
+            work.end, _ = found
+            queue = on_link.pop(id(work))
+            free[queue] = work.end
+            at[queue] += 1
+            waiting = {q for q in self.queues if at[q] < len(self.queues[q])}
+        assert not waiting, "queues wait for each other"
+
+    def _advance(
+        self,
+        queue: Hashable,
+        at: dict[Hashable, int],
+        free: dict[Hashable, float],
+        links: dict[str, _Link],
+        on_link: dict[int, Hashable],
+    ) -> bool:
+        """Run ``queue`` until it waits; return whether anything began."""
+        items, began = self.queues[queue], False
+        while at[queue] < len(items):
+            work = items[at[queue]]
+            if id(work) in on_link:
+                return began
+            ends = [self.queues[item.queue][item.index].end for item, _ in work.after]
+            if any(end is None for end in ends):
+                return began
+            work.free = free[queue]
+            work.start = max([work.free, *(end for end in ends if end is not None)])
+            began = True
+            if work.link:
+                message = _Message(work, work.start + work.ms, work.on_link_ms)
+                links.setdefault(work.link, _Link()).messages.append(message)
+                on_link[id(work)] = queue
+                return began
+            work.end = free[queue] = work.start + work.ms
+            at[queue] += 1
+        return began
