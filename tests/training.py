@@ -135,6 +135,8 @@ class Run:
     """``parallelism.fsdp_reshard_groups``; of ours only."""
     save_all_to_all: str = "auto"
     """``parallelism.save_all_to_all``; of ours only."""
+    overlap_exchanges: str = "none"
+    """``parallelism.overlap_exchanges``; of ours only."""
     replicate: tuple[str, ...] = ()
     """``parallelism.fsdp_replicate``; of ours only."""
     prefetch: int | str = 1
@@ -192,6 +194,7 @@ class Run:
         extras += [f"reshard_{self.reshard}"] if self.reshard != "default" else []
         extras += [f"{name}_{value}" for name, value in self.reshard_groups]
         extras += [f"{self.save_all_to_all}_saves"] if self.save_all_to_all != "auto" else []
+        extras += [self.overlap_exchanges] if self.overlap_exchanges != "none" else []
         extras += [f"replicate_{name}" for name in self.replicate]
         extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
         extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
@@ -361,6 +364,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.save_all_to_all = cast(Any, run.save_all_to_all)
     ours.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
+    ours.parallelism.overlap_exchanges = cast(Any, run.overlap_exchanges)
     ours.parallelism.fsdp_replicate = list(run.replicate)
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward

@@ -38,6 +38,7 @@ from titan_ext.fsdp.units import (
     units_without,
     vision_units,
 )
+from titan_ext.halves import OverlapExchanges
 from titan_ext.names import are_checked_later, table_flag
 
 __all__ = ["DebugConfig", "ParallelismConfig"]
@@ -122,6 +123,13 @@ class ParallelismConfig(TitanParallelismConfig):
     Run the shared experts of a MoE layer while the outputs of its routed experts travel back to
     their ranks, in forward and backward. The results stay the same. Only with expert parallelism,
     and without tensor parallelism and compile, which orders operations by itself.
+    """
+
+    overlap_exchanges: OverlapExchanges = "none"
+    """
+    What runs while tokens travel between expert-parallel ranks. "halves": MoE blocks run their
+    batch as two halves that take turns, so it needs two sequences or more on a rank. Other
+    rounding: weight gradients are sums of two halves. See docs/fsdp_units.md.
     """
 
     fsdp_replicate: list[str] = field(default_factory=list)

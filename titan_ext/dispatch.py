@@ -14,11 +14,12 @@ run while the experts' outputs travel back, in forward and, in reverse, in backw
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._functional_collectives import (
     all_to_all_single,
@@ -56,11 +57,15 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         sends_scores: bool = False
         """Experts apply the routing scores (``activation_checkpoint.early_scores``)."""
 
+    counts_group: dist.ProcessGroup | None = None
+    """On which ranks tell each other how many tokens they send; None: that of the tokens."""
     shared_experts: "_SharedExperts | None" = None
     """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
     _layer_tokens: torch.Tensor | None = None
     _dispatched: LocalDispatchMetadata | None = None
     """What waits for ``send_scores``."""
+    _turn: "Turn | None" = None
+    """While ``send`` and ``collect`` use Titan's functions without waiting in them."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -87,6 +92,54 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             return super().combine(routed_output_RD, metadata, x_TD)
         finally:
             self._layer_tokens = None
+
+    # ``dispatch`` and ``combine`` in two steps each, for whoever computes while tokens travel.
+
+    def send(self, *args: Any) -> "Turn":
+        """Begin what ``dispatch`` does, with its arguments."""
+        self._turn = turn = Turn()
+        try:
+            turn.sent, turn.counts, turn.metadata = self.dispatch(*args)
+        finally:
+            self._turn = None
+        return turn
+
+    def receive(self, turn: "Turn") -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest of ``dispatch``: tokens by expert ``(R, D)``, and counts ``(e,)``."""
+        with maybe_set_sparse_mesh():
+            received_RD = _Finish.apply(turn.sent, turn.exchange)
+            shape, routed_RD, indices, counts_e = self._permute(received_RD, turn.counts)
+        turn.metadata = replace(turn.metadata, input_shape=shape, permuted_indices=indices)
+        self._dispatched = turn.metadata if self._sends_scores else None
+        return routed_RD, counts_e
+
+    def send_back(self, turn: "Turn", routed_output_RD: torch.Tensor) -> None:
+        """Begin what ``combine`` does with outputs of experts ``(R, D)``."""
+        metadata = turn.metadata
+        with maybe_set_sparse_mesh():
+            rows_RD = self._unpermute(
+                routed_output_RD, metadata.input_shape, metadata.permuted_indices
+            )
+            turn.exchange = _Exchange(self._ep_mesh, metadata.output_splits, metadata.input_splits)
+            turn.sent = _Start.apply(rows_RD, turn.exchange)
+
+    def collect(self, turn: "Turn", x_TD: torch.Tensor) -> torch.Tensor:
+        """The rest of ``combine``; ``x_TD`` are the tokens."""
+        self._turn = turn
+        try:
+            return self.combine(turn.sent, turn.metadata, x_TD)
+        finally:
+            self._turn = None
+
+    def _permute(self, routed_input_RD, num_global_tokens_per_local_expert_E):
+        if self._turn is not None:  # nothing has come yet
+            return (), routed_input_RD, None, num_global_tokens_per_local_expert_E
+        return super()._permute(routed_input_RD, num_global_tokens_per_local_expert_E)
+
+    def _unpermute(self, routed_output_RD, input_shape, permuted_indices):
+        if self._turn is not None:  # as they were sent back
+            return routed_output_RD
+        return super()._unpermute(routed_output_RD, input_shape, permuted_indices)
 
     def send_scores(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Send the scores of the tokens dispatched last to their experts.
@@ -141,13 +194,17 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         """Tell every rank how many tokens it gets: ``(E,)`` int64 -> ``(EP, e)`` int64."""
         counts_EP_e = num_local_tokens_per_expert_E.view(ep_size, -1)
         with _unchecked(counts_EP_e, pg):
-            received_EP_e = all_to_all_single(counts_EP_e, None, None, self._ep_mesh)
+            group = self.counts_group or self._ep_mesh
+            received_EP_e = all_to_all_single(counts_EP_e, None, None, group)
         return _typed_like(counts_EP_e, received_EP_e)
 
     def _dispatch_token_exchange(
         self, routed_input_ND: torch.Tensor, pg, output_splits: list[int], input_splits: list[int]
     ) -> torch.Tensor:
         """Send tokens to the ranks of their experts: ``(N, D)`` -> ``(R, D)``, rank-major."""
+        if self._turn is not None:
+            self._turn.exchange = _Exchange(self._ep_mesh, input_splits, output_splits)
+            return _Start.apply(routed_input_ND, self._turn.exchange)
         with _unchecked(routed_input_ND, pg):
             received_RD = all_to_all_single(
                 routed_input_ND, output_splits, input_splits, self._ep_mesh
@@ -158,11 +215,13 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         self, routed_output_RD: torch.Tensor, pg, input_splits: list[int], output_splits: list[int]
     ) -> torch.Tensor:
         """Send the experts' outputs back: ``(R, D)``, rank-major -> ``(N, D)``."""
+        if self._turn is not None:
+            return _Finish.apply(routed_output_RD, self._turn.exchange)
         if spmd.is_type_checking():  # not in a recompute, which must do as the forward did
             self.shared_experts = None
         if self.shared_experts is not None:
             assert self._layer_tokens is not None, "set while combine() runs"
-            exchange = _CombineExchange(self._ep_mesh, output_splits, input_splits)
+            exchange = _Exchange(self._ep_mesh, output_splits, input_splits)
             sent_RD = _Start.apply(routed_output_RD, exchange)
             self.shared_experts.run_ahead(self._layer_tokens)
             return _Finish.apply(sent_RD, exchange)
@@ -173,8 +232,20 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         return _typed_like(routed_output_RD, received_ND)
 
 
-class _CombineExchange:
-    """An all-to-all of rows in two halves, ``start`` and ``wait_tensor``."""
+@dataclass(eq=False, slots=True)
+class Turn:
+    """Tokens of one layer that are on their way, to their experts or back."""
+
+    sent: Any = None
+    """What ``_Start`` returned."""
+    exchange: "_Exchange | None" = None
+    counts: Any = None
+    """Of the tokens that this rank's experts get, by rank and expert ``(E,)``."""
+    metadata: Any = None
+
+
+class _Exchange:
+    """An all-to-all of rows in two steps, ``start`` and ``wait_tensor``."""
 
     def __init__(self, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> None:
         self._mesh = mesh
@@ -197,7 +268,7 @@ class _Start(torch.autograd.Function):
     """Starts an exchange, returns what it sends. Backward waits for what ``_Finish`` started."""
 
     @staticmethod
-    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _CombineExchange) -> torch.Tensor:
+    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         exchange.arriving = exchange.start(sent_RD)
         return sent_RD.view_as(sent_RD)
 
@@ -210,7 +281,7 @@ class _Finish(torch.autograd.Function):
     """Waits for an exchange. Its backward starts that of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _CombineExchange) -> torch.Tensor:
+    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         ctx.exchange = exchange
         arriving_ND, exchange.arriving = exchange.arriving, None
         assert arriving_ND is not None, "_Start has run"

@@ -33,6 +33,7 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
+from titan_ext.halves import overlap_in_halves
 from titan_ext.hf_export import for_replicated_weights
 from titan_ext.limits import check_schedule
 from titan_ext.lora import keep_frozen, lora_settings
@@ -99,7 +100,10 @@ def parallelize(
         _shard_model_axes(model, parallel_dims)
 
     # 2. Let shared experts run while tokens travel back.
-    if overlaps:
+    halves = getattr(parallelism, "overlap_exchanges", "none") == "halves"
+    if halves and parallel_dims.ep_enabled:
+        overlap_in_halves(model, parallel_dims.ep)
+    elif overlaps:
         overlap_shared_experts(model)
 
     # 3. Activation checkpointing, of the blocks of a vision tower too.

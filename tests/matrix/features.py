@@ -54,6 +54,7 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
         _UNITS,
         lambda run: f"experts' gradients sent in {run.expert_reduce_scatter}",
     ),
+    "overlap_exchanges": (_UNITS, lambda run: "halves take turns at exchanges"),
     "replicate": (_UNITS, lambda run: f"{', '.join(run.replicate)} replicated"),
     "optimizer": (_OPTIMIZER, lambda run: run.optimizer),
     "save_all_to_all": (_AC, lambda run: f"all-to-alls {run.save_all_to_all} saved"),
