@@ -28,13 +28,12 @@ export TORCH_LOGS ?= -torch.utils._pytree
 .PHONY: train test test-all matrix faults main upstream gpu-receipts lint setup data clean
 
 train: data
-	$(BIN)/python -m titan_ext.launch --nproc_per_node=$(NGPU) \
+	steps=$$($(BIN)/python -m titan_ext target $(RUN_FOLDER) --steps $(STEPS)) && \
+	exec $(BIN)/python -m titan_ext.launch --report $(RUN_FOLDER) --nproc_per_node=$(NGPU) \
 		--rdzv_backend c10d --rdzv_endpoint=localhost:0 --shutdown-timeout=$(SHUTDOWN_TIMEOUT) \
 		--local-ranks-filter 0 --role rank --tee 3 \
 		-m torchtitan.train --module titan_ext --config train_configs/moe_debug.toml \
-		--dump_folder $(RUN_FOLDER) \
-		--training.steps $$($(BIN)/python -m titan_ext target $(RUN_FOLDER) --steps $(STEPS)) $(ARGS)
-	@$(BIN)/python -m titan_ext report $(RUN_FOLDER)
+		--dump_folder $(RUN_FOLDER) --training.steps $$steps $(ARGS)
 
 test: lint data
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)

@@ -4,76 +4,110 @@
 ``python -m titan_ext.launch`` takes torchrun's arguments. torchrun itself passes a signal on to its
 workers and then fails, with a traceback and exit code 1, however well they end. This one asks the
 workers, which finish their step and save (``guards.stop``), and torchrun ends as they do: with 0. A
-second signal, or one before training begins, kills all of them.
+second request, or one before training begins, kills all of them. ``--report FOLDER`` in front draws
+the losses of that dump_folder at a good end: ``make`` starts no further command after a signal.
 
 It leaves out torchrun's own traceback, which says only that a worker failed. The last lines are the
 message of the rank that failed first.
 """
 
+import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 _ONE_REQUEST_S = 1.0  # as in guards.stop
 _INTERRUPTED = 130  # as a shell says it
+_POLL_S = 1.0
+_ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
 
 
 class _Launch:
-    """torchrun and its workers, and what a signal does to them."""
+    """torchrun and its workers, and what a signal does to them.
 
-    def __init__(self, arguments: list[str]) -> None:
-        program = "from titan_ext.launch import torchrun; torchrun()"
-        command = [sys.executable, "-c", program, *arguments]
+    One request can arrive as several signals: ``timeout`` signals a process and then its group,
+    Slurm sends pairs. So signals are blocked, and taken one at a time. A handler would run again in
+    the middle of its own work. A signal that we were started to ignore (``nohup``) stays ignored.
+    """
+
+    def __init__(self, command: list[str]) -> None:
+        self._asks = {signum for signum in _ASKS if signal.getsignal(signum) != signal.SIG_IGN}
+        signal.pthread_sigmask(signal.SIG_BLOCK, {*self._asks, signal.SIGCHLD})
         # torchao 0.18 registers two enums in a way that torch warns of in each process.
         environment = {"TORCH_LOGS": "-torch.utils._pytree", **os.environ}
         # In a group of its own, which a terminal's Ctrl-C does not reach.
-        self._torchrun = subprocess.Popen(command, env=environment, process_group=0)
+        self._torchrun = subprocess.Popen(
+            command, env=environment, process_group=0, preexec_fn=_before_torchrun
+        )
         self._asked_at_s: float | None = None
         self._killed = False
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, self._stop)
 
     def wait(self) -> int:
         """The exit code."""
-        code = self._torchrun.wait()
-        return _INTERRUPTED if self._killed else code
+        while (code := self._torchrun.poll()) is None:
+            signum = signal.sigtimedwait({*self._asks, signal.SIGCHLD}, _POLL_S)
+            if signum is not None and signum.si_signo in self._asks:
+                self._stop(signum.si_signo)
+        if self._killed:
+            return _INTERRUPTED
+        if code < 0:
+            print(f"torchrun was ended by {signal.Signals(-code).name}", file=sys.stderr)
+        return code if code >= 0 else 128 - code
 
-    def _stop(self, signum: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if self._asked_at_s is not None and now_s - self._asked_at_s < _ONE_REQUEST_S:
+    def _stop(self, signum: int) -> None:
+        if self._asked_at_s is not None and time.monotonic() - self._asked_at_s < _ONE_REQUEST_S:
             return
-        workers = _workers(self._torchrun.pid)
-        if self._asked_at_s is None and workers and all(map(_handles_sigterm, workers)):
-            self._asked_at_s = now_s
-            _signal(workers, signal.SIGTERM if signum == signal.SIGHUP else signum)
-            return
-        self._killed = True
-        _signal([self._torchrun.pid, *workers], signal.SIGKILL)
-        print("stopped at once; what was not saved is lost", file=sys.stderr)
+        torchrun = self._torchrun.pid
+        if self._asked_at_s is None:
+            listening = [pid for pid in _children(torchrun) if _is_worker_that_listens(pid)]
+            _signal(listening, signal.SIGTERM if signum == signal.SIGHUP else signum)
+            self._killed = not listening
+        else:
+            self._killed = True
+        if self._killed:
+            _signal([torchrun], signal.SIGSTOP)  # so that it starts no worker meanwhile
+            _signal([*_children(torchrun), torchrun], signal.SIGKILL)
+            print("stopped at once; what was not saved is lost", file=sys.stderr)
+        self._asked_at_s = time.monotonic()  # what has come until now belongs to this request
 
 
-def _workers(torchrun: int) -> list[int]:
-    """The process ids of torchrun's workers."""
+def _before_torchrun() -> None:
+    """In torchrun's process: it ends with the launcher, and its signals are not blocked."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_ASKS, signal.SIGCHLD})
+
+
+def _children(parent: int) -> list[int]:
+    """The process ids of the children of a process."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == torchrun and b"\0LOCAL_RANK=" in (process / "environ").read_bytes():
+            if int((process / "stat").read_bytes().rpartition(b")")[2].split()[1]) == parent:
                 found.append(int(process.name))
         except OSError:  # it has ended
             continue
     return found
 
 
-def _handles_sigterm(worker: int) -> bool:
-    """Whether ``guards.stop`` listens there: until then SIGTERM has no handler."""
-    status = Path(f"/proc/{worker}/status").read_text()
-    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-    return bool(caught >> (signal.SIGTERM - 1) & 1)
+def _is_worker_that_listens(child: int) -> bool:
+    """Whether torchrun's child is a worker whose ``guards.stop`` listens.
+
+    SIGTERM has no handler before training begins, nor after it has ended.
+    """
+    process = Path("/proc", str(child))
+    try:
+        is_worker = b"\0LOCAL_RANK=" in b"\0" + (process / "environ").read_bytes()
+        caught = int((process / "status").read_text().partition("SigCgt:")[2].split()[0], 16)
+    except OSError:  # it has ended
+        return False
+    return is_worker and bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
 def _signal(processes: list[int], signum: int) -> None:
@@ -84,17 +118,31 @@ def _signal(processes: list[int], signum: int) -> None:
             continue
 
 
-def _take_terminal() -> int:
-    """Make Ctrl-C ours alone: ``make`` would die of it. Return the group that had the terminal."""
-    if not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
-        return 0
+@contextlib.contextmanager
+def _terminal() -> Iterator[None]:
+    """Ctrl-C is ours alone: ``make`` would die of it.
+
+    The terminal is the process's own, which need not be its standard input.
+    """
+    try:
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # there is none
+        yield
+        return
     had = os.getpgrp()
+    if os.tcgetpgrp(terminal) != had:  # in the background
+        yield
+        return
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # stops a background process that takes it
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the shell would not see that we stopped
     if had != os.getpid():
         os.setpgid(0, 0)
-    os.tcsetpgrp(0, os.getpgrp())
-    return had
+    os.tcsetpgrp(terminal, os.getpgrp())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it was closed
+            os.tcsetpgrp(terminal, had)
 
 
 def torchrun() -> None:
@@ -116,12 +164,18 @@ def torchrun() -> None:
 
 
 def main() -> int:
-    had_terminal = _take_terminal()
-    try:
-        return _Launch(sys.argv[1:]).wait()
-    finally:
-        if had_terminal:
-            os.tcsetpgrp(0, had_terminal)
+    arguments = sys.argv[1:]
+    folder = arguments[1:2] if arguments[:1] == ["--report"] else []
+    if folder:
+        del arguments[:2]
+    program = "from titan_ext.launch import torchrun; torchrun()"
+    with _terminal():
+        code = _Launch([sys.executable, "-c", program, *arguments]).wait()
+        if folder and code == 0:
+            from titan_ext.cli import main
+
+            main(["report", *folder])
+    return code
 
 
 if __name__ == "__main__":
