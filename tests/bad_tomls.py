@@ -165,6 +165,30 @@ BAD_TOMLS = (
     ),
     BadToml(
         "What it extends",
+        "a misspelt module of yours",
+        'extends = "my_modle.base"\n',
+        "bad.toml: extends: no module my_modle; did you mean 'my_model'?",
+        files={"my_model.py": ""},
+    ),
+    BadToml(
+        "What it extends",
+        "a config function that misspells a key",
+        'extends = "my_typo.base"\n',
+        (
+            "bad.toml: extends: my_typo.base failed: AttributeError: ParallelismConfig has no key "
+            "'fsdp_prefech'; did you mean 'fsdp_prefetch'?"
+        ),
+        files={
+            "my_typo.py": "from torchtitan.models.deepseek_v3 import config_registry\n"
+            "from titan_ext.trainer import extend_config\n\n\n"
+            "def base():\n"
+            "    config = extend_config(config_registry.deepseek_v3_debugmodel())\n"
+            "    config.parallelism.fsdp_prefech = 2\n"
+            "    return config\n"
+        },
+    ),
+    BadToml(
+        "What it extends",
         "an unknown config function",
         'extends = "deepseek_v3.deepseek_v3_15b"\n',
         (
@@ -384,6 +408,15 @@ BAD_TOMLS = (
         "a single value for a list",
         DEBUG + ('[compile]\ncomponents = "model"\n'),
         'bad.toml: compile.components: expected list[str], got "model".',
+    ),
+    BadToml(
+        "Values",
+        "a string for a table of names",
+        DEBUG + ('[parallelism]\nfsdp_reshard_groups = "attention"\n'),
+        (
+            "bad.toml: parallelism.fsdp_reshard_groups: expected a table "
+            '[parallelism.fsdp_reshard_groups], got "attention".'
+        ),
     ),
     BadToml(
         "Values",
@@ -746,17 +779,17 @@ BAD_TOMLS = (
         (
             "bad.toml: activation_checkpoint: activation_checkpoint.budget is '20GiB', for which "
             "the run finds activation_checkpoint.op_policies; activation_checkpoint.op_policies "
-            "is {'attention': 'save'}. Expected one of the two."
+            "is {'attention': 'save'}. Expected no op_policies, or no budget."
         ),
     ),
     BadToml(
         "Values and degrees that no run can have",
         "a budget in a mode without operations",
-        DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nmode = "full"\nbudget = "20GiB"\n',
+        DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nmode = "no_recompute"\nbudget = "1GiB"\n',
         (
-            "bad.toml: activation_checkpoint: activation_checkpoint.budget is '20GiB', for which "
+            "bad.toml: activation_checkpoint: activation_checkpoint.budget is '1GiB', for which "
             "the run finds activation_checkpoint.op_policies; activation_checkpoint.mode is "
-            "'full'. Expected one of the two."
+            "'no_recompute'. Expected mode = \"selective\", or no budget."
         ),
     ),
     BadToml(

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple, cast
 
 _PORTS = range(12_000, 32_000)  # below Linux' own, which begin at 32768
 _ROOT = Path(__file__).parent.parent
+SCRIPT = Path(sys.executable).parent / "titan_ext"
+"""As pip installs it."""
 
 PATIENCE_S = 300.0
 """After which a test calls a hang what has not happened; nothing that passes waits for it.
@@ -76,20 +78,23 @@ class Command(NamedTuple):
 
 def run_command(folder: Path, *arguments: str) -> Command:
     """``titan_ext ARGUMENTS`` in ``folder``, in a process of its own that need not import torch."""
-    return run_line(folder, shlex.join(["python", "-m", "titan_ext", *arguments]))[0]
+    return run_line(folder, shlex.join(["titan_ext", *arguments]))[0]
 
 
 def run_line(folder: Path, line: str) -> list[Command]:
-    """``python -m MODULE ...``, or all ranks of ``torchrun --nproc_per_node=N -m MODULE ...``.
+    """``titan_ext ...``, ``python -m MODULE ...``, or all ranks of ``torchrun ... -m MODULE ...``.
 
     In ``folder``. No launcher runs, and no process need import torch. Nor need the commands of
-    titan_ext that these begin themselves.
+    titan_ext that these begin themselves. titan_ext is the script that is installed.
     """
-    program, *rest = shlex.split(line)
+    program, *rest = shlex.split(line, comments=True)
     launched = program == "torchrun"
     ranks = int(rest.pop(0).removeprefix("--nproc_per_node=")) if launched else 1
-    flag, module, *arguments = rest
-    assert flag == "-m", line
+    if program == "titan_ext":
+        module, arguments = str(SCRIPT), rest
+    else:
+        flag, module, *arguments = rest
+        assert flag == "-m", line
     log = folder.parent / f"{folder.name}.logs"
     return run_ranks(_run_module, ranks, folder, module, arguments, log, launched, log_folder=log)
 
@@ -103,7 +108,9 @@ def _run_module(
             del os.environ[name]  # as in a terminal
     os.environ["PYTHONPATH"] = str(_ROOT)
     os.chdir(folder)
-    sys.path.insert(0, str(folder))
+    # A script has its own folder first on its path, and python -m the current one.
+    is_script = module == str(SCRIPT)
+    sys.path.insert(0, str(SCRIPT.parent if is_script else folder))
     sys.argv = [module, *arguments]
     for path, stream in ((out, sys.stdout), (error, sys.stderr)):
         with open(path, "w") as file:
@@ -111,7 +118,7 @@ def _run_module(
     before = resource.getrusage(resource.RUSAGE_SELF)
     try:
         with forked_commands():
-            runpy.run_module(module, run_name="__main__")
+            (runpy.run_path if is_script else runpy.run_module)(module, run_name="__main__")
         code = 0
     except SystemExit as end:
         code = cast(int, end.code or 0)

@@ -40,11 +40,13 @@ RICH = (
 """Tables with names that need quotes, lists longer than the base's, another policy."""
 
 
-def test_help_does_not_wait_for_torch():
+def test_help_and_missing_files_do_not_wait_for_torch():
     code = (
         "import sys, contextlib\nfrom titan_ext.cli import main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
         "main(['list'])\n"
+        "assert main(['show', 'nothing.toml']) == main(['lst']) == 1\n"
+        "assert main(['dry-run', 'nothing', '--ranks', '4']) == 1\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -76,7 +78,9 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture):
 
 def test_a_shipped_file_is_found_by_its_name(folder: Path):
     assert find_config("moe_debug") == shipped_configs()["moe_debug"]
-    assert find_config("deepseek_v3_16b") == "deepseek_v3_16b", "Titan's function comes first"
+    function = "deepseek_v3.deepseek_v3_16b"
+    assert find_config("deepseek_v3_16b") == function, "Titan's function comes first"
+    assert find_config(function) == function
     assert find_config("deepseek_v3_16b.toml") == shipped_configs()["deepseek_v3_16b"]
     (folder / "moe_debug.toml").touch()
     assert find_config("moe_debug.toml") == Path("moe_debug.toml"), (
@@ -168,7 +172,17 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
     [
         (["show", "deepseek_v3_16"], "did you mean 'deepseek_v3_16b'"),
         (["show", "run.toml"], "run.toml: steps: no such key"),
+        (["lst"], "lst: no such command; did you mean 'list'?"),
         (["list", "--all"], "unknown: --all"),
+        (["show", "config.yaml"], "expected the path of a .toml file"),
+        (["show", "my_rnus.my_16b"], "no module my_rnus; did you mean 'my_runs'?"),
+        (
+            ["show", "run.toml", "--change"],
+            "of titan_ext show; did you mean '--changed'?",
+        ),
+        (["new", "moe_debug", "/proc/mine.toml"], "/proc/mine.toml: No such file or directory."),
+        (["target", ".", "--steps", "-3"], "--steps is -3; expected 1 or more."),
+        (["target", ".", "--steps", "0"], "--steps is 0; expected 1 or more."),
         (["report", "."], "no TensorBoard file"),
         (["dry-run", "moe_debug", "--ranks", "4", "--rank", "4"], "--rank is 4"),
         (["dry-run", "moe_debug", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
@@ -182,6 +196,8 @@ def test_a_mistake_is_one_message(
     folder: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str
 ):
     (folder / "run.toml").write_text(DEBUG + "steps = 3\n")
+    (folder / "config.yaml").touch()
+    (folder / "my_runs.py").touch()
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert message in error

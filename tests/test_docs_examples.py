@@ -7,6 +7,8 @@ import os
 import pkgutil
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 import tomli
 
 from tests import muon
-from tests.cluster import run_line, run_ranks
+from tests.cluster import SCRIPT, run_line, run_ranks
 from tests.toml_files import DEBUG, Loader
 from titan_ext.fsdp.unmanaged import replicate_undeclared
 from titan_ext.optim import resolve_groups
@@ -355,7 +357,7 @@ def _unknown(command: str) -> Iterator[str]:
         text = (ROOT / "titan_ext" / "cli.py").read_text()
         fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])
-        yield from (word for word in words[:1] if word[0].islower() and f'("{word}")' not in text)
+        yield from (word for word in words[:1] if word[0].islower() and f'"{word}": ' not in text)
     elif program == "python" and _is_path(words[0]):
         source = (ROOT / words[0]).read_text()
     if words[:1] == ["-m"]:
@@ -471,3 +473,90 @@ def test_the_index_has_every_page():
     index = PAGES["docs/README.md"]
     missing = [path.name for path in DOCS.glob("*.md") if f"({path.name})" not in index]
     assert missing == ["README.md"]
+
+
+# Commands of titan_ext run, by the installed script
+
+
+def _whole_commands(page: str, *names: str) -> list[str]:
+    """The commands ``titan_ext NAME ...`` of a page that a user can type as they stand."""
+    found = []
+    for command in _commands(page):
+        program, *words = shlex.split(command, comments=True)
+        names_a_config = len(words) > 1 and words[1][0] != "-"
+        if (
+            program == "titan_ext"
+            and words[:1]
+            and words[0] in names
+            and (names_a_config or words[0] in ("list", "--help"))
+            and not any(word.isupper() for word in words)
+            and "--measured" not in words  # needs a run on a GPU
+        ):
+            found.append(command)
+    return found
+
+
+def _run_commands(folder: Path, commands: list[str]) -> str:
+    """Run them in turn, by the installed script, and return what the last one printed."""
+    printed = ""
+    for command in commands:
+        (done,) = run_line(folder, command)
+        assert done.code == 0, (command, done.error)
+        printed = done.out
+    return printed
+
+
+def _prepare(folder: Path, page: str) -> None:
+    """The files that a page tells its reader to write, and those of a checkout."""
+    if page == "README.md":
+        (folder / "my_runs.py").write_text(examples("python")[page, 0])
+    if page == "docs/toml.md":
+        (folder / "my_run.toml").write_text(examples("toml")[page, 0])
+    shutil.copytree(ROOT / "train_configs", folder / "train_configs")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if _whole_commands(page, "list", "new", "show", "--help")]
+)
+def test_commands_of_a_page_run(page: str, tmp_path: Path):
+    _prepare(tmp_path, page)
+    _run_commands(tmp_path, _whole_commands(page, "list", "new", "show", "--help"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if _whole_commands(page, "dry-run")])
+def test_dry_runs_of_a_page_run(page: str, tmp_path: Path):
+    """Of a small model by the names of the large ones: the files that are here come first."""
+    _prepare(tmp_path, page)
+    for name in ("deepseek_v3_671b", "deepseek_v3_16b"):
+        for file in (tmp_path / f"{name}.toml", tmp_path / "train_configs" / f"{name}.toml"):
+            file.write_text((ROOT / "train_configs" / "moe_debug.toml").read_text())
+    commands = _whole_commands(page, "new", "dry-run")
+    small = {r"--suggest \d+": "--suggest 1", "--ranks 2048": "--ranks 512"}
+    for large, less in small.items():
+        commands = [re.sub(large, less, command) for command in commands]
+    _run_commands(tmp_path, commands)
+
+
+def test_a_config_function_of_yours(tmp_path: Path):
+    """The README's, by the name that every command takes; a file extends it as well."""
+    _prepare(tmp_path, "README.md")
+    shown = _run_commands(tmp_path, ["titan_ext show my_runs.my_16b"])
+    assert 'parallelism.fsdp_wrap = "submodule"  # from my_runs.my_16b' in shown
+    commands = ["titan_ext new my_runs.my_16b my_run.toml", "titan_ext show my_run.toml --changed"]
+    assert "# my_runs.my_16b <- my_run.toml" in _run_commands(tmp_path, commands)
+
+
+def test_a_file_that_extends_a_model_of_yours(tmp_path: Path):
+    """The installed script in a process of its own, in a folder with the page's two files."""
+    (tmp_path / "my_model.py").write_text(examples("python")[YOURS, 0])
+    (tmp_path / "my_run.toml").write_text(examples("toml")[YOURS, 0])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [SCRIPT, "show", "my_run.toml", "--changed"]
+    shown = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("# my_model.gain_debugmodel <- my_run.toml\n")
+    forked = _run_commands(tmp_path, ["titan_ext show my_run.toml --changed"])
+    assert forked == shown.stdout

@@ -15,6 +15,8 @@ from tests.toml_files import DEBUG
 from titan_ext import config_registry, names
 from titan_ext.limits import world_size
 from titan_ext.names import Mistakes, end_with_messages, in_one
+from titan_ext.toml_config.flags import with_flags
+from titan_ext.toml_config.resolve import resolve
 
 BUDGET = DEBUG + '[activation_checkpoint]\npolicy = "memory_budget"\n'
 GROUP = DEBUG + '[parallelism.fsdp_reshard_groups]\nattention = "never"\n'
@@ -50,9 +52,95 @@ def test_a_file_is_checked_after_the_flags(monkeypatch: pytest.MonkeyPatch):
         _run(monkeypatch, DEBUG, "--training.steps", "-1", "--training.seq_len", "0")
 
 
-def test_a_wrong_flag_is_a_mistake_with_words(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match=r"(?s)--training.stepss.*--training.steps"):
-        _run(monkeypatch, DEBUG, "--training.stepss", "3")
+def test_a_wrong_flag_has_the_words_of_a_file(monkeypatch: pytest.MonkeyPatch):
+    flags = ["--parallelism.fsdp_wrap", "submodul", "--training.stepss", "3", "--compile.enable"]
+    with pytest.raises(ValueError, match="command line") as refused:
+        _run(monkeypatch, DEBUG, *flags)
+    assert str(refused.value).splitlines() == [
+        "command line: 2 mistakes:",
+        "  parallelism.fsdp_wrap: expected 'auto', 'submodule', 'experts' or 'block', got "
+        "\"submodul\"; did you mean 'submodule'?",
+        "  training.stepss: no such key of TrainingConfig; did you mean 'steps'?",
+    ]
+
+
+_FP8 = "activation_checkpoint:fp8"
+_PRESET = "--activation_checkpoint.preset"
+WRONG_FLAGS = {
+    "--paralelism.fsdp_wrap block": "paralelism: no such section; did you mean 'parallelism'?",
+    "--steps 3": "steps: no such key; did you mean --training.steps or --validator.steps?",
+    "--training.batch_size 3": (
+        "training.batch_size: a key of TorchTitan 0.1 or 0.2; today: training.local_batch_size."
+    ),
+    "--training.max_context_length 3": (
+        "training.max_context_length: TorchTitan main's name of training.seq_len."
+    ),
+    "--model.flavor 16B": (
+        "model.flavor: no flag sets it; expected it in a TOML file, under [model]."
+    ),
+    "--training.steps three": 'training.steps: expected a valid integer, got "three".',
+    "--training.steps=3 5": "training.steps: expected a valid integer, got [3, 5].",
+    "--training.steps": "training.steps: expected a value after it.",
+    "--training.steps --debug.seed 3": "training.steps: expected a value after it.",
+    "--debug.seed none": 'debug.seed: expected a valid integer or "None", got "none".',
+    "--compile.enabel": "compile.enabel: no such key of CompileConfig; did you mean 'enable'?",
+    "--compile.enable True": (
+        "compile.enable: takes no value; expected --compile.enable or --compile.no-enable, got "
+        "True."
+    ),
+    "--checkpoint.no-enable=1": (
+        "checkpoint.no_enable: takes no value; expected --checkpoint.enable or "
+        "--checkpoint.no-enable, got 1."
+    ),
+    "--parallelism.fsdp-reshard-groups attention": (
+        "parallelism.fsdp_reshard_groups: expected names and values in turn, got attention."
+    ),
+    "--parallelism.fsdp_reshard_groups.attention never": (
+        "parallelism.fsdp_reshard_groups.attention: expected "
+        "--parallelism.fsdp_reshard_groups NAME VALUE ..."
+    ),
+    "--optimizer.param_groups.0.optimizer_kwargs.k 3": (
+        "optimizer.param_groups.0.optimizer_kwargs.k: no flag sets it; expected it in a TOML file."
+    ),
+    "steps=3": "steps=3: is no flag; expected --SECTION.KEY VALUE.",
+    "activation_checkpoint:fp9": (
+        "activation_checkpoint.policy: no policy is called \"fp9\"; did you mean 'fp8'?"
+    ),
+    f"--{_FP8}": f"{_FP8}: expected {_FP8}, without dashes.",
+    "--activation_checkpoint.policy fp8": (
+        f"activation_checkpoint.policy: expected {_FP8}, after the other flags."
+    ),
+    f"{_PRESET} memory": (
+        f"activation_checkpoint.preset: a key of policy fp8; expected {_FP8} before it."
+    ),
+    f"activation_checkpoint:full {_PRESET} memory": (
+        f"activation_checkpoint.preset: a key of policy fp8; expected {_FP8} before it."
+    ),
+    f"{_FP8} {_PRESET} memry": (
+        "activation_checkpoint.preset: expected 'memory', 'balanced', 'speed', 'gemms' or "
+        "'stock', got \"memry\"; did you mean 'memory'?"
+    ),
+    f"{_FP8} --training.steps 3": (
+        f"training.steps: expected before {_FP8}, which only its own keys may follow."
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", WRONG_FLAGS)
+def test_wrong_flags(flags: str):
+    config = resolve("run.toml", function="deepseek_v3.deepseek_v3_debugmodel").config
+    with pytest.raises(ValueError, match="command line") as refused:
+        with_flags(config, flags.split())
+    assert str(refused.value) == f"command line: {WRONG_FLAGS[flags]}"
+
+
+def test_who_is_to_blame(monkeypatch: pytest.MonkeyPatch):
+    """A value that the config refuses: the flag's, or the file's."""
+    with pytest.raises(ValueError, match=r"^command line: comm.init_timeout_seconds is -1; "):
+        _run(monkeypatch, DEBUG, "--comm.init_timeout_seconds", "-1")
+    timeout = "[comm]\ninit_timeout_seconds = -1\n"
+    with pytest.raises(ValueError, match=r"^run.toml: comm.init_timeout_seconds is -1; "):
+        _run(monkeypatch, DEBUG + timeout, "--training.steps", "3")
 
 
 def test_a_config_function_and_flags(monkeypatch: pytest.MonkeyPatch):

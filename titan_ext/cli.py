@@ -5,17 +5,16 @@ Commands are dataclasses that tyro parses. What it does not know are Titan's fla
 parses again over the config. Nothing here imports torch before a command needs it.
 """
 
-import contextlib
+import functools
 import gc
 import json
-import logging
+import operator
 import os
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,13 +22,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from titan_ext.config_registry import (
-    extends_name,
-    find_config,
+    check_config,
+    extends_in,
     model_of,
     resolve_config,
     titan_configs,
 )
-from titan_ext.names import BYTES, Mistakes, did_you_mean, parse_bytes, shipped_configs, toml_file
+from titan_ext.names import BYTES, Mistakes, did_you_mean, parse_bytes, quiet, shipped_configs
+from titan_ext.toml_config.files import nearest, to_toml
 
 if TYPE_CHECKING:
     from titan_ext.memory_plan import DeviceMemory
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     "titan_ext: train mixture-of-experts models with TorchTitan in less memory. "
-    "CONFIG is the path of a TOML file, the name of a shipped one (moe_debug), or a config "
-    "function of TorchTitan's models (deepseek_v3_16b). titan_ext list shows them. Titan's flags "
-    "(--training.steps 50) go after it and win over the file."
+    "CONFIG is the path of a TOML file, the name of a shipped one (moe_debug), a config function "
+    "of TorchTitan's models (deepseek_v3_16b), or one of yours (my_runs.my_16b). titan_ext list "
+    "shows them. Titan's flags (--training.steps 50) go after it and win over the file."
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
 _OPTIONS = (("memory", "allowance"), ("imbalance", "machine", "slower", "stock"))
@@ -74,15 +74,13 @@ class New:
     """The file to write; it must not exist."""
 
     def run(self, flags: list[str]) -> None:
-        from titan_ext.toml_config.files import to_toml
-
         if self.file.suffix != ".toml":
             raise ValueError(f"{self.file}: expected a file whose name ends in .toml.")
         if self.file.exists():
             raise ValueError(f"{self.file} exists; choose another name, or edit it.")
         if not self.file.parent.is_dir():
             raise ValueError(f"{self.file}: there is no folder {self.file.parent}.")
-        base = _extends(self.config, self.file.parent)
+        base = extends_in(self.file.parent, self.config)
         values = {"dump_folder": to_toml(f"./outputs/{self.file.stem}")}
         given = resolve_config(self.config, flags).given()
         values |= {key: value for key, value, _ in given}
@@ -101,8 +99,6 @@ class Show:
     """Only what differs from the config function at the end of the chain."""
 
     def run(self, flags: list[str]) -> None:
-        from titan_ext.toml_config.files import to_toml
-
         resolved = resolve_config(self.config, flags)
         print(f"# {' <- '.join([resolved.base, *resolved.files])}")
         print(f"extends = {to_toml(resolved.base)}")
@@ -240,7 +236,7 @@ class DryRun:
                 file = Path(folder) / "config.toml"
                 file.write_text(source)
                 options = self._words(("ranks", *chain(*_OPTIONS)))
-                others = {other: _extends(other, file.parent) for other in self.against}
+                others = {other: extends_in(file.parent, other) for other in self.against}
                 for line in suggest(file, fullest, options, self.suggest, others):
                     print(line, flush=True)
         elif not (fullest["fits"] or self.all_stages):
@@ -288,7 +284,7 @@ class DryRun:
             return
         self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / "budget.toml"
-        lines = [f"extends = {json.dumps(_extends(self.config, self.out))}"]
+        lines = [f"extends = {json.dumps(extends_in(self.out, self.config))}"]
         lines += [line for line in changed if not line.startswith("activation_checkpoint")]
         file.write_text("\n".join([*lines, "", *plan.toml_lines()]) + "\n")
         print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
@@ -349,6 +345,8 @@ class Target:
     def run(self, flags: list[str]) -> None:
         from titan_ext.run_folder import next_target
 
+        if self.steps < 1:
+            raise ValueError(f"--steps is {self.steps}; expected 1 or more.")
         print(next_target(self.folder, self.steps))
 
 
@@ -370,36 +368,34 @@ class Peft:
         print(export_adapters(config, self.output, self.base_model))
 
 
-_Command = (
-    Annotated[List, tyro.conf.subcommand("list")]
-    | Annotated[New, tyro.conf.subcommand("new")]
-    | Annotated[Show, tyro.conf.subcommand("show")]
-    | Annotated[DryRun, tyro.conf.subcommand("dry-run")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Target, tyro.conf.subcommand("target")]
-    | Annotated[Peft, tyro.conf.subcommand("peft")]
-)
+_COMMANDS = {
+    "list": List,
+    "new": New,
+    "show": Show,
+    "dry-run": DryRun,
+    "report": Report,
+    "target": Target,
+    "peft": Peft,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0, or 1 and one message for a mistake of the user's."""
-    command: Any
-    command, flags = tyro.cli(
-        _Command,  # type: ignore[arg-type]
-        prog="titan_ext",
-        description=_DESCRIPTION,
-        args=arguments,
-        return_unknown_args=True,
-    )
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if flags and not hasattr(command, "config"):
-            known = "titan_ext COMMAND --help lists what there is."
-            raise ValueError(f"unknown: {' '.join(flags)}; {known}")
-        with _quiet(getattr(command, "verbose", False)):
+        _import_as_python_m()
+        name = arguments[0] if arguments else ""
+        if name not in _COMMANDS and name[:1] not in ("", "-"):
+            raise ValueError(f"{name}: no such command{nearest(name, _COMMANDS)}")
+        command, flags = _parse(arguments)
+        with quiet(getattr(command, "verbose", False)):
             command.run(flags)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: titan_ext list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"{error.filename or 'writing'}: {error.strerror or error}.", file=sys.stderr)
         return 1
     except (ValueError, AssertionError, ImportError, NotImplementedError) as error:
         if not str(error):
@@ -407,6 +403,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _import_as_python_m() -> None:
+    """Find modules in the current folder, where a user's config functions are.
+
+    The installed script has its own folder on Python's path in place of it.
+    """
+    here = str(Path.cwd())
+    if not sys.flags.safe_path and here not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """The command, and Titan's flags. Raises ValueError for what is neither, and missing files."""
+    named = (Annotated[cls, tyro.conf.subcommand(name)] for name, cls in _COMMANDS.items())
+    command: Any
+    command, flags = tyro.cli(
+        functools.reduce(operator.or_, named),
+        prog="titan_ext",
+        description=_DESCRIPTION,
+        args=arguments,
+        return_unknown_args=True,
+    )
+    if flags and not hasattr(command, "config"):
+        known = "titan_ext COMMAND --help lists what there is."
+        raise ValueError(f"unknown: {' '.join(flags)}; {known}")
+    options = [f"--{field.name.replace('_', '-')}" for field in fields(command)]
+    for flag in flags:
+        if "." not in flag and (meant := did_you_mean(flag, options)) != ".":
+            raise ValueError(f"{flag}: no option of titan_ext {arguments[0]}{meant}")
+    for config in (getattr(command, "config", ""), *getattr(command, "against", ())):
+        if config:
+            check_config(config)
+    return command, flags
 
 
 def _bytes(option: str, text: str) -> int | None:
@@ -419,32 +449,6 @@ def _bytes(option: str, text: str) -> int | None:
     return nbytes
 
 
-def _extends(config: str, folder: Path) -> str:
-    """What a file in ``folder`` says to extend ``config``."""
-    found = find_config(config)
-    if not isinstance(found, Path):
-        return extends_name(found)
-    return found.name if toml_file(found.name, folder) == found else os.path.relpath(found, folder)
-
-
 def _first_sentence(path: Path) -> str:
     comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     return " ".join(line.strip("# ") for line in comment).partition(". ")[0]
-
-
-@contextlib.contextmanager
-def _quiet(verbose: bool) -> Iterator[None]:
-    """Without the log of the start, but with warnings of titan_ext; ``verbose``: all of it."""
-    if verbose:
-        from torchtitan.tools.logging import init_logger
-
-        init_logger()
-        yield
-        return
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torch sets its parent's
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    (handler,) = logging.getLogger().handlers[-1:]
-    handler.addFilter(lambda record: "titan_ext" in record.pathname)
-    yield

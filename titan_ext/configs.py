@@ -39,7 +39,7 @@ from titan_ext.fsdp.units import (
     vision_units,
 )
 from titan_ext.halves import OverlapExchanges
-from titan_ext.names import are_checked_later, table_flag
+from titan_ext.names import are_checked_later, set_known_key, table_flag
 
 __all__ = ["DebugConfig", "ParallelismConfig"]
 
@@ -175,6 +175,8 @@ class ParallelismConfig(TitanParallelismConfig):
     buffers, by unit and step. The log and the metrics get the peak; fsdp_memory/ in dump_folder
     gets every step and a picture of one. When it is off, it costs nothing.
     """
+
+    __setattr__ = set_known_key
 
     def __post_init__(self) -> None:
         TitanParallelismConfig.__post_init__(self)

@@ -25,7 +25,7 @@ _ONE_REQUEST_S = 1.0  # as in guards.stop
 _INTERRUPTED = 130  # as a shell says it
 _POLL_S = 1.0
 _ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 
 
@@ -80,7 +80,7 @@ class _Launch:
 
 def _before_torchrun() -> None:
     """In torchrun's process: it ends with the launcher, and its signals are not blocked."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_ASKS, signal.SIGCHLD})
 
 
@@ -168,6 +168,13 @@ def main() -> int:
     folder = arguments[1:2] if arguments[:1] == ["--report"] else []
     if folder:
         del arguments[:2]
+    from titan_ext.config_registry import check_command
+
+    try:
+        check_command(arguments)  # before torch is imported, by torchrun and by each rank
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     program = "from titan_ext.launch import torchrun; torchrun()"
     with _terminal():
         code = _Launch([sys.executable, "-c", program, *arguments]).wait()

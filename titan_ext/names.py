@@ -15,8 +15,10 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -30,6 +32,8 @@ REFUSED_MODELS = {
     "flux": "it is no decoder (so its units are unknown) and has a training loop of its own",
 }
 """Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
+COMMAND_LINE = "command line"
+"""The origin of what a flag sets; in messages, in place of a file."""
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -37,6 +41,16 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     by_lower = {word.lower(): word for word in known}
     close = get_close_matches(str(name).lower(), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else "."
+
+
+def set_known_key(config: Any, name: str, value: Any) -> None:
+    """``__setattr__`` for a config class with slots: the error for another name has the nearest."""
+    try:
+        object.__setattr__(config, name, value)
+    except AttributeError:
+        known = [field.name for field in fields(config)]
+        what = type(config).__qualname__.removesuffix(".Config")
+        raise AttributeError(f"{what} has no key {name!r}{did_you_mean(name, known)}") from None
 
 
 @functools.cache
@@ -165,6 +179,24 @@ def log_on_one_node() -> None:
         logging.getLogger().setLevel(logging.WARNING)
 
 
+@contextlib.contextmanager
+def quiet(verbose: bool) -> Iterator[None]:
+    """Without the log of the start, but with warnings of titan_ext; ``verbose``: all of it."""
+    if verbose:
+        from torchtitan.tools.logging import init_logger
+
+        init_logger()
+        yield
+        return
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torch sets its parent's
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    (handler,) = logging.getLogger().handlers[-1:]
+    handler.addFilter(lambda record: "titan_ext" in record.pathname)
+    yield
+
+
 def _is_new(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     if any(record.funcName == where and message.startswith(words) for where, words in _NOISE):
@@ -244,7 +276,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         _other_hook(kind, error, trace)
         return
     message = str(error)
-    if not message.startswith((_source, f"--config {_source}")):
+    if not message.startswith((_source, f"--config {_source}", COMMAND_LINE)):
         message = f"{_source}: {message}"
     error_file = os.environ.get(_ERROR_FILE)
     if error_file:

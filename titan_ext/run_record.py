@@ -145,9 +145,12 @@ def _exchanges(trainer: Any) -> list[str]:
     else:
         return []
     stock = _EXCHANGES + (0 if stock_saves_all_to_all(parallelism, compiled=compiled) else 3)
-    return [
-        f"all-to-alls a MoE layer and step: {ours + again}; stock selective {stock} (predicted)"
-    ]
+    found = f"all-to-alls a MoE layer and step: {ours + again}"
+    beside = ", as stock selective" if ours + again == stock else f"; {stock} with stock selective"
+    more = ""
+    if again and parallelism.save_all_to_all == "auto":
+        more = f'; {ours} where they cross nodes, or with parallelism.save_all_to_all = "always"'
+    return [f"{found}{beside}{more} (predicted)"]
 
 
 def _activations(trainer: Any) -> list[str]:

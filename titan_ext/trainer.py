@@ -29,7 +29,7 @@ from titan_ext.guards import RunCheck
 from titan_ext.guards.checkpoints import CheckpointManager, check_excluded
 from titan_ext.guards.run_checks import RUN_CHECKS
 from titan_ext.limits import check_schedule, world_size, wrong_degrees, wrong_values
-from titan_ext.names import Mistakes, are_checked_later
+from titan_ext.names import Mistakes, are_checked_later, set_known_key
 from titan_ext.optim import OptimizersContainer, check_param_groups
 from titan_ext.parallelize import check_model_limits, extend_model_spec
 from titan_ext.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
@@ -66,6 +66,8 @@ class Trainer(TitanTrainer):
         debug: DebugConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
             default_factory=DebugConfig
         )
+
+        __setattr__ = set_known_key
 
         def __post_init__(self) -> None:
             # A config is rebuilt on its way to the trainer: by tyro, and by Titan's build().

@@ -189,11 +189,16 @@ class FP8AC(ActivationCheckpointing):
             if not self.budget:
                 return
             Budget.parse(self.budget)
-            for key, free in (("mode", "selective"), ("op_policies", {}), ("preset", "memory")):
+            for key, free, expected in (
+                ("mode", "selective", 'mode = "selective"'),
+                ("op_policies", {}, "no op_policies"),
+                ("preset", "memory", "no preset"),
+            ):
                 if (value := getattr(self, key)) != free:
                     raise ValueError(
                         f"{KEY}.budget is {self.budget!r}, for which the run finds "
-                        f"{KEY}.op_policies; {KEY}.{key} is {value!r}. Expected one of the two."
+                        f"{KEY}.op_policies; {KEY}.{key} is {value!r}. Expected {expected}, or no "
+                        "budget."
                     )
 
         def codec(self) -> Codec:

@@ -9,6 +9,7 @@ member. It never compares them, so a run would train on a flipped bit.
 
 import contextlib
 import io
+import resource
 import shutil
 import zipfile
 from collections import ChainMap, defaultdict
@@ -27,11 +28,14 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.guards import RunCheck
+from titan_ext.guards.start import check_folder
 from titan_ext.names import and_more, did_you_mean, format_bytes
 from titan_ext.run_folder import whole_checkpoint_steps
 from titan_ext.titan import ParallelAwareDataloader
 
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
+_REFUSED_WRITE = "unexpected pos"
+"""What torch's zip writer says as it closes a file, if it could not write all of it."""
 _STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
 
 
@@ -66,14 +70,31 @@ class Checkpoints(RunCheck):
         except CheckpointException as error:
             causes = defaultdict(list)
             for rank, (cause, _) in error.failures.items():
-                causes[f"{type(cause).__name__}: {cause}"].append(str(rank))
+                words = f"{type(cause).__name__}: {cause}"
+                if _REFUSED_WRITE in words:
+                    words = f"the file system refused a write (torch says: {words})"
+                causes[words].append(str(rank))
             said = "; ".join(f"on rank {', '.join(r)}: {cause}" for cause, r in causes.items())
-            # torch's writer does not pass on why a write failed: the most frequent reason is shown.
-            free_gib = shutil.disk_usage(config.dump_folder).free / 2**30
             raise RuntimeError(
-                f"a checkpoint could not be saved or loaded, {said}. {free_gib:.2f} GiB are free "
-                f"in {config.dump_folder}. {_newest_whole(config)}"
+                f"a checkpoint could not be saved or loaded, {said}. "
+                f"{why_refused(config.dump_folder)} {_newest_whole(config)}"
             ) from error
+
+
+def why_refused(folder: str) -> str:
+    """What this process can find out of why its writes into ``folder`` fail.
+
+    torch's writer keeps the error of the failed write from the report: it comes from another rank.
+    """
+    size_limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size_limit != resource.RLIM_INFINITY:
+        return f"No file of this process can have more than {format_bytes(size_limit)} (ulimit -f)."
+    try:
+        check_folder.cache_clear()  # it was fine before
+        check_folder(folder)
+    except ValueError as error:
+        return str(error)
+    return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free in {folder}."
 
 
 def is_saved_anyway(trainer: Any) -> bool:

@@ -27,8 +27,8 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.guards import RunCheck
 from titan_ext.guards.checkpoints import is_saved_anyway
-from titan_ext.launch import PR_SET_PDEATHSIG
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ONE_REQUEST_S = 1.0
 
@@ -43,7 +43,7 @@ def end_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ or platform.system() != "Linux":
         return
     launcher = os.getppid()
-    failed = ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    failed = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if failed:
         logger.warning("this worker cannot be ended with its launcher: prctl refused.")
     elif os.getppid() != launcher:  # it died before we asked

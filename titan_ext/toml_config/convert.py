@@ -308,8 +308,10 @@ def _refusal(hint: Any, value: Any, error: ValidationError, at: KeyLocation) -> 
             break
         at, value = at.below(str(index)), value[index]
     expected = [problem["msg"].removeprefix("Input should be ") for problem in problems]
-    if problems[0]["type"] in ("list_type", "dict_type"):
-        expected = [formatannotation(hint)]
+    if problems[0]["type"] == "list_type":
+        expected = [formatannotation(plain(hint))]
+    if problems[0]["type"] == "dict_type":
+        expected = [f"a table [{at.key}]"]
     for option in options_of(hint):
         if option is type(None):
             expected.append(f'"{NONE}"')

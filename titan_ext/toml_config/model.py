@@ -11,6 +11,7 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -82,7 +83,8 @@ def load_base(name: str, at: KeyLocation) -> Base:
     except ImportError as error:
         raise at.error(import_problem(name, error)) from error
     except Exception as error:
-        raise at.error(f"{name} failed: {type(error).__name__}: {error}") from error
+        who = f"{name} " if at.key else ""  # else the name stands in front
+        raise at.error(f"{who}failed: {type(error).__name__}: {error}") from error
     if not isinstance(config, TitanTrainer.Config):
         raise at.error(f"{name} is no config function: it returned {type(config).__name__}.")
     try:
@@ -107,7 +109,8 @@ def _find_function(name: str, at: KeyLocation) -> Callable[[], Any]:
         candidates = [f"torchtitan.{folder}.{module_name}.config_registry" for folder in folders]
     module = import_first(module_name, candidates, at)
     if module is None:
-        known = _supported_models | _supported_experiments | {"titan_ext"}
+        here = {path.stem for path in Path().glob("*.py")} - {module_name}
+        known = _supported_models | _supported_experiments | {"titan_ext"} | here
         raise at.error(f"no module {module_name}{nearest(module_name, known)}")
     try:
         function = getattr(module, function_name, None)

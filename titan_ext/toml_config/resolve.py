@@ -5,32 +5,31 @@
 ``titan_ext show PATH [Titan flags]`` prints that.
 """
 
-import contextlib
-import io
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-from torchtitan.config.manager import ConfigManager, custom_registry
-
-from titan_ext.names import checks_later, warn_once
+from titan_ext.names import COMMAND_LINE, checks_later, warn_once
 from titan_ext.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.toml_config.convert import Given, build, changed
-from titan_ext.toml_config.files import MODEL, KeyLocation, TomlFile, read_chain, to_toml
+from titan_ext.toml_config.files import (
+    MODEL,
+    KeyLocation,
+    TomlConfigError,
+    TomlFile,
+    read_chain,
+    to_toml,
+)
+from titan_ext.toml_config.flags import keys_of, with_flags
 from titan_ext.toml_config.model import choose_model, load_base
 from titan_ext.toml_config.values import leaves, lines_of, note_base
 from titan_ext.trainer import Trainer
 
 __all__ = ["Resolved", "load", "resolve"]
 
-COMMAND_LINE = "command line"
 MACHINE = "titan_ext, for this machine"
 """The origin of a value that titan_ext changed because there is no accelerator."""
-
-_FRAME = re.compile(r"[\u2500-\u257f]+")  # box drawing
 
 
 @dataclass(frozen=True)
@@ -108,16 +107,17 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
     with checks_later():
         config = build(base.cls, values, at)
     before = leaves(config, model)
+    unflagged = config
+    config = with_flags(config, flags) if flags else config
+    wanted = leaves(config)
     try:
-        config = _with_flags(config, flags) if flags else config
-        wanted = leaves(config)
         config = replace(config)
     except ValueError as error:
-        raise at.error(str(error)) from error
+        raise TomlConfigError(_to_blame(unflagged, at.file), "", str(error)) from error
     note_base(config, base.name, model)
     names = () if function else tuple(file.name for file in files)
     resolved = Resolved(config, names, base.name, model, {})
-    named = set(_keys_of(flags))
+    named = set(keys_of(flags))
     for key, value in resolved.values.items():
         origin = KeyLocation("", key, at.origins).origin() or base.name
         if wanted.get(key, value) != value:
@@ -128,27 +128,10 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
     return resolved
 
 
-def _with_flags(config: Any, flags: Sequence[str]) -> Any:
-    """A new config with Titan's flags on top, not checked yet; ValueError in tyro's words.
-
-    Titan's ConfigManager does the same right after. There a wrong flag prints a box and exits on
-    every rank, and torchrun cannot tell why.
-    """
-    ConfigManager()  # registers Titan's rules, such as A,B,C for a list of strings
-    said = io.StringIO()
+def _to_blame(unflagged: Any, file: str) -> str:
+    """Where the mistake of a config with flags is: in the flags, if ``file`` alone is fine."""
     try:
-        with checks_later(), contextlib.redirect_stderr(said):
-            return tyro.cli(type(config), args=flags, default=config, registry=custom_registry)
-    except SystemExit as end:
-        if not end.code:  # --help
-            raise
-    lines = (_FRAME.sub("", line).strip() for line in said.getvalue().splitlines())
-    raise ValueError("\n  ".join(line for line in lines if line))
-
-
-def _keys_of(flags: Sequence[str]) -> Iterator[str]:
-    """The dotted keys that flags name."""
-    for flag in flags:
-        if flag.startswith("--"):
-            section, dot, key = flag[2:].split("=")[0].replace("-", "_").rpartition(".")
-            yield from (section + dot + key, section + dot + key.removeprefix("no_"))
+        replace(unflagged)
+    except ValueError:
+        return file
+    return COMMAND_LINE
