@@ -172,6 +172,11 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
     [
         (["show", "deepseek_v3_16"], "did you mean 'deepseek_v3_16b'"),
         (["show", "run.toml"], "run.toml: steps: no such key"),
+        (
+            ["show", "moe_debug", "--parallelism.fsdp_wrap", "submodul"],
+            "command line: parallelism.fsdp_wrap: expected 'auto', 'submodule', 'experts' or "
+            "'block', got \"submodul\"; did you mean 'submodule'?",
+        ),
         (["lst"], "lst: no such command; did you mean 'list'?"),
         (["list", "--all"], "unknown: --all"),
         (["show", "config.yaml"], "expected the path of a .toml file"),
@@ -190,6 +195,18 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         (["dry-run", "moe_debug", "--ranks", "4", "--out", "plans"], "--out needs --memory"),
         (["dry-run", "moe_debug", "--ranks", "4", "--suggest", "1"], "--suggest needs --memory"),
         (["dry-run", "moe_debug", "--ranks", "4", "--imbalance", "3"], "expected 0 to 2"),
+        (["dry-run", "moe_debug", "--ranks", "1000000000"], "expected 1 to 1,048,576 ranks"),
+        (
+            ["dry-run", "moe_debug", "--ranks", "4", "--memory", "8GiB", "--suggest", "-1"],
+            "--suggest is -1; expected 0 or more.",
+        ),
+        (["dry-run", "moe_debug", "--ranks", "4", "--on-cpu"], "--on-cpu needs --activations"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--rank", "1", "--all-stages"], "no --rank"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--memry", "8GiB"], "did you mean '--memory'"),
+        (
+            ["dry-run", "moe_debug", "--ranks", "4", "--memory", "8GiB", "--out", "run.toml"],
+            "run.toml: File exists.",
+        ),
     ],
 )
 def test_a_mistake_is_one_message(

@@ -243,6 +243,7 @@ def test_options_of_the_clock_are_checked(folder: Path):
         (("--machine", "h10"), "expected one of h100, h200, b200, mi300x; did you mean 'h100'?"),
         (("--slower", "1.5"), "--measured and --slower need --machine"),
         (("--machine", "h100", "--slower", "0"), "--slower is 0.0; expected a positive factor"),
+        (("--machine", "h100", "--slower", "nan"), "--slower is nan; expected a positive factor"),
         (("--machine", "h100", "--measured", "nowhere"), "expected the folder of a run"),
     ):
         done = _dry_run(folder, "moe_debug", "--ranks", "8", *options)

@@ -248,11 +248,34 @@ def test_our_launcher_ends_with_the_message_and_no_traceback():
     assert "ChildFailedError" not in ended.stderr
 
 
+def test_our_launcher_looks_for_the_config_before_it_starts_a_rank():
+    train = ["-m", "torchtitan.train", "--module", "titan_ext", "--config", "nothing.toml"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "titan_ext.launch", "--nproc_per_node=2", *train],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (1, "nothing.toml: no such file.\n")
+
+
+def test_our_launcher_says_what_torchrun_refuses():
+    ended = subprocess.run(
+        [sys.executable, "-m", "titan_ext.launch", "--nproc_per_node=two", "worker.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stderr.splitlines()[-1] == "torchrun: Unsupported nproc_per_node value: two"
+    assert "Traceback" not in ended.stderr
+
+
 def test_our_launcher_keeps_the_traceback_of_what_is_no_mistake():
     ended = _launch("titan_ext.launch", WORKER.replace("Mistakes(", "raise RuntimeError("))
     assert ended.returncode == 1
     assert "worker.py FAILED" in ended.stderr
-    assert ended.stderr.rstrip().splitlines()[-1].startswith("rank 2: ")
+    last = ended.stderr.rstrip().splitlines()[-1]
+    assert last == "rank 2: ended with exit code 1, and left no message"
 
 
 def test_our_launcher_leaves_out_torchaos_warnings_of_enums(monkeypatch: pytest.MonkeyPatch):

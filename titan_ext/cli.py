@@ -8,6 +8,7 @@ parses again over the config. Nothing here imports torch before a command needs 
 import functools
 import gc
 import json
+import math
 import operator
 import os
 import subprocess
@@ -28,7 +29,7 @@ from titan_ext.config_registry import (
     resolve_config,
     titan_configs,
 )
-from titan_ext.names import BYTES, Mistakes, did_you_mean, parse_bytes, quiet, shipped_configs
+from titan_ext.names import Mistakes, did_you_mean, quiet, shipped_configs, size_of
 from titan_ext.toml_config.files import nearest, to_toml
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _DESCRIPTION = (
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
 _OPTIONS = (("memory", "allowance"), ("imbalance", "machine", "slower", "stock"))
 """What dry-run hands to processes of its own: the budget, and how a step is modelled."""
+_MOST_RANKS = 2**20
 _DOES_NOT_FIT = 3
 """What dry-run ends with where a step needs more than --memory."""
 
@@ -155,10 +157,10 @@ class DryRun:
     """Print the log of the start as well, with FSDP's plan."""
 
     def run(self, flags: list[str]) -> None:
-        memory, allowance = _bytes("--memory", self.memory), _bytes("--allowance", self.allowance)
+        memory, allowance = size_of("--memory", self.memory), size_of("--allowance", self.allowance)
         fits, no_plan = self.activations == "fit", not (self.memory or self.activations)
-        activations = None if fits else _bytes("--activations", self.activations)
-        ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 rank or more, and"
+        activations = None if fits else size_of("--activations", self.activations)
+        ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"
         for is_wrong, problem in (
             (allowance and not memory, "--allowance needs --memory, from which it is taken."),
             (
@@ -172,10 +174,18 @@ class DryRun:
             (self.out and no_plan, "--out needs --memory: without it there is no plan."),
             (self.suggest and no_plan, "--suggest needs --memory: without it there is no plan."),
             (self.against and not memory, "--against needs --memory: without it there is no plan."),
-            (not 0 <= self.rank < self.ranks, f"{ranks} a rank below that."),
+            (self.suggest < 0, f"--suggest is {self.suggest}; expected 0 or more."),
+            (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
+            (
+                self.all_stages and self.rank,
+                "--all-stages tries one of each: expected no --rank.",
+            ),
+            (not 0 <= self.rank < self.ranks <= _MOST_RANKS, f"{ranks} ranks, and a rank below."),
         ):
             if is_wrong:
                 raise ValueError(problem)
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext import no_accelerator
@@ -255,7 +265,7 @@ class DryRun:
             )
         if not self.machine and (self.measured is not None or self.slower != 1.0):
             raise ValueError("--measured and --slower need --machine: they slow its kernels down.")
-        if self.slower <= 0:
+        if not 0 < self.slower < math.inf:
             raise ValueError(f"--slower is {self.slower}; expected a positive factor: 1.3.")
         if self.measured is None:
             return self.slower
@@ -282,7 +292,6 @@ class DryRun:
         print(plan.report())
         if self.out is None:
             return
-        self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / "budget.toml"
         lines = [f"extends = {json.dumps(extends_in(self.out, self.config))}"]
         lines += [line for line in changed if not line.startswith("activation_checkpoint")]
@@ -437,16 +446,6 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
         if config:
             check_config(config)
     return command, flags
-
-
-def _bytes(option: str, text: str) -> int | None:
-    if not text:
-        return None
-    if (nbytes := parse_bytes(text)) is None:
-        raise ValueError(
-            f"{option} is {text!r}; expected a size: 80GiB (units {', '.join(BYTES)})."
-        )
-    return nbytes
 
 
 def _first_sentence(path: Path) -> str:

@@ -23,9 +23,11 @@ from pathlib import Path
 
 _ONE_REQUEST_S = 1.0  # as in guards.stop
 _INTERRUPTED = 130  # as a shell says it
-_POLL_S = 1.0
+_POLL_S = 1.0  # for one that was started with SIGCHLD ignored
 _ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_NO_MESSAGE = "To enable traceback see"
+"""What torchrun has for a worker that wrote no error file."""
 _LIBC = ctypes.CDLL(None)
 
 
@@ -150,8 +152,11 @@ def torchrun() -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    sys.argv[0] = "titan_ext.launch"  # in torchrun's usage
     try:
         run.main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"torchrun: {error}")
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         in_file = failure.error_file_data.get("message")
@@ -160,6 +165,8 @@ def torchrun() -> None:
             message, extra = in_file.get("message", message), in_file.get("extraInfo", {})
         if extra.get("py_callstack") != message:  # not a user's mistake: see names
             print(error, file=sys.stderr)
+        if _NO_MESSAGE in message:
+            message = f"ended with exit code {failure.exitcode}, and left no message"
         sys.exit(f"rank {rank}: {message}")
 
 

@@ -140,6 +140,17 @@ def parse_bytes(text: str) -> int | None:
     return int(float(match[1]) * BYTES[match[2]]) if match else None
 
 
+def size_of(option: str, text: str) -> int | None:
+    """The bytes that an option of a command gives, None for "". Raises ValueError for no size."""
+    if not text:
+        return None
+    if (nbytes := parse_bytes(text)) is None:
+        raise ValueError(
+            f"{option} is {text!r}; expected a size: 80GiB (units {', '.join(BYTES)})."
+        )
+    return nbytes
+
+
 def format_bytes(nbytes: int) -> str:
     """``nbytes`` in the largest binary unit in which it is at least 1."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
