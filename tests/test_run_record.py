@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
