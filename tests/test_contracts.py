@@ -711,7 +711,7 @@ def test_torch_names_by_which_memory_plan_tells_storages_apart():
     assert made_in.calls("foreach_reduce")
     assert _Code(FSDPParamGroup.unshard).calls("foreach_all_gather")
     assert _Code(FSDPParamGroup.wait_for_unshard).calls("foreach_all_gather_copy_out")
-    assert _Code(FSDPParamGroup.reshard).calls("_to_sharded_post_forward")
+    assert _Code(FSDPParamGroup.reshard).calls("self._to_sharded_post_forward")
     gather = _Code(_fsdp_collectives.foreach_all_gather)
     assert gather.calls("_get_param_all_gather_inputs")
     assert len(memory_plan._MAKERS) == 5 + 1  # and ours, of copies on the host

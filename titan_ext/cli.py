@@ -176,10 +176,7 @@ class DryRun:
             (self.against and not memory, "--against needs --memory: without it there is no plan."),
             (self.suggest < 0, f"--suggest is {self.suggest}; expected 0 or more."),
             (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
-            (
-                self.all_stages and self.rank,
-                "--all-stages tries one of each: expected no --rank.",
-            ),
+            (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
             (not 0 <= self.rank < self.ranks <= _MOST_RANKS, f"{ranks} ranks, and a rank below."),
         ):
             if is_wrong:
@@ -427,7 +424,6 @@ def _import_as_python_m() -> None:
 def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The command, and Titan's flags. Raises ValueError for what is neither, and missing files."""
     named = (Annotated[cls, tyro.conf.subcommand(name)] for name, cls in _COMMANDS.items())
-    command: Any
     command, flags = tyro.cli(
         functools.reduce(operator.or_, named),
         prog="titan_ext",
@@ -436,8 +432,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
         return_unknown_args=True,
     )
     if flags and not hasattr(command, "config"):
-        known = "titan_ext COMMAND --help lists what there is."
-        raise ValueError(f"unknown: {' '.join(flags)}; {known}")
+        raise ValueError(f"unknown: {' '.join(flags)}; try titan_ext {arguments[0]} --help.")
     options = [f"--{field.name.replace('_', '-')}" for field in fields(command)]
     for flag in flags:
         if "." not in flag and (meant := did_you_mean(flag, options)) != ".":
