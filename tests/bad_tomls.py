@@ -180,7 +180,7 @@ BAD_TOMLS = (
         ),
         files={
             "my_typo.py": "from torchtitan.models.deepseek_v3 import config_registry\n"
-            "from titan_ext.trainer import extend_config\n\n\n"
+            "from titan_ext.run.trainer import extend_config\n\n\n"
             "def base():\n"
             "    config = extend_config(config_registry.deepseek_v3_debugmodel())\n"
             "    config.parallelism.fsdp_prefech = 2\n"

@@ -17,10 +17,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import set_default_dtype
 
-from titan_ext import no_accelerator
+from titan_ext.base import no_accelerator
 from titan_ext.fsdp.plan import plan_of
 from titan_ext.fsdp.units import decoder_blocks
-from titan_ext.trainer import Trainer
+from titan_ext.run.trainer import Trainer
 
 __all__ = ["DryRun", "dry_run"]
 

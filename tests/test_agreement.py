@@ -7,10 +7,10 @@ import pytest
 
 from tests.cluster import RankError, run_ranks
 from tests.training import titan_config
-from titan_ext.guards.start import RanksAgree, describe
-from titan_ext.names import ranks_in_words
-from titan_ext.stdlib_corpus import default_tokenizer_path, make_corpus
-from titan_ext.trainer import extend_config
+from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.stdlib_corpus import default_tokenizer_path, make_corpus
+from titan_ext.run.start import RanksAgree, describe
+from titan_ext.run.trainer import extend_config
 
 
 def _check(odd_rank: int | None) -> str:

@@ -11,11 +11,11 @@ from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests.training import titan_config
-from titan_ext import trainer
-from titan_ext.configs import ParallelismConfig
-from titan_ext.parallelize import check_model_limits, parallelize
-from titan_ext.toml_config.resolve import load
-from titan_ext.trainer import Trainer, extend_config
+from titan_ext.config_registry.resolve import load
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.passes import check_model_limits, parallelize
+from titan_ext.run import trainer
+from titan_ext.run.trainer import Trainer, extend_config
 
 MOE_DEBUG = Path(__file__).parent.parent / "train_configs" / "moe_debug.toml"
 

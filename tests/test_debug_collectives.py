@@ -17,6 +17,8 @@ import torch
 
 from tests.cluster import PATIENCE_S, RankError, run_ranks
 from tests.planted import RUN, reads, train_and_count_reads, train_watched
+from titan_ext.base.run_folder import LOSS, read_scalar
+from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.debug import hang_report
 from titan_ext.debug.hang_report import (
     PART_RECORDS,
@@ -26,8 +28,6 @@ from titan_ext.debug.hang_report import (
     TraceReader,
     TraceWriter,
 )
-from titan_ext.run_folder import LOSS, read_scalar
-from titan_ext.stdlib_corpus import make_corpus
 
 
 def _report_of(folder: Path, *wanted: str) -> str:
@@ -120,7 +120,7 @@ STOCK_READS = {
 
 
 def test_a_step_never_waits_for_the_device(tmp_path: Path):
-    """Units, float8 activations, dispatcher, recorder, guards: they read two values a step.
+    """Units, float8 activations, dispatcher, recorder, checks: they read two values a step.
 
     Both just before the optimizer's step, for which Titan's own reads have waited already.
     """
@@ -183,7 +183,7 @@ def test_nothing_of_it_is_imported_when_it_is_off(tmp_path: Path):
     """A rank's process begins with all that a trainer imports."""
     modules = "[name for name in __import__('sys').modules if name.startswith('titan_ext.')]"
     (imported,) = run_ranks(eval, 1, modules, log_folder=tmp_path)
-    assert "titan_ext.trainer" in imported
+    assert "titan_ext.run.trainer" in imported
     assert not [name for name in imported if name.startswith("titan_ext.debug")]
 
 

@@ -21,12 +21,12 @@ import tomli
 from tests import muon
 from tests.cluster import SCRIPT, run_line, run_ranks
 from tests.toml_files import DEBUG, Loader
+from titan_ext.base.stdlib_corpus import default_folder, make_corpus
+from titan_ext.components.optim import resolve_groups
+from titan_ext.config_registry.resolve import resolve
 from titan_ext.fsdp.unmanaged import replicate_undeclared
-from titan_ext.optim import resolve_groups
-from titan_ext.stdlib_corpus import default_folder, make_corpus
-from titan_ext.toml_config.legacy import LEGACY, OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
-from titan_ext.toml_config.resolve import resolve
-from titan_ext.toml_config.values import leaves
+from titan_ext.toml.legacy import LEGACY, OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
+from titan_ext.toml.values import leaves
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -354,7 +354,7 @@ def _unknown(command: str) -> Iterator[str]:
         words = words[ours:]
     elif program == "titan_ext" or words[:2] == ["-m", "titan_ext"]:
         words = words[2:] if program == "python" else words
-        text = (ROOT / "titan_ext" / "cli.py").read_text()
+        text = (ROOT / "titan_ext" / "config_registry" / "commands.py").read_text()
         fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])
         yield from (word for word in words[:1] if word[0].islower() and f'"{word}": ' not in text)

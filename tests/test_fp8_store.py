@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC, enable_fp8_activation_checkpointing
+from titan_ext.base.tensors import plain_tensors
 from titan_ext.fp8 import (
     Codec,
     MemoryRow,
@@ -32,7 +33,6 @@ from titan_ext.fp8 import (
     quantize,
     saved_tensors,
 )
-from titan_ext.fp8.tensors import plain_tensors
 
 N = 2048
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import PATIENCE_S
-from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
+from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 
 ROOT = Path(__file__).parent.parent
 # Small steps, and a checkpoint at every one of them but the last.

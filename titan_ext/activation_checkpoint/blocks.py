@@ -36,10 +36,10 @@ from titan_ext.activation_checkpoint.op_policies import (
     is_copy_to_host,
     op_name,
 )
+from titan_ext.base.op_cost import count_flops
+from titan_ext.base.tensors import may_wrap, plain_tensors, storage_ids, tensors_in
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
 from titan_ext.fp8.offload import HostGroup, Offload
-from titan_ext.fp8.tensors import may_wrap, plain_tensors, storage_ids, tensors_in
-from titan_ext.op_cost import count_flops
 
 _CODEC_BLOCK = 128
 _TO_COPY = torch.ops.aten._to_copy.default

@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_ext.names import did_you_mean, matches
+from titan_ext.base.messages import did_you_mean, matches
 
 GROUPED_GEMMS = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
 GEMMS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", *GROUPED_GEMMS)

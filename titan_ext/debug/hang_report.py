@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from titan_ext.names import ranks_in_words
+from titan_ext.base.messages import ranks_in_words
 
 REPORT = "report.txt"
 _POLL_S = 0.1

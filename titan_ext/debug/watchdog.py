@@ -37,9 +37,9 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from titan_ext.base.run_check import RunCheck
 from titan_ext.debug import hang_report
 from titan_ext.debug.hang_report import Comparison, RankInfo, Record, TraceWriter, describe
-from titan_ext.guards import RunCheck
 
 _KEPT_RUNS = 3
 _HOOK_ID = 0x7E47

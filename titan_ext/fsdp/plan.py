@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch.nn as nn
 from torch import Size, bfloat16, dtype
 
+from titan_ext.base.messages import format_bytes
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Unit, UnitKind
-from titan_ext.names import format_bytes
 
 GroupKind = Literal["dense", "experts"]
 WIRE_CODEC = Codec()

@@ -37,13 +37,13 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
+from titan_ext.base.messages import and_more
+from titan_ext.base.titan import keep_frozen
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import PLANS, GroupKind
 from titan_ext.fsdp.prefetch import gather_unseen_in_recompute, prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups
-from titan_ext.lora import keep_frozen
-from titan_ext.names import and_more
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
