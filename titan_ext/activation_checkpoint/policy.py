@@ -17,7 +17,6 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, OpLocator, block_store
 from titan_ext.activation_checkpoint.memory_report import (
-    REPORTERS,
     BlockMemoryReport,
     MemoryReport,
     MemoryReporter,
@@ -311,7 +310,7 @@ class FP8AC(ActivationCheckpointing):
                 "titan_ext.components.early_scores.use_early_scores on its spec first."
             )
         check_names(KEY, config.rules(), config.exempt, model)
-        REPORTERS[model] = self.reporter
+        model.__dict__["_memory_reporter"] = self.reporter
 
     def compiled_plan(self, block: nn.Module, name: str) -> BlockPlan:
         """The policies for a block that is compiled (see ``compile``)."""

@@ -152,3 +152,8 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
     parts = [getattr(x, name) for name in names]
     # A DTensor names its mesh, too.
     return [p for part in parts if isinstance(part, torch.Tensor) for p in plain_tensors(part)]
+
+
+def in_backward() -> bool:
+    """Whether autograd runs backward in this thread, a recompute included."""
+    return torch._C._current_graph_task_id() != -1

@@ -36,6 +36,7 @@ from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
+from titan_ext.base.tensors import in_backward
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, Turn
 
 OverlapExchanges = Literal["none", "halves"]
@@ -169,7 +170,7 @@ class _BlockInHalves:
         """Keep attention's FSDP units gathered after A; yields what lets them be freed after B."""
         if self._attention_units is None:
             self._attention_units = _units_that_run_twice(self._block, self._moe)
-        units = self._attention_units if torch._C._current_graph_task_id() == -1 else []
+        units = self._attention_units if not in_backward() else []
         after = [unit.post_forward_mesh_info for unit in units]
 
         def reshard() -> None:

@@ -24,7 +24,7 @@ from titan_ext.toml.files import (
     to_toml,
 )
 from titan_ext.toml.flags import keys_of, with_flags
-from titan_ext.toml.values import leaves, lines_of, note_base
+from titan_ext.toml.values import leaves, lines_of
 
 __all__ = ["Resolved", "load", "resolve"]
 
@@ -114,7 +114,8 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
         config = replace(config)
     except ValueError as error:
         raise TomlConfigError(_to_blame(unflagged, at.file), "", str(error)) from error
-    note_base(config, base.name, model)
+    if (spec := config.model_spec) is not None:
+        spec.extends, spec.choices = base.name, model
     names = () if function else tuple(file.name for file in files)
     resolved = Resolved(config, names, base.name, model, {})
     named = set(keys_of(flags))

@@ -57,8 +57,10 @@ class MemoryLog(RunCheck):
     def after_build(self, trainer: Any) -> None:
         if not trainer.config.parallelism.fsdp_track_memory:
             return
-        parts = [(part, plan_of(part)) for part in trainer.model_parts]
-        self._tracker = MemoryTracker([(part, plan.decoder_units) for part, plan in parts])
+        units = [
+            (part, plan.decoder_units) for part in trainer.model_parts if (plan := plan_of(part))
+        ]
+        self._tracker = MemoryTracker(units)
         self._path = Path(trainer.config.dump_folder) / FOLDER / f"rank{dist.get_rank()}.jsonl"
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ Model-parallel sharding, overlap of shared experts, activation checkpointing, co
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.nn as nn
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
@@ -159,9 +160,14 @@ class ExtendedModelSpec(ModelSpec):
 
     Attributes:
         stock_parallelize_fn: Titan's own, for a dry run of stock.
+        extends: The config function that its config comes from, as a file has it; "" if a config
+            was made in Python.
+        choices: The [model] section of its file, by key.
     """
 
     stock_parallelize_fn: Callable[..., nn.Module] = lambda model, **_: model
+    extends: str = ""
+    choices: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def extend_model_spec(spec: ModelSpec) -> ModelSpec:

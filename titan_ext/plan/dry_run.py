@@ -32,7 +32,7 @@ from titan_ext.base.messages import format_bytes
 from titan_ext.base.op_cost import MACHINES, ranks_per_node
 from titan_ext.base.tensors import plain_tensors
 from titan_ext.components.hf_export import HuggingFaceExport
-from titan_ext.fsdp.plan import PLANS, count_units
+from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.plan.memory import LASTING, DeviceMemory, LiveBytes, MemoryPlan
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
@@ -304,7 +304,7 @@ class DryRun(Trainer):
         )
         if self.imbalance != 1:
             yield "", f"this rank's experts get {self.imbalance:g} times the balanced tokens"
-        plans = [PLANS[part] for part in self.model_parts if part in PLANS]
+        plans = [plan for part in self.model_parts if (plan := plan_of(part))]
         units = [unit for plan in plans for unit in plan.decoder_units]
         yield "FSDP units", count_units(units) if plans else "stock TorchTitan's: whole blocks"
         for chosen in dict.fromkeys(plan.chosen for plan in plans if plan.chosen):

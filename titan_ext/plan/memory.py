@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ext.base.op_cost import groups_of
-from titan_ext.base.tensors import plain_tensors, tensors_in
+from titan_ext.base.tensors import in_backward, plain_tensors, tensors_in
 from titan_ext.fp8 import offload
 
 
@@ -421,7 +421,3 @@ class MemoryPlan:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f}"
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.base.op_cost import SYNC_MS, Machine, group_ms, groups_of, moves_nothing, op_cost
-from titan_ext.base.tensors import tensors_in
-from titan_ext.plan.memory import PLAIN_TYPES, LiveBytes, MemoryKind, in_backward
+from titan_ext.base.tensors import in_backward, tensors_in
+from titan_ext.plan.memory import PLAIN_TYPES, LiveBytes, MemoryKind
 from titan_ext.plan.streams import Item, Streams, Work
 
 

@@ -12,19 +12,7 @@ from typing import Any
 from titan_ext.toml.convert import COMPONENT, POLICY, named_choices, plain
 from titan_ext.toml.files import MODEL, to_toml
 
-__all__ = ["dump", "identity", "leaves", "lines_of", "note_base"]
-
-_BASES: dict[int, tuple[Any, str, dict[str, Any]]] = {}
-"""By the identity of a model's config: that config, to keep the identity; base; its choices.
-
-A config does not tell which config function it came from, nor the choices of its model.
-"""
-
-
-def note_base(config: Any, base: str, model: dict[str, Any]) -> None:
-    """Remember the config function that ``config`` comes from, and its ``[model]``."""
-    if config.model_spec is not None:
-        _BASES[id(config.model_spec.model)] = config.model_spec.model, base, model
+__all__ = ["dump", "identity", "leaves", "lines_of"]
 
 
 def dump(config: Any) -> str:
@@ -46,7 +34,8 @@ def identity(config: Any) -> dict[str, Any]:
 
 
 def _base_of(config: Any) -> tuple[str, dict[str, Any]]:
-    return _BASES.get(id(getattr(config.model_spec, "model", None)), (None, "", {}))[1:]
+    spec = config.model_spec
+    return getattr(spec, "extends", ""), getattr(spec, "choices", {})
 
 
 def lines_of(
