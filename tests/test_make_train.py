@@ -58,7 +58,7 @@ def test_a_slow_step_has_time_to_be_saved():
     command = ["make", "--dry-run", "--always-make", "train"]
     printed = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
     (seconds,) = re.findall(
-        r"titan_ext\.launch .*--shutdown-timeout=(\d+)", re.sub(r"\\\n", "", printed)
+        r"titan_ext\.run\.launch .*--shutdown-timeout=(\d+)", re.sub(r"\\\n", "", printed)
     )
     assert int(seconds) >= 600
 

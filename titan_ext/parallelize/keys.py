@@ -223,6 +223,11 @@ def check_parallelism(
             'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
             'gather the experts inside a compiled block; expected "submodule" or "block".'
         )
+    if getattr(parallelism, "overlap_exchanges", "none") == "halves" and compiled:
+        raise ValueError(
+            'parallelism.overlap_exchanges = "halves" does not go with compile.enable = true, '
+            'which orders the operations of a block by itself; expected "none".'
+        )
     if settings.replicate:
         _check_replicate(parallelism, compiled)
     if settings.quantize_frozen and parallelism.tensor_parallel_degree > 1:

@@ -166,8 +166,8 @@ class ExtendedModelSpec(ModelSpec):
     """
 
     stock_parallelize_fn: Callable[..., nn.Module] = lambda model, **_: model
-    extends: str = ""
-    choices: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extends: str = dataclasses.field(default="", compare=False, repr=False)
+    choices: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 def extend_model_spec(spec: ModelSpec) -> ModelSpec:

@@ -145,6 +145,8 @@ def _exchanges(trainer: Any) -> list[str]:
     else:
         return []
     stock = _EXCHANGES + (0 if stock_saves_all_to_all(parallelism, compiled=compiled) else 3)
+    halves = 2 if parallelism.overlap_exchanges == "halves" else 1  # each of half the bytes
+    ours, again = halves * ours, halves * again
     found = f"all-to-alls a MoE layer and step: {ours + again}"
     beside = ", as stock selective" if ours + again == stock else f"; {stock} with stock selective"
     more = ""
