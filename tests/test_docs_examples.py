@@ -47,9 +47,9 @@ RUN = {
     ("docs/fp8_codec.md", 0),
     ("docs/lora.md", 0),  # PEFT: tests/test_peft.py runs the page from its TOML to here
     ("docs/lora.md", 1),
-    ("docs/own_loop.md", 0),
     ("docs/your_model.md", 0),
     ("docs/your_model.md", 1),
+    ("docs/your_model.md", 2),
 }
 """The Python examples, by page and position; each has a test."""
 
@@ -114,7 +114,7 @@ def _run_own_loop() -> list[float]:
     from torchtitan.tools.logging import init_logger
 
     init_logger()
-    return _python("docs/own_loop.md")["losses"]
+    return _python("docs/your_model.md", 2)["losses"]
 
 
 def test_own_loop(tmp_path: Path):
@@ -302,7 +302,7 @@ def test_muon_from_a_file(config: Loader):
     """The matrix trains with this pattern (tests.muon)."""
     import torch
 
-    ours = config(_TOML["docs/optimizers.md", 0])
+    ours = config(_TOML["docs/lora.md", 4])
     assert ours.optimizer.param_groups[0].pattern == muon.PATTERN
     assert ours.model_spec is not None
     with torch.device("meta"):
