@@ -1,4 +1,4 @@
-"""Writes ``tests/data/toml_errors.md`` from the table of refused files: ``python -m`` this module."""
+"""Writes ``data/toml_errors.md`` from the table of refused files: ``python -m`` this module."""
 
 import itertools
 from pathlib import Path
