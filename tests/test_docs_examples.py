@@ -42,11 +42,11 @@ PAGES = {
 }
 
 RUN = {
-    ("README.md", 0),
     ("docs/fp8_ac.md", 0),
     ("docs/fp8_codec.md", 0),
     ("docs/lora.md", 0),  # PEFT: tests/test_peft.py runs the page from its TOML to here
     ("docs/lora.md", 1),
+    ("docs/toml.md", 0),
     ("docs/your_model.md", 0),
     ("docs/your_model.md", 1),
     ("docs/your_model.md", 2),
@@ -80,11 +80,11 @@ def test_every_python_example_has_a_test():
 # Python
 
 
-def test_readme_config_function(folder: Path):
+def test_a_config_function_in_python(folder: Path):
     from torchtitan.config import ConfigManager
 
-    (module,) = re.findall(r"`--module (\w+) --config my_16b`", PAGES["README.md"])
-    (folder / f"{module}.py").write_text(examples("python")["README.md", 0])
+    (module,) = re.findall(r"`--module (\w+) --config my_16b`", PAGES["docs/toml.md"])
+    (folder / f"{module}.py").write_text(examples("python")["docs/toml.md", 0])
     with contextlib.ExitStack() as stack:
         stack.callback(sys.modules.pop, module, None)
         config: Any = ConfigManager().parse_args(["--module", module, "--config", "my_16b"])
@@ -512,9 +512,8 @@ def _run_commands(folder: Path, commands: list[str]) -> str:
 
 def _prepare(folder: Path, page: str) -> None:
     """The files that a page tells its reader to write, and those of a checkout."""
-    if page == "README.md":
-        (folder / "my_runs.py").write_text(examples("python")[page, 0])
     if page == "docs/toml.md":
+        (folder / "my_runs.py").write_text(examples("python")[page, 0])
         (folder / "my_run.toml").write_text(examples("toml")[page, 0])
     shutil.copytree(ROOT / "train_configs", folder / "train_configs")
 
@@ -543,8 +542,9 @@ def test_dry_runs_of_a_page_run(page: str, tmp_path: Path):
 
 
 def test_a_config_function_of_yours(tmp_path: Path):
-    """The README's, by the name that every command takes; a file extends it as well."""
-    _prepare(tmp_path, "README.md")
+    """By the name that every command takes; a file extends it as well."""
+    _prepare(tmp_path, "docs/toml.md")
+    (tmp_path / "my_run.toml").unlink()
     shown = _run_commands(tmp_path, ["titan_ext show my_runs.my_16b"])
     assert 'parallelism.fsdp_wrap = "submodule"  # from my_runs.my_16b' in shown
     commands = ["titan_ext new my_runs.my_16b my_run.toml", "titan_ext show my_run.toml --changed"]
