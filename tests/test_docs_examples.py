@@ -35,7 +35,7 @@ PAGES = {
     for path in [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        ROOT / "benchmarks" / "gpu_receipts.md",
+        *(ROOT / "benchmarks" / name for name in ("fp8_ac.md", "gpu_receipts.md")),
         ROOT / "upstream" / "titan_main.md",
         *sorted(DOCS.glob("*.md")),
     ]

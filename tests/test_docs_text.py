@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 MOST_WORDS = 25
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    ROOT / "benchmarks" / "gpu_receipts.md",
+    *(ROOT / "benchmarks" / name for name in ("fp8_ac.md", "gpu_receipts.md")),
     *(ROOT / "upstream" / name for name in ("README.md", "titan_main.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
