@@ -170,7 +170,7 @@ def test_your_model_trains_as_the_page_says(tmp_path: Path):
     """Its three pieces as they stand: default backend, Titan's trainer, our door."""
     (tmp_path / "my_model.py").write_text(examples("python")[YOURS, 0])
     (tmp_path / "my_run.toml").write_text(examples("toml")[YOURS, 0])
-    (command,) = (line for line in _commands(YOURS) if line.startswith("torchrun"))
+    (command,) = (line for line in _commands(YOURS) if "--config my_run.toml" in line)
     make_corpus()
     ranks = run_line(tmp_path, command)
     output = re.sub(r"\x1b\[[0-9;]*m", "", "".join(rank.out + rank.error for rank in ranks))
