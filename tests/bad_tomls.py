@@ -1,6 +1,6 @@
 """TOML files that are refused, each with its exact message: tested, and shown in the docs.
 
-``docs/toml_errors.md`` is made from this table by ``tests/generate_toml_errors.py``.
+``tests/data/toml_errors.md`` is made from this table by ``tests/generate_toml_errors.py``.
 """
 
 from dataclasses import dataclass, field

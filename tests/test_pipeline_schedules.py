@@ -17,7 +17,7 @@ from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.limits import check_schedule
 from titan_ext.parallelize.passes import parallelize
 
-DOC = Path(__file__).parent.parent / "docs" / "pipelines.md"
+DOC = Path(__file__).parent.parent / "docs" / "multi_node.md"
 
 _ZERO_BUBBLE = Run(
     world=2,

@@ -33,7 +33,7 @@ def test_message(bad: BadToml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert str(refused.value) == bad.message
 
 
-def test_the_page_in_the_docs_is_this_table():
+def test_the_written_page_is_this_table():
     assert PAGE.read_text() == page(), "run: python -m tests.generate_toml_errors"
 
 

@@ -3,7 +3,7 @@
     make main TITAN=path/to/torchtitan
 
 installs a checkout into an environment of its own (``.venv-main``, which sees what ``.venv`` has)
-and prints a table for docs/titan_main.md. Two gloo ranks train the DeepSeek-V3 debug model with
+and prints a table for upstream/titan_main.md. Two gloo ranks train the DeepSeek-V3 debug model with
 main's own trainer: with main's model spec, and with titan_ext's. Losses and weights are compared
 bit for bit where nothing is lossy.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """titan_ext for people with their own training loop: a few functions, no trainer.
 
-See docs/own_loop.md. Titan's pieces around them (loss, optimizer, checkpointer) work as always.
+See docs/your_model.md. Titan's pieces around them (loss, optimizer, checkpointer) work as always.
 """
 
 from collections.abc import Sequence
