@@ -91,7 +91,8 @@ class CollectiveTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        for x in filter(_is_tensor, tree_leaves(args) if self._travelling else ()):
+        uses = bool(self._travelling) and not func.is_view
+        for x in filter(_is_tensor, tree_leaves(args) if uses else ()):
             self._travelling.pop(_storage_of(x), None)  # whoever uses it has waited
         if name.endswith("mm"):
             for event in self._travelling.values():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -41,6 +42,7 @@ from titan_ext.activation_checkpoint.op_policies import (
     Resolver,
     Rule,
     is_copy_to_host,
+    is_exchange,
     op_name,
 )
 from titan_ext.base.op_cost import count_flops
@@ -52,6 +54,7 @@ from titan_ext.fp8.saved_tensors import StoredEntry
 
 _CODEC_BLOCK = 128
 _TO_COPY = torch.ops.aten._to_copy.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _INPUT = OpLocation("", INPUT)
 STATISTIC = "log-sum-exp"
 
@@ -265,6 +268,7 @@ class _Call:
         self._location = _INPUT
         self._policy = self._resolver.resolve_input()
         self._statistics: set[int] = set()
+        self._arriving: dict[int, _Arriving] = {}
         self._locator.begin(with_operands=counting or owner.plan.names_operands)
 
     def contexts(self) -> tuple[Any, Any]:
@@ -278,6 +282,8 @@ class _Call:
         out = ctx.op_output
         if func is _TO_COPY:
             self._locator.see_cast(args[0], out)
+        if self._arriving and (func is _WAIT or _waits(args)):
+            self._store_arrived(args)
         policy = OpPolicy.RECOMPUTE
         # Most operations end here: this runs for each of them, on the host.
         fixed = self._plan.fixed(func, self._locator.module)
@@ -311,23 +317,37 @@ class _Call:
             and may_wrap(x)
         ):
             entry = x  # as stock checkpointing does
+        elif is_exchange(location.op) and not self._counting and may_wrap(x):
+            entry = _Arriving(x, policy, location)  # to store it now would wait for it
+            self._arriving |= dict.fromkeys(storage_ids(x), entry)
         else:
-            reason = _reason(location)
-            if policy.is_float8:
-                is_statistic = self._statistics.intersection(storage_ids(x))
-                reason = STATISTIC if is_statistic else None
-            name = INPUT if location is _INPUT else str(location)
-            host = self._host if policy.on_host else None
-            entry = self._owner.store.pack(x, name=name, exact=reason, host=host)
-        if location is not _INPUT and policy is not OpPolicy.DISCARD and not _is_copy(entry):
+            entry = self._store(x, policy, location)
+        becomes_copy = policy.is_float8 if isinstance(entry, _Arriving) else _is_copy(entry)
+        if location is not _INPUT and policy is not OpPolicy.DISCARD and not becomes_copy:
             self._discards.keep(entry, x, location)
         if self._counting:
             self._op_of[id(entry)] = len(self._ops) - 1
             self._entries.append(entry)
         return entry
 
+    def _store(self, x: torch.Tensor, policy: OpPolicy, location: OpLocation) -> StoredEntry:
+        reason = _reason(location)
+        if policy.is_float8:
+            is_statistic = self._statistics.intersection(storage_ids(x))
+            reason = STATISTIC if is_statistic else None
+        name = INPUT if location is _INPUT else str(location)
+        host = self._host if policy.on_host else None
+        return self._owner.store.pack(x, name=name, exact=reason, host=host)
+
+    def _store_arrived(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Store those of ``tensors`` that an exchange has brought."""
+        for storage in storage_ids(tensors):
+            if (entry := self._arriving.pop(storage, None)) is not None:
+                entry.held = self._store(entry.held, entry.policy, entry.location)
+
     def finish(self, module: nn.Module, out: Any) -> None:
         """End of the forward: free discarded values, unless something reads them."""
+        self._store_arrived([entry.held for entry in self._arriving.values()])
         again = self._discards.finish([*self._locator.left, module], out)
         for entry in self._discards.discarded:
             if entry.reader:
@@ -366,12 +386,29 @@ class _Call:
         logger.info(f"{name}: {location} is not discarded: {reader} reads it.")
 
 
+@dataclass(eq=False, slots=True)
+class _Arriving:
+    """What an exchange brings: ``held`` is a tensor until it has come, then what stores it."""
+
+    held: Any
+    policy: OpPolicy
+    location: OpLocation
+
+    def restore(self) -> torch.Tensor:
+        return restore(self.held)
+
+
 def restore(entry: Any) -> torch.Tensor:
     """What was packed."""
     if isinstance(entry, torch.Tensor):
         return entry
     with torch.no_grad():
         return entry.restore()
+
+
+def _waits(args: Iterable[Any]) -> bool:
+    """Whether an operation had to wait for what a collective brings."""
+    return any(type(x) is AsyncCollectiveTensor for x in args)
 
 
 def _is_copy(entry: Any) -> bool:
