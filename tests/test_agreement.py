@@ -2,9 +2,12 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+import titan_ext
 from tests.cluster import RankError, run_ranks
 from tests.training import titan_config
 from titan_ext.guards.start import RanksAgree, describe
@@ -41,6 +44,43 @@ def test_every_rank_names_the_keys_and_the_ranks(tmp_path: Path):
         "  model_spec.model.layers.2.moe.router.top_k: 3 on ranks 0, 2; 5 on rank 1\n"
         "  parallelism.fsdp_wrap: auto on ranks 0, 2; submodule on rank 1"
     }
+
+
+def _decide() -> tuple:
+    """What decides how often a rank communicates, where nodes of 8 and one of 4 are one job."""
+    import torch
+    import torch.distributed as dist
+
+    from titan_ext.configs import ParallelismConfig
+    from titan_ext.dispatch import saves_all_to_all
+    from titan_ext.fsdp.auto import choose
+    from titan_ext.fsdp.settings import FSDPSettings
+    from titan_ext.op_cost import ranks_per_node
+
+    dims: Any = SimpleNamespace(ep=2, dp_shard=8, cp=1, tp=1, pp_enabled=False)
+    os.environ["LOCAL_WORLD_SIZE"] = "4" if os.environ["RANK"] == "1" else "8"
+    dist.init_process_group("gloo")
+    with torch.device("meta"):
+        model: Any = cast(Any, titan_config("deepseek_v3").model_spec).model.build()
+    try:
+        return (
+            ranks_per_node(),
+            saves_all_to_all(ParallelismConfig(), 8, compiled=False),
+            choose(model, FSDPSettings(), dims).wrap,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_of_unequal_nodes_decide_the_same(tmp_path: Path):
+    assert set(run_ranks(_decide, 2, log_folder=tmp_path)) == {(4, True, "experts")}
+
+
+def test_only_one_function_reads_how_many_ranks_this_node_has():
+    """Any other decision that reads it has to be made for all ranks as well."""
+    folder = Path(titan_ext.__file__).parent
+    readers = [file.name for file in folder.rglob("*.py") if "LOCAL_WORLD_SIZE" in file.read_text()]
+    assert readers == ["op_cost.py"]
 
 
 def test_many_ranks_are_named_as_ranges():
