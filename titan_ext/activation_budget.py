@@ -29,6 +29,7 @@ from titan_ext.guards import ONE_PROCESS_MODES, RunCheck
 from titan_ext.guards.start import RanksAgree
 from titan_ext.limits import world_size
 from titan_ext.names import and_more
+from titan_ext.op_cost import ranks_per_node
 from titan_ext.plan_report import differences, plain
 from titan_ext.run_record import versions
 from titan_ext.toml_config.values import dump, identity
@@ -191,7 +192,8 @@ def _solve(config: Any, memory: int | None) -> dict[str, Any]:
     ranks, folder = world_size(config) or 1, Path(config.dump_folder) / FOLDER
     text = config.activation_checkpoint.budget
     logger.info(f"{KEY}.budget {text}: a dry run of rank 0 of {ranks} looks for the best policies.")
-    options = [] if memory is None else ["--memory", _size(memory)]
+    options = ["--ranks-per-node", str(ranks_per_node())]
+    options += [] if memory is None else ["--memory", _size(memory)]
     if no_accelerator.needed():
         options.append("--on-cpu")
     section, report = solve(
@@ -206,6 +208,7 @@ def _asked(config: Any, memory: int | None) -> dict[str, Any]:
     """What a table depends on."""
     return {
         "ranks": world_size(config) or 1,
+        "ranks_per_node": ranks_per_node(),
         "config": plain(identity(config)),
         "memory": memory,
         "versions": versions(),

@@ -34,7 +34,13 @@ from titan_ext.guards.run_checks import LoRATargets
 from titan_ext.hf_export import HuggingFaceExport
 from titan_ext.memory_plan import LASTING, DeviceMemory, LiveBytes, MemoryPlan
 from titan_ext.names import format_bytes
-from titan_ext.op_cost import MACHINES, ranks_per_node
+from titan_ext.op_cost import (
+    MACHINES,
+    NVLINK_DOMAIN,
+    RANKS_PER_NODE,
+    nvlink_domain,
+    ranks_per_node,
+)
 from titan_ext.schedules import actions_of, idle_share
 from titan_ext.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.step_time import Part, StepClock, StepTime
@@ -284,6 +290,7 @@ class DryRun(Trainer):
         axes = {"replicated": dims.dp_replicate, "FSDP": dims.dp_shard, "CP": dims.cp}
         axes |= {"TP": dims.tp, "PP": dims.pp, "EP": dims.ep}
         shown = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        yield "nodes", f"{ranks_per_node()} ranks each, NVLink among {nvlink_domain()}"
         backend = config.parallelism.spmd_backend
         yield "layout", f"rank {self.rank} of {self.ranks}: {shown or 'one rank'} ({backend})"
         if self.stages:
@@ -380,9 +387,15 @@ def dry_run(
 
 
 @contextlib.contextmanager
-def as_rank(ranks: int, rank: int) -> Iterator[None]:
-    """The environment of torchrun; the checks of a config read it."""
+def as_rank(
+    ranks: int, rank: int, ranks_per_node: int = RANKS_PER_NODE, nvlink_domain: int = 0
+) -> Iterator[None]:
+    """The environment of torchrun on the job's nodes: what checks, layout and clock read.
+
+    ``nvlink_domain`` 0 is a node. Nothing of the nodes of this machine's own launcher is left.
+    """
     names = {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": 0}
+    names |= {"LOCAL_WORLD_SIZE": ranks_per_node, NVLINK_DOMAIN: nvlink_domain}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: str(value) for name, value in names.items()})
     try:

@@ -24,6 +24,8 @@ from titan_ext.fp8.tensors import local_tensor, parts_in, tensors_in
 
 RANKS_PER_NODE = 8
 """Where nobody says."""
+NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
+"""Of the job that a dry run stands for (``dry_run.as_rank``)."""
 LAUNCH_MS = 0.015  # of a collective
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
 _TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
@@ -44,7 +46,6 @@ class Machine:
         network: Of a rank's share of the network, bytes/s each way.
         launch: Of the shortest kernel, seconds.
         host: Of its link to pinned memory of the host, bytes/s each way.
-        nvlink_domain: How many neighbouring ranks that link joins, on one node or several.
     """
 
     gemm: float
@@ -56,7 +57,6 @@ class Machine:
     network: float = 45e9
     launch: float = 3e-6
     host: float = 50e9
-    nvlink_domain: int = RANKS_PER_NODE
 
 
 # Those of the H100 were reached by single kernels; the others are scaled by data sheets: reasoned,
@@ -217,7 +217,10 @@ def ranks_per_node() -> int:
     """
     group = dist.group.WORLD
     here = int(os.environ.get("LOCAL_WORLD_SIZE", RANKS_PER_NODE))
-    if group is None or dist.get_backend() == "fake":
+    if group is None:
+        return here
+    here = min(here, group.size())
+    if dist.get_backend() == "fake":
         return here
     if group not in _smallest_node:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
@@ -230,11 +233,16 @@ def ranks_per_node() -> int:
 _smallest_node: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+def nvlink_domain() -> int:
+    """How many neighbouring ranks NVLink joins, on one node or several."""
+    return int(os.environ.get(NVLINK_DOMAIN, 0)) or ranks_per_node()
+
+
 def group_ms(
     machine: Machine, nbytes: int, ranks: Sequence[int], *, is_exchange: bool = False
 ) -> tuple[float, str]:
-    """``collective_ms`` among ``ranks`` of the job, some of which share an NVLink domain."""
-    nodes = len({rank // machine.nvlink_domain for rank in ranks})
+    """``collective_ms`` among ``ranks`` of the job, by the NVLink domains that they lie in."""
+    nodes = len({rank // nvlink_domain() for rank in ranks})
     per_node = max(len(ranks) // nodes, 1)
     return collective_ms(machine, nbytes, len(ranks), per_node, is_exchange=is_exchange)
 
@@ -248,7 +256,7 @@ def collective_ms(
         machine: Whose links.
         nbytes: Of the whole buffer.
         world: Ranks that take part.
-        per_node: Of them, on a node.
+        per_node: Of them, on a node, or in an NVLink domain.
         is_exchange: Whether it is an all-to-all, where no rank of a node adds for others.
     """
     nodes = max(1, world // per_node)

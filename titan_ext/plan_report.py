@@ -20,6 +20,7 @@ from titan_ext.guards import RunCheck
 from titan_ext.limits import world_size
 from titan_ext.memory_plan import LASTING, LiveBytes, MemoryKind, MemoryPlan, Peak
 from titan_ext.names import and_more, format_bytes, matches
+from titan_ext.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.run_record import versions
 from titan_ext.step_time import StepTime
 from titan_ext.toml_config.values import identity
@@ -89,6 +90,8 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "unsharded": plan.unsharded,
         "ranks": run.ranks,
         "rank": run.rank,
+        "ranks_per_node": ranks_per_node(),
+        "nvlink_domain": nvlink_domain(),
         "name": run.name(),
         "imbalance": run.imbalance,
         "peak": _moment(plan.peak),
@@ -253,12 +256,13 @@ def _compared(planned: int, measured: int) -> str:
 
 def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
     """What of a plan is not so in this run, in words."""
-    here = {"ranks": world_size(config), **plain(identity(config))}
-    there = {"ranks": plan["ranks"], **plan["config"]}
+    nodes = {"ranks": world_size(config), "ranks_per_node": ranks_per_node()}
+    here = nodes | plain(identity(config))
+    there = {key: plan[key] for key in nodes} | plan["config"]
     return [
         f"{key} is {there.get(key, 'absent')} there and {here.get(key, 'absent')} here"
         for key in dict.fromkeys([*there, *here])
         if there.get(key) != here.get(key)
-        and (key == "ranks" or key.split(".")[0] in _COMPARED)
+        and (key in nodes or key.split(".")[0] in _COMPARED)
         and not any(matches(key, pattern) for pattern in _NOT_COMPARED)
     ]

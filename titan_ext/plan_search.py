@@ -22,6 +22,7 @@ from titan_ext import no_accelerator
 from titan_ext.config_registry import resolve_config
 from titan_ext.dry_run import as_rank, dry_run
 from titan_ext.names import format_bytes
+from titan_ext.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.plan_report import file_name
 from titan_ext.run_folder import read_scalar
 from titan_ext.run_record import CONFIG, RECORD
@@ -217,11 +218,14 @@ def calibrate(
 def _dry_run_elsewhere(config: Path, ranks: int, machine: str, slower: float) -> StepTime:
     """In a process of its own: Titan allows one layout in a process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_dry_run, (config, ranks, machine, slower))
+        nodes = (ranks_per_node(), nvlink_domain())
+        return pool.apply(_dry_run, (config, ranks, machine, slower, nodes))
 
 
-def _dry_run(config_file: Path, ranks: int, machine: str, slower: float) -> StepTime:
-    with as_rank(ranks, 0):
+def _dry_run(
+    config_file: Path, ranks: int, machine: str, slower: float, nodes: tuple[int, int]
+) -> StepTime:
+    with as_rank(ranks, 0, *nodes):
         with no_accelerator.as_with_an_accelerator():
             config = resolve_config(str(config_file), []).config
         time = dry_run(config, ranks, machine=machine, slower=slower).time
