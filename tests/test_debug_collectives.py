@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,7 +75,7 @@ def test_a_skipped_all_to_all(fails, tmp_path: Path):
     report = _report_of(tmp_path, "the ranks differ")
     unit = r"by layers\.1\.moe\.routed_experts in FunctionalAllToAllTokenDispatcher"
     assert re.search(rf"rank 0: all_to_all .* {unit}\._dispatch_token_exchange, step 2", report)
-    assert re.search(r"rank 1: all_to_all .* in _CombineExchange\.start, step 2", report)
+    assert re.search(r"rank 1: all_to_all .* in _Exchange\.start, step 2", report)
 
 
 @pytest.mark.slow
@@ -104,7 +103,7 @@ def test_a_rank_that_stops(fails, tmp_path: Path):
 @pytest.mark.slow
 def test_a_rank_that_dies(fails, tmp_path: Path):
     fails("killed")
-    report = _report_of(tmp_path, "rank 1: died without an error")
+    report = _report_of(tmp_path, "1: died without an error")  # and perhaps rank 0
     assert "rank 0 waits in collective" in report
 
 
@@ -350,7 +349,6 @@ def _sums(ranks: int, groups: Sequence[Sequence[int]], planted: int) -> int:
     total = 0
     for rank in range(ranks):
         recorder: Any = object.__new__(CollectiveWatchdog)
-        recorder._info = SimpleNamespace(rank=rank)
         recorder._history = recorder._zero = 0
         for members in groups:
             if rank in members:
@@ -362,7 +360,7 @@ def _sums(ranks: int, groups: Sequence[Sequence[int]], planted: int) -> int:
                 )
                 for op, rows in (("all_gather", None), ("all_to_all", splits)):
                     record = _record(0, op, group=f"g/{members}", unit=unit, splits=rows)
-                    recorder._note(record, list(members))
+                    recorder._note(record, at, len(members))
         total += recorder._zero
     return total % 2**64
 

@@ -204,19 +204,21 @@ class CollectiveWatchdog(RunCheck):
             self._info.write(self._folder)
 
     def _hook_of(self, name: str, ranks: list[int]):
+        place = ranks.index(self._info.rank), len(ranks)
+
         def hook(args) -> None:
             op = args.name.name.lower()
             op = _OPS.get(op, op)
-            group = name
+            group, (at, size) = name, place
             if op in ("send", "recv"):
                 ends = [self._info.rank, ranks[args.root]]
                 sender, receiver = ends if op == "send" else reversed(ends)
-                group = f"{name} {sender}->{receiver}"
+                group, at, size = f"{name} {sender}->{receiver}", int(op == "recv"), 2
                 if group not in self._info.groups:
                     self._info.groups.append(group)
                     self._info.write(self._folder)
             with self._lock:
-                record = self._note(self._record(op, group, args), ranks)
+                record = self._note(self._record(op, group, args), at, size)
                 self._trace.write(record)
                 self._index += 1
                 self._positions[group] += 1
@@ -228,19 +230,16 @@ class CollectiveWatchdog(RunCheck):
 
         return hook
 
-    def _note(self, record: Record, ranks: list[int]) -> Record:
-        """Add a record of a group to the sums; return it with the history up to here."""
+    def _note(self, record: Record, at: int, size: int) -> Record:
+        """Add a record to the sums, of the rank ``at`` of ``size`` in the group; return it with the
+        history up to here."""
         what = _hash(kind_of(record.group), record.signature())
         self._history = (self._history + what) % _RING
         if threading.current_thread() is threading.main_thread():
-            at = ranks.index(self._info.rank)
-            factor = len(ranks) - 1 if at == 0 else -1
-            if record.op in ("send", "recv"):
-                factor = 1 if record.op == "send" else -1
-            self._zero += factor * _hash(record.group) * what
+            self._zero += _factor(record.group, at, size) * what
             if record.splits:
                 sends, expects = record.splits
-                to, by = _weights(record.group, at, len(ranks))
+                to, by = _weights(record.group, at, size)
                 rows = sum(map(operator.mul, to, sends)) - sum(map(operator.mul, by, expects))
                 self._zero += (2 * record.position + 1) * rows
             self._zero %= _RING
@@ -305,6 +304,12 @@ def _hash(*values: object) -> int:
     """Odd, of 64 bits, and the same in every process."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1
+
+
+@functools.cache
+def _factor(group: str, at: int, size: int) -> int:
+    """Of what the rank ``at`` issues; those of a group add up to 0."""
+    return (size - 1 if at == 0 else -1) * _hash(group)
 
 
 @functools.cache
