@@ -187,6 +187,20 @@ def test_watching_changes_nothing(tmp_path: Path):
     assert "_dist_reduce_tensor" in {record.site for record in trace}
 
 
+@pytest.mark.slow
+def test_stages_of_a_pipeline_differ_without_alarm(tmp_path: Path):
+    """The sum of all ranks is 0 at every step, and each stage is a class."""
+    make_corpus()
+    run = dataclasses.replace(RUN, world=4, pp=2, layers=3, global_batch=8)
+    run_ranks(train_watched, 4, run, tmp_path, "none", log_folder=tmp_path / "logs")
+    (records,) = tmp_path.glob("collectives/*")
+    found = Comparison(records)
+    assert found.parts() == ["", "", "ranks 0-3: finished"]
+    newest = [newest_record(found.infos[rank].folder(records), rank) for rank in range(4)]
+    histories = [record.history for record in newest if record]
+    assert histories[0] == histories[1] != histories[2] == histories[3]
+
+
 def test_nothing_of_it_is_imported_when_it_is_off(tmp_path: Path):
     """A rank's process begins with all that a trainer imports."""
     modules = "[name for name in __import__('sys').modules if name.startswith('titan_ext.')]"
