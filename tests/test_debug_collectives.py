@@ -11,10 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.cluster import PATIENCE_S, RankError, run_ranks
 from tests.planted import RUN, reads, train_and_count_reads, train_watched
@@ -356,6 +358,47 @@ def test_an_observer_looks_at_its_own_machine(tmp_path: Path):
     for path in (tmp_path / "node1").iterdir():
         path.write_text("not for others")
     assert sorted(Comparison(tmp_path, "node0").infos) == list(range(8))
+
+
+def _sent(world: int, folder: Path) -> list[tuple[str, int]]:
+    """What the recorder itself issues on one of ``world`` ranks, from its start, in two steps."""
+    os.environ["LOCAL_RANK"] = "1"  # whose rank starts no observer
+    dist.init_process_group("fake", rank=0, world_size=world)
+    config: Any = SimpleNamespace(
+        parallelism=SimpleNamespace(pipeline_parallel_degree=1),
+        comm=SimpleNamespace(train_timeout_seconds=100),
+        dump_folder=str(folder),
+    )
+    trainer: Any = SimpleNamespace(
+        step=1,
+        device=torch.device("cpu"),
+        metrics_processor=SimpleNamespace(should_log=lambda step: True),
+    )
+    found: list[tuple[str, int]] = []
+    dist.group.WORLD.register_pre_hook(
+        1,
+        lambda args: found.append(
+            (args.name.name, sum(t.nbytes for t in [*args.input_tensors, *args.output_tensors]))
+        ),
+    )
+    recorder = CollectiveWatchdog(config)
+    for _ in range(2):
+        with recorder.around_step(trainer):
+            recorder.check_gradients(trainer.device)
+        recorder._sum_of_all = None  # fake ranks add nothing
+    files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return [*found, ("files", len(files)), ("at most 4 KiB", int(sum(files) < 4096))]
+
+
+def test_what_the_recorder_sends_and_writes_does_not_grow_with_the_job(tmp_path: Path):
+    """A gather from all ranks would be 512 times as large."""
+    few, many = (
+        run_ranks(_sent, 1, world, tmp_path / str(world), log_folder=tmp_path / f"{world}.logs")[0]
+        for world in (8, 4096)
+    )
+    assert few == many
+    assert [nbytes for name, nbytes in many if "REDUCE" in name.upper()] == 4 * [8]
+    assert many[-1] == ("at most 4 KiB", 1)
 
 
 def _sums(ranks: int, groups: Sequence[Sequence[int]], planted: int) -> int:
