@@ -29,7 +29,7 @@ export TORCH_LOGS ?= -torch.utils._pytree
 
 train: data
 	steps=$$($(BIN)/python -m titan_ext target $(RUN_FOLDER) --steps $(STEPS)) && \
-	exec $(BIN)/python -m titan_ext.launch --report $(RUN_FOLDER) --nproc_per_node=$(NGPU) \
+	exec $(BIN)/python -m titan_ext.run.launch --report $(RUN_FOLDER) --nproc_per_node=$(NGPU) \
 		--rdzv_backend c10d --rdzv_endpoint=localhost:0 --shutdown-timeout=$(SHUTDOWN_TIMEOUT) \
 		--local-ranks-filter 0 --role rank --tee 3 \
 		-m torchtitan.train --module titan_ext --config train_configs/moe_debug.toml \
@@ -64,7 +64,7 @@ lint: setup
 	$(BIN)/shellcheck launch/*.sh .ci/run
 
 data: setup
-	@$(BIN)/python -m titan_ext.stdlib_corpus
+	@$(BIN)/python -m titan_ext.base.stdlib_corpus
 
 setup: $(VENV)/.installed
 

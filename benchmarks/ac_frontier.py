@@ -47,14 +47,14 @@ def frontier(
     model_name: str, ep: int, *, grid: bool = False, early: bool = False
 ) -> dict[str, Any]:
     """Points ``[MiB, ms]`` of policies and of curves; one layout in a process."""
-    from titan_ext import no_accelerator
     from titan_ext.activation_checkpoint import FP8AC
-    from titan_ext.activation_checkpoint.early_scores import use_early_scores
     from titan_ext.activation_checkpoint.solver import BlockKind, BudgetTooSmallError, solve
-    from titan_ext.budget_plan import TracedBlocks, settings_of
+    from titan_ext.base import no_accelerator
+    from titan_ext.base.op_cost import MACHINES
+    from titan_ext.components.early_scores import use_early_scores
     from titan_ext.config_registry import resolve_config
-    from titan_ext.dry_run import as_rank, dry_run
-    from titan_ext.op_cost import MACHINES
+    from titan_ext.plan.budget import TracedBlocks, settings_of
+    from titan_ext.plan.dry_run import as_rank, dry_run
 
     flags = ["--training.local_batch_size", "1", "--training.seq_len", "4096"]
     flags += ["--training.disable_cuda_graphs"]  # as EP's standard dispatcher needs it

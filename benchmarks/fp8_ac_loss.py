@@ -48,11 +48,11 @@ from torchtitan.tools.logging import init_logger
 
 from tests.cluster import run_ranks
 from tests.training import Run, make_config
-from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base import no_accelerator
+from titan_ext.base.run_folder import LOSS, read_scalar
+from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 from titan_ext.fp8 import codec, dequantize
-from titan_ext.run_folder import LOSS, read_scalar
-from titan_ext.stdlib_corpus import make_corpus, register_stdlib_corpus
 
 REFERENCE = "selective"
 WARM = "warm"

@@ -31,7 +31,7 @@ _ARMS = (
 _STEPS = "benchmarks/titan_steps.py"
 _TOY = f"{_STEPS} --toy --batch 2 --steps 3"
 _TRAIN = (
-    "-m titan_ext.launch --nproc_per_node=1 --local-ranks-filter 0 --role rank --tee 3 "
+    "-m titan_ext.run.launch --nproc_per_node=1 --local-ranks-filter 0 --role rank --tee 3 "
     "-m torchtitan.train --module titan_ext --config train_configs/moe_debug_gpu.toml "
     "--checkpoint.no-enable --dump_folder {out}/"
 )

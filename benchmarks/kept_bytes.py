@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_ext.fp8.tensors import plain_tensors
+from titan_ext.base.tensors import plain_tensors
 
 __all__ = ["KeptBytes", "KeptClass", "kept_total"]
 

@@ -23,10 +23,10 @@ from torchtitan.tools.utils import set_default_dtype
 
 from benchmarks.fused_attention import observed_logits, use_fused_attention
 from tests.on_cpu import list_all_to_all
-from titan_ext import no_accelerator
-from titan_ext.activation_checkpoint.early_scores import use_early_scores
 from titan_ext.api import ParallelismConfig, extend_model_spec
-from titan_ext.dispatch import SaveAllToAll
+from titan_ext.base import no_accelerator
+from titan_ext.components.dispatch import SaveAllToAll
+from titan_ext.components.early_scores import use_early_scores
 
 __all__ = ["GEOMETRIES", "BlockRun", "Layout", "block_spec", "build_chunk"]
 

@@ -33,7 +33,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 from benchmarks.activation_bytes import ARMS
 from benchmarks.moe_blocks import BlockRun, Layout
-from titan_ext.activation_checkpoint.early_scores import use_early_scores
+from titan_ext.components.early_scores import use_early_scores
 
 STOCK = "stock-selective"
 GIB = 2**30

@@ -46,8 +46,8 @@ from torchtitan.tools import utils as titan_utils
 from benchmarks.activation_bytes import ARMS
 from tests.cluster import free_port
 from tests.training import Run, make_config, patched
-from titan_ext import no_accelerator
-from titan_ext.stdlib_corpus import make_corpus, register_stdlib_corpus
+from titan_ext.base import no_accelerator
+from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 
 STOCK = "stock-selective"
 GIB = 2**30
@@ -213,7 +213,7 @@ def fsdp_peak(entries: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _of_units(trainer: Any) -> dict[str, float]:
-    from titan_ext.fsdp.memory.log import MemoryLog
+    from titan_ext.fsdp.memory_log import MemoryLog
 
     (log,) = (check for check in trainer.checks if isinstance(check, MemoryLog))
     peaks = log.timeline.peaks()
@@ -229,9 +229,9 @@ def plan(arms: Sequence[str], base: Run) -> dict[str, dict[str, float]]:
 
     Also those of the optimizer: without them, runs that differ by a layer tell its time.
     """
-    from titan_ext.dry_run import as_rank, dry_run
-    from titan_ext.memory_plan import DeviceMemory
-    from titan_ext.step_time import Part
+    from titan_ext.plan.dry_run import as_rank, dry_run
+    from titan_ext.plan.memory import DeviceMemory
+    from titan_ext.plan.time import Part
 
     planned = {}
     for arm in arms:

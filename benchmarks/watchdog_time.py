@@ -20,10 +20,10 @@ from typing import Any
 
 from tests.cluster import run_ranks
 from tests.training import Run, make_config
+from titan_ext.base.run_check import RunCheck
+from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.debug import watchdog
-from titan_ext.guards import RunCheck
-from titan_ext.guards.run_checks import Collectives
-from titan_ext.stdlib_corpus import make_corpus
+from titan_ext.run.checks import Collectives
 
 WARM_UP = 4
 

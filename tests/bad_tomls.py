@@ -1,6 +1,6 @@
 """TOML files that are refused, each with its exact message: tested, and shown in the docs.
 
-``docs/toml_errors.md`` is made from this table by ``tests/generate_toml_errors.py``.
+``tests/data/toml_errors.md`` is made from this table by ``tests/generate_toml_errors.py``.
 """
 
 from dataclasses import dataclass, field
@@ -180,7 +180,7 @@ BAD_TOMLS = (
         ),
         files={
             "my_typo.py": "from torchtitan.models.deepseek_v3 import config_registry\n"
-            "from titan_ext.trainer import extend_config\n\n\n"
+            "from titan_ext.run.trainer import extend_config\n\n\n"
             "def base():\n"
             "    config = extend_config(config_registry.deepseek_v3_debugmodel())\n"
             "    config.parallelism.fsdp_prefech = 2\n"

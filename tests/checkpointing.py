@@ -23,8 +23,8 @@ from torchtitan.tools.logging import init_logger
 
 from tests.cluster import run_ranks
 from tests.training import Run, make_config, patched, state_hash
-from titan_ext import no_accelerator
-from titan_ext.stdlib_corpus import make_corpus, register_stdlib_corpus
+from titan_ext.base import no_accelerator
+from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 
 __all__ = ["Leg", "SharedStream", "differing", "read_checkpoint", "run_leg", "tensor_digests"]
 

@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.toml_files import Loader
     from tests.training import Runs
-    from titan_ext.trainer import Trainer
+    from titan_ext.run.trainer import Trainer
 
 
 def pytest_configure() -> None:
@@ -46,7 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has one, as far as titan_ext can tell."""
-    from titan_ext import no_accelerator
+    from titan_ext.base import no_accelerator
 
     monkeypatch.setattr(no_accelerator, "_get_available_device_type", lambda: "cuda")
 
@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def config(folder: Path) -> "Loader":
     """Loads a text as run.toml, beside other files."""
-    from titan_ext.toml_config.resolve import load
+    from titan_ext.config_registry.resolve import load
 
     def load_text(text: str, **files: str) -> "Trainer.Config":
         (folder / "run.toml").write_text(text)

@@ -17,10 +17,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import set_default_dtype
 
-from titan_ext import no_accelerator
+from titan_ext.base import no_accelerator
 from titan_ext.fsdp.plan import plan_of
 from titan_ext.fsdp.units import decoder_blocks
-from titan_ext.trainer import Trainer
+from titan_ext.run.trainer import Trainer
 
 __all__ = ["DryRun", "dry_run"]
 
@@ -81,7 +81,9 @@ def dry_run(config: Trainer.Config, world_size: int) -> DryRun:
 
 
 def _look(model) -> DryRun:
-    units = plan_of(model).decoder_units
+    plan = plan_of(model)
+    assert plan is not None
+    units = plan.decoder_units
     in_units = {p for unit in units for m in unit.modules(model) for p in m.parameters()}
     fsdp_modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     groups = {id(g) for m in fsdp_modules for g in m._get_fsdp_state()._fsdp_param_groups}

@@ -1,4 +1,4 @@
-"""Writes ``docs/toml_errors.md`` from the table of refused files: ``python -m`` this module."""
+"""Writes ``data/toml_errors.md`` from the table of refused files: ``python -m`` this module."""
 
 import itertools
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.bad_tomls import BAD_TOMLS, BadToml
 
 __all__ = ["PAGE", "page"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "toml_errors.md"
+PAGE = Path(__file__).parent / "data" / "toml_errors.md"
 
 _INTRODUCTION = """\
 # Mistakes in TOML files, and what titan_ext says

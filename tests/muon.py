@@ -13,7 +13,7 @@ from torchtitan.distributed.flex_shard import _optimizer_reshard_runtime as runt
 from torchtitan.models.kimi_k2_7 import config_registry as kimi
 
 PATTERN = r"(attention\.w\w+|w[123]|router\.gate)\.weight$|inner_experts\.w[123]"
-"""As in docs/optimizers.md: matrices of blocks, and the experts' stacks of them."""
+"""As in docs/lora.md: matrices of blocks, and the experts' stacks of them."""
 MUON = {"lr": 8e-4, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 ADAMW = {"lr": 8e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxOutput, create_block_mask, crea
 from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
 
-from titan_ext import no_accelerator
+from titan_ext.base import no_accelerator
 
 _overrides: list[torch.library.Library] = []
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torchtitan.tools.logging import init_logger
 
 from tests.training import Run, make_config
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.debug.watchdog import CollectiveWatchdog
-from titan_ext.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.fsdp.settings import FSDPSettings
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, narrow=True, steps=3, ac="none")

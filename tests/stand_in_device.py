@@ -84,11 +84,12 @@ def main(ep: int, backend: Any, how: str = "") -> None:
     from torchtitan.models.deepseek_v3 import model_registry
     from torchtitan.tools.utils import device_type
 
-    from titan_ext import api, no_accelerator
+    from titan_ext import api
     from titan_ext.activation_checkpoint import FP8AC
     from titan_ext.activation_checkpoint.memory_report import memory_report_of
+    from titan_ext.base import no_accelerator
     from titan_ext.fp8.offload import Inline
-    from titan_ext.stand_ins import use_stand_ins
+    from titan_ext.plan.stand_ins import use_stand_ins
 
     assert device_type == NAME
     assert not no_accelerator.needed()
@@ -164,6 +165,6 @@ def fork(case: str) -> bool:
 
 if __name__ == "__main__":
     kept = register()
-    from titan_ext import api, stand_ins  # noqa: F401
+    from titan_ext import api  # noqa: F401
 
     sys.exit(not all(fork(case) for case in sys.argv[1:]))

@@ -28,9 +28,9 @@ from titan_ext.activation_checkpoint.solver import (
     solve,
     table_of,
 )
-from titan_ext.fp8.tensors import local_tensor
-from titan_ext.memory_plan import fsdp_kind
-from titan_ext.op_cost import MACHINES
+from titan_ext.base.op_cost import MACHINES
+from titan_ext.base.tensors import local_tensor
+from titan_ext.plan.memory import fsdp_kind
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8

@@ -15,13 +15,13 @@ from tests.cluster import forked_commands, run_ranks
 from tests.fp8_activations import debug_model, tokens
 from tests.toml_files import DEBUG, Loader
 from tests.training import Run, make_config, state_hash
-from titan_ext import activation_budget
-from titan_ext.activation_budget import FOLDER, ActivationBudget, solve, use
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.activation_checkpoint.solved import Budget
-from titan_ext.stdlib_corpus import STDLIB_CORPUS, make_corpus
-from titan_ext.toml_config.resolve import load
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus
+from titan_ext.config_registry.resolve import load
+from titan_ext.run import budget as activation_budget
+from titan_ext.run.budget import FOLDER, ActivationBudget, solve, use
 
 BUDGET = 4 * 2**20
 TEXT = f"""

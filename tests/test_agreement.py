@@ -10,10 +10,10 @@ import pytest
 import titan_ext
 from tests.cluster import RankError, run_ranks
 from tests.training import titan_config
-from titan_ext.guards.start import RanksAgree, describe
-from titan_ext.names import ranks_in_words
-from titan_ext.stdlib_corpus import default_tokenizer_path, make_corpus
-from titan_ext.trainer import extend_config
+from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.stdlib_corpus import default_tokenizer_path, make_corpus
+from titan_ext.run.start import RanksAgree, describe
+from titan_ext.run.trainer import extend_config
 
 
 def _check(odd_rank: int | None) -> str:
@@ -51,11 +51,11 @@ def _decide() -> tuple:
     import torch
     import torch.distributed as dist
 
-    from titan_ext.configs import ParallelismConfig
-    from titan_ext.dispatch import saves_all_to_all
+    from titan_ext.base.op_cost import ranks_per_node
+    from titan_ext.components.dispatch import saves_all_to_all
     from titan_ext.fsdp.auto import choose
     from titan_ext.fsdp.settings import FSDPSettings
-    from titan_ext.op_cost import ranks_per_node
+    from titan_ext.parallelize.keys import ParallelismConfig
 
     dims: Any = SimpleNamespace(ep=2, dp_shard=4, cp=1, tp=1, pp_enabled=False)
     os.environ["LOCAL_WORLD_SIZE"] = "2" if os.environ["RANK"] == "3" else "4"

@@ -13,7 +13,7 @@ from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import Layout
 from tests.cluster import run_ranks
 from tests.training import Run
-from titan_ext.stdlib_corpus import make_corpus
+from titan_ext.base.stdlib_corpus import make_corpus
 
 ROOT = Path(__file__).parents[1]
 TOKENS = 64

@@ -28,8 +28,10 @@ from tests.cluster import RankError
 from tests.matrix.checkpoint_runner import WEIGHTS, Sources, check_pair, export
 from tests.matrix.checkpoints import FAST, Pair
 from tests.training import Run, make_config, titan_config
-from titan_ext import no_accelerator
-from titan_ext.guards.checkpoints import (
+from titan_ext.base import no_accelerator
+from titan_ext.components.hf_export import HuggingFaceExport
+from titan_ext.parallelize.limits import wrong_values
+from titan_ext.run.checkpoints import (
     CheckpointManager,
     Checkpoints,
     check_excluded,
@@ -38,9 +40,7 @@ from titan_ext.guards.checkpoints import (
     corrupt_items,
     verify_checksums,
 )
-from titan_ext.hf_export import HuggingFaceExport
-from titan_ext.limits import wrong_values
-from titan_ext.trainer import extend_config
+from titan_ext.run.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, steps=4)
 

@@ -8,11 +8,11 @@ import pytest
 
 from tests.toml_files import DEBUG
 from titan_ext import config_registry
-from titan_ext.cli import main
-from titan_ext.config_registry import find_config, titan_configs
-from titan_ext.names import shipped_configs
-from titan_ext.toml_config.resolve import load
-from titan_ext.toml_config.values import leaves
+from titan_ext.base.messages import shipped_configs
+from titan_ext.config_registry.commands import main
+from titan_ext.config_registry.resolve import load
+from titan_ext.toml.find import find_config, titan_configs
+from titan_ext.toml.values import leaves
 
 COMMANDS = ("list", "new", "show", "dry-run", "report", "target", "peft")
 RICH = (
@@ -42,7 +42,7 @@ RICH = (
 
 def test_help_and_missing_files_do_not_wait_for_torch():
     code = (
-        "import sys, contextlib\nfrom titan_ext.cli import main\n"
+        "import sys, contextlib\nfrom titan_ext.config_registry.commands import main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
         "main(['list'])\n"
         "assert main(['show', 'nothing.toml']) == main(['lst']) == 1\n"

@@ -2,20 +2,24 @@
 
 import dataclasses
 import logging
+import re
+import typing
 from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, cast
 
 import pytest
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests.training import titan_config
-from titan_ext import trainer
-from titan_ext.configs import ParallelismConfig
-from titan_ext.parallelize import check_model_limits, parallelize
-from titan_ext.toml_config.resolve import load
-from titan_ext.trainer import Trainer, extend_config
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.config_registry.resolve import load
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.passes import check_model_limits, parallelize
+from titan_ext.run import trainer
+from titan_ext.run.trainer import Trainer, extend_config
+from titan_ext.toml.files import to_toml
 
 MOE_DEBUG = Path(__file__).parent.parent / "train_configs" / "moe_debug.toml"
 
@@ -195,3 +199,39 @@ def test_what_needs_python_in_each_step_is_refused_with_cuda_graphs(key: str, ac
         dataclasses.replace(ours, **on)
     ours.training.disable_cuda_graphs = True
     assert getattr(getattr(dataclasses.replace(ours, **on), section), name)
+
+
+def _choices(hint: Any) -> set[str]:
+    """The values of every Literal in a type."""
+    if typing.get_origin(hint) is Literal:
+        return {to_toml(value) for value in typing.get_args(hint)}
+    return {value for part in typing.get_args(hint) for value in _choices(part)}
+
+
+def _new_keys() -> dict[str, tuple[str, set[str]]]:
+    """The keys that our sections add to Titan's, or give other types: default and choices."""
+    ours = extend_config(titan_config("qwen3"))
+    names = [field.name for field in fields(ours) if field.name != "model_spec"]
+    sections = {name: getattr(ours, name) for name in names}
+    found = {}
+    for section, config in {**sections, "activation_checkpoint": FP8AC.Config()}.items():
+        if not type(config).__module__.startswith("titan_ext."):
+            continue
+        hints = typing.get_type_hints(type(config))
+        before = typing.get_type_hints(type(config).__mro__[1])
+        for field in fields(config):
+            if hints[field.name] != before.get(field.name):
+                default = to_toml(getattr(type(config)(), field.name))
+                found[f"{section}.{field.name}"] = (default, _choices(hints[field.name]))
+    return found
+
+
+def test_the_page_of_keys_has_every_key():
+    """With its default and choices, and no other key."""
+    docs = Path(__file__).parent.parent / "docs"
+    rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|(.*?)\|", (docs / "keys.md").read_text(), re.M)
+    new = _new_keys()
+    assert sorted(key for key, _, _ in rows) == sorted(new)
+    for key, choices, default in rows:
+        assert re.findall(r"`(.*?)`", default)[0] == new[key][0], key
+        assert new[key][1] <= set(re.findall(r"`(.*?)`", choices)), key

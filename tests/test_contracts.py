@@ -98,12 +98,14 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
-from titan_ext import limits, memory_plan, optim
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base.messages import _NOISE
+from titan_ext.components import optim
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
-from titan_ext.guards import start
-from titan_ext.names import _NOISE
+from titan_ext.parallelize import limits
+from titan_ext.plan import memory as memory_plan
+from titan_ext.run import start
 
 
 def _parameters(function) -> list[str]:
@@ -206,7 +208,7 @@ def test_torch_frames_and_ops_that_the_collective_recorder_knows():
 
 
 def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
-    """fsdp.collectives and fsdp.memory.tracker set it; torch has no public way to."""
+    """fsdp.collectives and fsdp.tracker set it; torch has no public way to."""
     assert _Code(FSDPParamGroup.__init__).has(
         "self._all_gather_output_fn: Callable = _default_all_gather_output_fn"
     )
@@ -234,7 +236,7 @@ def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
 
 
 def test_titan_saves_every_step_when_its_interval_is_one():
-    """guards.stop sets CheckpointManager.interval; guards.checkpoints repeats when Titan saves."""
+    """run.stop sets CheckpointManager.interval; run.checkpoints repeats when Titan saves."""
     assert _Code(CheckpointManager._should_save).has(
         "curr_step % self.interval == 0",
         "curr_step == 1 and self.enable_first_step_checkpoint",
@@ -242,7 +244,7 @@ def test_titan_saves_every_step_when_its_interval_is_one():
 
 
 def test_titan_checkpoint_names_that_are_checked_before_loading():
-    """guards.checkpoints looks for these in a checkpoint, and repeats what Titan would load."""
+    """run.checkpoints looks for these in a checkpoint, and repeats what Titan would load."""
     find = _Code(CheckpointManager._find_load_step)
     assert find.has("'.metadata'", "'model.safetensors.index.json'")
     assert _Code(ParallelAwareDataloader.__init__).has('f"dp_rank_{dp_rank}"')
@@ -261,7 +263,7 @@ def test_titan_exports_through_the_adapter_and_the_model_states_of_the_checkpoin
 
 
 def test_titan_adapter_fails_on_an_axis_that_replicates():
-    """Why there is a titan_ext.hf_export. When this fails, look whether it is still needed."""
+    """Why there is a components.hf_export. When this fails, look whether it is still needed."""
     calculate = _Code(MoEStateDictAdapter._caculate_indices_from_placements)
     assert calculate.has("placement = dtensor_placements[i]", "placement.dim == dim")
     assert not calculate.has("isinstance(placement, Shard)")
@@ -433,7 +435,7 @@ def test_torch_traces_with_module_ids_and_one_fake_tensor_for_a_parameter():
 
 
 def test_titan_policies_wrap_a_module_in_a_checkpoint_function():
-    """titan_ext.compile puts the function of Titan's wrapper inside compiled modules."""
+    """compile puts the function of Titan's wrapper inside compiled modules."""
     assert _parameters(SelectiveAC._wrap_block) == ["self", "module", "base_fqn"]
     module = torch.nn.Linear(4, 4)
     config = SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])
@@ -469,7 +471,7 @@ def test_torch_sees_no_accelerator_the_way_titan_asks():
 
 
 def test_fsdp2_names_used_by_the_memory_tracker():
-    """fsdp.memory.tracker reads storages through them, and gives a group its communication."""
+    """fsdp.tracker reads storages through them, and gives a group its communication."""
     group = _Code(FSDPParamGroup.__init__)
     for name in ("fsdp_params", "_all_gather_comm", "_reduce_scatter_comm", "_all_gather_result"):
         assert group.has(f"self.{name}")
@@ -532,7 +534,7 @@ def test_fsdp2_runs_a_groups_collectives_through_these_calls():
 
 
 def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
-    """fsdp.memory.tracker and fsdp.collectives tell them apart by that."""
+    """fsdp.tracker and fsdp.collectives tell them apart by that."""
     tree = ast.parse(inspect.getsource(_fsdp_collectives.foreach_reduce))
     allocated = [
         (node.lineno, ast.unparse(node.targets[0]))
@@ -545,7 +547,7 @@ def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
 
 
 def test_titan_logs_metrics_through_a_public_logger():
-    """fsdp.memory.log adds its own."""
+    """fsdp.memory_log adds its own."""
     assert _Code(MetricsProcessor.log_validation).has("self.logger.log(metrics, step)")
 
 
@@ -706,7 +708,7 @@ def test_fsdp2_takes_a_quantized_shard_at_the_first_forward():
 
 
 def test_torch_names_by_which_memory_plan_tells_storages_apart():
-    """memory_plan: by the functions that make them, and by operations of FSDP2's."""
+    """plan.memory: by the functions that make them, and by operations of FSDP2's."""
     made_in = _Code(FSDPParamGroup.post_backward)
     assert made_in.calls("foreach_reduce")
     assert _Code(FSDPParamGroup.unshard).calls("foreach_all_gather")
@@ -773,7 +775,7 @@ def test_storage_weak_ref_keeps_the_id_and_not_the_bytes():
     ],
 )
 def test_torch_schedules_that_split_backward(name: str, splits: bool):
-    """titan_ext.limits knows them by their class."""
+    """titan_ext.parallelize.limits knows them by their class."""
     stages: Any = [MagicMock(group_size=2, group_rank=0, num_stages=4) for _ in range(2)]
     for index, stage in zip((0, 3 if "V" in name else 2), stages, strict=True):
         stage.stage_index, stage.is_first, stage.is_last = index, index == 0, index == 3
@@ -785,7 +787,7 @@ def test_torch_schedules_that_split_backward(name: str, splits: bool):
 
 
 def test_torch_looks_up_parameters_when_backward_begins():
-    """titan_ext.limits refuses what makes FSDP2 hold other parameters by then."""
+    """titan_ext.parallelize.limits refuses what makes FSDP2 hold other parameters by then."""
     backward = _Code(pipeline_stage._PipelineStageBase.backward_maybe_with_nosync)
     assert backward.calls("self.submod.parameters") == 2
 

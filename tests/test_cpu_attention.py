@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from titan_ext.no_accelerator import CausalAttention
+from titan_ext.base.no_accelerator import CausalAttention
 
 B, L, N, H = 2, 9, 4, 8
 

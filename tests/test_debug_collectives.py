@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from tests.cluster import PATIENCE_S, RankError, run_ranks
 from tests.planted import RUN, reads, train_and_count_reads, train_watched
+from titan_ext.base.run_folder import LOSS, read_scalar
+from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.debug import hang_report
 from titan_ext.debug.hang_report import Comparison
 from titan_ext.debug.records import (
@@ -32,8 +34,6 @@ from titan_ext.debug.records import (
     read_trace,
 )
 from titan_ext.debug.watchdog import CollectiveWatchdog
-from titan_ext.run_folder import LOSS, read_scalar
-from titan_ext.stdlib_corpus import make_corpus
 
 
 def _report_of(folder: Path, *wanted: str) -> str:
@@ -126,7 +126,7 @@ STOCK_READS = {
 
 
 def test_a_step_never_waits_for_the_device(tmp_path: Path):
-    """Units, float8 activations, dispatcher, recorder, guards: they read three values a step.
+    """Units, float8 activations, dispatcher, recorder, checks: they read three values a step.
 
     Two just before the optimizer's step, for which Titan's own reads have waited already. The third
     is a sum that was asked for a step ago.
@@ -207,7 +207,7 @@ def test_nothing_of_it_is_imported_when_it_is_off(tmp_path: Path):
     """A rank's process begins with all that a trainer imports."""
     modules = "[name for name in __import__('sys').modules if name.startswith('titan_ext.')]"
     (imported,) = run_ranks(eval, 1, modules, log_folder=tmp_path)
-    assert "titan_ext.trainer" in imported
+    assert "titan_ext.run.trainer" in imported
     assert not [name for name in imported if name.startswith("titan_ext.debug")]
 
 
@@ -375,6 +375,7 @@ def _sent(world: int, folder: Path) -> list[tuple[str, int]]:
         metrics_processor=SimpleNamespace(should_log=lambda step: True),
     )
     found: list[tuple[str, int]] = []
+    assert dist.group.WORLD is not None
     dist.group.WORLD.register_pre_hook(
         1,
         lambda args: found.append(

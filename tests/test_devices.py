@@ -10,7 +10,8 @@ import pytest
 
 _PACKAGE = Path(__file__).parents[1] / "titan_ext"
 _NAMED = {
-    ("cli.py", "CUDA_VISIBLE_DEVICES"),  # hides the accelerator from a dry run; ROCm reads it too
+    # It hides the accelerator from a dry run; ROCm reads it, too.
+    ("config_registry/commands.py", "CUDA_VISIBLE_DEVICES"),
 }
 """Names of CUDA that may stand in the code, by file; messages and docstrings may name it."""
 

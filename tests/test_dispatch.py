@@ -16,14 +16,14 @@ from torchtitan.protocols import BaseModel
 from tests.cluster import run_ranks
 from tests.on_cpu import list_all_to_all
 from tests.training import titan_config
-from titan_ext.configs import ParallelismConfig
-from titan_ext.dispatch import (
+from titan_ext.components.dispatch import (
     FunctionalAllToAllTokenDispatcher,
     overlap_shared_experts,
     saves_all_to_all,
     use_functional_all_to_all,
 )
-from titan_ext.parallelize import extend_model_spec, parallelize
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.passes import extend_model_spec, parallelize
 
 
 def _dispatcher_types(spec) -> list[type]:

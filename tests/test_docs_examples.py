@@ -21,30 +21,35 @@ import tomli
 from tests import muon
 from tests.cluster import SCRIPT, run_line, run_ranks
 from tests.toml_files import DEBUG, Loader
+from titan_ext.base.stdlib_corpus import default_folder, make_corpus
+from titan_ext.components.optim import resolve_groups
+from titan_ext.config_registry.resolve import resolve
 from titan_ext.fsdp.unmanaged import replicate_undeclared
-from titan_ext.optim import resolve_groups
-from titan_ext.stdlib_corpus import default_folder, make_corpus
-from titan_ext.toml_config.legacy import LEGACY, OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
-from titan_ext.toml_config.resolve import resolve
-from titan_ext.toml_config.values import leaves
+from titan_ext.toml.legacy import LEGACY, OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
+from titan_ext.toml.values import leaves
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+    for path in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "benchmarks" / name for name in ("fp8_ac.md", "gpu_receipts.md")),
+        ROOT / "upstream" / "titan_main.md",
+        *sorted(DOCS.glob("*.md")),
+    ]
 }
-GENERATED = "docs/toml_errors.md"  # tests.generate_toml_errors writes its files and messages
 
 RUN = {
-    ("README.md", 0),
     ("docs/fp8_ac.md", 0),
     ("docs/fp8_codec.md", 0),
     ("docs/lora.md", 0),  # PEFT: tests/test_peft.py runs the page from its TOML to here
     ("docs/lora.md", 1),
-    ("docs/own_loop.md", 0),
+    ("docs/toml.md", 0),
     ("docs/your_model.md", 0),
     ("docs/your_model.md", 1),
+    ("docs/your_model.md", 2),
 }
 """The Python examples, by page and position; each has a test."""
 
@@ -55,7 +60,6 @@ def examples(language: str) -> dict[tuple[str, int], str]:
     return {
         (page, index): code
         for page, text in PAGES.items()
-        if page != GENERATED
         for index, code in enumerate(fence.findall(text))
     }
 
@@ -76,11 +80,11 @@ def test_every_python_example_has_a_test():
 # Python
 
 
-def test_readme_config_function(folder: Path):
+def test_a_config_function_in_python(folder: Path):
     from torchtitan.config import ConfigManager
 
-    (module,) = re.findall(r"`--module (\w+) --config my_16b`", PAGES["README.md"])
-    (folder / f"{module}.py").write_text(examples("python")["README.md", 0])
+    (module,) = re.findall(r"`--module (\w+) --config my_16b`", PAGES["docs/toml.md"])
+    (folder / f"{module}.py").write_text(examples("python")["docs/toml.md", 0])
     with contextlib.ExitStack() as stack:
         stack.callback(sys.modules.pop, module, None)
         config: Any = ConfigManager().parse_args(["--module", module, "--config", "my_16b"])
@@ -110,7 +114,7 @@ def _run_own_loop() -> list[float]:
     from torchtitan.tools.logging import init_logger
 
     init_logger()
-    return _python("docs/own_loop.md")["losses"]
+    return _python("docs/your_model.md", 2)["losses"]
 
 
 def test_own_loop(tmp_path: Path):
@@ -166,7 +170,7 @@ def test_your_model_trains_as_the_page_says(tmp_path: Path):
     """Its three pieces as they stand: default backend, Titan's trainer, our door."""
     (tmp_path / "my_model.py").write_text(examples("python")[YOURS, 0])
     (tmp_path / "my_run.toml").write_text(examples("toml")[YOURS, 0])
-    (command,) = (line for line in _commands(YOURS) if line.startswith("torchrun"))
+    (command,) = (line for line in _commands(YOURS) if "--config my_run.toml" in line)
     make_corpus()
     ranks = run_line(tmp_path, command)
     output = re.sub(r"\x1b\[[0-9;]*m", "", "".join(rank.out + rank.error for rank in ranks))
@@ -298,7 +302,7 @@ def test_muon_from_a_file(config: Loader):
     """The matrix trains with this pattern (tests.muon)."""
     import torch
 
-    ours = config(_TOML["docs/optimizers.md", 0])
+    ours = config(_TOML["docs/lora.md", 4])
     assert ours.optimizer.param_groups[0].pattern == muon.PATTERN
     assert ours.model_spec is not None
     with torch.device("meta"):
@@ -354,7 +358,7 @@ def _unknown(command: str) -> Iterator[str]:
         words = words[ours:]
     elif program == "titan_ext" or words[:2] == ["-m", "titan_ext"]:
         words = words[2:] if program == "python" else words
-        text = (ROOT / "titan_ext" / "cli.py").read_text()
+        text = (ROOT / "titan_ext" / "config_registry" / "commands.py").read_text()
         fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])
         yield from (word for word in words[:1] if word[0].islower() and f'"{word}": ' not in text)
@@ -508,9 +512,8 @@ def _run_commands(folder: Path, commands: list[str]) -> str:
 
 def _prepare(folder: Path, page: str) -> None:
     """The files that a page tells its reader to write, and those of a checkout."""
-    if page == "README.md":
-        (folder / "my_runs.py").write_text(examples("python")[page, 0])
     if page == "docs/toml.md":
+        (folder / "my_runs.py").write_text(examples("python")[page, 0])
         (folder / "my_run.toml").write_text(examples("toml")[page, 0])
     shutil.copytree(ROOT / "train_configs", folder / "train_configs")
 
@@ -539,8 +542,9 @@ def test_dry_runs_of_a_page_run(page: str, tmp_path: Path):
 
 
 def test_a_config_function_of_yours(tmp_path: Path):
-    """The README's, by the name that every command takes; a file extends it as well."""
-    _prepare(tmp_path, "README.md")
+    """By the name that every command takes; a file extends it as well."""
+    _prepare(tmp_path, "docs/toml.md")
+    (tmp_path / "my_run.toml").unlink()
     shown = _run_commands(tmp_path, ["titan_ext show my_runs.my_16b"])
     assert 'parallelism.fsdp_wrap = "submodule"  # from my_runs.my_16b' in shown
     commands = ["titan_ext new my_runs.my_16b my_run.toml", "titan_ext show my_run.toml --changed"]

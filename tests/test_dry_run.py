@@ -16,12 +16,12 @@ from tests.cluster import Command, run_command
 from tests.test_train_configs import NAMES, world_size
 from tests.toml_files import DEBUG
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.cli import main
+from titan_ext.base.messages import shipped_configs
+from titan_ext.base.op_cost import MACHINES, group_ms, nvlink_domain, ranks_per_node
+from titan_ext.base.tensors import is_plain
 from titan_ext.config_registry import resolve_config
-from titan_ext.dry_run import as_rank
-from titan_ext.fp8.tensors import is_plain
-from titan_ext.names import shipped_configs
-from titan_ext.op_cost import MACHINES, group_ms, nvlink_domain, ranks_per_node
+from titan_ext.config_registry.commands import main
+from titan_ext.plan.dry_run import as_rank
 
 ROOT = Path(__file__).parents[1]
 

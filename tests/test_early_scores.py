@@ -13,11 +13,11 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from tests.training import Run, Runs, observed, titan_config, train
-from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC, measure_block
-from titan_ext.activation_checkpoint.early_scores import has_early_scores, use_early_scores
-from titan_ext.stand_ins import use_stand_ins
-from titan_ext.trainer import extend_config
+from titan_ext.base import no_accelerator
+from titan_ext.components.early_scores import has_early_scores, use_early_scores
+from titan_ext.plan.stand_ins import use_stand_ins
+from titan_ext.run.trainer import extend_config
 
 Config = FP8AC.Config
 EARLY = Config(preset="speed", score_before_last_gemm=True)

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from tests.checkpointing import run_leg
 from tests.cluster import run_ranks
 from tests.training import Run, make_config, train
-from titan_ext import no_accelerator
-from titan_ext.dry_run import as_rank
-from titan_ext.lora import export_adapters
-from titan_ext.stdlib_corpus import make_corpus, register_stdlib_corpus
+from titan_ext.base import no_accelerator
+from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
+from titan_ext.components.lora import export_adapters
+from titan_ext.plan.dry_run import as_rank
 
 RUN = Run(world=4, experts=5, layers=2, narrow=True, steps=2, parallelize="submodule")
 ADAPTERS = replace(RUN, experts=6, ep=2, lora=2, ac="fp8")
@@ -89,7 +89,7 @@ def test_a_plan_of_the_rank_that_has_nothing(tmp_path: Path):
 
 
 def _plan(rank: int, folder: Path) -> int:
-    from titan_ext.budget_plan import plan_activations
+    from titan_ext.plan.budget import plan_activations
 
     with as_rank(4, rank):
         config: Any = make_config(replace(RUN, world=4), folder)

@@ -14,11 +14,11 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from tests.cluster import run_ranks
 from tests.training import Run, Runs, make_config, observed
-from titan_ext.configs import ParallelismConfig, check_parallelism
 from titan_ext.fp8 import dequantize, quantize
 from titan_ext.fsdp.collectives import BFloat16ReduceScatter, Float8AllGather
 from titan_ext.fsdp.plan import WIRE_CODEC, ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.parallelize.keys import ParallelismConfig, check_parallelism
 
 PLAIN = observed(Run(world=4, ep=2, parallelize="submodule"))
 FLOAT8 = replace(PLAIN, expert_all_gather="float8", tracked=True)

@@ -30,12 +30,12 @@ from tests import planted
 from tests.cluster import PATIENCE_S, RankError, kill_ranks, run_ranks, start_ranks
 from tests.faults.torchrun import is_alive
 from tests.training import Run, make_config, titan_config
-from titan_ext.guards.checkpoints import corrupt_items, verify_checksums, why_refused
-from titan_ext.guards.start import Folder
-from titan_ext.guards.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
-from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
-from titan_ext.stdlib_corpus import make_corpus
-from titan_ext.trainer import extend_config
+from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
+from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.run.checkpoints import corrupt_items, verify_checksums, why_refused
+from titan_ext.run.start import Folder
+from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
+from titan_ext.run.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
 FAULTY_STEP = {"sigterm": 3}  # not saved anyway; others: 4

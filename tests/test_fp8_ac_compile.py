@@ -28,13 +28,17 @@ from tests.compiled_op_policies import EXACT, OP_POLICIES
 from tests.fp8_activations import debug_model
 from tests.training import Run, operations_in, train
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.compile import (
+    apply_activation_checkpointing,
+    compiled_checkpoint,
+    parts,
+)
 from titan_ext.activation_checkpoint.op_policies import BlockPlan, parse_rules
 from titan_ext.activation_checkpoint.partition import (
     Float8Partitioner,
     Saved,
     compile_arguments,
 )
-from titan_ext.compile import apply_activation_checkpointing, compiled_checkpoint, parts
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Wrap, plan_units
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.training import RankResult, Result, Run, Runs, observed, train
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.run_folder import read_scalar
+from titan_ext.base.run_folder import read_scalar
 
 Config = FP8AC.Config
 

@@ -12,12 +12,12 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.decoder import Decoder
 
 from tests.training import titan_config
-from titan_ext.configs import ParallelismConfig, check_parallelism, check_unit_names
 from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import find_replicated, plan_units, replicated_by_unit, units_without
+from titan_ext.parallelize.keys import ParallelismConfig, check_parallelism, check_unit_names
 
 
 def _model(name: str = "deepseek_v3", *, lora: bool = False) -> Decoder:

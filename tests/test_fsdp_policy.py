@@ -16,13 +16,13 @@ from tests.collectives import Collective
 from tests.toml_files import DEBUG
 from tests.training import Run, Runs, narrow_attention, observed, titan_config
 from titan_ext.api import build_decoder
-from titan_ext.configs import ParallelismConfig
 from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.plan import FSDPPlan, ShardSizes
 from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
 from titan_ext.fsdp.settings import FSDPSettings, Reshard
 from titan_ext.fsdp.units import Wrap, plan_units
-from titan_ext.trainer import extend_config
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.run.trainer import extend_config
 
 _MIB = 2**20
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import Shard
 
 from tests.cluster import run_ranks
 from tests.training import Run, Runs, make_config, observed, patched, planned_config
-from titan_ext.fsdp.memory.accounting import CLASSES, Timeline
-from titan_ext.fsdp.memory.log import _CLASS_COLOURS, _KIND_COLOURS, FOLDER, main
-from titan_ext.fsdp.memory.tracker import MemoryTracker
+from titan_ext.fsdp.memory_log import _CLASS_COLOURS, _KIND_COLOURS, FOLDER, main
+from titan_ext.fsdp.timeline import CLASSES, Timeline
+from titan_ext.fsdp.tracker import MemoryTracker
 from titan_ext.fsdp.units import Unit, UnitKind
 
 TRACKED = Run(steps=2, tracked=True, narrow=True)
@@ -91,8 +91,8 @@ def test_measured_is_planned(run: Run, runs: Runs, tmp_path: Path):
 
 
 def _planned_unsharded(run: Run, rank: int, folder: Path) -> int:
-    from titan_ext.dry_run import as_rank, dry_run
-    from titan_ext.memory_plan import DeviceMemory
+    from titan_ext.plan.dry_run import as_rank, dry_run
+    from titan_ext.plan.memory import DeviceMemory
 
     with as_rank(run.world, rank), patched(run):
         config = planned_config(run, folder)

@@ -21,7 +21,7 @@ import pytest
 
 from tests.cluster import PATIENCE_S, run_line
 from tests.faults.torchrun import is_alive
-from titan_ext.run_folder import LOSS
+from titan_ext.base.run_folder import LOSS
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
@@ -98,7 +98,7 @@ def test_a_wrong_name_ends_before_any_process_group(tmp_path: Path):
 
 
 def _tokenizer() -> Path:
-    from titan_ext.stdlib_corpus import default_tokenizer_path, make_corpus
+    from titan_ext.base.stdlib_corpus import default_tokenizer_path, make_corpus
 
     make_corpus()
     return default_tokenizer_path()
@@ -120,9 +120,9 @@ while True:
 
 
 def _make_train(folder: Path, *arguments: str, then: str = "") -> None:
-    """In this process: ``make``, which runs titan_ext.launch with two workers."""
+    """In this process: ``make``, which runs titan_ext.run.launch with two workers."""
     (folder / "worker.py").write_text(_WORKER)
-    launch = f"exec {sys.executable} -m titan_ext.launch --report . --nproc_per_node=2"
+    launch = f"exec {sys.executable} -m titan_ext.run.launch --report . --nproc_per_node=2"
     launch += f" --rdzv_backend c10d --rdzv_endpoint=localhost:0 worker.py {' '.join(arguments)}"
     (folder / "Makefile").write_text(f"train:\n\t@{launch} </dev/null\n")
     os.chdir(folder)
@@ -203,7 +203,7 @@ def test_ctrl_c_before_training_ends_at_once(tmp_path: Path):
 
 _LAUNCHER = """
 import signal, sys
-from titan_ext.launch import _Launch
+from titan_ext.run.launch import _Launch
 signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 for _ in range(int(sys.argv[2])):
     code = _Launch(["sh", "-c", sys.argv[1]]).wait()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import PATIENCE_S, free_port
-from titan_ext.run_folder import LOSS, read_scalar
-from titan_ext.stdlib_corpus import make_corpus
+from titan_ext.base.run_folder import LOSS, read_scalar
+from titan_ext.base.stdlib_corpus import make_corpus
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"

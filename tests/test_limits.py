@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.training import Run, make_config, titan_config
-from titan_ext.limits import world_size, wrong_degrees, wrong_values
-from titan_ext.trainer import Trainer, extend_config
+from titan_ext.base.run_check import world_size
+from titan_ext.parallelize.limits import wrong_degrees, wrong_values
+from titan_ext.run.trainer import Trainer, extend_config
 
 EXPERTS = r"expert_parallel_degree is {}; it has to divide {}, the number of experts; .* one of {}"
 REGION = r"expert_parallel_degree is {}; it has to divide {}, the ranks of one pipeline stage .* {}"

@@ -11,7 +11,7 @@ from torchtitan.components.lora import LoRAConverter
 from tests.cluster import run_ranks
 from tests.training import Run, make_config, state_hash, titan_config, train
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.trainer import extend_config
+from titan_ext.run.trainer import extend_config
 
 ADAPTERS = ("lora_a.weight", "lora_b.weight")
 SPMD = Run(world=2, ep=2, lora=8, layers=2, narrow=True, parallelize="submodule", steps=2)
@@ -36,7 +36,7 @@ def _train_rank(run: Run, replicate: int, folder: Path) -> Adapted:
     import torch.distributed as dist
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
-    from titan_ext import no_accelerator
+    from titan_ext.base import no_accelerator
 
     config = make_config(run, folder)
     config.parallelism.data_parallel_replicate_degree = replicate

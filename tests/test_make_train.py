@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import PATIENCE_S
-from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
+from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 
 ROOT = Path(__file__).parent.parent
 # Small steps, and a checkpoint at every one of them but the last.
@@ -58,7 +58,7 @@ def test_a_slow_step_has_time_to_be_saved():
     command = ["make", "--dry-run", "--always-make", "train"]
     printed = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
     (seconds,) = re.findall(
-        r"titan_ext\.launch .*--shutdown-timeout=(\d+)", re.sub(r"\\\n", "", printed)
+        r"titan_ext\.run\.launch .*--shutdown-timeout=(\d+)", re.sub(r"\\\n", "", printed)
     )
     assert int(seconds) >= 600
 

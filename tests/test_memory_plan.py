@@ -21,10 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.cluster import run_ranks
 from tests.training import Run, planned_config, start_as_planned
-from titan_ext import stand_ins
-from titan_ext.budget_plan import budget_in
-from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.memory_plan import LASTING, DeviceMemory, LiveBytes, MemoryKind, MemoryPlan, Peak
+from titan_ext.plan import stand_ins
+from titan_ext.plan.budget import budget_in
+from titan_ext.plan.dry_run import as_rank, dry_run
+from titan_ext.plan.memory import LASTING, DeviceMemory, LiveBytes, MemoryKind, MemoryPlan, Peak
 
 BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=256, layers=4)
 RUNS = [replace(BASE, world=1, ep=1, parallelize="block", ac="none")]

@@ -12,11 +12,12 @@ from torchtitan.config import ConfigManager
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from tests.toml_files import DEBUG
-from titan_ext import config_registry, names
-from titan_ext.limits import world_size
-from titan_ext.names import Mistakes, end_with_messages, in_one
-from titan_ext.toml_config.flags import with_flags
-from titan_ext.toml_config.resolve import resolve
+from titan_ext import config_registry
+from titan_ext.base import messages as names
+from titan_ext.base.messages import Mistakes, end_with_messages, in_one
+from titan_ext.base.run_check import world_size
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.toml.flags import with_flags
 
 BUDGET = DEBUG + '[activation_checkpoint]\npolicy = "memory_budget"\n'
 GROUP = DEBUG + '[parallelism.fsdp_reshard_groups]\nattention = "never"\n'
@@ -215,7 +216,7 @@ def test_ten_mistakes_are_shown():
 
 WORKER = """
 import os, sys, time
-from titan_ext.names import Mistakes, end_with_messages
+from titan_ext.base.messages import Mistakes, end_with_messages
 end_with_messages("run.toml")
 if os.environ["RANK"] == "2":
     Mistakes(["training.steps is -1; expected 1 or more."]).raise_all()
@@ -240,7 +241,7 @@ def _launch(
 
 
 def test_our_launcher_ends_with_the_message_and_no_traceback():
-    ended = _launch("titan_ext.launch")
+    ended = _launch("titan_ext.run.launch")
     assert ended.returncode == 1
     last = ended.stderr.rstrip().splitlines()[-1]
     assert last == "rank 2: run.toml: training.steps is -1; expected 1 or more."
@@ -251,7 +252,7 @@ def test_our_launcher_ends_with_the_message_and_no_traceback():
 def test_our_launcher_looks_for_the_config_before_it_starts_a_rank():
     train = ["-m", "torchtitan.train", "--module", "titan_ext", "--config", "nothing.toml"]
     ended = subprocess.run(
-        [sys.executable, "-m", "titan_ext.launch", "--nproc_per_node=2", *train],
+        [sys.executable, "-m", "titan_ext.run.launch", "--nproc_per_node=2", *train],
         capture_output=True,
         text=True,
         check=False,
@@ -261,7 +262,7 @@ def test_our_launcher_looks_for_the_config_before_it_starts_a_rank():
 
 def test_our_launcher_says_what_torchrun_refuses():
     ended = subprocess.run(
-        [sys.executable, "-m", "titan_ext.launch", "--nproc_per_node=two", "worker.py"],
+        [sys.executable, "-m", "titan_ext.run.launch", "--nproc_per_node=two", "worker.py"],
         capture_output=True,
         text=True,
         check=False,
@@ -271,7 +272,7 @@ def test_our_launcher_says_what_torchrun_refuses():
 
 
 def test_our_launcher_keeps_the_traceback_of_what_is_no_mistake():
-    ended = _launch("titan_ext.launch", WORKER.replace("Mistakes(", "raise RuntimeError("))
+    ended = _launch("titan_ext.run.launch", WORKER.replace("Mistakes(", "raise RuntimeError("))
     assert ended.returncode == 1
     assert "worker.py FAILED" in ended.stderr
     last = ended.stderr.rstrip().splitlines()[-1]
@@ -281,7 +282,7 @@ def test_our_launcher_keeps_the_traceback_of_what_is_no_mistake():
 def test_our_launcher_leaves_out_torchaos_warnings_of_enums(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     worker = "import os, torchao.quantization; print(os.getpid())"
-    ended = _launch("titan_ext.launch", worker, ranks=1)
+    ended = _launch("titan_ext.run.launch", worker, ranks=1)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
     assert "Enum" not in ended.stdout + ended.stderr

@@ -13,8 +13,8 @@ from torchtitan.tools import utils as titan_utils
 
 from tests.cluster import run_ranks
 from tests.training import titan_config
-from titan_ext import no_accelerator
-from titan_ext.trainer import extend_config
+from titan_ext.base import no_accelerator
+from titan_ext.run.trainer import extend_config
 
 GIB = 2**30
 
@@ -138,4 +138,4 @@ def test_figures_are_honest(tmp_path: Path):
     assert "RSS" in seen["name"]
     assert seen["total"] > GIB
     assert math.isnan(seen["peak_flops"])
-    assert "titan_ext.no_accelerator has no 'ipc_collect'" in seen["missing"]
+    assert "base.no_accelerator has no 'ipc_collect'" in seen["missing"]

@@ -23,11 +23,11 @@ from tests import muon
 from tests.cluster import run_ranks
 from tests.training import Run, make_config, titan_config
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.compile import apply_activation_checkpointing, compile_units
+from titan_ext.activation_checkpoint.compile import apply_activation_checkpointing, compile_units
+from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.components.optim import OptimizersContainer
 from titan_ext.fsdp.units import plan_units
-from titan_ext.optim import OptimizersContainer
-from titan_ext.stdlib_corpus import make_corpus
-from titan_ext.trainer import extend_config
+from titan_ext.run.trainer import extend_config
 
 # Anchored as users write them: a wrapper's segment in a name would change who takes it.
 GROUPS = [

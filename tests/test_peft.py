@@ -30,12 +30,12 @@ from torchtitan.tools.logging import init_logger
 
 from tests.cluster import run_line, run_ranks
 from tests.training import titan_config
-from titan_ext import no_accelerator
-from titan_ext.cli import main
-from titan_ext.lora import export_adapters
-from titan_ext.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
-from titan_ext.toml_config.resolve import load
-from titan_ext.trainer import extend_config
+from titan_ext.base import no_accelerator
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
+from titan_ext.components.lora import export_adapters
+from titan_ext.config_registry.commands import main
+from titan_ext.config_registry.resolve import load
+from titan_ext.run.trainer import extend_config
 
 WEIGHTS = "adapter_model.safetensors"
 TOLERANCE = 1e-5

@@ -13,11 +13,11 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from tests.toml_files import Loader
 from tests.training import Run, make_config, train
-from titan_ext.configs import ParallelismConfig
-from titan_ext.limits import check_schedule
-from titan_ext.parallelize import parallelize
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.limits import check_schedule
+from titan_ext.parallelize.passes import parallelize
 
-DOC = Path(__file__).parent.parent / "docs" / "pipelines.md"
+DOC = Path(__file__).parent.parent / "docs" / "multi_node.md"
 
 _ZERO_BUBBLE = Run(
     world=2,

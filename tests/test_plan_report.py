@@ -12,12 +12,13 @@ import torch.nn as nn
 from tests.cluster import run_ranks
 from tests.toml_files import DEBUG, Loader
 from tests.training import Run, make_config, train
-from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.memory_plan import DeviceMemory, MemoryKind, MemoryPlan, Peak
-from titan_ext.plan_report import PlanCheck, draw, file_name, to_json, write
-from titan_ext.run_folder import read_scalar
-from titan_ext.step_time import Part, StepTime
-from titan_ext.toml_config.values import identity
+from titan_ext.base.run_folder import read_scalar
+from titan_ext.plan.dry_run import as_rank, dry_run
+from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan, Peak
+from titan_ext.plan.report import draw, to_json, write
+from titan_ext.plan.time import Part, StepTime
+from titan_ext.run.planned import PlanCheck, file_name
+from titan_ext.toml.values import identity
 
 RUN = Run(world=1, parallelize="block", layers=2, steps=2)
 MOMENTS = (

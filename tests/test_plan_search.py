@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.toml_files import DEBUG, Loader
-from titan_ext import plan_search
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.plan_report import file_name
-from titan_ext.plan_search import CHANGES, suggest
-from titan_ext.toml_config.resolve import resolve
-from titan_ext.toml_config.values import dump, identity
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.plan import search as plan_search
+from titan_ext.plan.report import file_name
+from titan_ext.plan.search import CHANGES, suggest
+from titan_ext.toml.values import dump, identity
 
 GIB = 2**30
 

@@ -10,9 +10,9 @@ import pytest
 from torchtitan.config import ConfigManager
 
 from tests.training import Run, make_config, titan_config
-from titan_ext.guards.run_checks import Progress
-from titan_ext.names import duration, log_on_one_node, warn_once
-from titan_ext.trainer import extend_config
+from titan_ext.base.messages import duration, log_on_one_node, warn_once
+from titan_ext.run.checks import Progress
+from titan_ext.run.trainer import extend_config
 
 
 class _Clock:

@@ -43,7 +43,7 @@ def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
     from torchao.quantization import NF4Tensor, to_nf4
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
-    from titan_ext import no_accelerator
+    from titan_ext.base import no_accelerator
     from titan_ext.fsdp.nf4 import find_frozen_linears
 
     config: Any = make_config(run, folder)

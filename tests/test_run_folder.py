@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from titan_ext.run_folder import LOSS, latest_checkpoint_step, next_target, read_scalar, report
+from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, next_target, read_scalar, report
 
 
 def _checkpoint(folder: Path, step: int, whole: bool = True) -> None:

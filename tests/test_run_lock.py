@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cluster import PATIENCE_S, kill_ranks, start_ranks
-from titan_ext.guards import start
-from titan_ext.guards.start import LOCK, Folder, check_folder, lock_folder, register_handler
+from titan_ext.run import start
+from titan_ext.run.start import LOCK, Folder, check_folder, lock_folder, register_handler
 
 
 def _hold(run: Path) -> None:

@@ -13,18 +13,19 @@ from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from tests.training import Run, Runs, observed, titan_config
-from titan_ext import config_registry, run_record
+from titan_ext import config_registry
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.configs import ParallelismConfig
+from titan_ext.config_registry.resolve import load, resolve
 from titan_ext.fp8 import MemoryRow
-from titan_ext.run_record import (
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.run import record as run_record
+from titan_ext.run.record import (
     RunRecord,
     _activations,
     _exchanges,
     origin,
 )
-from titan_ext.toml_config.resolve import load, resolve
-from titan_ext.toml_config.values import dump
+from titan_ext.toml.values import dump
 
 FILES = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
 RUN = observed(Run(world=2, ep=2, parallelize="submodule"))

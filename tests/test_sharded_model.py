@@ -33,6 +33,8 @@ def _inspect(run: Run, folder: Path) -> dict[str, Any]:
 
     trainer = make_config(run, folder).build()
     (model,) = trainer.model_parts
+    plan = plan_of(model)
+    assert plan is not None
     groups = {
         id(group): group
         for module in model.modules()
@@ -44,7 +46,7 @@ def _inspect(run: Run, folder: Path) -> dict[str, Any]:
         "plain": [n for n, p in model.named_parameters() if not isinstance(p, DTensor)],
         "root_groups": len(model._get_fsdp_state()._fsdp_param_groups),
         "groups": len(groups),
-        "planned_groups": sum(len(unit.groups) for unit in plan_of(model).units),
+        "planned_groups": sum(len(unit.groups) for unit in plan.units),
         "unset": [
             name
             for name, t in [*model.named_parameters(), *model.named_buffers()]

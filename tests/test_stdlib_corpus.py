@@ -7,8 +7,8 @@ import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 
-from titan_ext import stdlib_corpus
-from titan_ext.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
+from titan_ext.base import stdlib_corpus
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 
 
 @pytest.fixture(scope="module")

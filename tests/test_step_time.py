@@ -21,13 +21,13 @@ from torchtitan.tools.utils import get_peak_flops
 from tests.cluster import run_ranks
 from tests.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.dry_run import as_rank, dry_run
-from titan_ext.memory_plan import LiveBytes, MemoryKind
-from titan_ext.op_cost import MACHINES, collective_ms, op_cost
-from titan_ext.plan_search import calibrate
-from titan_ext.run_record import CONFIG, RECORD
-from titan_ext.schedules import Action, actions_of, idle_share, one_stage_actions
-from titan_ext.step_time import WAITS, Part, Pass, StepClock, StepTime
+from titan_ext.base.op_cost import MACHINES, collective_ms, op_cost
+from titan_ext.plan.dry_run import as_rank, dry_run
+from titan_ext.plan.memory import LiveBytes, MemoryKind
+from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
+from titan_ext.plan.search import calibrate
+from titan_ext.plan.time import WAITS, Part, Pass, StepClock, StepTime
+from titan_ext.run.record import CONFIG, RECORD
 
 ONE = Run(world=1, ep=1, parallelize="block", seq_len=64, layers=2)
 EIGHT = Run(world=8, ep=2, parallelize="submodule", global_batch=8, layers=2)
@@ -328,10 +328,10 @@ def _finished_run(folder: Path, seconds: Sequence[float]) -> Path:
 def test_a_measured_run_says_how_slow_kernels_are(tmp_path: Path):
     asked = []
 
-    def model(config: Path, ranks: int, machine: str, slower: float) -> StepTime:
+    def model(config: Path, ranks: int, machine: str, slower: float) -> dict[str, Any]:
         asked.append((config.name, ranks, machine))
-        ms = {Part.FORWARD: 10 * slower, Part.GATHERS: max(0.0, 6 - slower), Part.HOST: 1.0}
-        return StepTime(machine, ms, {}, {}, 1, None, slower)
+        ms = {"forward": 10 * slower, "gathers": max(0.0, 6 - slower), "host": 1.0}
+        return {"step_ms": sum(ms.values()), "ms": ms}
 
     folder = _finished_run(tmp_path, [9.0, 0.026, 0.5, 0.025])
     found = calibrate(folder, "h200", model)

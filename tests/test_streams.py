@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from titan_ext.streams import Item, Streams, Work
+from titan_ext.plan.streams import Item, Streams, Work
 
 
 def _end(streams: Streams, item: Item) -> float:

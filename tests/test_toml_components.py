@@ -18,9 +18,9 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from tests.toml_files import DATA, DEBUG, QWEN, Loader, filled, model_text, resolve_text
-from titan_ext.parallelize import parallelize
-from titan_ext.toml_config.resolve import resolve
-from titan_ext.trainer import extend_config
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.parallelize.passes import parallelize
+from titan_ext.run.trainer import extend_config
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from torchtitan.hf_datasets.text_datasets import (
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 
 from tests.toml_files import DATA, DEBUG, Loader, filled, model_text
-from titan_ext.parallelize import parallelize
-from titan_ext.toml_config.files import TomlConfigError
-from titan_ext.toml_config.resolve import load
-from titan_ext.toml_config.values import leaves
-from titan_ext.trainer import Trainer, extend_config
+from titan_ext.config_registry.resolve import load
+from titan_ext.parallelize.passes import parallelize
+from titan_ext.run.trainer import Trainer, extend_config
+from titan_ext.toml.files import TomlConfigError
+from titan_ext.toml.values import leaves
 
 
 def test_a_file_that_changes_nothing_is_the_base(config: Loader):
@@ -49,7 +49,7 @@ def test_a_base_by_every_name_that_titan_takes(config: Loader, name: str):
 def test_a_config_that_is_ours_already_is_used_as_it_is(config: Loader, folder: Path):
     (folder / "my_configs.py").write_text(
         "from torchtitan.models.qwen3.config_registry import qwen3_debugmodel\n"
-        "from titan_ext.trainer import extend_config\n"
+        "from titan_ext.run.trainer import extend_config\n"
         "def mine():\n"
         "    config = extend_config(qwen3_debugmodel())\n"
         "    config.parallelism.fsdp_wrap = 'submodule'\n"

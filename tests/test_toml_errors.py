@@ -9,16 +9,16 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from tests.bad_tomls import BAD_TOMLS, BadToml
 from tests.generate_toml_errors import PAGE, page
 from tests.old_titan_keys import OLD_TITAN_KEYS
-from titan_ext.toml_config.files import TomlConfigError
-from titan_ext.toml_config.legacy import (
+from titan_ext.config_registry.resolve import load
+from titan_ext.run.trainer import Trainer
+from titan_ext.toml.files import TomlConfigError
+from titan_ext.toml.legacy import (
     LEGACY,
     LEGACY_SECTIONS,
     OTHER_UNIT_ON_MAIN,
     RENAMED_ON_MAIN,
     legacy_advice,
 )
-from titan_ext.toml_config.resolve import load
-from titan_ext.trainer import Trainer
 
 
 @pytest.mark.parametrize("bad", BAD_TOMLS, ids=lambda bad: bad.id)
@@ -33,7 +33,7 @@ def test_message(bad: BadToml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert str(refused.value) == bad.message
 
 
-def test_the_page_in_the_docs_is_this_table():
+def test_the_written_page_is_this_table():
     assert PAGE.read_text() == page(), "run: python -m tests.generate_toml_errors"
 
 

@@ -7,9 +7,9 @@ import pytest
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.toml_files import DATA, DEBUG, Loader
-from titan_ext import no_accelerator
-from titan_ext.toml_config.resolve import resolve
-from titan_ext.trainer import Trainer
+from titan_ext.base import no_accelerator
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.run.trainer import Trainer
 
 
 def test_a_name_of_titans_main_branch_is_read_and_said_once(

@@ -9,8 +9,8 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from tests.cluster import run_ranks
 from tests.dry_run import DryRun, dry_run
-from titan_ext.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
-from titan_ext.toml_config.resolve import load
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
+from titan_ext.config_registry.resolve import load
 
 FOLDER = Path(__file__).parent.parent / "train_configs"
 NAMES = [

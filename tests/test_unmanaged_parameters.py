@@ -88,8 +88,8 @@ def _train_rank(run: Run, late: bool, folder: Path) -> Trained:
     from torch.distributed.tensor import DTensor
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
-    from titan_ext import no_accelerator
     from titan_ext.api import synchronize_unmanaged_parameters
+    from titan_ext.base import no_accelerator
 
     config = make_config(run, folder)
     spec = config.model_spec

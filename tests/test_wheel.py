@@ -85,7 +85,7 @@ def test_what_the_wheel_says_of_itself(installed: Path):
 def test_the_wheel_is_used_from_another_folder(installed: Path, tmp_path: Path):
     """With the configs that it ships; nothing here imports torch."""
     code = (
-        "import titan_ext; from titan_ext.names import shipped_configs\n"
+        "import titan_ext; from titan_ext.base.messages import shipped_configs\n"
         "print(titan_ext.__file__, shipped_configs()['deepseek_v3_16b'], sep='\\n')"
     )
     where, config = _python(installed, tmp_path, "-c", code).split()
@@ -98,7 +98,7 @@ def test_the_wheel_is_used_from_another_folder(installed: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_file_extends_what_the_wheel_ships(installed: Path, tmp_path: Path):
-    code = "from titan_ext.stdlib_corpus import default_folder; print(default_folder())"
+    code = "from titan_ext.base.stdlib_corpus import default_folder; print(default_folder())"
     corpus = _python(installed, tmp_path, "-c", code).strip()
     assert Path(corpus).parent == tmp_path / "cache" / "titan_ext"
     (tmp_path / "mine.toml").write_text('extends = "deepseek_v3_16b.toml"\n[training]\nsteps = 7\n')

@@ -3,7 +3,7 @@
     make main TITAN=path/to/torchtitan
 
 installs a checkout into an environment of its own (``.venv-main``, which sees what ``.venv`` has)
-and prints a table for docs/titan_main.md. Two gloo ranks train the DeepSeek-V3 debug model with
+and prints a table for upstream/titan_main.md. Two gloo ranks train the DeepSeek-V3 debug model with
 main's own trainer: with main's model spec, and with titan_ext's. Losses and weights are compared
 bit for bit where nothing is lossy.
 
@@ -58,7 +58,7 @@ LOSSY = ("submodule, float8 activations", "submodule, scores before the last GEM
 def missing_names(titan: Path) -> dict[str, list[str]]:
     """Names that titan_ext imports from TorchTitan and that a checkout does not define, by file.
 
-    The seam (``titan_ext/titan.py``), which asks for both, is left out.
+    The seam (``titan_ext/base/titan.py``), which asks for both, is left out.
     """
     found = defaultdict(list)
     for path in sorted((ROOT / "titan_ext").rglob("*.py")):
@@ -143,9 +143,10 @@ def train(arm: str, folder: Path) -> None:
     from torchtitan.hf_datasets.text_datasets import DATASETS
     from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 
-    from titan_ext import api, no_accelerator, stdlib_corpus
+    from titan_ext import api
     from titan_ext.activation_checkpoint import FP8AC
-    from titan_ext.activation_checkpoint.early_scores import use_early_scores
+    from titan_ext.base import no_accelerator, stdlib_corpus
+    from titan_ext.components.early_scores import use_early_scores
 
     no_accelerator.enable()
     stdlib_corpus.register_stdlib_corpus()
@@ -253,7 +254,7 @@ def _verdict(stock: Any, ours: Any, lossy: bool) -> str:
 def _tokens_read() -> str:
     from torchtitan.config import TrainingConfig
 
-    from titan_ext.titan import tokens_of_microbatch
+    from titan_ext.base.titan import tokens_of_microbatch
 
     config: Any = TrainingConfig
     read = tokens_of_microbatch(

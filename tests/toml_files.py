@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_ext.toml_config.convert import Given, build, changed
-from titan_ext.toml_config.files import KeyLocation
-from titan_ext.toml_config.resolve import resolve
-from titan_ext.trainer import Trainer
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.run.trainer import Trainer
+from titan_ext.toml.convert import Given, build, changed
+from titan_ext.toml.files import KeyLocation
 
 DEBUG = 'extends = "deepseek_v3.deepseek_v3_debugmodel"\n'
 QWEN = 'extends = "qwen3.qwen3_moe_debug"\n'

@@ -48,20 +48,20 @@ from tests.collectives import Collective, CollectiveTrace, recorded_as
 from tests.compiled_op_policies import OP_POLICIES
 from tests.converters import convert
 from tests.on_cpu import flex_on_cpu, list_all_to_all, quick_initialisation
-from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.fsdp import make_plan, prefetch
-from titan_ext.fsdp.memory.accounting import Timeline
-from titan_ext.fsdp.memory.log import MemoryLog
-from titan_ext.fsdp.plan import ShardSizes
-from titan_ext.run_folder import LOSS, read_scalar
-from titan_ext.stdlib_corpus import (
+from titan_ext.base import no_accelerator
+from titan_ext.base.run_folder import LOSS, read_scalar
+from titan_ext.base.stdlib_corpus import (
     STDLIB_CORPUS,
     default_tokenizer_path,
     make_corpus,
     register_stdlib_corpus,
 )
-from titan_ext.trainer import extend_config
+from titan_ext.fsdp import make_plan, prefetch
+from titan_ext.fsdp.memory_log import MemoryLog
+from titan_ext.fsdp.plan import ShardSizes
+from titan_ext.fsdp.timeline import Timeline
+from titan_ext.run.trainer import extend_config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,6 @@
 
 import sys
 
-from titan_ext.cli import main
+from titan_ext.config_registry.commands import main
 
 sys.exit(main())

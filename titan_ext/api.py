@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """titan_ext for people with their own training loop: a few functions, no trainer.
 
-See docs/own_loop.md. Titan's pieces around them (loss, optimizer, checkpointer) work as always.
+See docs/your_model.md. Titan's pieces around them (loss, optimizer, checkpointer) work as always.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
-from titan_ext import no_accelerator
-from titan_ext.configs import ParallelismConfig
+from titan_ext.base import no_accelerator
+from titan_ext.components.lora import check_lora_targets
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, synchronize_unmanaged_parameters
-from titan_ext.lora import check_lora_targets
-from titan_ext.parallelize import check_model_limits, extend_model_spec, parallelize
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.passes import check_model_limits, extend_model_spec, parallelize
 
 __all__ = [
     "FSDPSettings",
@@ -52,7 +52,7 @@ def build_decoder(
     """Build, parallelize and initialise the decoder of ``spec`` on this process' device.
 
     The default process group must exist. Without an accelerator the CPU is used, with what
-    ``titan_ext.no_accelerator`` changes for it. Seed torch before, equally on every rank.
+    ``titan_ext.base.no_accelerator`` changes for it. Seed torch before, equally on every rank.
 
     Args:
         spec: A fresh model spec, from a Titan ``model_registry`` function; ours or Titan's.

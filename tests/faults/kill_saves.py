@@ -19,9 +19,9 @@ from torchtitan.tools.logging import init_logger
 
 from tests.cluster import kill_ranks, run_ranks, start_ranks
 from tests.training import Run, make_config
-from titan_ext.guards.checkpoints import corrupt_items
-from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
-from titan_ext.stdlib_corpus import make_corpus
+from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
+from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.run.checkpoints import corrupt_items
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=10_000)
 START_S = 150.0

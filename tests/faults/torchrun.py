@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from tests.cluster import free_port
-from titan_ext.run_folder import LOSS, latest_checkpoint_step, read_scalar
-from titan_ext.stdlib_corpus import make_corpus
+from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
+from titan_ext.base.stdlib_corpus import make_corpus
 
 ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")

@@ -123,7 +123,7 @@ EXPORTS: list[Run] = [
     replace(_FOUR, tp=2, ep=2),
     replace(_FOUR, tp=2, ep=4),
     replace(_FOUR, pp=2, ep=2),
-    # Stock fails on these two, after the last step: see titan_ext.hf_export.
+    # Stock fails on these two, after the last step: see titan_ext.components.hf_export.
     replace(_FOUR, dp_replicate=2),
     replace(_FOUR, dp_replicate=2, ep=2, backend="partial_dtensor"),
     *[

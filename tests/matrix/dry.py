@@ -22,7 +22,7 @@ from tests.converters import any_gpu
 from tests.matrix.rows import reference_of
 from tests.on_cpu import flex_on_cpu
 from tests.training import Run, make_config
-from titan_ext import no_accelerator
+from titan_ext.base import no_accelerator
 
 __all__ = ["compare", "dry_differences", "shards"]
 

@@ -5,7 +5,7 @@
 ``blocks`` checkpoints one block; ``no_recompute`` is a block that recomputes nothing. ``discards``
 proves that nothing reads what is discarded, and ``memory_report`` counts bytes. ``early_scores``
 changes Titan's experts so that more can be discarded. ``partition`` stores in float8 what
-``titan_ext.compile`` compiles.
+``titan_ext.activation_checkpoint.compile`` compiles.
 """
 
 from titan_ext.activation_checkpoint.memory_report import (

@@ -37,9 +37,9 @@ from titan_ext.activation_checkpoint.op_policies import (
     is_exempt,
     op_name,
 )
+from titan_ext.base.op_cost import Machine, op_cost
+from titan_ext.base.tensors import parts_in, storage_ids, tensors_in
 from titan_ext.fp8 import Codec
-from titan_ext.fp8.tensors import parts_in, storage_ids, tensors_in
-from titan_ext.op_cost import Machine, op_cost
 
 __all__ = ["CHOICES", "BlockGraph", "Call", "Node", "blocks_on_device", "trace"]
 

@@ -36,10 +36,11 @@ from titan_ext.activation_checkpoint.op_policies import (
     is_copy_to_host,
     op_name,
 )
+from titan_ext.base.op_cost import count_flops
+from titan_ext.base.tensors import may_wrap, plain_tensors, storage_ids, tensors_in
+from titan_ext.components.halves import SECOND_HALF
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
 from titan_ext.fp8.offload import HostGroup, Offload
-from titan_ext.fp8.tensors import may_wrap, plain_tensors, storage_ids, tensors_in
-from titan_ext.op_cost import count_flops
 
 _CODEC_BLOCK = 128
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -68,7 +69,7 @@ class OpLocator:
         self._names: dict[int, str] = {}
         self._storages: list[StorageWeakRef] = []
         for name, module in block.named_modules():
-            public = canonical_fqn(name)
+            public = canonical_fqn(name).removesuffix(SECOND_HALF).removesuffix(".")
             tensors = module._parameters
             slots = [(tensors, key, f"{public}.{key}".lstrip(".")) for key in tensors]
             self._slots += slots

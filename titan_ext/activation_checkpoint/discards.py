@@ -32,8 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
 
 from titan_ext.activation_checkpoint.op_policies import OpLocation, op_name
-from titan_ext.fp8.saved_tensors import StoredEntry
-from titan_ext.fp8.tensors import (
+from titan_ext.base.tensors import (
     local_tensor,
     parts_in,
     plain_tensors,
@@ -42,6 +41,7 @@ from titan_ext.fp8.tensors import (
     tensors_in,
     wrapping,
 )
+from titan_ext.fp8.saved_tensors import StoredEntry
 
 READ_NO_VALUES = frozenset(
     """
@@ -62,19 +62,19 @@ READ_NO_VALUES = frozenset(
 # dispatched and so judged by name (torch.library's).
 _HARMLESS_FUNCTIONS = (
     "spmd_types.",
-    "titan_ext.dispatch.",
+    "titan_ext.components.dispatch.",
     "torchtitan.models.gpt_oss.",
     "torch._library.autograd",
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.tensor._api",
     "torch.distributed.tensor._redistribute",
     "torch.nn.modules._functions.BackwardHookFunction",
-    "titan_ext.stand_ins.",
+    "titan_ext.plan.stand_ins.",
 )
 # And those that compute a GEMM inside and save its operands, not its result.
 _GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
 # And those around an operation that only passes values on: torch.library's, and an exchange's.
-_PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.dispatch.")
+_PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.components.dispatch.")
 # How torch calls what the node of an operation has saved of its own results (sigmoid, softmax).
 _SAVED_OUTPUTS = ("_saved_result", "_saved_output", "_saved_out")
 _NOT_FOUND = "a custom autograd Function that does not lead to the block's outputs"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -158,10 +157,6 @@ def _sums(items: Iterable[tuple[Any, Sequence[int]]]) -> dict[Any, list[int]]:
     return sums
 
 
-REPORTERS: WeakKeyDictionary[nn.Module, "MemoryReporter"] = WeakKeyDictionary()
-"""By model, for ``memory_report_of``."""
-
-
 class MemoryReporter:
     """Collects what one policy keeps: logged and written to the run's folder when it is complete.
 
@@ -249,17 +244,23 @@ class MemoryReporter:
 
 def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:
     """What the first forward of each wrapped block in ``model_parts`` stored, as far as it ran."""
-    reporters = [REPORTERS[part] for part in model_parts if part in REPORTERS]
-    return MemoryReport(block for reporter in reporters for block in reporter.report.blocks)
+    found = [block for reporter in _reporters(model_parts) for block in reporter.report.blocks]
+    return MemoryReport(found)
+
+
+def _reporters(model_parts: Iterable[nn.Module]) -> "list[MemoryReporter]":
+    found = (part.__dict__.get("_memory_reporter") for part in model_parts)
+    return [reporter for reporter in found if reporter is not None]
 
 
 def log_memory_report(trainer: Any) -> None:
     """Add what our policies keep to the metrics of Titan's ``trainer``, and check graphs."""
-    parts = [part for part in trainer.model_parts if part in REPORTERS]
-    for part in parts:
-        REPORTERS[part].check_graphs()
-    if parts:
-        trainer.metrics_processor.logger.log(memory_report_of(parts).metrics(), trainer.step)
+    reporters = _reporters(trainer.model_parts)
+    for reporter in reporters:
+        reporter.check_graphs()
+    if reporters:
+        metrics = memory_report_of(trainer.model_parts).metrics()
+        trainer.metrics_processor.logger.log(metrics, trainer.step)
 
 
 def _rank() -> int:

@@ -29,9 +29,9 @@ from titan_ext.activation_checkpoint.blocks import (
     restore,
 )
 from titan_ext.activation_checkpoint.op_policies import ROOT, op_name
+from titan_ext.base.tensors import is_plain, parts_in, storage_ids, storages_of
 from titan_ext.fp8.offload import HostGroup
 from titan_ext.fp8.saved_tensors import Computed
-from titan_ext.fp8.tensors import is_plain, parts_in, storage_ids, storages_of
 
 _KNOWN = ("titan_ext", "torchtitan")
 

@@ -7,6 +7,7 @@ expensive. Eager and compiled code ask the same ``Resolver``. Nothing here touch
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,7 +19,8 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_ext.names import did_you_mean, matches
+from titan_ext.base.messages import did_you_mean, matches
+from titan_ext.components.halves import current_half
 
 GROUPED_GEMMS = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
 GEMMS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", *GROUPED_GEMMS)
@@ -356,6 +358,7 @@ class BlockPlan:
 class Resolver:
     """Decides for one forward of a block. Ask in the order of its operations: some rules count.
 
+    Where the batch runs as two halves, each is counted by itself (``components.halves``).
     ``used_rules`` collects the user's rules that decided an operation. A preset discards nothing at
     ``refused_discards``, which are read, nor under SPMD type checking, whose nodes hide readers.
     """
@@ -367,11 +370,11 @@ class Resolver:
         refused_discards: set[OpLocation] | frozenset[OpLocation] = frozenset(),
     ) -> None:
         self._plan = plan
-        self._stock_policy = plan.stock_policy()
+        self._stock_policies = plan.stock_policy(), plan.stock_policy()
         self._used_rules = used_rules if used_rules is not None else set()
         self._refused_discards = refused_discards
         self._refuses_discards = spmd.is_type_checking()
-        self._matches: dict[Rule, int] = {}
+        self._matches: Counter[tuple[Rule, int]] = Counter()
 
     def resolve_input(self) -> OpPolicy:
         if self._plan.base == "autograd":
@@ -388,8 +391,9 @@ class Resolver:
         if self._plan.base == "autograd":
             return self._plan.module_policy(location.module)[0]
         # It counts the operations that it is asked about.
+        stock_policy = self._stock_policies[current_half()]
         stock_saves = (
-            self._plan.base == "stock" and self._stock_policy(ctx, func, *args, **kwargs) in _SAVES
+            self._plan.base == "stock" and stock_policy(ctx, func, *args, **kwargs) in _SAVES
         )
         if func is torch.ops.aten._to_copy.default and is_copy_to_host(args, kwargs):
             return OpPolicy.SAVE
@@ -420,8 +424,8 @@ class Resolver:
     def _applies(self, rule: Rule) -> bool:
         if not rule.occurrence:
             return True
-        self._matches[rule] = self._matches.get(rule, 0) + 1
-        return self._matches[rule] == rule.occurrence
+        self._matches[rule, current_half()] += 1
+        return self._matches[rule, current_half()] == rule.occurrence
 
 
 def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
@@ -435,9 +439,7 @@ def is_exchange(op: str) -> bool:
 
 
 def fixes_routing(op: str, out: Any) -> bool:
-    """Whether ``out`` is always kept: the router's choice, exchanged counts ``(EP, e)`` of int64
-    or scores ``(R,)``, but no tokens ``(R, D)``.
-    """
+    """Whether ``out`` is always kept: the router's choice, exchanged counts and scores."""
     exchanged = is_exchange(op) and not (out.is_floating_point() and out.dim() > 1)
     return exchanged or op == "aten.topk"
 
@@ -445,6 +447,4 @@ def fixes_routing(op: str, out: Any) -> bool:
 def is_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a ``_to_copy`` goes to the host, as the counts of an exchange do."""
     device = kwargs.get("device")
-    return (
-        device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
-    )
+    return device is not None and torch.device(device).type == "cpu" != args[0].device.type

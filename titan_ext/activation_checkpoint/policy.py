@@ -16,9 +16,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, OpLocator, block_store
-from titan_ext.activation_checkpoint.early_scores import has_early_scores
 from titan_ext.activation_checkpoint.memory_report import (
-    REPORTERS,
     BlockMemoryReport,
     MemoryReport,
     MemoryReporter,
@@ -34,9 +32,10 @@ from titan_ext.activation_checkpoint.op_policies import (
 )
 from titan_ext.activation_checkpoint.presets import Attention, Preset, make_plan
 from titan_ext.activation_checkpoint.solved import KEY, Budget, check_operations
+from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, table_flag
+from titan_ext.components.early_scores import has_early_scores
 from titan_ext.fp8 import Codec
 from titan_ext.fp8.offload import Offload
-from titan_ext.names import BYTES, did_you_mean, parse_bytes, table_flag
 
 Mode = Literal["selective", "full", "no_recompute"]
 Fp32 = Literal["save", "save_float8"]
@@ -308,13 +307,13 @@ class FP8AC(ActivationCheckpointing):
         if config.score_before_last_gemm and not has_early_scores(model):
             raise ValueError(
                 f"{KEY}.score_before_last_gemm: this model was not built for it; call "
-                "titan_ext.activation_checkpoint.early_scores.use_early_scores on its spec first."
+                "titan_ext.components.early_scores.use_early_scores on its spec first."
             )
         check_names(KEY, config.rules(), config.exempt, model)
-        REPORTERS[model] = self.reporter
+        model.__dict__["_memory_reporter"] = self.reporter
 
     def compiled_plan(self, block: nn.Module, name: str) -> BlockPlan:
-        """The policies for a block that is compiled (see ``titan_ext.compile``)."""
+        """The policies for a block that is compiled (see ``compile``)."""
         self._config.check_compiled()
         self.reporter.is_compiled = True
         return self._config.plan(block, name, saves_all_to_all=self._saves_all_to_all)

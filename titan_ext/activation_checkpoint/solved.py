@@ -14,9 +14,9 @@ import torch.nn as nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext import no_accelerator
 from titan_ext.activation_checkpoint.op_policies import ROOT, OpLocation, parse_rules
-from titan_ext.names import BYTES, parse_bytes
+from titan_ext.base import no_accelerator
+from titan_ext.base.messages import BYTES, parse_bytes
 
 __all__ = ["FIT", "KEY", "Budget", "check_operations", "has_budget", "solved_for"]
 

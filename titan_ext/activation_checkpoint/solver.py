@@ -37,7 +37,7 @@ from titan_ext.activation_checkpoint.op_policies import (
     OpPolicy,
     parse_rules,
 )
-from titan_ext.names import format_bytes
+from titan_ext.base.messages import format_bytes
 
 __all__ = ["BlockKind", "BudgetTooSmallError", "Host", "Solution", "solve", "table_of"]
 

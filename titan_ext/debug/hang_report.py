@@ -33,6 +33,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from titan_ext.base.messages import and_more, ranks_in_words
 from titan_ext.debug.records import (
     EVERYWHERE,
     RankInfo,
@@ -43,7 +44,6 @@ from titan_ext.debug.records import (
     newest_record,
     read_trace,
 )
-from titan_ext.names import and_more, ranks_in_words
 
 REPORT = "report.txt"
 _POLL_S = 0.1

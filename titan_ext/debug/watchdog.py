@@ -44,9 +44,9 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from titan_ext.base.run_check import RunCheck
 from titan_ext.debug import hang_report
 from titan_ext.debug.records import RankInfo, Record, TraceWriter, describe, kind_of
-from titan_ext.guards import RunCheck
 
 _HOOK_ID = 0x7E47
 """Our hook's name in a process group."""

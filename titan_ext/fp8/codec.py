@@ -35,7 +35,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from titan_ext.fp8.tensors import Layout, local_tensor
+from titan_ext.base.tensors import Layout, local_tensor
 
 _logger = logging.getLogger(__name__)
 

@@ -33,9 +33,7 @@ from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
-from titan_ext.fp8.offload import HostGroup, HostTensor
-from titan_ext.fp8.tensors import (
+from titan_ext.base.tensors import (
     as_in_memory,
     extent,
     is_plain,
@@ -47,6 +45,8 @@ from titan_ext.fp8.tensors import (
     view_key,
     wrapping,
 )
+from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
+from titan_ext.fp8.offload import HostGroup, HostTensor
 
 Policy = Callable[[torch.Tensor], str | None]
 """Takes a plain tensor (the local shard); returns why it must stay exact, or None for float8."""

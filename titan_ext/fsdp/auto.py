@@ -19,9 +19,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
+from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Wrap, plan_units, resolve_wrap
-from titan_ext.op_cost import ranks_per_node
 
 
 class _Choice(NamedTuple):

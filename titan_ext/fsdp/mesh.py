@@ -23,10 +23,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.models.common.moe import GroupedExperts
 
+from titan_ext.base.no_accelerator import reduce_without_premul_sum
+from titan_ext.base.titan import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 from titan_ext.fsdp.plan import GroupKind, ShardSizes
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
-from titan_ext.no_accelerator import reduce_without_premul_sum
-from titan_ext.titan import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 

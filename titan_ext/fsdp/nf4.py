@@ -17,10 +17,10 @@ from torchao.quantization import NF4Tensor, to_nf4
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext.fp8.tensors import Layout
+from titan_ext.base.messages import did_you_mean, matches
+from titan_ext.base.tensors import Layout
 from titan_ext.fsdp.settings import QUANTIZE_FROZEN, QUANTIZE_FROZEN_MODULES
 from titan_ext.fsdp.units import before_first_forward
-from titan_ext.names import did_you_mean, matches
 
 _BLOCK = 64 * 256  # elements whose scales have one scale of their own
 

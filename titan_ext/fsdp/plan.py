@@ -10,15 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
-from weakref import WeakKeyDictionary
+from typing import Any, Literal, cast
 
 import torch.nn as nn
 from torch import Size, bfloat16, dtype
 
+from titan_ext.base.messages import format_bytes
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Unit, UnitKind
-from titan_ext.names import format_bytes
 
 GroupKind = Literal["dense", "experts"]
 WIRE_CODEC = Codec()
@@ -241,12 +240,11 @@ def count_units(units: Iterable[UnitPlan]) -> str:
     return f"{len(units)} units in {sum(len(unit.groups) for unit in units)} groups: {by_kind}"
 
 
-PLANS: WeakKeyDictionary[nn.Module, FSDPPlan] = WeakKeyDictionary()
-"""Of the models that titan_ext has sharded, as long as they live."""
+def plan_of(model: nn.Module) -> FSDPPlan | None:
+    """What FSDP does with the units of a model; None if titan_ext has not sharded it."""
+    return cast(Any, model).__dict__.get("_fsdp_plan")
 
 
-def plan_of(model: nn.Module) -> FSDPPlan:
-    """What FSDP does with the units of a model that titan_ext has sharded; else ValueError."""
-    if model not in PLANS:
-        raise ValueError("titan_ext has not sharded this model: it has no FSDP plan.")
-    return PLANS[model]
+def set_plan(model: nn.Module, plan: FSDPPlan) -> None:
+    """Let ``plan_of`` find the plan as long as the model lives."""
+    model.__dict__["_fsdp_plan"] = plan

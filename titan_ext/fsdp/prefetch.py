@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from torch.utils.checkpoint import _CachedTorchDispatchMode
 from torchtitan.models.common.decoder import Decoder
 
+from titan_ext.base.messages import BYTES, parse_bytes
 from titan_ext.fsdp.plan import UnitPlan
 from titan_ext.fsdp.units import (
     SUBMODULE_KINDS,
@@ -40,7 +41,6 @@ from titan_ext.fsdp.units import (
     before_first_forward,
     splits_blocks,
 )
-from titan_ext.names import BYTES, parse_bytes
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
+from titan_ext.base.messages import did_you_mean
 from titan_ext.fsdp.plan import UnitPlan
 from titan_ext.fsdp.prefetch import (
     AUTO_BACKWARD,
@@ -27,7 +28,6 @@ from titan_ext.fsdp.prefetch import (
     parse_prefetch_limit,
 )
 from titan_ext.fsdp.units import REPLICATE, Unit, UnitKind, Wrap, resolve_wrap
-from titan_ext.names import did_you_mean
 
 Reshard = Literal["default", "always", "never"] | int
 

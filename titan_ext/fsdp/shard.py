@@ -24,7 +24,7 @@ from titan_ext.fsdp.collectives import set_collectives
 from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
-from titan_ext.fsdp.plan import PLANS, FSDPPlan, UnitPlan, count_units
+from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, count_units, set_plan
 from titan_ext.fsdp.prefetch import set_prefetch
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (
@@ -88,7 +88,7 @@ def shard_decoder(
                 group._set_separate_reduce_scatter_group(True, process_groups)
     logger.info(f"FSDP units: {settings.wrap}, {count_units(plan.decoder_units)}")
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")
-    PLANS[model] = plan
+    set_plan(model, plan)
     before_first_forward(model, lambda: refuse_unmanaged_parameters([model]))
     return plan
 

@@ -36,7 +36,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model import BaseModel
 
-from titan_ext.names import did_you_mean, matches
+from titan_ext.base.messages import did_you_mean, matches
 
 REPLICATE = "parallelism.fsdp_replicate"
 Wrap = Literal["submodule", "experts", "block"]

@@ -37,13 +37,13 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
+from titan_ext.base.messages import and_more
+from titan_ext.base.titan import keep_frozen
 from titan_ext.fsdp.mesh import FSDPMeshes
-from titan_ext.fsdp.plan import PLANS, GroupKind
+from titan_ext.fsdp.plan import GroupKind, plan_of, set_plan
 from titan_ext.fsdp.prefetch import gather_unseen_in_recompute, prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups
-from titan_ext.lora import keep_frozen
-from titan_ext.names import and_more
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
@@ -91,7 +91,8 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
         for param in group.fsdp_params
         if hasattr(param, "_unsharded_param")
     }
-    ignored = PLANS[model].ignored if model in PLANS else ()
+    plan = plan_of(model)
+    ignored = plan.ignored if plan else ()
     found = []
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -182,8 +183,8 @@ def synchronize_unmanaged_parameters(
         gather_unseen_in_recompute(group)
     meshes.sum_gradients(model)
     assert not unmanaged_parameters(model)
-    if model in PLANS:
-        PLANS[model] = dataclasses.replace(PLANS[model], unmanaged=tuple(sorted(names)))
+    if (plan := plan_of(model)) is not None:
+        set_plan(model, dataclasses.replace(plan, unmanaged=tuple(sorted(names))))
     return sorted(names)
 
 

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch.compile for the pieces that FSDP leaves whole, with activation checkpointing inside.
+
+FSDP's hooks cannot run inside a compiled region. With whole-block units we compile the block, as
+stock Titan does; with sub-module units each module of a unit. Both go through Titan's own
+``apply_compile``, which sets the compiler flags and handles FlexAttention regions. The recompile
+limit is raised here, too.
+
+A checkpoint around a block would see compiled code instead of matrix multiplications. It would save
+nothing, and so turn selective checkpointing into full. So the checkpoint goes *inside* what is
+compiled. torch.compile does not run it: it traces it, asks its policy about each operation, and
+recomputes what is not saved. Then our partitioner stores in float8 what the policy asks. So eager
+and compiled code share their policies, but "discard" means "recompute" here: the compiler sees the
+whole backward, and recomputes only what it reads.
+
+A checkpoint saves its inputs, and a unit is a chain: norm -> attention (-> norm). So its main
+module runs the whole chain as one compiled function, and the other modules return their inputs. No
+module is added or moved: parameters keep their names, FSDP its hooks, and the block its forward.
+
+Titan's load balancing halves the token counts of blocks wrapped in a checkpoint, because an eager
+recompute counts again. Compiled code does not count again, and these blocks are not wrapped.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch._dynamo
+import torch.nn as nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import traceback as fx_traceback
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.config import CompileConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.models.common.decoder import Decoder
+
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.op_policies import (
+    BlockPlan,
+    OpLocation,
+    OpPolicy,
+    Resolver,
+    Rule,
+    join,
+    op_name,
+)
+from titan_ext.activation_checkpoint.partition import (
+    Float8Partitioner,
+    add_state,
+    annotation,
+    compile_arguments,
+)
+from titan_ext.base.tensors import parts_in, plain_tensors
+from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks, vision_modules
+
+_MAIN = ("attention", "attn", "moe", "feed_forward")
+_RECOMPILE_LIMIT = 12
+_ANSWERS = {
+    OpPolicy.SAVE: CheckpointPolicy.MUST_SAVE,
+    OpPolicy.SAVE_FLOAT8: CheckpointPolicy.PREFER_SAVE,
+    OpPolicy.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
+    OpPolicy.DISCARD: CheckpointPolicy.PREFER_RECOMPUTE,
+}
+
+
+def compiles_model(config: CompileConfig) -> bool:
+    """Whether the model is compiled, not just the loss."""
+    return config.enable and "model" in config.components
+
+
+def apply_activation_checkpointing(
+    model: Decoder, policy: ActivationCheckpointing, units: Sequence[Unit], *, compiled: bool
+) -> None:
+    """Apply ``policy`` to the transformer blocks of ``model``, split into ``units``, in place.
+
+    Call it before compile and before FSDP. Multi-token-prediction blocks stay as they are, as in
+    Titan.
+    """
+    if compiled and isinstance(policy, FP8AC):
+        policy.prepare(model)
+        for part in parts(model, units):
+            plan = policy.compiled_plan(part.block, part.block_name)
+            part.checkpoint(compiled_checkpoint(part.modules, part.child, plan, policy.used_rules))
+    elif compiled and splits_blocks(units) and isinstance(policy, SelectiveAC):
+        policy.apply(_Layers({}))
+        for part in parts(model, units):
+            wrapper = policy._wrap_block(part.main, base_fqn=part.name)
+            part.checkpoint(cast(Any, wrapper).checkpoint_fn)
+    else:
+        policy.apply(model)
+
+
+@dataclass(frozen=True)
+class CompiledPart:
+    """What is compiled by itself: a block, or the modules of a sub-module unit.
+
+    Attributes:
+        modules: By name in the block, in the order in which they run; the block itself is "".
+        child: The name in the block of the module that runs them all.
+    """
+
+    block: nn.Module
+    block_name: str
+    modules: dict[str, nn.Module]
+    child: str
+
+    @property
+    def main(self) -> nn.Module:
+        """The module that runs it all: the block or, for example, its attention."""
+        return self.modules[self.child]
+
+    @property
+    def name(self) -> str:
+        """The name of ``main`` in the model."""
+        return join(self.block_name, self.child)
+
+    def checkpoint(self, checkpoint: Callable[..., Any]) -> None:
+        """Let ``main`` run the whole chain as ``checkpoint(function, *args, **kwargs)``."""
+        position = list(self.modules).index(self.child)
+        forwards = [module.forward for module in self.modules.values()]
+        before, main_forward = forwards[:position], forwards[position]
+        after = forwards[position + 1 :]
+
+        def chain(x: Any, *args: Any, **kwargs: Any) -> Any:
+            for forward in before:
+                x = forward(x)
+            x = main_forward(x, *args, **kwargs)
+            for forward in after:
+                x = forward(x)
+            return x
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(chain, *args, **kwargs)
+
+        # On the instances, as Titan's own Module.parallelize does: FSDP's hooks stay around them.
+        for module in self.modules.values():
+            cast(Any, module).forward = forward if module is self.main else _pass_through
+
+
+def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
+    """The parts of the transformer blocks of ``model`` that are compiled, in forward order."""
+    blocks = {f"layers.{name}": block for name, block in model.layers.items()}
+    kinds = SUBMODULE_KINDS if splits_blocks(units) else (UnitKind.BLOCK,)
+    for unit in units:
+        if unit.kind not in kinds or unit.block not in blocks:
+            continue
+        block = blocks[unit.block]
+        names = {block: "", **{module: name for name, module in block.named_children()}}
+        modules = {names[module]: module for module in unit.modules(model)}
+        child = next(name for name in modules if name in ("", *_MAIN))
+        yield CompiledPart(block, unit.block, modules, child)
+
+
+def compiled_checkpoint(
+    modules: Mapping[str, nn.Module],
+    main: str,
+    plan: BlockPlan,
+    used_rules: set[Rule] | None = None,
+) -> Callable[..., Any]:
+    """A checkpoint for compiled code, to be called with a function and its arguments.
+
+    The function runs ``modules``, by name in the block ("" is the block itself), from ``main``.
+    ``used_rules`` collects the user's rules that decided an operation.
+    """
+    # Compiled code is shared between blocks. Dynamo (2.15) does not look at a checkpoint's policy
+    # to tell whether it may be; it does look at constants that the traced function uses.
+    inputs = Resolver(plan, used_rules).resolve_input()
+    names = [
+        join(top, canonical_fqn(name))
+        for top, part in modules.items()
+        for name, _ in part.named_modules()
+    ]
+    notes = annotation(inputs, plan.key(names), recompute=plan.base != "autograd")
+
+    def context_fn() -> Any:
+        locator = TracedOpLocator(modules, main)
+        resolver = Resolver(plan, used_rules)
+
+        def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            location = locator.locate(func, args, ctx.op_output)
+            return _ANSWERS[resolver.resolve(location, ctx, func, args, kwargs, ctx.op_output)]
+
+        return create_selective_checkpoint_contexts(policy)
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with fx_traceback.annotate(notes):
+            return checkpoint(
+                function,
+                *args,
+                use_reentrant=False,
+                context_fn=context_fn,
+                early_stop=False,
+                **kwargs,
+            )
+
+    return call
+
+
+class TracedOpLocator:
+    """Names the operations of ``modules`` while they are traced; what is in none is ``root``'s."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], root: str) -> None:
+        self._root = root
+        self._modules = {
+            str(id(module)): join(top, canonical_fqn(name))
+            for top, part in modules.items()
+            for name, module in part.named_modules()
+        }
+        self._operands = {
+            storage: join(top, canonical_fqn(name))
+            for top, part in modules.items()
+            for name, param in part.named_parameters()
+            for storage in _stand_ins(param)
+        }
+        buffers = [s for part in modules.values() for b in part.buffers() for s in _stand_ins(b)]
+        add_state(_fake_mode(), [*self._operands, *buffers])
+
+    def locate(self, func: Any, args: tuple[Any, ...], out: Any) -> OpLocation:
+        """The location of a call of ``func``."""
+        operand = self._operand(args)
+        if operand and func is torch.ops.aten._to_copy.default:
+            # The parameter in another dtype is still the parameter.
+            self._operands |= dict.fromkeys(_storages(out), operand)
+        module = self._module()
+        return OpLocation(module, op_name(func), operand.removeprefix(module).lstrip("."))
+
+    def _module(self) -> str:
+        # Dynamo writes the ids of the modules that it is in, from the outermost, on every node.
+        stack = fx_traceback.get_current_meta().get("nn_module_stack", {})
+        return next(
+            (self._modules[key] for key in reversed(stack) if key in self._modules), self._root
+        )
+
+    def _operand(self, args: tuple[Any, ...]) -> str:
+        found = (self._operands.get(storage) for storage in _storages(args))
+        return next((name for name in found if name), "")
+
+
+def _stand_ins(param: torch.Tensor) -> Iterator[int]:
+    for part in plain_tensors(param):
+        # The tracer has met the parameter before: this is the same fake tensor, not a new one.
+        yield _fake_mode().from_tensor(part).untyped_storage()._cdata
+
+
+def _fake_mode() -> FakeTensorMode:
+    mode = detect_fake_mode()
+    assert mode is not None, "a traced location is asked for outside of torch.compile"
+    return mode
+
+
+def _storages(values: Any) -> Iterator[int]:
+    for part in parts_in(values):
+        if isinstance(part, FunctionalTensor):
+            part = torch._from_functional_tensor(part.elem)
+        yield part.untyped_storage()._cdata
+
+
+def compile_units(
+    model: Decoder,
+    units: Sequence[Unit],
+    *,
+    compile_config: CompileConfig,
+    parallel_dims: ParallelDims,
+    float8: FP8AC | None = None,
+) -> None:
+    """Compile the blocks of ``model``, or the modules of ``units`` that split them, in place.
+
+    Multi-token-prediction blocks stay eager, as in stock Titan. Activation checkpointing has been
+    applied; ``float8`` is the policy, if it stores in float8. Raises ValueError if the compiler
+    backend cannot do that.
+    """
+    float8_arguments = None
+    if float8 is not None:
+        partitioner = Float8Partitioner(float8.codec, report=float8.reporter.add_graph)
+        float8_arguments = compile_arguments(partitioner, compile_config.backend)
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
+        # A block may be compiled once while its inputs are still in flight (AsyncCollectiveTensor)
+        # and again for plain tensors. Models that alternate kinds of attention need twice that.
+        # From torchtitan/models/gpt_oss/parallelize.py, for every decoder.
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
+    targets = [_units_as_layers(model, units) if splits_blocks(units) else model]
+    targets += [tower for tower in vision_modules(model).values() if hasattr(tower, "layers")]
+    for target in targets:
+        apply_compile(target, compile_config=compile_config, parallel_dims=parallel_dims)
+        if float8_arguments is not None:
+            for module in target.get_submodule("layers").children():
+                module.compile(fullgraph=True, **float8_arguments)
+
+
+class _Layers(nn.Module):
+    """Modules under the name where Titan looks for blocks."""
+
+    def __init__(self, layers: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+
+
+def _units_as_layers(model: nn.Module, units: Sequence[Unit]) -> nn.Module:
+    return _Layers(
+        {
+            f"{unit.name}/{index}".replace(".", "/"): module
+            for unit in units
+            if unit.kind in SUBMODULE_KINDS and unit.name.startswith("layers.")
+            for index, module in enumerate(unit.modules(model))
+            if cast(Any, module.forward) is not _pass_through
+        }
+    )
+
+
+def _pass_through(x: Any) -> Any:
+    return x

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names and messages: the nearest valid name, lists cut short, globs, shipped files, units.
+
+Mistakes of users are at the end: all of them at once, and no traceback. A mistake is a ValueError
+that titan_ext or Titan raises on purpose. Most are raised in ``toml`` (keys and values of a
+file) and ``limits`` (what does not go together).
+"""
+
+import contextlib
+import functools
+import json
+import linecache
+import logging
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import fields
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+REFUSED_MODELS = {
+    "flux": "it is no decoder (so its units are unknown) and has a training loop of its own",
+}
+"""Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
+COMMAND_LINE = "command line"
+"""The origin of what a flag sets; in messages, in place of a file."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The end of a message about an unknown ``name``: the nearest of ``known``, or a full stop."""
+    by_lower = {word.lower(): word for word in known}
+    close = get_close_matches(str(name).lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else "."
+
+
+def set_known_key(config: Any, name: str, value: Any) -> None:
+    """``__setattr__`` for a config class with slots: the error for another name has the nearest."""
+    try:
+        object.__setattr__(config, name, value)
+    except AttributeError:
+        known = [field.name for field in fields(config)]
+        what = type(config).__qualname__.removesuffix(".Config")
+        raise AttributeError(f"{what} has no key {name!r}{did_you_mean(name, known)}") from None
+
+
+@functools.cache
+def shipped_configs() -> dict[str, Path]:
+    """The files of ``train_configs/`` by name: of the installed package, or of the checkout."""
+    here = Path(__file__).parents[1]
+    folders = (folder / "train_configs" for folder in (here, here.parent))
+    folder = next((folder for folder in folders if folder.is_dir()), here)
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def toml_file(name: str, folder: Path = Path()) -> Path:
+    """The TOML file ``name``, relative to ``folder``; the shipped one if none is there."""
+    path = folder / Path(name).expanduser()
+    shipped = shipped_configs().get(name.removesuffix(".toml"))
+    return shipped if shipped and not path.exists() else path
+
+
+def and_more(names: Collection[object], limit: int = 5) -> str:
+    """``names`` in a row; of a long list, the first ``limit`` and how many follow."""
+    shown = ", ".join(str(name) for name in list(names)[:limit])
+    rest = len(names) - limit
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the glob ``pattern`` matches ``name``, or a module that ``name`` lies in.
+
+    ``layers.0.moe.router.gate.weight`` is matched by ``*.router`` and by ``layers.0``.
+    """
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+
+
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 8``: neighbours as ranges."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {and_more(words, limit=8)}"
+
+
+def table_flag(value_from: Callable[[str], Any] = str) -> PrimitiveConstructorSpec[dict[str, Any]]:
+    """For a key of type ``Annotated[dict[str, ...], table_flag()]``: the flag is the whole table.
+
+    ``--parallelism.fsdp_reshard_groups attention never moe always``. For a dict that is not empty,
+    tyro by itself makes one flag for each of its names and takes no other name. ``value_from``
+    reads a value; the config checks it.
+    """
+
+    def read(words: list[str]) -> dict[str, Any]:
+        if len(words) % 2:
+            raise ValueError("expected names and values in turn")
+        return dict(zip(words[::2], map(value_from, words[1::2]), strict=True))
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME VALUE ...",
+        instance_from_str=read,
+        is_instance=lambda instance: isinstance(instance, dict),
+        str_from_instance=lambda table: [str(word) for word in chain(*table.items())],
+    )
+
+
+def duration(seconds: float) -> str:
+    """``35 s``, ``12 min``, ``2 h 5 min`` or ``3 d 4 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+"""Units of sizes that users give."""
+
+
+def parse_bytes(text: str) -> int | None:
+    """The bytes of a size such as "512MiB" or "80 GiB"; None if it is none."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(BYTES)})", text)
+    return int(float(match[1]) * BYTES[match[2]]) if match else None
+
+
+def size_of(option: str, text: str) -> int | None:
+    """The bytes that an option of a command gives, None for "". Raises ValueError for no size."""
+    if not text:
+        return None
+    if (nbytes := parse_bytes(text)) is None:
+        raise ValueError(
+            f"{option} is {text!r}; expected a size: 80GiB (units {', '.join(BYTES)})."
+        )
+    return nbytes
+
+
+def format_bytes(nbytes: int) -> str:
+    """``nbytes`` in the largest binary unit in which it is at least 1."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+_warned: set[str] = set()
+_NOISE = (
+    # Warns of a default. A run that loads weights sets the path anyway.
+    ("__post_init__", "initial_load_model_only=True has no effect"),
+    # run.checks refuses a tokenizer that is missing; that of the corpus is made first.
+    ("_validate_config", "HF assets path "),
+)
+"""Warnings of Titan's config classes that are never shown, by function and first words."""
+
+
+def warn_once() -> None:
+    """Show each warning of Titan's config classes once, until the next call, and no ``_NOISE``.
+
+    They are built several times on their way to the trainer: by tyro, by Titan's ``build()``, and
+    for a file's changes.
+    """
+    _warned.clear()
+    logging.getLogger().addFilter(_is_new)  # Titan logs with the root logger
+
+
+def log_on_one_node() -> None:
+    """Log warnings and errors only, unless this node is ``LOG_NODE`` of the environment.
+
+    launch/multi_node.sh sets it: the rendezvous numbers the nodes, so no launch script can know
+    which will be the first. "all" and no value let every node log.
+    """
+    wanted = os.environ.get("LOG_NODE", "all")
+    if wanted != "all" and os.environ.get("GROUP_RANK", wanted) != wanted:
+        logging.getLogger().setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def quiet(verbose: bool) -> Iterator[None]:
+    """Without the log of the start, but with warnings of titan_ext; ``verbose``: all of it."""
+    if verbose:
+        from torchtitan.tools.logging import init_logger
+
+        init_logger()
+        yield
+        return
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torch sets its parent's
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    (handler,) = logging.getLogger().handlers[-1:]
+    handler.addFilter(lambda record: "titan_ext" in record.pathname)
+    yield
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if any(record.funcName == where and message.startswith(words) for where, words in _NOISE):
+        return False
+    if record.funcName != "__post_init__":
+        return True
+    is_new = message not in _warned
+    _warned.add(message)
+    return is_new
+
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Of the rank that failed first: torchrun's last lines. So it gets the message alone."""
+_MOST_SHOWN = 10
+_OURS = ("titan_ext", "torchtitan")
+
+_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
+
+
+@contextlib.contextmanager
+def checks_later() -> Iterator[None]:
+    """Configs that are made inside are not checked: flags may still change them."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def are_checked_later() -> bool:
+    """Whether a config that is made now is checked later."""
+    return _deferred.get()
+
+
+class Mistakes(list[str]):
+    """Messages that are raised together, noted check by check."""
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            self.append(str(error) or type(error).__name__)
+
+    def raise_all(self) -> None:
+        """Raise ValueError if there are any."""
+        if self:
+            raise ValueError(in_one(self))
+
+
+def in_one(messages: Iterable[str]) -> str:
+    """One message as it is; several below each other, the first ten."""
+    found = list(dict.fromkeys(messages))
+    if len(found) == 1:
+        return found[0]
+    more = [f"... and {len(found) - _MOST_SHOWN} more"] if len(found) > _MOST_SHOWN else []
+    return "\n  ".join([f"{len(found)} mistakes:", *found[:_MOST_SHOWN], *more])
+
+
+_source = ""
+_other_hook = sys.excepthook
+
+
+def end_with_messages(source: str) -> None:
+    """From now on a mistake that nobody catches ends this program with its message only.
+
+    ``source`` is the config file or function, in front of the message.
+    """
+    global _source, _other_hook
+    _source = source
+    if sys.excepthook is not _end:
+        _other_hook, sys.excepthook = sys.excepthook, _end
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not (isinstance(error, ValueError) and _is_raised_on_purpose(trace)):
+        _other_hook(kind, error, trace)
+        return
+    message = str(error)
+    if not message.startswith((_source, f"--config {_source}", COMMAND_LINE)):
+        message = f"{_source}: {message}"
+    error_file = os.environ.get(_ERROR_FILE)
+    if error_file:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(error_file, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    if not error_file or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr)
+
+
+def _is_raised_on_purpose(trace: TracebackType | None) -> bool:
+    """Whether the innermost line is a ``raise`` of titan_ext or Titan, not of what they call."""
+    if trace is None:
+        return False
+    while trace.tb_next:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    line = linecache.getline(code.co_filename, trace.tb_lineno)
+    package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+    return package in _OURS and line.strip().startswith("raise ")

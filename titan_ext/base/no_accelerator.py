@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Titan's trainer on a machine with no accelerator: CPU tensors, gloo collectives.
+
+TorchTitan 0.3 takes "cuda" for granted where torch sees no accelerator. ``enable`` rebinds names in
+torchtitan's modules; torch is left alone. Where an accelerator exists nothing here takes effect.
+
+=================================================  ===============================================
+rebound name                                       why
+=================================================  ===============================================
+``torchtitan.tools.utils.device_type``             is "cuda" without an accelerator
+``torchtitan.tools.utils.device_module``           is then ``torch.cuda``, which raises; and
+                                                   ``torch.cpu`` has no memory statistics
+the same two in the modules ``_HOLDERS_OF_A_COPY`` copied them at import
+``torchtitan.tools.utils.get_peak_flops``          takes a CPU for an A100, and invents the MFU
+``torchtitan.distributed.utils.init_distributed``  asks for gloo twice with CPU offload
+=================================================  ===============================================
+
+No other module of titan_ext rebinds a name of torch's or Titan's. Elsewhere titan_ext sets only
+attributes of single objects. ``fsdp`` gives FSDP parameter groups collectives and a copy-out of
+ours. ``run.stop`` sets the checkpointer's interval, and ``dry_run`` tells pipeline stages their
+shapes.
+
+Other differences need no patch:
+
+- DTensor's random numbers do not support CPUs: every rank would draw the same values for its shard.
+    Expert-parallel ranks would start with the same experts. ``layout_independent_init`` fixes that.
+- FlexAttention has no CPU backward: the model config gets ``ScaledDotProductAttention`` instead.
+- CUDA graphs are switched off in the config.
+- gloo has no PREMUL_SUM: FSDP is told to use SUM (``reduce_without_premul_sum``).
+- gloo has no all-to-all of uneven lists: ``titan_ext.components.dispatch`` uses another.
+- oneDNN keeps 1,024 kernels, one for each shape of a GEMM. Experts get another number of tokens in
+    each step, and a process would grow by 50 to 100 MiB a step. An environment variable says 16.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import platform
+import re
+import resource
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from torch._utils import _get_available_device_type
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.config import CommConfig
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+_HOLDERS_OF_A_COPY = (
+    "torchtitan.components.metrics",
+    "torchtitan.distributed.utils",
+    "torchtitan.distributed.parallel_dims",
+    "torchtitan.models.common.token_dispatcher",
+    "torchtitan.tools.profiler",
+)
+
+_EXPECTED_WARNINGS = (
+    "DTensor (random operators|manual_seed\\(\\)) may not have complete support on cpu",
+    "In CPU autocast, but the target dtype is not supported",  # the gate stays in its dtype
+    "'set_vital' is deprecated",  # torchdata, in every run
+)
+
+
+def needed() -> bool:
+    """Whether this machine has no accelerator, by the test that Titan itself uses."""
+    return _get_available_device_type() is None
+
+
+def enable() -> bool:
+    """Let Titan run on this machine's CPU if it has no accelerator, and return whether it has none.
+
+    Safe to repeat.
+    """
+    if not needed():
+        return False
+    if titan_utils.device_type == "cpu":
+        return True
+    for expected in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=expected)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # read by the first GEMM
+    device_module = CPUDeviceModule()
+    titan_utils.get_peak_flops = lambda device_name: float("nan")
+    dist_utils.init_distributed = _with_one_backend(dist_utils.init_distributed)
+    for name in (titan_utils.__name__, *_HOLDERS_OF_A_COPY):
+        module = importlib.import_module(name)
+        for attribute, value in (("device_type", "cpu"), ("device_module", device_module)):
+            if hasattr(module, attribute):
+                setattr(module, attribute, value)
+    logger.info(
+        "No accelerator: training on CPU with gloo. The memory figures are the resident set size "
+        "(RSS) of this process, in % of the machine's memory; MFU is left out."
+    )
+    return True
+
+
+_adapts = True
+
+
+@contextlib.contextmanager
+def as_with_an_accelerator() -> Iterator[None]:
+    """Configs that are made in this context stay as on a machine that has one.
+
+    So they are checked as there. Call ``adapt_config`` before one is used here.
+    """
+    global _adapts
+    _adapts = False
+    try:
+        yield
+    finally:
+        _adapts = True
+
+
+def adapt_config(config: Trainer.Config) -> None:
+    """Replace, in place, what a CPU cannot do in a config, and log each change once.
+
+    FlexAttention and varlen attention become ScaledDotProductAttention, or CausalAttention where a
+    model needs more. These are causal over the packed documents of a sequence: they attend across
+    documents. CUDA graphs are switched off, and asynchronous saves do not pin memory. Nothing
+    changes where an accelerator exists, and nothing the second time.
+    """
+    if not needed() or not _adapts:
+        return
+    if not config.training.disable_cuda_graphs:
+        config.training.disable_cuda_graphs = True
+        logger.info("No accelerator: CUDA graphs are off.")
+    if getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
+        config.checkpoint.async_mode = "async"  # type: ignore[attr-defined]
+        logger.info(
+            'No accelerator: checkpoint.async_mode is "async"; there is no memory to pin, and '
+            "torch asserts at the first save that there is."
+        )
+    if config.model_spec is not None:
+        adapt_spec(config.model_spec)
+
+
+def adapt_spec(spec: ModelSpec) -> None:
+    """The model's part of ``adapt_config``: attention that a CPU can train."""
+    if not needed() or not _adapts:
+        return
+    for kind in (FlexAttention, VarlenAttention):
+        # A subclass with a forward of its own stays (a dry run's); LoRA's has none.
+        configs = list(spec.traverse(kind.Config))
+        found = [at for at in configs if cast(Any, at[1])._owner.forward is kind.forward]
+        for _, _, attention, key in found:
+            setattr(attention, str(key), _cpu_attention(attention))
+        if found:
+            name = type(_cpu_attention(found[0][2])).__qualname__.split(".")[0]
+            logger.info(
+                f"No accelerator: {kind.__name__} has no CPU backward; {name} runs instead, "
+                "causal over packed documents."
+            )
+
+
+def _cpu_attention(attention: Any) -> ScaledDotProductAttention.Config:
+    """The replacement for an attention config's inner attention."""
+    if hasattr(attention, "sliding_window_size"):  # gpt_oss (its sinks need the lse), muse_glimmer
+        return CausalAttention.Config(window=attention.sliding_window_size)
+    return ScaledDotProductAttention.Config()
+
+
+class CausalAttention(ScaledDotProductAttention):
+    """Causal attention in plain torch operations, where a model needs more than SDPA gives.
+
+    gpt_oss rescales its attention output by learned sinks, for which it needs the log-sum-exp of
+    the scores and its gradient. Half of its layers see a sliding window only. SDPA runs on a CPU
+    and would leave both out silently. Memory is quadratic in the sequence: B x N x L x L scores.
+
+    Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):
+        window: int | None = None
+        """How many positions a query sees, itself included; None for all before it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.window = config.window
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        scale: float | None = None,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend. Key and value heads are repeated where there are fewer of them than queries'.
+
+        Args:
+            scale: Factor of the scores; 1 / sqrt(H) if None.
+            out_transform: Called with the output ``(B, L, N, H)`` and the log-sum-exp of the
+                scores ``(B, L, N)`` in fp32.
+
+        Returns:
+            ``(B, L, N, H)`` in the dtype of ``v``.
+        """
+        q_BNLH, k_BNLH, v_BNLH = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        queries_per_key = q_BNLH.size(1) // k_BNLH.size(1)
+        k_BNLH = k_BNLH.repeat_interleave(queries_per_key, dim=1)
+        v_BNLH = v_BNLH.repeat_interleave(queries_per_key, dim=1)
+
+        scale = q_BNLH.size(-1) ** -0.5 if scale is None else scale
+        scores_BNLL = (q_BNLH.float() @ k_BNLH.float().transpose(-2, -1)) * scale
+        position = torch.arange(q_BNLH.size(2), device=q_BNLH.device)
+        distance_LL = position[:, None] - position[None, :]
+        hidden_LL = distance_LL < 0
+        if self.window is not None:
+            hidden_LL |= distance_LL >= self.window
+        scores_BNLL = scores_BNLL.masked_fill(hidden_LL, float("-inf"))
+
+        lse_BNL = torch.logsumexp(scores_BNLL, dim=-1)
+        weights_BNLL = torch.exp(scores_BNLL - lse_BNL.unsqueeze(-1)).to(v_BNLH.dtype)
+        out_BLNH = (weights_BNLL @ v_BNLH).transpose(1, 2)
+        if out_transform is None:
+            return out_BLNH
+        return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
+
+
+def layout_independent_init() -> contextlib.AbstractContextManager[Any]:
+    """A context in which sharded CPU parameters are initialised as an unsharded model's would be.
+
+    The values depend on the seed and on nothing else: not on the number of ranks, nor on how they
+    are arranged. A null context where an accelerator exists: DTensor does the same there.
+    """
+    return _FullTensorRandom() if needed() else contextlib.nullcontext()
+
+
+class _FullTensorRandom(TorchDispatchMode):
+    """Draws random numbers for the whole of a DTensor on every rank, and keeps the local shard."""
+
+    _IN_PLACE_RANDOM = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        target = args[0] if args else None
+        if func not in self._IN_PLACE_RANDOM or not isinstance(target, DTensor):
+            return func(*args, **kwargs)
+        return fill_whole(target, lambda full: func(full, *args[1:], **kwargs))
+
+
+def fill_whole(target: DTensor, fill: Callable[[torch.Tensor], object]) -> DTensor:
+    """Let every rank ``fill`` a whole tensor, all alike, and keep its shard of it in ``target``."""
+    full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    fill(full)
+    # Nothing is sent (src_data_rank=None).
+    shard = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+    target.to_local().copy_(shard.to_local())
+    return target
+
+
+def reduce_without_premul_sum(model: nn.Module) -> None:
+    """Make every FSDP module of ``model`` reduce gradients with SUM.
+
+    A gradient divide factor, which Titan sets to 1.0 on every module, makes FSDP2 use PREMUL_SUM;
+    gloo has no such reduction. Multiplying by 1.0 first changes nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _with_one_backend(init_distributed: Callable[..., int]) -> Callable[..., int]:
+    """CPU offload adds gloo for host tensors; without an accelerator it is the backend already."""
+
+    @functools.wraps(init_distributed)
+    def init(comm_config: CommConfig, enable_cpu_backend: bool = False, **kwargs: Any) -> int:
+        return init_distributed(comm_config, enable_cpu_backend=False, **kwargs)
+
+    return init
+
+
+class CPUDeviceModule:
+    """The functions of ``torch.cuda`` that Titan uses, for this process: ``torch.cpu`` and more.
+
+    Memory is the peak resident set size of the process, in bytes: the only figure here that
+    includes everything. Any other name that Titan uses raises an error.
+    """
+
+    def current_device(self) -> int:
+        return 0
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_name(self, device: Any = None) -> str:
+        return f"{platform.machine()} CPU (no accelerator; memory is process RSS)"
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return SimpleNamespace(name=self.get_device_name(), total_memory=total_bytes)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        peak = _peak_rss_bytes()
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        with contextlib.suppress(OSError):  # the figure is then the peak since the process started
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(torch.cpu, name):
+            return getattr(torch.cpu, name)
+        raise AttributeError(
+            f"this machine has no accelerator: base.no_accelerator has no {name!r} for Titan"
+        )
+
+
+def _peak_rss_bytes() -> int:
+    # VmHWM can be reset, ru_maxrss cannot; some sandboxes lack the former.
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    peak_kib = int(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak_kib * 1024

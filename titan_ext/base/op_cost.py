@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an operation or a collective costs: FLOPs, bytes, and milliseconds at a machine's rates.
+
+A roofline of single kernels, from shapes alone: a matrix product takes the longer of its arithmetic
+and its traffic, everything else its traffic. The planners of a step's time and of activation
+checkpointing choose by it.
+"""
+
+import functools
+import math
+import os
+import weakref
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GroupName, distributed_c10d
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
+
+RANKS_PER_NODE = 8
+"""Where nobody says."""
+NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
+"""Of the job that a dry run stands for (``dry_run.as_rank``)."""
+LAUNCH_MS = 0.015  # of a collective
+_HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
+_TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
+SYNC_MS = 0.05  # the host reads how many tokens each expert gets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """An accelerator and its links, by rates that are reached, not by their data sheets.
+
+    Attributes:
+        gemm: Of single large bf16 matrix products, FLOP/s.
+        attention: Of fused attention, FLOP/s.
+        fp32: Of fp32 matrix products, FLOP/s.
+        memory: Of its memory, bytes/s.
+        in_node: Of a rank's fast link (NVLink) to the others of its node, bytes/s each way.
+        all_to_all: Of that link when all exchange tokens with all, bytes/s.
+        network: Of a rank's share of the network, bytes/s each way.
+        launch: Of the shortest kernel, seconds.
+        host: Of its link to pinned memory of the host, bytes/s each way.
+    """
+
+    gemm: float
+    attention: float
+    fp32: float
+    memory: float
+    in_node: float
+    all_to_all: float
+    network: float = 45e9
+    launch: float = 3e-6
+    host: float = 50e9
+
+
+# Those of the H100 were reached by single kernels; the others are scaled by data sheets: reasoned,
+# not measured.
+_H100 = Machine(
+    gemm=798e12,
+    attention=450e12,
+    fp32=60e12,
+    memory=3.0e12,
+    in_node=360e9,
+    all_to_all=300e9,
+)
+MACHINES = {
+    "h100": _H100,
+    "h200": replace(_H100, memory=4.3e12),
+    "b200": Machine(
+        gemm=1800e12,
+        attention=1000e12,
+        fp32=70e12,
+        memory=7.0e12,
+        in_node=720e9,
+        all_to_all=600e9,
+    ),
+    "mi300x": Machine(
+        gemm=700e12,
+        attention=400e12,
+        fp32=100e12,
+        memory=4.3e12,
+        in_node=340e9,
+        all_to_all=280e9,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One operation on one rank; ``nbytes`` are read and written."""
+
+    flops: int
+    nbytes: int
+    ms: float
+
+
+def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> OpCost:
+    """The cost of one call, from the shapes of what went in and came out.
+
+    ``func`` is the operation (``torch._ops.OpOverload``), as a dispatch mode sees it, with any
+    tensors: real, fake, meta or DTensors.
+    """
+    if moves_nothing(func):
+        return OpCost(0, 0, 0.0)
+    made, read = _traffic(func, args, kwargs, out)
+    if func._schema.name.endswith("all_to_all_single"):
+        ranks = next(map(dist.get_process_group_ranks, groups_of(args)), [0])
+        ms, _ = group_ms(machine, max(made, read), ranks, is_exchange=True)
+        return OpCost(0, made + read, ms)
+    flops = count_flops(func, args, kwargs, out)
+    seconds = max((made + read) / machine.memory, machine.launch)
+    if flops:
+        first = tensors_in(args)[0]
+        rate = machine.fp32 if first.dtype == torch.float32 else machine.gemm
+        if func.overloadpacket in _ATTENTION:
+            rate = 2 * machine.attention  # causal: half of the products are not computed
+        seconds = max(seconds, flops / rate)
+    return OpCost(flops, made + read, seconds * 1e3)
+
+
+@functools.cache
+def moves_nothing(func: Any) -> bool:
+    """Whether an operation only makes a view, waits, or leaves memory as it is."""
+    namespace, name = func._schema.name.split("::")
+    return (
+        func.is_view
+        or namespace in ("prim", "profiler")
+        or name in ("wait_tensor", "record_stream", "_unsafe_view", "_reshape_alias", "lift_fresh")
+        or "empty" in name
+    )
+
+
+def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of one call on this rank, by torch's formulas; 0 for what has none."""
+    packet = getattr(func, "overloadpacket", func)
+    if packet is torch.ops.aten._grouped_mm:
+        a, b = local_tensor(args[0]), local_tensor(args[1])
+        return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]  # torch has no formula for it
+    if packet in _ATTENTION:
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        return _ATTENTION[packet](*(local_tensor(x).shape for x in tensors))
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    local = tree_map_only(torch.Tensor, local_tensor, (args, kwargs or {}, out))
+    return int(formula(*local[0], **local[1], out_val=local[2]))
+
+
+_ops: Any = torch.ops.aten
+_ATTENTION: dict[Any, Callable[..., int]] = {
+    _ops._scaled_dot_product_fused_attention_overrideable: lambda q, k, v, *_: sdpa_flop_count(
+        q, k, v
+    ),
+    _ops._scaled_dot_product_fused_attention_overrideable_backward: (
+        lambda grad, q, k, v, *_: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+"""Attention as one operation, which torch's registry does not know."""
+
+
+def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
+    """Bytes written and read. What is written in place may not be returned."""
+    if func._schema.name == "fsdp::all_gather_copy_in":
+        return (nbytes := _nbytes(args[0])), nbytes
+    names, written, unread = _arguments(func)
+    given = dict(zip(names, args, strict=False)) | (kwargs or {})
+    made = _nbytes([given.get(name) for name in written] if written else out)
+    return made, _nbytes([value for name, value in given.items() if name not in unread])
+
+
+@functools.cache
+def _arguments(func: Any) -> tuple[Sequence[str], Collection[str], Collection[str]]:
+    """Names of an operation's arguments: all, those that it writes, those that it does not read."""
+    arguments = func._schema.arguments
+    written = [a.name for a in arguments if a.is_write]
+    overwrites = func.overloadpacket in _OVERWRITE
+    unread = [a.name for a in arguments if a.is_out or (a.is_write and overwrites)]
+    return [a.name for a in arguments], written, unread
+
+
+_OVERWRITE = (_ops.copy_, _ops._foreach_copy_, _ops.fill_, _ops.zero_, _ops._foreach_zero_)
+
+
+def _nbytes(tree: Any) -> int:
+    """Of all tensors in ``tree`` on this rank; an expanded dimension is read once."""
+    return sum(
+        x.element_size()
+        * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
+        for x in parts_in(tree)
+    )
+
+
+def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
+    """The process groups of more than one rank in the arguments of a collective."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            group = dist.ProcessGroup.unbox(value)
+        elif value is args[-1] and isinstance(value, str):
+            group = distributed_c10d._resolve_process_group(GroupName(value))
+        else:
+            continue
+        if group.size() > 1:
+            yield group
+
+
+def ranks_per_node() -> int:
+    """Ranks on the smallest node of the job, as torchrun says; 8 without it.
+
+    How often ranks communicate follows from it, so all have to take the same. The first call on a
+    process group is a collective.
+    """
+    group = dist.group.WORLD
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", RANKS_PER_NODE))
+    if group is None:
+        return here
+    here = min(here, group.size())
+    if dist.get_backend() == "fake":
+        return here
+    if group not in _smallest_node:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        smallest = torch.tensor(here, device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        _smallest_node[group] = int(smallest.item())
+    return _smallest_node[group]
+
+
+_smallest_node: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def nvlink_domain() -> int:
+    """How many neighbouring ranks NVLink joins, on one node or several."""
+    return int(os.environ.get(NVLINK_DOMAIN, 0)) or ranks_per_node()
+
+
+def group_ms(
+    machine: Machine, nbytes: int, ranks: Sequence[int], *, is_exchange: bool = False
+) -> tuple[float, str]:
+    """``collective_ms`` among ``ranks`` of the job, by the NVLink domains that they lie in."""
+    nodes = len({rank // nvlink_domain() for rank in ranks})
+    per_node = max(len(ranks) // nodes, 1)
+    return collective_ms(machine, nbytes, len(ranks), per_node, is_exchange=is_exchange)
+
+
+def collective_ms(
+    machine: Machine, nbytes: int, world: int, per_node: int, *, is_exchange: bool = False
+) -> tuple[float, str]:
+    """Time of a collective, and the link that it takes: "node" or "network".
+
+    Args:
+        machine: Whose links.
+        nbytes: Of the whole buffer.
+        world: Ranks that take part.
+        per_node: Of them, on a node, or in an NVLink domain.
+        is_exchange: Whether it is an all-to-all, where no rank of a node adds for others.
+    """
+    nodes = max(1, world // per_node)
+    share = nbytes * (world - 1) / world if per_node > 1 else 0
+    in_node_ms = share / (machine.all_to_all if is_exchange else machine.in_node) * 1e3
+    if nodes == 1:
+        return LAUNCH_MS + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
+    sharing = 1 if is_exchange else per_node
+    network_ms = nbytes * (nodes - 1) / nodes / sharing / machine.network * 1e3
+    latency = nodes * _HOP_MS + (world - nodes) * _HOP_IN_NODE_MS
+    if per_node == 1:
+        latency = math.log2(world) * _TREE_STEP_MS
+    if is_exchange:  # no ring: all messages are on their way at once
+        latency = _HOP_MS + (world - 1) * _HOP_IN_NODE_MS
+    return LAUNCH_MS + latency + max(in_node_ms, network_ms), "network"

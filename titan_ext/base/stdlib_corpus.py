@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A text corpus that every machine with Python has: the source of its standard library.
+
+It is real text, so a small model can learn from it, and it needs no download. It is the same for
+everyone with the same Python version. About 10 MB become a Hugging Face data set and a byte-level
+BPE tokenizer of 2,048 tokens, the vocabulary of Titan's debug models. Both lie under ``.data/`` of
+the checkout, or in the user's cache folder where titan_ext is installed. A row is some 50 lines of
+a file, and rows are shuffled: batches of whole files would differ in kind, and so in loss.
+
+``python -m titan_ext.base.stdlib_corpus`` makes them; training makes what is missing.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from datasets import Dataset, load_from_disk
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from titan_ext.base.titan import register_dataset
+
+STDLIB_CORPUS = "python_stdlib"
+"""The name of the data set in Titan's registry (``--dataloader.dataset``)."""
+
+VOCAB_SIZE = 2048
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+PIECE_CHARACTERS = 2000
+_STDLIB = Path(sysconfig.get_paths()["stdlib"])
+# Not the library itself: what distributions leave out, pip puts in, or is not text.
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "__pycache__"}
+)
+
+
+def default_folder() -> Path:
+    """The corpus' folder for this Python version; ``TITAN_EXT_DATA`` moves its parent."""
+    version = f"{platform.python_implementation()}-{platform.python_version()}".lower()
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").exists():
+        parent = checkout / ".data"
+    else:
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_ext"
+    return Path(os.environ.get("TITAN_EXT_DATA", parent)).absolute() / f"stdlib-{version}"
+
+
+def default_tokenizer_path() -> Path:
+    """The folder of the tokenizer, for ``hf_assets_path``."""
+    return default_folder() / "tokenizer"
+
+
+def register_stdlib_corpus() -> None:
+    """Add the corpus to Titan's table of data sets, the way its docs/datasets.md describes."""
+    register_dataset(STDLIB_CORPUS, str(default_folder()), _load)
+
+
+def make_corpus(folder: Path | None = None) -> Path:
+    """Write the data set and the tokenizer under ``folder`` unless they are there; return it.
+
+    Every rank of a job may call it at once: each writes into its own folder. The first one to
+    finish moves it into place. It has ``dataset/``, ``tokenizer/`` and ``manifest.json`` (counts
+    and a SHA-256 of the text and of the tokenizer).
+    """
+    folder = folder or default_folder()
+    if (folder / "manifest.json").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.with_name(f"{folder.name}.{os.getpid()}")
+    rows = list(_stdlib_pieces())
+    if not rows:
+        raise ValueError(f"no Python source under {_STDLIB}: cannot make the corpus.")
+    Dataset.from_list(rows).save_to_disk(staging / "dataset")
+    tokenizer_json = _train_tokenizer(rows, staging / "tokenizer")
+    manifest = {
+        "python": sys.version,
+        "pieces": len(rows),
+        "characters": sum(len(row["text"]) for row in rows),
+        "text_sha256": _sha256(*(row["text"] for row in rows)),
+        "tokenizer_sha256": _sha256(tokenizer_json),
+    }
+    (staging / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    try:
+        staging.rename(folder)
+    except OSError:
+        if not (folder / "manifest.json").exists():
+            raise
+        shutil.rmtree(staging)  # another process was first, with the same content
+    return folder
+
+
+def _load(path: str) -> Dataset:
+    dataset = load_from_disk(str(make_corpus(Path(path)) / "dataset"))
+    assert isinstance(dataset, Dataset), f"{path} holds one split"
+    return dataset
+
+
+def _stdlib_pieces() -> Iterator[dict[str, str]]:
+    """The library in pieces of whole lines, in a shuffled order that depends only on them."""
+    pieces = []
+    for path in sorted(_STDLIB.rglob("*.py")):
+        relative = path.relative_to(_STDLIB)
+        # _sysconfigdata has the paths of the machine that built Python.
+        if _SKIPPED_FOLDERS & set(relative.parts) or path.name.startswith("_sysconfigdata"):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for index, piece in enumerate(_split(text)):
+            pieces.append({"path": f"{relative.as_posix()}#{index}", "text": piece})
+    return iter(sorted(pieces, key=lambda piece: _sha256(piece["path"])))
+
+
+def _split(text: str) -> Iterator[str]:
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        piece += line
+        if len(piece) >= PIECE_CHARACTERS:
+            yield piece
+            piece = ""
+    if piece:
+        yield piece
+
+
+def _train_tokenizer(rows: list[dict[str, str]], folder: Path) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((row["text"] for row in rows), trainer)
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": BOS, "eos_token": EOS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return tokenizer.to_str()
+
+
+def _sha256(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--folder", type=Path, default=default_folder())
+    folder = make_corpus(parser.parse_args().folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    print(f"{manifest['pieces']:,} pieces, {manifest['characters']:,} characters: {folder}")
+
+
+if __name__ == "__main__":
+    main()

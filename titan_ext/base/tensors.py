@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The data behind a tensor: this rank's shard of a DTensor, its storages, its layout in them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils._pytree import tree_leaves
+
+_NO_NEST = (type(None), int, float, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a DTensor: everything but its values.
+
+    ``shape`` and ``stride`` are those of the whole tensor; an uneven local shard does not tell
+    them.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: DTensor) -> "Layout":
+        return cls(x.device_mesh, tuple(x.placements), x.shape, x.stride())
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """A DTensor of this layout around ``local``; nothing is sent or checked."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+
+def wrapping(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From a local tensor to one like ``x``; holds no tensor. For what ``may_wrap`` accepts."""
+    return Layout.of(x).wrap if isinstance(x, DTensor) else lambda local: local
+
+
+def may_wrap(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a DTensor or of no subclass."""
+    return is_plain(x) or type(x) is DTensor
+
+
+def local_tensor(x: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, or the tensor itself; waits for async tensors."""
+    if isinstance(x, DTensor):
+        x = x._local_tensor
+    if isinstance(x, AsyncCollectiveTensor):
+        x = x.trigger_wait()
+    return x
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a tensor of no subclass; a fake tensor, which has shapes only, counts."""
+    return type(x) in (torch.Tensor, FakeTensor)
+
+
+def storages_of(x: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """(id, bytes) of the storages behind ``x``; an id is good while a reference to it is held."""
+    storages = [part.untyped_storage() for part in plain_tensors(x)]
+    return tuple((storage._cdata, storage.nbytes()) for storage in storages)
+
+
+def as_in_memory(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as it lies in memory: without expanded axes, the others from outermost to innermost."""
+    if x.dim() and x.shape[-1] > 1 and x.is_contiguous():
+        return x
+    order = _memory_order(x)
+    expanded = [d for d in range(x.dim()) if d not in order]
+    x = x.permute(expanded + order)  # SPMD type checking knows this, but not as_strided
+    for _ in expanded:
+        x = x[0]
+    return x
+
+
+def _memory_order(x: torch.Tensor) -> list[int]:
+    kept = [d for d, size in enumerate(x.shape) if x.stride(d) or size == 1]
+    return sorted(kept, key=lambda d: -x.stride(d))
+
+
+def strides_without_gaps(x: torch.Tensor) -> list[int]:
+    """The strides of ``x`` in a contiguous copy of ``as_in_memory(x)``."""
+    strides, step = list(x.stride()), 1
+    for d in reversed(_memory_order(x)):
+        strides[d], step = step, step * x.shape[d]
+    return strides
+
+
+def extent(x: torch.Tensor) -> tuple[int, int]:
+    """Its first element in its storage, and the one behind its last."""
+    start = int(x.storage_offset())
+    steps = zip(x.shape, x.stride(), strict=True)
+    return start, start + sum((size - 1) * stride for size, stride in steps) + 1
+
+
+def view_key(x: torch.Tensor) -> tuple[Any, ...]:
+    """A key that is equal for the same view of the same bytes at the same version."""
+    parts = tuple(
+        (p.untyped_storage()._cdata, p.storage_offset(), p.shape, p.stride(), p.dtype, p._version)
+        for p in plain_tensors(x)
+    )
+    layout = Layout.of(x) if isinstance(x, DTensor) else None
+    return (type(x), x.shape, x._version, x.is_conj(), x.is_neg(), layout, parts)
+
+
+# These run for each operation of a block, on the host: lists and loops, generators are slow.
+
+
+def storage_ids(values: Any) -> list[int]:
+    """The storages behind the tensors in a nest of arguments or results."""
+    return [part.untyped_storage()._cdata for part in parts_in(values)]
+
+
+def parts_in(values: Any) -> list[torch.Tensor]:
+    """The plain tensors in a nest of arguments or results."""
+    return [part for x in tensors_in(values) for part in plain_tensors(x)]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors of any kind in a nest of arguments or results."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if not isinstance(values, (tuple, list)):
+        return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    found = []
+    for value in values:  # as arguments are; ``tree_leaves`` is slow
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif not isinstance(value, _NO_NEST):
+            found += tensors_in(value)
+    return found
+
+
+def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The plain tensors in ``x``: itself, or the parts of a tensor subclass."""
+    if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
+        return (x,)
+    names, _ = x.__tensor_flatten__()
+    parts = [getattr(x, name) for name in names]
+    # A DTensor names its mesh, too.
+    return [p for part in parts if isinstance(part, torch.Tensor) for p in plain_tensors(part)]
+
+
+def in_backward() -> bool:
+    """Whether autograd runs backward in this thread, a recompute included."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Expert-parallel token dispatch whose all-to-alls are functional collectives on every backend.
+
+Titan's ``AllToAllTokenDispatcher`` exchanges tokens with ``torch.distributed.all_to_all`` (a list
+of uneven chunks) under the ``spmd_types`` backend in eager mode. So gloo, which has no uneven list
+all-to-all, cannot run it. And selective activation checkpointing cannot see it, so the recompute
+sends every token again. ``_c10d_functional.all_to_all_single`` does the same exchange, bit for bit,
+and is an op that gloo runs and a checkpoint policy can save. Titan itself uses it for its other
+backends and under torch.compile.
+
+``saves_all_to_all`` decides whether checkpointing saves what the exchanges deliver, which costs
+memory, or repeats them, which costs time. ``overlap_shared_experts`` lets a layer's shared experts
+run while the experts' outputs travel back, in forward and, in reverse, in backward.
+"""
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    wait_tensor,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config.override import derive
+from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllDispatchMetadata,
+    AllToAllTokenDispatcher,
+    LocalDispatchMetadata,
+)
+from torchtitan.ops.scatter_add import deterministic_scatter_add
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
+
+from titan_ext.base.op_cost import ranks_per_node
+
+SaveAllToAll = Literal["auto", "always", "never"]
+
+# Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
+# top-k), R = routed tokens received by this rank's experts, D = model dimension. T = tokens, E =
+# experts, EP = ranks of the expert axis, e = experts of one rank.
+
+
+class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
+    """Titan's all-to-all dispatcher with its three exchanges as functional collectives."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        sends_scores: bool = False
+        """Experts apply the routing scores (``components.early_scores``)."""
+
+    counts_group: dist.ProcessGroup | None = None
+    """On which ranks tell each other how many tokens they send; None: that of the tokens."""
+    shared_experts: "_SharedExperts | None" = None
+    """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
+    _layer_tokens: torch.Tensor | None = None
+    _dispatched: LocalDispatchMetadata | None = None
+    """What waits for ``send_scores``."""
+    _turn: "Turn | None" = None
+    """While ``send`` and ``collect`` use Titan's functions without waiting in them."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._sends_scores = config.sends_scores
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """As Titan's."""
+        routed_RD, counts_E, metadata = super().dispatch(*args, **kwargs)
+        if self._sends_scores:
+            self._dispatched = metadata
+        return routed_RD, counts_E, metadata
+
+    def combine(
+        self,
+        routed_output_RD: torch.Tensor,
+        metadata: AllToAllDispatchMetadata,
+        x_TD: torch.Tensor,
+    ) -> torch.Tensor:
+        """As Titan's: outputs of experts ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
+        self._layer_tokens = x_TD
+        try:
+            if self._sends_scores:
+                return self._add_up(routed_output_RD, metadata, x_TD)
+            return super().combine(routed_output_RD, metadata, x_TD)
+        finally:
+            self._layer_tokens = None
+
+    # ``dispatch`` and ``combine`` in two steps each, for whoever computes while tokens travel.
+
+    def send(self, *args: Any) -> "Turn":
+        """Begin what ``dispatch`` does, with its arguments."""
+        self._turn = turn = Turn()
+        try:
+            turn.sent, turn.counts, turn.metadata = self.dispatch(*args)
+        finally:
+            self._turn = None
+        return turn
+
+    def receive(self, turn: "Turn") -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest of ``dispatch``: tokens by expert ``(R, D)``, and counts ``(e,)``."""
+        with maybe_set_sparse_mesh():
+            received_RD = _Finish.apply(turn.sent, turn.exchange)
+            shape, routed_RD, indices, counts_e = self._permute(received_RD, turn.counts)
+        turn.metadata = replace(turn.metadata, input_shape=shape, permuted_indices=indices)
+        self._dispatched = turn.metadata if self._sends_scores else None
+        return routed_RD, counts_e
+
+    def send_back(self, turn: "Turn", routed_output_RD: torch.Tensor) -> None:
+        """Begin what ``combine`` does with outputs of experts ``(R, D)``."""
+        metadata = turn.metadata
+        with maybe_set_sparse_mesh():
+            rows_RD = self._unpermute(
+                routed_output_RD, metadata.input_shape, metadata.permuted_indices
+            )
+            turn.exchange = _Exchange(self._ep_mesh, metadata.output_splits, metadata.input_splits)
+            turn.sent = _Start.apply(rows_RD, turn.exchange)
+
+    def collect(self, turn: "Turn", x_TD: torch.Tensor) -> torch.Tensor:
+        """The rest of ``combine``; ``x_TD`` are the tokens."""
+        self._turn = turn
+        try:
+            return self.combine(turn.sent, turn.metadata, x_TD)
+        finally:
+            self._turn = None
+
+    def _permute(self, routed_input_RD, num_global_tokens_per_local_expert_E):
+        if self._turn is not None:  # nothing has come yet
+            return (), routed_input_RD, None, num_global_tokens_per_local_expert_E
+        return super()._permute(routed_input_RD, num_global_tokens_per_local_expert_E)
+
+    def _unpermute(self, routed_output_RD, input_shape, permuted_indices):
+        if self._turn is not None:  # as they were sent back
+            return routed_output_RD
+        return super()._unpermute(routed_output_RD, input_shape, permuted_indices)
+
+    def send_scores(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Send the scores of the tokens dispatched last to their experts.
+
+        Returns fp32 scores ``(R,)``, as they arrive, and int64 indices ``(R,)``, which sort them by
+        expert; None without expert parallelism: they are sorted.
+        """
+        metadata, self._dispatched = self._dispatched, None
+        assert metadata is not None, "dispatch has run"
+        scores_N = metadata.topk_scores_experts_sorted_N
+        if not isinstance(metadata, AllToAllDispatchMetadata):
+            return scores_N, None
+        with maybe_set_sparse_mesh():
+            scores_N = _on_this_mesh(scores_N)
+            with _unchecked(scores_N, self._group):
+                scores_R = all_to_all_single(
+                    scores_N, metadata.output_splits, metadata.input_splits, self._ep_mesh
+                )
+            return _typed_like(scores_N, scores_R), metadata.permuted_indices
+
+    def _add_up(
+        self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor
+    ) -> torch.Tensor:
+        """Titan's ``combine`` of outputs that have their scores."""
+        routed_ND = routed_output_RD
+        if isinstance(metadata, AllToAllDispatchMetadata):
+            with maybe_set_sparse_mesh():
+                routed_RD = self._unpermute(
+                    routed_output_RD, metadata.input_shape, metadata.permuted_indices
+                )
+                routed_ND = self._combine_token_exchange(
+                    routed_RD, self._group, metadata.input_splits, metadata.output_splits
+                )
+            routed_ND = _on_this_mesh(routed_ND)
+        index_ND = metadata.token_indices_experts_sorted_N.unsqueeze(-1).expand(-1, x_TD.shape[-1])
+        return deterministic_scatter_add(torch.zeros_like(x_TD), index_ND, routed_ND)
+
+    # Each exchange issues its collective itself: reports on hangs name the function that does.
+
+    @property
+    def _ep_mesh(self) -> DeviceMesh:
+        assert self.ep_mesh is not None, "Titan exchanges tokens only when EP > 1"
+        return self.ep_mesh
+
+    @property
+    def _group(self) -> Any:
+        return (current_spmd_mesh() or self._ep_mesh).get_group("ep")
+
+    def _token_count_exchange(
+        self, num_local_tokens_per_expert_E: torch.Tensor, pg, ep_size: int
+    ) -> torch.Tensor:
+        """Tell every rank how many tokens it gets: ``(E,)`` int64 -> ``(EP, e)`` int64."""
+        counts_EP_e = num_local_tokens_per_expert_E.view(ep_size, -1)
+        with _unchecked(counts_EP_e, pg):
+            group = self.counts_group or self._ep_mesh
+            received_EP_e = all_to_all_single(counts_EP_e, None, None, group)
+        return _typed_like(counts_EP_e, received_EP_e)
+
+    def _dispatch_token_exchange(
+        self, routed_input_ND: torch.Tensor, pg, output_splits: list[int], input_splits: list[int]
+    ) -> torch.Tensor:
+        """Send tokens to the ranks of their experts: ``(N, D)`` -> ``(R, D)``, rank-major."""
+        if self._turn is not None:
+            self._turn.exchange = _Exchange(self._ep_mesh, input_splits, output_splits)
+            return _Start.apply(routed_input_ND, self._turn.exchange)
+        with _unchecked(routed_input_ND, pg):
+            received_RD = all_to_all_single(
+                routed_input_ND, output_splits, input_splits, self._ep_mesh
+            )
+        return _typed_like(routed_input_ND, received_RD)
+
+    def _combine_token_exchange(
+        self, routed_output_RD: torch.Tensor, pg, input_splits: list[int], output_splits: list[int]
+    ) -> torch.Tensor:
+        """Send the experts' outputs back: ``(R, D)``, rank-major -> ``(N, D)``."""
+        if self._turn is not None:
+            return _Finish.apply(routed_output_RD, self._turn.exchange)
+        if spmd.is_type_checking():  # not in a recompute, which must do as the forward did
+            self.shared_experts = None
+        if self.shared_experts is not None:
+            assert self._layer_tokens is not None, "set while combine() runs"
+            exchange = _Exchange(self._ep_mesh, output_splits, input_splits)
+            sent_RD = _Start.apply(routed_output_RD, exchange)
+            self.shared_experts.run_ahead(self._layer_tokens)
+            return _Finish.apply(sent_RD, exchange)
+        with _unchecked(routed_output_RD, pg):
+            received_ND = all_to_all_single(
+                routed_output_RD, input_splits, output_splits, self._ep_mesh
+            )
+        return _typed_like(routed_output_RD, received_ND)
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """Tokens of one layer that are on their way, to their experts or back."""
+
+    sent: Any = None
+    """What ``_Start`` returned."""
+    exchange: "_Exchange | None" = None
+    counts: Any = None
+    """Of the tokens that this rank's experts get, by rank and expert ``(E,)``."""
+    metadata: Any = None
+
+
+class _Exchange:
+    """An all-to-all of rows in two steps, ``start`` and ``wait_tensor``."""
+
+    def __init__(self, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> None:
+        self._mesh = mesh
+        self._sends, self._receives = sends, receives
+        self.arriving: torch.Tensor | None = None
+
+    def start(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """What will have arrived after ``wait_tensor``. ``back``: to where rows came from."""
+        sends, receives = self._sends, self._receives
+        if back:
+            sends, receives = receives, sends
+        # The operation itself: torch's function waits at once under fake tensors, where a dry run
+        # would see nothing overlap (_are_we_tracing in torch/distributed/_functional_collectives).
+        group = self._mesh.get_group().group_name
+        exchange = torch.ops._c10d_functional.all_to_all_single
+        return exchange(rows.contiguous(), receives, sends, group)
+
+
+class _Start(torch.autograd.Function):
+    """Starts an exchange, returns what it sends. Backward waits for what ``_Finish`` started."""
+
+    @staticmethod
+    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+        exchange.arriving = exchange.start(sent_RD)
+        return sent_RD.view_as(sent_RD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return wait_tensor(grad_RD), None
+
+
+class _Finish(torch.autograd.Function):
+    """Waits for an exchange. Its backward starts that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        arriving_ND, exchange.arriving = exchange.arriving, None
+        assert arriving_ND is not None, "_Start has run"
+        return wait_tensor(arriving_ND)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.exchange.start(grad_ND, back=True), None
+
+
+class _SharedExperts:
+    """The shared experts of a MoE layer, which may run before the layer calls them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._forward = module, module.forward
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None
+        # On the instance, as Titan's own Module.parallelize does.
+        module.forward = self._take_or_run
+
+    def run_ahead(self, tokens_TD: torch.Tensor) -> None:
+        """Run them on the layer's tokens and keep the result for the layer's call."""
+        self._ahead = None
+        if not isinstance(self._module, FSDPModule):  # whose hooks expect one forward
+            self._ahead = tokens_TD, self._module(tokens_TD)
+
+    def _take_or_run(self, x: torch.Tensor) -> torch.Tensor:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or _storage_of(ahead[0]) != _storage_of(x):
+            return self._forward(x)
+        return ahead[1].view_as(x)
+
+
+def _storage_of(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def overlap_shared_experts(model: nn.Module) -> int:
+    """Let shared experts run while routed ones' outputs travel back; return in how many layers.
+
+    Results are the same, bit for bit: nothing is added up in another order. Call it after expert
+    parallelism. Layers with a forward or a dispatcher of their own stay as they are.
+    """
+    layers = 0
+    for layer in model.modules():
+        if not isinstance(layer, MoE) or type(layer).forward is not MoE.forward:
+            continue
+        dispatcher = layer.routed_experts.token_dispatcher
+        if isinstance(dispatcher, FunctionalAllToAllTokenDispatcher) and layer.shared_experts:
+            dispatcher.shared_experts = _SharedExperts(layer.shared_experts)
+            layers += 1
+    return layers
+
+
+def _on_this_mesh(x: torch.Tensor) -> torch.Tensor:
+    """``x`` for the SPMD type checker, which types what is exchanged on another mesh."""
+    return spmd.reinterpret_mesh(x, spmd.current_mesh()) if spmd.is_type_checking() else x
+
+
+def _unchecked(sent: torch.Tensor, pg) -> contextlib.AbstractContextManager[None]:
+    """Without SPMD type checking, which has no rule for the functional collective."""
+    if not spmd.is_type_checking():
+        return contextlib.nullcontext()
+    spmd.assert_type(sent, {pg: spmd.V})
+    return spmd.no_typecheck()
+
+
+def _typed_like(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """``received`` with the types that the checker gives to the result of Titan's own exchange."""
+    if spmd.is_type_checking():
+        spmd.assert_type_like(received, sent)
+    return received
+
+
+def use_functional_all_to_all(spec: ModelSpec) -> int:
+    """Swap Titan's all-to-all dispatcher for ours in the model config of ``spec``, in place.
+
+    It swaps the exact stock class only. DeepEP, HybridEP, the padded torchao dispatcher and a
+    user's own subclass stay as they are. Returns in how many MoE layers it did.
+    """
+    swapped = 0
+    for _, config, parent, key in list(spec.traverse(AllToAllTokenDispatcher.Config)):
+        if type(config) is not AllToAllTokenDispatcher.Config:
+            continue
+        ours = derive(config, FunctionalAllToAllTokenDispatcher.Config)
+        assert key is not None, "a dispatcher config is never the root of a model config"
+        if isinstance(parent, list):
+            parent[int(key)] = ours
+        else:
+            setattr(parent, str(key), ours)
+        swapped += 1
+    return swapped
+
+
+def saves_all_to_all(parallelism: Any, ep: int, *, compiled: bool) -> bool:
+    """Whether selective activation checkpointing saves what the exchanges deliver.
+
+    ``parallelism`` is Titan's section (decided as "auto") or ours. The ``ep`` ranks that exchange
+    tokens are neighbours, so that they span nodes if a node has fewer.
+    """
+    value: SaveAllToAll = getattr(parallelism, "save_all_to_all", "auto")
+    if value != "auto":
+        return value == "always"
+    return ep > ranks_per_node() or stock_saves_all_to_all(parallelism, compiled=compiled)
+
+
+def stock_saves_all_to_all(parallelism: Any, *, compiled: bool) -> bool:
+    """Whether stock Titan's selective checkpointing does: where it uses functional collectives."""
+    return compiled or parallelism.spmd_backend != "spmd_types"
+
+
+def log_all_to_all(model: Decoder, saves: bool, ep: int) -> None:
+    """Say what selective activation checkpointing does with the exchanges, and its price."""
+    layers = cast(Any, model.config).layers
+    moe = next((layer.moe for layer in layers if layer.moe is not None), None)
+    if moe is None:
+        return
+    early = getattr(moe.routed_experts.token_dispatcher, "sends_scores", False)
+    exchanges = 1 if early else 2  # what combine brings back is then not read again
+    mib = exchanges * moe.router.top_k * cast(Any, model.config).dim * 2 * 1024 / 2**20
+    where = "on one node" if ep <= ranks_per_node() else "across nodes"
+    what = "are saved: that keeps" if saves else "run again in the recompute: saving them keeps"
+    logger.info(
+        f"All-to-alls (EP {ep}, {where}) {what} {mib:.1f} MiB in bf16 for 1024 tokens and a MoE "
+        "layer (parallelism.save_all_to_all)"
+    )

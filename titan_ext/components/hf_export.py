@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Exports to Hugging Face safetensors: supports HSDP, and tries the export before training.
+
+The adapters of TorchTitan 0.3 split stacked experts along the shard axes of their mesh. They fail
+on an axis that replicates ("'Replicate' object has no attribute 'dim'"). ``for_replicated_weights``
+hands them each weight without its replicating axes, and gives the result the model's layout. It
+skips LoRA weights, which no Hugging Face model has, so that base weights load under them;
+``titan_ext peft`` exports them.
+
+Titan converts after the last step. If its adapter does not know a name, or cannot split a layout
+into experts, a run of weeks ends without the export. A weight that the adapter skips is silently
+missing. ``HuggingFaceExport`` tries the same conversions first.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from titan_ext.base.messages import and_more
+from titan_ext.base.run_check import RunCheck
+from titan_ext.base.tensors import Layout
+from titan_ext.components.lora import is_adapter_weight
+
+
+@functools.cache
+def for_replicated_weights(adapter: type[BaseStateDictAdapter]) -> type[BaseStateDictAdapter]:
+    """A subclass of ``adapter`` that converts weights which some mesh axes replicate."""
+    if issubclass(adapter, _WithoutCopies):
+        return adapter
+    return type(adapter.__name__, (_WithoutCopies, adapter), {"__module__": __name__})
+
+
+class _WithoutCopies:
+    """Mixin that comes before an adapter in the bases."""
+
+    _whole: dict[str, DTensor]
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = {n: t for n, t in state_dict.items() if not is_adapter_weight(n)}
+        self._whole = {
+            name: tensor
+            for name, tensor in state_dict.items()
+            if isinstance(tensor, DTensor) and any(p.is_replicate() for p in tensor.placements)
+        }
+        sharded = {name: _without_copies(tensor) for name, tensor in self._whole.items()}
+        return super().to_hf({**state_dict, **sharded})  # type: ignore[misc]
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = super().from_hf(hf_state_dict)  # type: ignore[misc]
+        for name, whole in getattr(self, "_whole", {}).items():
+            if name in state_dict:
+                tensor = state_dict[name]
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                state_dict[name] = Layout.of(whole).wrap(local)
+        return state_dict
+
+
+def _without_copies(tensor: DTensor) -> torch.Tensor:
+    """The same local shard on the shard axes of its mesh only; a plain tensor if there are none."""
+    axes = [axis for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
+    if not axes:
+        return tensor.to_local()
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None
+    mesh = tensor.device_mesh[tuple(names[axis] for axis in axes)]
+    placements = tuple(tensor.placements[axis] for axis in axes)
+    return replace(Layout.of(tensor), mesh=mesh, placements=placements).wrap(tensor.to_local())
+
+
+class HuggingFaceExport(RunCheck):
+    """Tries to convert names before anything starts, and layouts before the first step."""
+
+    def before_start(self, config: Trainer.Config) -> None:
+        """Convert the names of the model to Hugging Face's and back, on the meta device.
+
+        Raises ValueError if the model has no adapter, or one that does not know, or skips, a
+        parameter. Warns of buffers that the export leaves out (a router's load-balancing bias,
+        which some architectures lack there).
+        """
+        key = _asked_by(config)
+        if not key:
+            return
+        spec = config.model_spec
+        assert spec is not None
+        if spec.state_dict_adapter is None:
+            raise ValueError(
+                f"{key} is on, and TorchTitan has no Hugging Face adapter for {spec.name!r}."
+            )
+        with torch.device("meta"):
+            model = spec.model.build()
+        lost = _lost_names(model, spec.state_dict_adapter(spec.model, None))
+        if config.checkpoint.last_save_in_hf and any(map(is_adapter_weight, lost)):
+            raise ValueError(
+                f"{key} is on, and would leave out the LoRA adapters. Set it to false: "
+                "`titan_ext peft CONFIG` exports adapters from checkpoints in torch's format."
+            )
+        lost = [name for name in lost if not is_adapter_weight(name)]
+        adapter = f"adapter of TorchTitan's for {spec.name!r} and Hugging Face"
+        if parameters := [name for name, _ in model.named_parameters() if name in lost]:
+            raise ValueError(
+                f"{key} is on, and the {adapter} has no name for {and_more(parameters, 3)}: they "
+                "would be left out. Checkpoints in torch's format have everything."
+            )
+        if lost:
+            logger.warning(
+                f"{key}: the {adapter} has no name for {and_more(lost, 3)}; they are left out."
+            )
+
+    @contextlib.contextmanager
+    def around_run(self, trainer: Trainer) -> Iterator[None]:
+        """Convert the sharded weights as Titan will do after the last step, without copies.
+
+        Raises ValueError if the adapter cannot convert this layout.
+        """
+        if key := _asked_by(trainer.config):
+            checkpointer: Any = trainer.checkpointer
+            try:
+                checkpointer.sd_adapter.to_hf(checkpointer.states["model"].state_dict())
+            except Exception as error:  # Titan's adapters raise AttributeError, ValueError, ...
+                raise ValueError(
+                    f"{key} is on, and TorchTitan's Hugging Face adapter cannot convert weights "
+                    f"that are sharded in this way ({type(error).__name__}: {error}). Checkpoints "
+                    "in torch's format work in every layout: save one "
+                    "(checkpoint.last_save_in_hf = false) and export it on one rank."
+                ) from error
+        yield
+
+
+def _asked_by(config: Trainer.Config) -> str:
+    checkpoint = config.checkpoint
+    if not checkpoint.enable or config.comm.mode != "default":
+        return ""
+    asked = [key for key in ("last_save_in_hf", "initial_load_in_hf") if getattr(checkpoint, key)]
+    return f"checkpoint.{asked[0]}" if asked else ""
+
+
+def _lost_names(model: nn.Module, adapter: Any) -> list[str]:
+    """Names that do not survive the conversion and back."""
+    weights = model.state_dict()
+    try:
+        returned = adapter.from_hf(adapter.to_hf(weights))
+        return [name for name in weights if name not in returned]
+    except KeyError:  # names only the first that it does not know
+        known = set()
+        for name, tensor in weights.items():
+            with contextlib.suppress(KeyError):
+                adapter.to_hf({name: tensor})
+                known.add(name)
+        return [name for name in weights if name not in known]

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The command line tool: ``titan_ext list | new | show | dry-run | report | target | peft``.
+
+Commands are dataclasses that tyro parses. What it does not know are Titan's flags, which tyro
+parses again over the config. Nothing here imports torch before a command needs it.
+"""
+
+import functools
+import gc
+import json
+import math
+import operator
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
+from titan_ext.config_registry import resolve_config
+from titan_ext.toml.files import nearest, to_toml
+from titan_ext.toml.find import check_config, extends_in, listing
+
+if TYPE_CHECKING:
+    from titan_ext.config_registry.resolve import Resolved
+    from titan_ext.plan.memory import DeviceMemory
+
+_DESCRIPTION = (
+    "titan_ext: train mixture-of-experts models with TorchTitan in less memory. "
+    "CONFIG is the path of a TOML file, the name of a shipped one (moe_debug), a config function "
+    "of TorchTitan's models (deepseek_v3_16b), or one of yours (my_runs.my_16b). titan_ext list "
+    "shows them. Titan's flags (--training.steps 50) go after it and win over the file."
+)
+_Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
+_NODES = ("ranks_per_node", "nvlink_domain")
+_OPTIONS = (("memory", "allowance"), ("imbalance", "machine", "slower", "stock", *_NODES))
+"""What dry-run hands to processes of its own: the budget, and how a step is modelled."""
+_MOST_RANKS = 2**20
+_DOES_NOT_FIT = 3
+"""What dry-run ends with where a step needs more than --memory."""
+
+
+@dataclass
+class List:
+    """List the shipped TOML files, and TorchTitan's models with their config functions."""
+
+    def run(self, flags: list[str]) -> None:
+        print(*listing(), sep="\n")
+
+
+@dataclass
+class New:
+    """Write a TOML file that extends a config, with Titan's flags as its first keys."""
+
+    config: tyro.conf.Positional[_Config]
+    """What the file extends."""
+    file: tyro.conf.Positional[Path]
+    """The file to write; it must not exist."""
+
+    def run(self, flags: list[str]) -> None:
+        if self.file.suffix != ".toml":
+            raise ValueError(f"{self.file}: expected a file whose name ends in .toml.")
+        if self.file.exists():
+            raise ValueError(f"{self.file} exists; choose another name, or edit it.")
+        if not self.file.parent.is_dir():
+            raise ValueError(f"{self.file}: there is no folder {self.file.parent}.")
+        base = extends_in(self.file.parent, self.config)
+        values = {"dump_folder": to_toml(f"./outputs/{self.file.stem}")}
+        given = resolve_config(self.config, flags).given()
+        values |= {key: value for key, value, _ in given}
+        lines = [f"extends = {to_toml(base)}", *(f"{k} = {value}" for k, value in values.items())]
+        self.file.write_text("\n".join(lines) + "\n")
+        print(f"{self.file} extends {base}; titan_ext show {self.file} prints all its values.")
+
+
+@dataclass
+class Show:
+    """Print every value that a run would have and where it comes from, as a TOML file."""
+
+    config: tyro.conf.Positional[_Config]
+    """What to show."""
+    changed: bool = False
+    """Only what differs from the config function at the end of the chain."""
+
+    def run(self, flags: list[str]) -> None:
+        resolved = resolve_config(self.config, flags)
+        print(f"# {' <- '.join([resolved.base, *resolved.files])}")
+        print(f"extends = {to_toml(resolved.base)}")
+        for key, value, origin in resolved.lines(
+            lambda origin: not self.changed or origin != resolved.base
+        ):
+            print(f"{key} = {value}  # from {origin}")
+
+
+@dataclass
+class DryRun:
+    """Try the start and one step of a large job on this machine, at its real size.
+
+    The model is parallelized as on the cluster and one step runs on tensors without data. Nothing
+    is allocated, loaded or downloaded, no GPU is used, and nothing is written without --out.
+    """
+
+    config: tyro.conf.Positional[_Config]
+    """What to try."""
+    ranks: int
+    """How many GPUs the job has."""
+    rank: int = 0
+    """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
+    ranks_per_node: int = 8
+    """GPUs of a node, as torchrun would count them; the smallest node if they differ."""
+    nvlink_domain: int = 0
+    """Neighbouring GPUs that NVLink joins, for --machine: 72 on GB200 and GB300; 0 for a node's."""
+    all_stages: bool = False
+    """One rank of every pipeline stage, one after another."""
+    memory: str = ""
+    """Of each GPU, such as 80GiB: plan what a step holds, and whether that fits."""
+    allowance: str = ""
+    """For what is no tensor (CUDA's context, NCCL, cuBLAS, fragmentation), such as 4GiB."""
+    stock: bool = False
+    """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
+    machine: str = ""
+    """Time a step on this: h100, h200, b200 or mi300x."""
+    measured: Path | None = None
+    """Folder of a run on that machine, whose step time says how much slower real kernels are."""
+    slower: float = 1.0
+    """How many times slower kernels are than ideal ones: the factor that --measured printed."""
+    activations: str = ""
+    """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
+    the best activation checkpointing for that."""
+    on_cpu: bool = False
+    """With --activations: for a run on CPUs, with their kernels."""
+    imbalance: float = 1.0
+    """How many times their balanced share of tokens the rank's experts get."""
+    out: Path | None = None
+    """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
+    dump_folder it is compares itself with its plan. With --activations: budget.toml, and the
+    budget in a picture beside others."""
+    suggest: int = 0
+    """How many of the nearest changes to try, best first; with --memory. Each is a dry run."""
+    against: tuple[_Config, ...] = ()
+    """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
+    verbose: bool = False
+    """Print the log of the start as well, with FSDP's plan."""
+
+    def run(self, flags: list[str]) -> None:
+        memory, allowance = size_of("--memory", self.memory), size_of("--allowance", self.allowance)
+        fits, no_plan = self.activations == "fit", not (self.memory or self.activations)
+        activations = None if fits else size_of("--activations", self.activations)
+        ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"
+        for is_wrong, problem in (
+            (allowance and not memory, "--allowance needs --memory, from which it is taken."),
+            (
+                fits and not memory,
+                "--activations fit needs --memory: what it leaves is the budget.",
+            ),
+            (
+                self.activations and self.all_stages,
+                "--activations plans one rank: expected --rank, not --all-stages.",
+            ),
+            (self.out and no_plan, "--out needs --memory: without it there is no plan."),
+            (self.suggest and no_plan, "--suggest needs --memory: without it there is no plan."),
+            (self.against and not memory, "--against needs --memory: without it there is no plan."),
+            (
+                self.ranks_per_node < 1,
+                f"--ranks-per-node is {self.ranks_per_node}; expected 1 or more.",
+            ),
+            (
+                self.nvlink_domain < 0,
+                f"--nvlink-domain is {self.nvlink_domain}; expected 0 or more.",
+            ),
+            (
+                self.nvlink_domain and not (self.machine or self.activations),
+                "--nvlink-domain needs --machine: only its clock knows links.",
+            ),
+            (self.suggest < 0, f"--suggest is {self.suggest}; expected 0 or more."),
+            (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
+            (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
+            (not 0 <= self.rank < self.ranks <= _MOST_RANKS, f"{ranks} ranks, and a rank below."),
+        ):
+            if is_wrong:
+                raise ValueError(problem)
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+        gc.disable()  # imports alone make it walk millions of objects, and we end soon
+        from titan_ext.activation_checkpoint.solved import has_budget
+        from titan_ext.base import no_accelerator
+        from titan_ext.parallelize.limits import wrong_degrees
+        from titan_ext.plan.dry_run import as_rank, dry_run
+        from titan_ext.plan.memory import DeviceMemory
+        from titan_ext.plan.report import to_json, write
+        from titan_ext.plan.search import suggest
+        from titan_ext.plan.stand_ins import as_stock
+        from titan_ext.run.budget import solve_in_dry_run
+        from titan_ext.toml.values import dump, identity
+
+        budget = None if memory is None else DeviceMemory(memory=memory, allowance=allowance)
+        with as_rank(self.ranks, self.rank, self.ranks_per_node, self.nvlink_domain):
+            self.slower = self._calibrated()
+            with no_accelerator.as_with_an_accelerator():
+                resolved = resolve_config(self.config, flags)
+                config = resolved.config
+            Mistakes(wrong_degrees(config, self.ranks)).raise_all()
+            experts = config.parallelism.expert_parallel_degree
+            if self.imbalance != 1 and not 0 <= self.imbalance <= experts:
+                raise ValueError(
+                    f"--imbalance is {self.imbalance:g}; expected 0 to {experts}, the "
+                    "expert-parallel degree, at which the rank's experts get all tokens."
+                )
+            if self.activations:
+                self._plan_activations(resolved, activations, budget)
+                return
+            if self.stock:
+                as_stock(config)
+            if has_budget(config):
+                print(solve_in_dry_run(config, self.ranks, *map(self._words, _OPTIONS)))
+            asked, source = identity(config), dump(config)  # a dry run changes its config
+            if self.all_stages:
+                plans = self._plan_all_stages(config, source)
+            else:
+                run = dry_run(
+                    config,
+                    self.ranks,
+                    self.rank,
+                    budget=budget,
+                    machine=self.machine,
+                    slower=self.slower,
+                    imbalance=self.imbalance,
+                )
+                print(run.report(), flush=True)
+                plans = [] if run.memory is None else [to_json(run, asked)]
+                if self.out is not None:
+                    write(plans[0], self.out)
+        if not plans:
+            return
+        fullest = min(plans, key=lambda plan: plan["spare"])
+        if self.all_stages:
+            print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
+        if self.suggest or self.against:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "config.toml"
+                file.write_text(source)
+                options = self._words(("ranks", *chain(*_OPTIONS)))
+                others = {other: extends_in(file.parent, other) for other in self.against}
+                for line in suggest(file, fullest, options, self.suggest, others):
+                    print(line, flush=True)
+        elif not (fullest["fits"] or self.all_stages):
+            print("            --suggest 5 tries the nearest changes, with a dry run for each")
+        if not fullest["fits"]:
+            raise SystemExit(_DOES_NOT_FIT)
+
+    def _calibrated(self) -> float:
+        from titan_ext.base.op_cost import MACHINES
+        from titan_ext.plan.search import calibrate
+
+        if self.machine and self.machine not in MACHINES:
+            raise ValueError(
+                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
+                f"{did_you_mean(self.machine, MACHINES)}"
+            )
+        if not self.machine and (self.measured is not None or self.slower != 1.0):
+            raise ValueError("--measured and --slower need --machine: they slow its kernels down.")
+        if not 0 < self.slower < math.inf:
+            raise ValueError(f"--slower is {self.slower}; expected a positive factor: 1.3.")
+        if self.measured is None:
+            return self.slower
+        calibration = calibrate(self.measured, self.machine)
+        print(f"{'measured':12}{calibration}")
+        return calibration.slower
+
+    def _plan_activations(
+        self, resolved: "Resolved", activations: int | None, memory: "DeviceMemory | None"
+    ) -> None:
+        from titan_ext.plan.budget import plan_activations
+
+        changed = [f"{key} = {value}" for key, value, _ in resolved.given()]
+        plan = plan_activations(
+            resolved.config,
+            self.ranks,
+            self.rank,
+            budget=activations,
+            memory=memory,
+            imbalance=self.imbalance,
+            machine=self.machine or "h100",
+            as_on_a_gpu=not self.on_cpu,
+        )
+        print(plan.report())
+        if self.out is None:
+            return
+        file = self.out / "budget.toml"
+        lines = [f"extends = {json.dumps(extends_in(self.out, self.config))}"]
+        lines += [line for line in changed if not line.startswith("activation_checkpoint")]
+        file.write_text("\n".join([*lines, "", *plan.toml_lines()]) + "\n")
+        print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
+        if not plan.had_budget:  # else a run asks, and waits
+            plan.write_frontier(self.out)
+            print(f"{self.out / 'budget.png'} has the budget beside presets and other budgets.")
+
+    def _words(self, options: Iterable[str]) -> list[str]:
+        """Options of this command as a command line has them."""
+        given = [(f"--{name.replace('_', '-')}", getattr(self, name)) for name in options]
+        return [*chain(*([at, str(value)][: 2 - (value is True)] for at, value in given if value))]
+
+    def _plan_all_stages(self, config: Any, source: str) -> list[dict[str, Any]]:
+        """In processes of their own: Titan allows one layout in a process."""
+        from titan_ext.run.planned import dry_run_elsewhere, file_name
+
+        plans = []
+        with tempfile.TemporaryDirectory() as temporary:
+            folder, file = self.out or Path(temporary), Path(temporary) / "config.toml"
+            file.write_text(source)
+            options = self._words(("ranks", *chain(*_OPTIONS), "verbose"))
+            options += ["--out", str(folder)] if self.memory else []
+            stages = config.parallelism.pipeline_parallel_degree
+            for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
+                print(f"-- rank {rank}", flush=True)
+                rank_of = ["--rank", str(rank)]
+                code = dry_run_elsewhere(file, [*options, *rank_of], is_shown=True).returncode
+                if code not in (0, _DOES_NOT_FIT):
+                    raise SystemExit(code)
+                if self.memory:
+                    plans.append(json.loads((folder / file_name(rank)).read_text()))
+        return plans
+
+
+@dataclass
+class Report:
+    """Draw the loss of a run into its folder and print a line about it."""
+
+    folder: tyro.conf.Positional[Path]
+    """dump_folder of the run."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.base.run_folder import report
+
+        print(report(self.folder))
+
+
+@dataclass
+class Target:
+    """Print the step at which the next run in a folder ends; make train asks."""
+
+    folder: tyro.conf.Positional[Path]
+    """dump_folder of the run."""
+    steps: int
+    """Steps of a run."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.base.run_folder import next_target
+
+        if self.steps < 1:
+            raise ValueError(f"--steps is {self.steps}; expected 1 or more.")
+        print(next_target(self.folder, self.steps))
+
+
+@dataclass
+class Peft:
+    """Export the LoRA adapters of a run for the peft library."""
+
+    config: tyro.conf.Positional[_Config]
+    """What the run has as --config; its Titan flags, and --checkpoint.load_step, may follow."""
+    output: Path | None = None
+    """Folder to write; by default peft/step-N in the run's."""
+    base_model: str = ""
+    """Name of the base model; by default what the run started from."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.components.lora import export_adapters
+
+        config = resolve_config(self.config, flags).config
+        print(export_adapters(config, self.output, self.base_model))
+
+
+_COMMANDS = {
+    "list": List,
+    "new": New,
+    "show": Show,
+    "dry-run": DryRun,
+    "report": Report,
+    "target": Target,
+    "peft": Peft,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0, or 1 and one message for a mistake of the user's."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        _import_as_python_m()
+        name = arguments[0] if arguments else ""
+        if name not in _COMMANDS and name[:1] not in ("", "-"):
+            raise ValueError(f"{name}: no such command{nearest(name, _COMMANDS)}")
+        command, flags = _parse(arguments)
+        with quiet(getattr(command, "verbose", False)):
+            command.run(flags)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough: titan_ext list | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"{error.filename or 'writing'}: {error.strerror or error}.", file=sys.stderr)
+        return 1
+    except (ValueError, AssertionError, ImportError, NotImplementedError) as error:
+        if not str(error):
+            raise
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _import_as_python_m() -> None:
+    """Find modules in the current folder, where a user's config functions are.
+
+    The installed script has its own folder on Python's path in place of it.
+    """
+    here = str(Path.cwd())
+    if not sys.flags.safe_path and here not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """The command, and Titan's flags. Raises ValueError for what is neither, and missing files."""
+    named = (Annotated[cls, tyro.conf.subcommand(name)] for name, cls in _COMMANDS.items())
+    command, flags = tyro.cli(
+        functools.reduce(operator.or_, named),
+        prog="titan_ext",
+        description=_DESCRIPTION,
+        args=arguments,
+        return_unknown_args=True,
+    )
+    if flags and not hasattr(command, "config"):
+        raise ValueError(f"unknown: {' '.join(flags)}; try titan_ext {arguments[0]} --help.")
+    options = [f"--{field.name.replace('_', '-')}" for field in fields(command)]
+    for flag in flags:
+        if "." not in flag and (meant := did_you_mean(flag, options)) != ".":
+            raise ValueError(f"{flag}: no option of titan_ext {arguments[0]}{meant}")
+    for config in (getattr(command, "config", ""), *getattr(command, "against", ())):
+        if config:
+            check_config(config)
+    return command, flags

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The config function at the end of a chain of files, and the ``[model]`` section.
+
+``[model]`` holds what Titan's config functions pass to ``model_registry``. A config holds the
+finished spec. To change a choice, titan_ext makes a new spec from the same registry, with the
+function's other choices.
+"""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from torchtitan.experiments import _supported_experiments
+from torchtitan.models import _supported_models
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer as TitanTrainer
+
+from titan_ext.base.messages import REFUSED_MODELS
+from titan_ext.parallelize.passes import extend_model_spec
+from titan_ext.run.trainer import extended_class, extended_sections
+from titan_ext.toml.convert import Given, convert, values_of
+from titan_ext.toml.files import (
+    MODEL,
+    KeyLocation,
+    import_first,
+    import_problem,
+    nearest,
+    to_toml,
+)
+from titan_ext.toml.legacy import legacy_advice
+
+_REGISTRY = "model_registry"
+_COMPILED = "model_compile_enabled"
+_VOCABULARY = "global_vocab_size"
+# For a suggestion only, once Titan has refused a name.
+_KNOWN = {
+    "attn_backend": ("flex", "flex_flash", "varlen"),
+    "moe_comm_backend": ("standard", "deepep", "hybridep", "minimal_async_ep"),
+}
+
+
+class RegistryCall(NamedTuple):
+    """A call of a ``model_registry``."""
+
+    registry: Callable[..., ModelSpec]
+    arguments: dict[str, Any]
+    """All arguments, with the registry's defaults."""
+    spec: ModelSpec
+
+
+class Base(NamedTuple):
+    """What a file starts from: a config function's config, not yet built as ours."""
+
+    name: str
+    cls: type
+    values: dict[str, Any]
+    call: RegistryCall | None
+    """The function's call of a registry; None if it made none that we saw."""
+
+
+def load_base(name: str, at: KeyLocation) -> Base:
+    """Call the config function ``name`` and extend its config.
+
+    Args:
+        name: ``module.function``; the module is a name that Titan's ``--module`` takes.
+        at: ``extends`` of the file that names it.
+
+    Raises:
+        TomlConfigError: if there is none, a package is missing, or titan_ext cannot serve it.
+    """
+    if (model := name.partition(".")[0]) in REFUSED_MODELS:
+        raise at.error(f"titan_ext does not serve {model}: {REFUSED_MODELS[model]}.")
+    calls: list[RegistryCall] = []
+    function = _noting(_find_function(name, at), calls, {})
+    try:
+        config = function()
+    except ImportError as error:
+        raise at.error(import_problem(name, error)) from error
+    except Exception as error:
+        who = f"{name} " if at.key else ""  # else the name stands in front
+        raise at.error(f"{who}failed: {type(error).__name__}: {error}") from error
+    if not isinstance(config, TitanTrainer.Config):
+        raise at.error(f"{name} is no config function: it returned {type(config).__name__}.")
+    try:
+        values = values_of(config) | extended_sections(config)
+    except ValueError as error:
+        raise at.error(f"{name}: {error}") from error
+    spec = values["model_spec"]
+    # Ours shares the model with Titan's; the last call is the one whose result was kept.
+    kept = [call for call in calls if spec is not None and call.spec.model is spec.model]
+    return Base(name, extended_class(type(config)), values, kept[-1] if kept else None)
+
+
+def _find_function(name: str, at: KeyLocation) -> Callable[[], Any]:
+    module_name, _, function_name = name.rpartition(".")
+    if not module_name:
+        models = [model for model in _supported_models if name.startswith(model)]
+        guess = f"; did you mean {max(models, key=len)}.{name}?" if models else "."
+        raise at.error(f'expected "MODULE.FUNCTION" or "FILE.toml", got "{name}"{guess}')
+    candidates = [f"{module_name}.config_registry", module_name]
+    if module_name in _supported_models | _supported_experiments:  # as Titan's --module
+        folders = ("models", "experiments", "experiments.rl.examples")
+        candidates = [f"torchtitan.{folder}.{module_name}.config_registry" for folder in folders]
+    module = import_first(module_name, candidates, at)
+    if module is None:
+        here = {path.stem for path in Path().glob("*.py")} - {module_name}
+        known = _supported_models | _supported_experiments | {"titan_ext"} | here
+        raise at.error(f"no module {module_name}{nearest(module_name, known)}")
+    try:
+        function = getattr(module, function_name, None)
+    except ValueError as error:  # from titan_ext.config_registry
+        raise at.error(str(error)) from error
+    if not callable(function):
+        own = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
+        valid = [f.__name__ for f in own if isinstance(f, FunctionType) and f.__name__[0] != "_"]
+        raise at.error(
+            f"{module.__name__} has no config function {function_name}"
+            f"{nearest(function_name, valid)}"
+        )
+    return function
+
+
+def _noting(function: Any, calls: list[RegistryCall], copies: dict[Any, Any]) -> Any:
+    """A copy of a config function that records its calls of a ``model_registry`` in ``calls``.
+
+    A ModelSpec does not tell its attention backend or converters. The copy has its own globals,
+    with a recording registry; the config functions that it calls are such copies too. Titan's
+    modules stay as they are.
+    """
+
+    def noted(value: Any) -> Any:
+        if getattr(value, "__name__", "") == _REGISTRY:
+            return _noted(value, calls)
+        if isinstance(value, FunctionType) and _REGISTRY in value.__globals__:
+            return _noting(value, calls, copies)
+        if isinstance(value, ModuleType) and hasattr(value, _REGISTRY):
+            used = {name: noted(getattr(value, name)) for name in names if hasattr(value, name)}
+            return SimpleNamespace(**vars(value) | used)
+        return value
+
+    if function not in copies and isinstance(function, FunctionType):
+        code, scope = function.__code__, dict(function.__globals__)
+        names = code.co_names
+        copy = FunctionType(code, scope, code.co_name, function.__defaults__, function.__closure__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        copies[function] = copy
+        scope |= {name: noted(scope[name]) for name in names if name in scope}
+    return copies.get(function, function)
+
+
+def _noted(registry: Any, calls: list[RegistryCall]) -> Callable:
+    @functools.wraps(registry)
+    def note(*args: Any, **kwargs: Any) -> ModelSpec:
+        bound = inspect.signature(registry).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(zip(bound.signature.parameters, bound.args, strict=False)) | bound.kwargs
+        calls.append(RegistryCall(registry, arguments, registry(*args, **kwargs)))
+        return calls[-1].spec
+
+    return note
+
+
+def choose_model(
+    base: Base, given: list[Given], values: dict[str, Any], at: KeyLocation
+) -> dict[str, Any]:
+    """Make the model again if files change it, and fit the loss to its vocabulary.
+
+    Args:
+        base: What the files start from.
+        given: ``[model]`` of each file that has one.
+        values: Values of the whole config; ``model_spec`` and ``loss`` are replaced.
+        at: The last file.
+
+    Returns:
+        The arguments of the model registry; empty if it was not seen.
+    """
+    arguments = _arguments(base, given)
+    spec = values["model_spec"]
+    compiled = values["compile"].enable and "model" in values["compile"].components
+    if converters := arguments.get("converters"):
+        # Titan's config functions tell converters by hand; a file may turn compile on or off.
+        arguments["converters"] = [
+            converter
+            if f"{MODEL}.converters.{index}.{_COMPILED}" in at.origins
+            or not hasattr(converter, _COMPILED)
+            else replace(converter, **{_COMPILED: compiled})
+            for index, converter in enumerate(converters)
+        ]
+    if base.call and (given or arguments != base.call.arguments):
+        at_model = given[-1].at if given else at.below(MODEL)
+        values["model_spec"] = _make_spec(base.call, arguments, at_model)
+    if isinstance(spec.model, Decoder.Config):
+        sizes = spec.model.vocab_size, values["model_spec"].model.vocab_size
+        values["loss"] = _fit_vocabulary(values["loss"], *sizes, at.below("loss"))
+    return arguments
+
+
+def _arguments(base: Base, given: list[Given]) -> dict[str, Any]:
+    """The arguments for the registry: the base's, changed by the files in turn."""
+    if base.call is None:
+        for at, _ in given:
+            raise at.error(
+                f"{base.name} does not call a function named {_REGISTRY}, so [model] has "
+                "no choices; change the model in Python."
+            )
+        return {}
+    registry, arguments = base.call.registry, dict(base.call.arguments)
+    parameters = inspect.signature(registry).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = typing.get_type_hints(registry, include_extras=True)
+    for at, table in given:
+        if not isinstance(table, dict):
+            raise at.error(f"expected a table [{MODEL}], got {to_toml(table)}.")
+        for name, value in table.items():
+            below = at.below(name)
+            # In 0.1 and 0.2 converters were a list of names.
+            by_name = name == "converters" and isinstance(value, list) and str in map(type, value)
+            with at.noting():
+                if by_name or not (name in parameters or takes_any):
+                    if old := legacy_advice(below.key, None if by_name else value):
+                        raise below.error(f"a key of TorchTitan 0.1 or 0.2; today: {old[1]}.")
+                    hint = nearest(name, parameters)
+                    raise below.error(f"{_name(registry)} does not take it{hint}")
+                current = arguments.get(name, MISSING)
+                arguments[name] = convert(hints.get(name, Any), [Given(below, value)], current)
+    return arguments
+
+
+def _make_spec(call: RegistryCall, arguments: dict[str, Any], at: KeyLocation) -> ModelSpec:
+    try:
+        return extend_model_spec(call.registry(**arguments))
+    except Exception as error:  # a registry checks with ValueError, KeyError, assert, ...
+        function = inspect.unwrap(call.registry)
+        tables = [function.__globals__.get(name) for name in function.__code__.co_names]
+        flavor = call.arguments.get("flavor")
+        flavors = [table for table in tables if isinstance(table, dict) and flavor in table]
+        for name, known in [*_KNOWN.items(), *(("flavor", table) for table in flavors)]:
+            wrong = arguments.get(name)
+            if wrong is not None and wrong not in known:
+                raise at.below(name).error(
+                    f'"{wrong}" is unknown{nearest(wrong, known)}'
+                ) from error
+        raise at.error(f"{_name(call.registry)} refuses it: {error}") from error
+
+
+def _name(function: Callable) -> str:
+    return f"{function.__module__}.{function.__name__}"
+
+
+def _fit_vocabulary(loss: Any, old: int, new: int, at: KeyLocation) -> Any:
+    """Give a loss that has the vocabulary size that of the new model, unless a file set another.
+
+    Config functions compute it from their spec, so we replace the old size. A loss that a file
+    chose has none yet.
+    """
+    changes: dict[str, Any] = {}
+    for f in fields(loss):
+        below, value = at.below(f.name), getattr(loss, f.name)
+        if f.name == _VOCABULARY:
+            is_default = value is None and below.origin().startswith("default of")
+            if is_default or (value == old != new and below.key not in at.origins):
+                changes[f.name] = new
+                below.record(f"vocabulary of the model, see {at.file}")
+        elif is_dataclass(value):
+            changes[f.name] = _fit_vocabulary(value, old, new, below)
+    return replace(loss, **changes)

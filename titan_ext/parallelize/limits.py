@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Values, degrees and pipeline schedules that no run can have, refused before anything starts.
+
+Titan meets most of them on the ranks: as a bare assertion, a division by zero, or not at all.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.moe import MoE
+
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base.messages import and_more
+from titan_ext.components.optim import MUON
+from titan_ext.fsdp.settings import FSDPSettings
+
+_OTHERS = "another schedule (1F1B, Interleaved1F1B)"
+_WEIGHTS = re.compile(r"\d+W\d+")  # stage, gradients of weights, microbatch
+_SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
+
+
+def _one_or_more_or_minus_one(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("Input should be 1 or more, or -1")
+    return value
+
+
+_FromOne = Annotated[int, Field(ge=1)]
+_FromZero = Annotated[int, Field(ge=0)]
+_OrAuto = Annotated[int, AfterValidator(_one_or_more_or_minus_one)]
+_Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2)]
+
+
+def _section(**keys: Any) -> type[BaseModel]:
+    """A section of a config; a key that it does not have passes."""
+    fields: dict[str, Any] = {key: (kind | None, None) for key, kind in keys.items()}
+    return create_model("Section", __config__=ConfigDict(from_attributes=True), **fields)
+
+
+_DEGREES = (
+    "data_parallel_replicate_degree",
+    "pipeline_parallel_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+)
+_EXPERT = "expert_parallel_degree"
+_SHARD = "data_parallel_shard_degree"
+_kwargs = _section(lr=_Finite, betas=_Betas, eps=_Finite, weight_decay=_Finite)
+_group: Any = _section(optimizer_kwargs=_kwargs)
+_LIMITS = _section(
+    dump_folder=Annotated[str, Field(min_length=1)],
+    training=_section(
+        local_batch_size=_FromOne,
+        global_batch_size=_OrAuto,
+        seq_len=_FromOne,
+        steps=_FromOne,
+        max_norm=Annotated[float, Field(gt=0)],
+        gc_freq=_FromOne,
+    ),
+    parallelism=_section(**dict.fromkeys((*_DEGREES, _EXPERT), _FromOne), **{_SHARD: _OrAuto}),
+    optimizer=_section(param_groups=list[_group]),  # type: ignore[valid-type]
+    lr_scheduler=_section(
+        warmup_steps=_FromZero, total_steps=_FromOne, decay_ratio=_Share, min_lr_factor=_Share
+    ),
+    checkpoint=_section(
+        interval=_FromOne,
+        keep_latest_k=_FromZero,
+        verify_checksums_up_to_gib=Annotated[float, Field(ge=0)],
+    ),
+    metrics=_section(log_freq=_FromOne),
+    validator=_section(freq=_FromOne),
+    comm=_section(init_timeout_seconds=_FromOne, train_timeout_seconds=_FromOne),
+)
+
+
+def wrong_values(config: Any) -> list[str]:
+    """A message for every value that is out of its range."""
+    try:
+        _LIMITS.model_validate(config)
+    except ValidationError as error:
+        return [
+            f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}; expected "
+            f"{_in_words(wrong['msg'])}."
+            for wrong in error.errors(include_url=False)
+        ]
+    return []
+
+
+def _in_words(problem: str) -> str:
+    problem = re.sub("^.* should (be|have) | after validation.*", "", problem)
+    problem = problem.replace("less than or equal to", "at most")
+    return re.sub(r"greater than or equal to (\S+)", r"\1 or more", problem)
+
+
+def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
+    """A message for every degree that does not fit the number of ranks or the experts.
+
+    ``config`` is a trainer's, without wrong values; ``ranks`` are those of the whole run, None if
+    unknown.
+    """
+    parallelism, training = config.parallelism, config.training
+    degrees = {key: getattr(parallelism, key) for key in _DEGREES}
+    shard, experts = getattr(parallelism, _SHARD), getattr(parallelism, _EXPERT)
+    without_shard = math.prod(degrees.values())
+    product = without_shard * max(shard, 1)
+    if ranks is not None and (ranks % product or (shard > 0 and ranks != product)):
+        parts = [f"{key} {degree}" for key, degree in (degrees | {_SHARD: shard}).items()]
+        given = " x ".join(part for part in parts if not part.endswith((" 1", " -1")))
+        yield (
+            f"parallelism: {given or 'one copy'} makes {product} ranks, but this run has {ranks}; "
+            f"expected degrees whose product {'is' if shard > 0 else 'divides'} {ranks}"
+            f"{f', or {_SHARD} = -1 for the ranks that are left' if shard > 0 else ''}."
+        )
+        return
+    shard = ranks // without_shard if ranks is not None else shard
+    to_divide = {}
+    model_parallel = degrees["context_parallel_degree"] * degrees["tensor_parallel_degree"]
+    if moes := _moes(config):
+        to_divide["the number of experts"] = moes[0].num_experts
+    if shard > 0:
+        what = "the ranks of one pipeline stage in one replica (FSDP shards x CP x TP)"
+        to_divide[what] = shard * model_parallel
+    for what, whole in to_divide.items():
+        if whole % experts:
+            common = math.gcd(*to_divide.values())
+            yield (
+                f"parallelism.{_EXPERT} is {experts}; it has to divide {whole}, {what}; expected "
+                f"{'one of ' if common > 1 else ''}{and_more(_divisors(common), limit=12)}."
+            )
+            break
+    if shard < 0:
+        return
+    if moes and shard * model_parallel % experts == 0:
+        yield from _wrong_expert_shards(config, moes[0], shard, ranks)
+    step = training.local_batch_size * shard * parallelism.data_parallel_replicate_degree
+    if training.global_batch_size > 0 and training.global_batch_size % step:
+        yield (
+            f"training.global_batch_size is {training.global_batch_size}; expected a multiple of "
+            f"{step}: training.local_batch_size {training.local_batch_size} x "
+            f"{step // training.local_batch_size} data-parallel ranks."
+        )
+
+
+def _wrong_expert_shards(
+    config: Any, moe: MoE.Config, shard: int, ranks: int | None
+) -> Iterator[str]:
+    """A message if more ranks than experts share the routed experts, and cannot.
+
+    FSDP then shards them along dim 1, as in Titan (``torchtitan/distributed/fsdp.py``). torch does
+    that evenly only, and DistMuon not at all.
+    """
+    parallelism = config.parallelism
+    with torch.device("meta"):
+        params = list(moe.routed_experts.inner_experts.build().parameters())
+    replicas = parallelism.data_parallel_replicate_degree
+    ep, tp = getattr(parallelism, _EXPERT), parallelism.tensor_parallel_degree
+    shards = shard * parallelism.context_parallel_degree
+
+    def problem(ep: int, replicas: int, shards: int) -> str:
+        spread, world = (shards * tp, shards * tp // ep) if ep > 1 else (shards * replicas, shards)
+        if spread <= moe.num_experts or (tp > 1 and ep == 1):  # TP splits them, too
+            return ""
+        uneven = [size for size in {p.shape[1] for p in params} if size % world]
+        said = f"{spread} ranks share {moe.num_experts} experts, so FSDP shards"
+        if uneven:
+            return (
+                f"{said} dim 1 of their weights, of {min(uneven)} values, over {world} ranks, "
+                "which torch does evenly only"
+            )
+        muon = any(g.optimizer_name == MUON for g in getattr(config.optimizer, "param_groups", []))
+        return f"{said} dim 1 of their weights, which {MUON} does not support" if muon else ""
+
+    if not (found := problem(ep, replicas, shards)):
+        return
+    whole = math.gcd(shards * tp, moe.num_experts)
+    degrees = [
+        n for n in _divisors(whole) if (n > 1 or tp == 1) and not problem(n, replicas, shards)
+    ]
+    copies = [
+        replicas * n
+        for n in _divisors(shards)
+        if shards // n * tp % ep == 0 and not problem(ep, replicas * n, shards // n)
+    ]
+    expected = "expert parallelism in copies, each of fewer ranks (HSDP)"
+    if degrees:
+        expected = f"{'one of ' if len(degrees) > 1 else ''}{and_more(degrees, limit=6)}"
+    elif copies:  # the fewest: each holds all weights and states
+        expected = f"data_parallel_replicate_degree {copies[0]}, if a plan (--memory) says it fits"
+    yield f"parallelism.{_EXPERT} is {ep}: {found}; expected {expected}."
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _moes(config: Any) -> list[MoE.Config]:
+    spec = config.model_spec
+    return [moe for _, moe, _, _ in spec.model.traverse(MoE.Config)] if spec else []
+
+
+def check_schedule(
+    parallelism: ParallelismConfig, *, loss: Any, activation_checkpoint: Any, compiled: bool
+) -> None:
+    """Raise ValueError for what a schedule that splits backward cannot do, or would do wrong.
+
+    Zero-bubble schedules take the gradients of a stage's inputs first and those of its weights
+    later. For that torch (``torch.distributed.pipelining._backward``) looks up the parameters that
+    the stage holds when backward begins. FSDP2 swaps parameters: if it has resharded a unit by
+    then, they are not those of the graph, and torch silently skips them. Stock TorchTitan 0.3 then
+    trains without their gradients.
+
+    ``loss`` and ``activation_checkpoint`` are configs, None where there is none.
+    """
+    key = _splitting_key(parallelism)
+    if key is None:
+        return
+    why = f"parallelism.{key} is {getattr(parallelism, key)!r}, which splits backward"
+    if compiled:
+        raise ValueError(
+            f"{why}: torch.compile makes code that runs backward once. Expected compile.enable = "
+            f"false, or {_OTHERS}."
+        )
+    if policy := _one_backward(activation_checkpoint):
+        raise ValueError(
+            f"{why}; activation_checkpoint policy {policy} allows one backward only. Expected "
+            f'policy "full" or "none", policy "fp8" with mode "no_recompute", or {_OTHERS}.'
+        )
+    if isinstance(loss, ChunkedLossWrapper.Config):
+        raise ValueError(
+            f"{why}: with the chunked loss the last norm would get no gradient. Expected another "
+            f"loss (torchtitan.components.loss.CrossEntropyLoss), or {_OTHERS}."
+        )
+    for reshard_key, value in FSDPSettings.from_config(parallelism).reshard_by_key.items():
+        if value not in ("default", "never"):
+            raise ValueError(
+                f"{why}, and {reshard_key} is {value!r}: parameters that are freed after forward "
+                'would get no gradient. Expected "never", or "default", which keeps them gathered '
+                "in a pipeline."
+            )
+
+
+def _splitting_key(parallelism: ParallelismConfig) -> str | None:
+    """The key that chooses a schedule that splits backward; None if no key does."""
+    if parallelism.pipeline_parallel_degree == 1:
+        return None
+    file = Path(parallelism.pipeline_parallel_schedule_csv or "")
+    if file.is_file():  # Titan says so if it is missing
+        return "pipeline_parallel_schedule_csv" if _WEIGHTS.search(file.read_text()) else None
+    schedule = get_schedule_class(parallelism.pipeline_parallel_schedule)
+    return "pipeline_parallel_schedule" if schedule in _SPLIT_BACKWARD else None
+
+
+def _one_backward(policy: Any) -> str:
+    """The name of a policy built on torch's selective checkpoints; "" for any other."""
+    if isinstance(policy, SelectiveAC.Config):
+        return '"selective"'
+    if isinstance(policy, FP8AC.Config) and policy.mode != "no_recompute":
+        return f'"fp8" with mode "{policy.mode}"'
+    return ""

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The passes that turn a Titan decoder into a parallel one, in order, on one screen.
+
+Model-parallel sharding, overlap of shared experts, activation checkpointing, compile, FSDP.
+``extend_model_spec`` makes a Titan model spec call them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.nn as nn
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
+
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.compile import (
+    apply_activation_checkpointing,
+    compile_units,
+    compiles_model,
+)
+from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_to_all
+from titan_ext.base.titan import apply_cp_to_forward, keep_frozen, validate_config
+from titan_ext.components.dispatch import (
+    log_all_to_all,
+    overlap_shared_experts,
+    saves_all_to_all,
+    use_functional_all_to_all,
+)
+from titan_ext.components.halves import overlap_in_halves
+from titan_ext.components.hf_export import for_replicated_weights
+from titan_ext.components.lora import lora_settings
+from titan_ext.fsdp.auto import choose
+from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.shard import shard_decoder
+from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
+from titan_ext.fsdp.unmanaged import refuse_fsdp1
+from titan_ext.parallelize.keys import check_parallelism
+from titan_ext.parallelize.limits import check_schedule
+
+# Titan models whose own parallelize function refuses something, by ModelSpec.name.
+_NO_CONTEXT_PARALLEL = ("kimi_k2_5", "qwen3_5")
+_SPMD_TYPES_ONLY = ("muse_glimmer",)
+
+
+def parallelize(
+    model: Decoder,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
+    dump_folder: str,
+    skip_dp: bool = False,
+    ignored: Sequence[str] = (),
+) -> Decoder:
+    """Parallelize a Titan decoder, or the chunk of one that a pipeline stage holds, in place.
+
+    It has the signature that Titan's trainer and pipelining functions call a model spec's
+    ``parallelize_fn`` with, and works for every decoder (``torchtitan.models.common.decoder``).
+
+    Args:
+        model: The decoder on the meta device; it is returned.
+        parallelism: Titan's section, or ours with ``fsdp_wrap``.
+        ac_config: An activation checkpointing policy, or None.
+        skip_dp: Stop before FSDP; Titan's inference callers pass it.
+        ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
+            synchronises (docs/lora.md).
+
+    Raises:
+        ValueError: for a configuration that titan_ext does not serve, or a module that FSDP1 wraps.
+    """
+    # 0. Refuse what cannot run, and choose the FSDP units. Nothing is changed yet.
+    compiled = compiles_model(compile_config)
+    check_parallelism(parallelism, training, compiled=compiled)
+    check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
+    refuse_fsdp1(model)
+    if parallel_dims.cp_enabled and vision_modules(model):
+        raise ValueError(
+            "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
+            "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
+        )
+    saves = saves_all_to_all(parallelism, parallel_dims.ep, compiled=compiled)
+    overlaps = getattr(parallelism, "overlap_shared_experts", True) and (
+        parallel_dims.ep_enabled and not (parallel_dims.tp_enabled or compiled)
+    )
+    settings = choose(
+        model,
+        FSDPSettings.from_config(parallelism, training, ignored),
+        parallel_dims,
+        compiled=compiled,
+    )
+    units = plan_units(model, settings.resolved_wrap)
+
+    # 1. Shard over the model-parallel axes: TP, EP, CP. Quantized linears are there already:
+    #    Titan's converters put them into the model's config.
+    with keep_frozen(model):
+        _shard_model_axes(model, parallel_dims)
+
+    # 2. Let shared experts run while tokens travel back.
+    halves = getattr(parallelism, "overlap_exchanges", "none") == "halves"
+    if halves and parallel_dims.ep_enabled:
+        overlap_in_halves(model, parallel_dims.ep)
+    elif overlaps:
+        overlap_shared_experts(model)
+
+    # 3. Activation checkpointing, of the blocks of a vision tower too.
+    policy = None
+    if ac_config is not None:
+        policy = build_policy(ac_config, dump_folder, saves_all_to_all=saves)
+        if parallel_dims.ep_enabled and heeds_save_all_to_all(ac_config):
+            log_all_to_all(model, saves, parallel_dims.ep)
+        apply_activation_checkpointing(model, policy, units, compiled=compiled)
+        for tower in vision_modules(model).values():
+            if hasattr(tower, "layers"):
+                policy.apply(tower)
+
+    # 4. Compile, inside of FSDP's hooks.
+    if compiled:
+        compile_units(
+            model,
+            units,
+            compile_config=compile_config,
+            parallel_dims=parallel_dims,
+            float8=policy if isinstance(policy, FP8AC) else None,
+        )
+
+    # 5. FSDP, the outermost: it wraps what the other passes have made of the modules.
+    if skip_dp:
+        return model
+    shard_decoder(model, parallel_dims, settings, units=units)
+    return model
+
+
+def _shard_model_axes(model: Decoder, parallel_dims: ParallelDims) -> None:
+    if parallel_dims.spmd_backend == "spmd_types":
+        validate_config(parallel_dims, model)
+        model.parallelize(parallel_dims)
+        return
+    if parallel_dims.cp_enabled:
+        # Before parallelize(): context parallelism works on the local tensors inside local_map.
+        attention = [
+            block.get_submodule("attention.inner_attention") for _, block in decoder_blocks(model)
+        ]
+        apply_cp_to_forward(attention, parallel_dims.get_mesh("cp"))
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
+        model.parallelize(parallel_dims)
+
+
+@dataclasses.dataclass
+class ExtendedModelSpec(ModelSpec):
+    """A model spec of Titan's that titan_ext has extended.
+
+    Attributes:
+        stock_parallelize_fn: Titan's own, for a dry run of stock.
+        extends: The config function that its config comes from, as a file has it; "" if a config
+            was made in Python.
+        choices: The [model] section of its file, by key.
+    """
+
+    stock_parallelize_fn: Callable[..., nn.Module] = lambda model, **_: model
+    extends: str = dataclasses.field(default="", compare=False, repr=False)
+    choices: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+
+def extend_model_spec(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` with titan_ext's parallelize function and expert dispatcher.
+
+    Model, pipelining function, post-optimizer hook (expert load balancing) and checkpoints stay
+    Titan's. The Hugging Face adapter also learns HSDP and LoRA. The result shares the model config
+    of ``spec``, whose dispatchers are swapped in place. So give it a fresh spec, as Titan's
+    ``model_registry`` functions return.
+
+    A model with LoRA adapters gets no load balancing. Balancing would keep changing the routers'
+    bias, which belongs to the frozen base, and exported adapters would not fit that base.
+
+    Raises:
+        ValueError: if the model is not a decoder: its blocks, and so its units, are unknown.
+    """
+    if not isinstance(spec.model, Decoder.Config):
+        raise ValueError(
+            f"titan_ext does not serve the model {spec.name!r}: its config is a "
+            f"{type(spec.model).__qualname__}, not one of a decoder "
+            "(torchtitan.models.common.decoder.Decoder)."
+        )
+    use_functional_all_to_all(spec)
+    adapter = spec.state_dict_adapter
+    after_optimizer = spec.post_optimizer_build_fn
+    if after_optimizer is register_moe_load_balancing_hook and lora_settings(spec.model):
+        after_optimizer = None
+        if list(spec.model.traverse(MoE.Config)):
+            logger.info("LoRA: load balancing is off, the routers' bias is frozen with the base.")
+    if isinstance(spec, ExtendedModelSpec):
+        return spec
+    return ExtendedModelSpec(
+        name=spec.name,
+        flavor=spec.flavor,
+        model=spec.model,
+        parallelize_fn=parallelize,
+        pipelining_fn=spec.pipelining_fn,
+        post_optimizer_build_fn=after_optimizer,
+        state_dict_adapter=for_replicated_weights(adapter) if adapter else None,
+        stock_parallelize_fn=spec.parallelize_fn,
+    )
+
+
+def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
+    """Raise ValueError for what Titan refuses for the model ``name``, or computes wrongly."""
+    cp, backend = parallelism.context_parallel_degree, parallelism.spmd_backend
+    if name in _NO_CONTEXT_PARALLEL and cp > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree is {cp}; {name} needs 1: TorchTitan does not "
+            "support context parallelism for it."
+        )
+    if name in _SPMD_TYPES_ONLY and backend != "spmd_types":
+        raise ValueError(
+            f"parallelism.spmd_backend is {backend!r}; {name} supports only 'spmd_types', as in "
+            "TorchTitan."
+        )
+    tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    if name == "gpt_oss" and tp > 1 and ep == 1 and backend == "spmd_types":
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree is {tp} and expert_parallel_degree 1; under "
+            "'spmd_types' TorchTitan 0.3 then adds the bias of gpt_oss' experts once for each of "
+            f"the {tp} ranks, and the loss is wrong. Expected spmd_backend = 'partial_dtensor', or "
+            "expert_parallel_degree > 1."
+        )

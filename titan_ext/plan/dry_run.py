@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One training step as one rank of a large job, on a laptop, with nothing of its size.
+
+Titan's own trainer builds the real model on the meta device and our ``parallelize`` shards it over
+a fake process group. From there on tensors are fake (shapes without data), so that forward, loss,
+backward, clipping and the optimizer run at any size. Nothing is allocated, loaded or written. What
+would stop the job at its start stops here, with the same message.
+
+``titan_ext dry-run FILE --ranks 512`` prints ``DryRun.report``. Titan allows one per process.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.stage import PipelineStage
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+
+from titan_ext.base import no_accelerator
+from titan_ext.base.messages import format_bytes
+from titan_ext.base.op_cost import (
+    MACHINES,
+    NVLINK_DOMAIN,
+    RANKS_PER_NODE,
+    nvlink_domain,
+    ranks_per_node,
+)
+from titan_ext.base.tensors import plain_tensors
+from titan_ext.components.hf_export import HuggingFaceExport
+from titan_ext.fsdp.plan import count_units, plan_of
+from titan_ext.plan.memory import LASTING, DeviceMemory, LiveBytes, MemoryPlan
+from titan_ext.plan.schedules import actions_of, idle_share
+from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
+from titan_ext.plan.time import Part, StepClock, StepTime
+from titan_ext.run.checks import LoRATargets
+from titan_ext.run.trainer import Trainer
+
+_AT_ONCE = 128
+"""Parameters a call of clipping and optimizer: torch's time grows with the square of the list.
+
+A foreach optimizer gets all, since it makes temporaries for all."""
+
+
+class DryRun(Trainer):
+    """The trainer of one rank of ``ranks``, up to and including one step on fake tensors.
+
+    ``forward_backward``, ``clip`` and ``optimize`` are the parts of ``run_step``.
+    """
+
+    run_checks = (LoRATargets,)
+
+    def __init__(self, config: Trainer.Config, ranks: int, rank: int = 0) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.model_parameters = 0
+        """Of the whole model."""
+        self.memory: MemoryPlan | None = None
+        self.time: StepTime | None = None
+        self.imbalance = 1.0
+        with contextlib.ExitStack() as self._building:
+            super().__init__(self._without_side_effects(config))
+        if self.parallel_dims.pp_enabled:
+            self._tell_stages_their_shapes()
+
+    def _without_side_effects(self, config: Trainer.Config) -> Trainer.Config:
+        """``config`` without what reads or writes files, with fake tensors once it is sharded."""
+        spec = config.model_spec
+        assert spec is not None
+        is_pipelined = config.parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn
+        name = "pipelining_fn" if is_pipelined else "parallelize_fn"  # one calls the other
+        functions: dict[str, Any] = {name: self._then_fake(getattr(spec, name))}
+        return dataclasses.replace(
+            config,
+            model_spec=dataclasses.replace(spec, **functions),
+            dataloader=NoDataLoader.Config(),
+            tokenizer=NoTokenizer.Config(),
+            checkpoint=dataclasses.replace(config.checkpoint, enable=False),
+            metrics=dataclasses.replace(
+                config.metrics, enable_tensorboard=False, enable_wandb=False
+            ),
+            validator=dataclasses.replace(config.validator, enable=False),
+            debug=dataclasses.replace(config.debug, print_config=False, save_config_file=None),
+        )
+
+    def _then_fake(self, parallelize: Callable[..., Any]) -> Callable[..., Any]:
+        """``parallelize``, after which every tensor is fake and no weight is initialised.
+
+        Before it nothing has a size: the model is on the meta device. Meshes need real tensors.
+        """
+
+        def sharded(model: nn.Module, **arguments: Any) -> Any:
+            self.model_parameters = sum(p.numel() for p in model.parameters())
+            result = parallelize(model, **{**arguments, "dump_folder": ""})  # policies write there
+            for part in result[1] if isinstance(result, tuple) else [result]:
+                part.init_weights = _leave_as_they_are  # torch's initialisers look at values
+            self._building.enter_context(self.fake)
+            return result
+
+        return sharded
+
+    def init_distributed(self) -> ParallelDims:
+        self.device = torch.device("cpu")  # not "cpu:0": to a fake tensor that is another device
+        # As Titan does, for every mode.
+        torch.autograd.set_multithreading_enabled(False)
+        dist.init_process_group("fake", rank=self.rank, world_size=self.ranks)
+        return ParallelDims.from_config(self.config.parallelism, self.ranks)
+
+    def _tell_stages_their_shapes(self) -> None:
+        """What stages would tell each other first: the shapes that they send and receive."""
+        config, dims = self.config, self.parallel_dims
+        length = config.training.seq_len // dims.cp
+        if config.parallelism.enable_sequence_parallel:
+            length //= dims.tp
+        batch = config.parallelism.pipeline_parallel_microbatch_size
+        model: Any = self.model_config
+        dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+        hidden = torch.empty(
+            batch, length, model.dim, dtype=dtype, device="meta", requires_grad=True
+        )
+        tokens = torch.empty(
+            batch, config.training.seq_len // dims.cp, dtype=torch.int64, device="meta"
+        )
+        is_chunked = isinstance(self.loss_fn, ChunkedLossWrapper)
+        logits = tokens.new_empty(*tokens.shape, model.vocab_size, dtype=dtype)
+        for stage in self.stages:
+            is_head = stage.is_last and not is_chunked
+            told = PipelineStage(
+                nn.Identity(),
+                stage.stage_index,
+                stage.num_stages,
+                stage.device,
+                input_args=tokens if stage.is_first else hidden,
+                output_args=logits.requires_grad_() if is_head else hidden,
+                group=stage.group,
+            )
+            stage._user_meta = told._user_meta
+
+    @property
+    def stages(self) -> Sequence[Any]:
+        """The pipeline stages of this rank."""
+        if not self.parallel_dims.pp_enabled:
+            return ()
+        schedule: Any = self.pp_schedule
+        return getattr(schedule, "_stages", None) or [schedule._stage]
+
+    def run_step(self, at: Callable[[str], None] = lambda moment: None) -> None:
+        """One training step; ``at`` is told of what no module shows. Later accumulation steps than
+        the second do as that does.
+
+        Raises:
+            ValueError: if a part of it needs values, which fake tensors do not have.
+        """
+        try:
+            for _ in range(min(self.gradient_accumulation_steps, 2)):
+                at("start")
+                self.forward_backward()
+            at("clip")
+            self.clip()
+            at("optimizer")
+            self.optimize()
+        except DataDependentOutputException as error:
+            raise ValueError(
+                f"this model cannot be dry-run: a part of its step needs values ({error.func}), "
+                "and a dry run has shapes only."
+            ) from error
+
+    def plan(self, budget: DeviceMemory | None, machine: str = "", slower: float = 1.0) -> None:
+        """Run a step, steady as any but a run's first; count what it holds, or its time."""
+        self._start_as_second_step()
+        offloads = self.config.training.enable_cpu_offload
+        live = LiveBytes(self.model_parts, self.optimizers, on_host=LASTING if offloads else ())
+        clock = None
+        if machine:
+            clock = StepClock(self.model_parts, live, MACHINES[machine], slower=slower)
+        with live, clock or contextlib.nullcontext():
+            self.run_step(live.begin)
+        if budget is not None:
+            self.memory = MemoryPlan.of(live, budget, ranks_per_node())
+        if clock is not None:
+            self.time = self._step_time(clock, machine)
+
+    def _start_as_second_step(self) -> None:
+        """Make the optimizer's states, and leave FSDP as the chunked loss of a step leaves it."""
+        with self.fake:
+            for parameter in (p for part in self.model_parts for p in part.parameters()):
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+        self.clip()
+        self.optimize()
+        self.optimizers.zero_grad()
+        head = getattr(self.loss_fn, "lm_head", None)
+        if isinstance(head, FSDPModule):
+            head.set_reshard_after_forward(True)
+
+    def _step_time(self, clock: StepClock, machine: str) -> StepTime:
+        training, spec = self.config.training, self.config.model_spec
+        assert spec is not None
+        flops = self.metrics_processor.num_flops_per_token
+        one = clock.passes[0].ms
+        forward = one[Part.FORWARD] / sum(
+            one[part] for part in (Part.FORWARD, Part.LOSS, Part.RECOMPUTE, Part.BACKWARD)
+        )
+        idle = idle_share(actions_of(self.pp_schedule), forward) if self.stages else 0.0
+        steps, dims = self.gradient_accumulation_steps, self.parallel_dims
+        tokens = training.local_batch_size * training.seq_len * steps
+        return StepTime.of(
+            clock.passes,
+            accumulation=steps,
+            idle=idle,
+            machine=machine,
+            tokens=tokens / dims.non_data_parallel_size,
+            flops_per_token=None if has_quantization(spec.model) else flops,
+            slower=clock.slower,
+        )
+
+    def forward_backward(self) -> None:
+        """Forward, loss and backward of one batch, with Titan's own function."""
+        training = self.config.training
+        rows = training.local_batch_size // self.num_pipeline_parallel_microbatches
+        with self.fake:
+            tokens = torch.zeros(rows, training.seq_len, dtype=torch.int64, device=self.device)
+            positions = torch.arange(training.seq_len, device=self.device).expand(rows, -1)
+            inputs = [
+                {"input": tokens.clone(), "positions": positions.contiguous()}
+                for _ in range(self.num_pipeline_parallel_microbatches)
+            ]
+            labels = [tokens.clone() for _ in inputs]
+            is_pipelined = self.parallel_dims.pp_enabled
+            self.forward_backward_step(
+                input_dict=inputs if is_pipelined else inputs[0],
+                labels=labels if is_pipelined else labels[0],
+                global_valid_tokens=torch.ones((), device=self.device),
+            )
+
+    def clip(self) -> None:
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        with self.fake:
+            for some in _batches(parameters):
+                dist_utils.clip_grad_norm_(
+                    some,
+                    self.config.training.max_norm,
+                    foreach=True,
+                    pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+                    ep_enabled=self.parallel_dims.ep_enabled,
+                )
+
+    def optimize(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [
+                {**group, "params": some}
+                for group in optimizer.param_groups
+                for some in _batches(group["params"], everything=group.get("foreach"))
+            ]
+        with self.fake:
+            self.optimizers.step()
+
+    def _indices(self) -> str:
+        return " and ".join(str(stage.stage_index) for stage in self.stages)
+
+    def name(self) -> str:
+        """The rank, and in a pipeline its stages."""
+        stage = f" (stage {self._indices()})" if self.stages else ""
+        return f"rank {self.rank}{stage}"
+
+    def report(self) -> str:
+        """What was checked, and this rank's figures, in a few lines."""
+        return "\n".join(f"{name:12}{text}" for name, text in self._facts())
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        config, dims, spec = self.config, self.parallel_dims, self.config.model_spec
+        assert spec is not None
+        if self.memory is not None:
+            yield "memory", self.memory.verdict(self.name())
+            yield from (("", line) for line in self.memory.table())
+        if self.time is not None:
+            yield "time", self.time.verdict()
+            yield from (("", line) for line in self.time.table())
+        yield "model", f"{spec.name} {spec.flavor}, {_count(self.model_parameters)} parameters"
+        axes = {"replicated": dims.dp_replicate, "FSDP": dims.dp_shard, "CP": dims.cp}
+        axes |= {"TP": dims.tp, "PP": dims.pp, "EP": dims.ep}
+        shown = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        yield "nodes", f"{ranks_per_node()} ranks each, NVLink among {nvlink_domain()}"
+        backend = config.parallelism.spmd_backend
+        yield "layout", f"rank {self.rank} of {self.ranks}: {shown or 'one rank'} ({backend})"
+        if self.stages:
+            schedule = config.parallelism.pipeline_parallel_schedule
+            count = self.num_pipeline_parallel_microbatches
+            stages = self.stages[0].num_stages
+            yield (
+                "stage",
+                f"{self._indices()} of {stages}, counted from 0; {schedule}, {count} microbatches",
+            )
+        local, steps = config.training.local_batch_size, self.gradient_accumulation_steps
+        total = local * steps * dims.dp_replicate * dims.dp_shard
+        yield (
+            "batch",
+            f"{local} x {config.training.seq_len} tokens a rank, {total} sequences "
+            f"({total * config.training.seq_len:,} tokens) a step"
+            + (f" in {steps} accumulation steps" if steps > 1 else ""),
+        )
+        if self.imbalance != 1:
+            yield "", f"this rank's experts get {self.imbalance:g} times the balanced tokens"
+        plans = [plan for part in self.model_parts if (plan := plan_of(part))]
+        units = [unit for plan in plans for unit in plan.decoder_units]
+        yield "FSDP units", count_units(units) if plans else "stock TorchTitan's: whole blocks"
+        for chosen in dict.fromkeys(plan.chosen for plan in plans if plan.chosen):
+            yield "", chosen
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        states = [
+            value
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        mine = sum(part.numel() for p in parameters for part in plain_tensors(p))
+        yield (
+            "this rank",
+            f"{_count(mine)} parameters: {_nbytes(parameters)}, gradients "
+            f"{_nbytes([p.grad for p in parameters if p.grad is not None])}, optimizer states "
+            f"{_nbytes(states)}",
+        )
+        if self.memory is not None:
+            unsharded = format_bytes(self.memory.unsharded)
+            yield "unsharded", f"at most {unsharded}, all-gather buffers included"
+        yield "ran", "forward, loss, backward, gradient clipping, optimizer, on fake tensors"
+        eager = "torch.compile (ran eagerly), " if config.compile.enable else ""
+        unplanned = "" if self.memory is not None else "memory for activations (--memory), "
+        yield (
+            "not tried",
+            f"{eager}kernels, {unplanned}data, tokenizer, checkpoints, the network",
+        )
+
+
+def dry_run(
+    config: Trainer.Config,
+    ranks: int,
+    rank: int = 0,
+    *,
+    budget: DeviceMemory | None = None,
+    machine: str = "",
+    slower: float = 1.0,
+    as_on_a_gpu: bool = True,
+    imbalance: float = 1.0,
+) -> DryRun:
+    """Build the trainer of ``rank`` of ``ranks`` and run one step of it; one in a process.
+
+    Args:
+        config: It is changed.
+        ranks: Of the job.
+        rank: The one to be.
+        budget: Plan the memory, too, and hold it against this.
+        machine: Time the step, too, on this one of ``MACHINES``.
+        slower: Factor on the ideal time of its kernels.
+        as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
+        imbalance: Tokens that this rank's experts get, for one if routing were balanced.
+
+    Raises:
+        ValueError: for a config that would not start, or a machine whose accelerator is visible.
+    """
+    if not no_accelerator.needed():
+        raise ValueError(
+            "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
+        )
+    use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance)
+    no_accelerator.adapt_config(config)
+    HuggingFaceExport().before_start(config)
+    torch.compiler.set_stance("force_eager")
+    run = DryRun(config, ranks, rank)
+    run.imbalance = imbalance
+    if budget is not None or machine:
+        run.plan(budget, machine, slower)
+    else:
+        run.run_step()
+    return run
+
+
+@contextlib.contextmanager
+def as_rank(
+    ranks: int, rank: int, ranks_per_node: int = RANKS_PER_NODE, nvlink_domain: int = 0
+) -> Iterator[None]:
+    """The environment of torchrun on the job's nodes: what checks, layout and clock read.
+
+    ``nvlink_domain`` 0 is a node. Nothing of the nodes of this machine's own launcher is left.
+    """
+    names = {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": 0}
+    names |= {"LOCAL_WORLD_SIZE": ranks_per_node, NVLINK_DOMAIN: nvlink_domain}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _leave_as_they_are(**_: Any) -> None:
+    pass
+
+
+def _batches(items: Sequence[Any], everything: bool | None = False) -> Iterator[Sequence[Any]]:
+    at_once = len(items) if everything else _AT_ONCE
+    return (items[start : start + at_once] for start in range(0, len(items), at_once or 1))
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> str:
+    return format_bytes(
+        sum(part.numel() * part.element_size() for x in tensors for part in plain_tensors(x))
+    )
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:,}"

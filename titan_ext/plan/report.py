@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A plan of a step as a file and a picture, in bytes and in time.
+
+``titan_ext dry-run CONFIG --ranks N --memory 80GiB --out FOLDER`` writes ``plan_rank0.json``, with
+every figure, and ``plan_rank0.png``. A run that finds the plan of its rank in its ``dump_folder``
+compares its second step with it (``run.planned``). A plan never fails a run.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
+from titan_ext.plan.memory import MemoryKind, MemoryPlan, Peak
+from titan_ext.plan.time import StepTime
+from titan_ext.run.planned import file_name, plain
+from titan_ext.run.record import versions
+
+_GIB = 2**30
+_COLOURS = {
+    MemoryKind.PARAMETERS: "#1f4e79",
+    MemoryKind.GRADIENTS: "#4f81bd",
+    MemoryKind.STATES: "#9dc3e6",
+    MemoryKind.EXACT: "#ed7d31",
+    MemoryKind.FLOAT8: "#ffc000",
+    MemoryKind.OFFLOADED: "#ffe699",
+    MemoryKind.UNSHARDED: "#548235",
+    MemoryKind.REDUCE: "#a9d18e",
+    MemoryKind.ALL_TO_ALL: "#7030a0",
+    MemoryKind.LOSS: "#c00000",
+    MemoryKind.TEMPORARY: "#a6a6a6",
+}
+_LABELS_AT_MOST = 30
+_SEEN = 0.002
+"""Of the peak: a kind that is never more is not drawn."""
+_LIMIT_IN_SIGHT = 4
+"""Times the peak: a limit above that is named, not drawn."""
+
+
+def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every figure of a plan, in bytes, and in ms if the step was timed.
+
+    Args:
+        run: The ``plan.dry_run.DryRun`` that planned its memory.
+        config: Every value that it was asked to run with, by dotted key.
+    """
+    plan: MemoryPlan = run.memory
+    return {
+        "verdict": plan.verdict(run.name()),
+        "fits": plan.spare >= 0,
+        "memory": plan.budget.memory,
+        "allowance": plan.allowance,
+        "spare": plan.spare,
+        "communicators": plan.communicators,
+        "host_peak": plan.host_peak,
+        "unsharded": plan.unsharded,
+        "ranks": run.ranks,
+        "rank": run.rank,
+        "ranks_per_node": ranks_per_node(),
+        "nvlink_domain": nvlink_domain(),
+        "name": run.name(),
+        "imbalance": run.imbalance,
+        "peak": _moment(plan.peak),
+        "moments": [_moment(moment) for moment in plan.moments],
+        "on_host": sorted(_key(kind) for kind in plan.on_host),
+        "time": None if run.time is None else _time(run.time),
+        "config": plain(config),
+        "versions": versions(),
+    }
+
+
+def _moment(peak: Peak) -> dict[str, Any]:
+    by_kind = {_key(kind): peak.by_kind.get(kind, 0) for kind in MemoryKind}
+    return {"moment": peak.moment, "sum": peak.nbytes, **by_kind}
+
+
+def _time(time: StepTime) -> dict[str, Any]:
+    keys = ("machine", "slower", "step_ms", "tokens_per_second", "mfu")
+    by_part = {part.name.lower(): ms for part, ms in time.ms.items()}
+    return {key: getattr(time, key) for key in keys} | {"ms": by_part}
+
+
+def write(plan: Mapping[str, Any], folder: Path) -> None:
+    """Write ``to_json``'s plan and its picture."""
+    file = folder / file_name(plan["rank"])
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(plan, indent=1) + "\n")
+    draw(plan).savefig(file.with_suffix(".png"), dpi=100)
+
+
+def draw(plan: Mapping[str, Any]) -> Any:
+    """A matplotlib figure: live bytes by kind over the moments of a step, with the limit."""
+    from matplotlib.figure import Figure
+
+    moments, peak = plan["moments"], plan["peak"]
+    figure = Figure(figsize=(11.5, 5.5), layout="constrained")
+    axes = figure.subplots()
+    at, bottom = range(len(moments)), [0.0] * len(moments)
+    for kind in MemoryKind:
+        heights = [moment[_key(kind)] / _GIB for moment in moments]
+        top_of_kind = max(heights) * _GIB
+        if _key(kind) in plan["on_host"] or top_of_kind < _SEEN * peak["sum"]:
+            continue
+        axes.bar(at, heights, width=1, bottom=bottom, color=_COLOURS[kind], label=str(kind))
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    top, limit = peak["sum"] / _GIB, plan["memory"] / _GIB
+    if limit <= _LIMIT_IN_SIGHT * top:
+        usable = limit - plan["allowance"] / _GIB
+        label = f"allowance: {limit - usable:.2f} GiB"
+        axes.axhspan(usable, limit, facecolor="none", edgecolor="grey", hatch="//", label=label)
+        axes.axhline(limit, color="black", lw=2, label=f"memory: {limit:.2f} GiB")
+    highest = next(i for i, moment in enumerate(moments) if moment["sum"] == peak["sum"])
+    is_left = highest < len(moments) / 2
+    axes.annotate(
+        f"peak: {top:.2f} GiB, {peak['moment']}",
+        (highest, top),
+        (30 if is_left else -30, 18),
+        textcoords="offset points",
+        ha="left" if is_left else "right",
+        arrowprops={"arrowstyle": "->"},
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+    )
+    every = -(-len(moments) // _LABELS_AT_MOST)
+    ticks = [i for i in at if i % every == 0 and abs(i - highest) >= every] + [highest]
+    names = [moments[i]["moment"] for i in ticks]
+    axes.set_xticks(ticks, names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_xlim(-0.5, len(moments) - 0.5)
+    axes.set_ylim(0, max(1.2 * top, 1.05 * limit if limit <= _LIMIT_IN_SIGHT * top else 0))
+    axes.set_ylabel("GiB, at the peak of each moment")
+    axes.set_title(plan["verdict"], loc="left", fontsize="medium")
+    axes.grid(axis="y", alpha=0.3)
+    # The legend in the order in which the kinds lie on each other.
+    axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return figure
+
+
+def _key(kind: MemoryKind) -> str:
+    return kind.name.lower()

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tries changes of a config in dry runs of their own: which of them fit, and how fast they are.
+
+``titan_ext dry-run CONFIG --ranks N --memory 80GiB --suggest 5`` tries five of ``CHANGES``, those
+that change anything first. With ``--machine`` each is timed, too, and of those that fit the fastest
+comes first. A config that does not start is an answer as well: with its reason. ``calibrate``
+learns from a finished run how slow kernels are.
+"""
+
+import json
+import resource
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_ext.base.messages import format_bytes
+from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
+from titan_ext.base.run_folder import read_scalar
+from titan_ext.plan.time import WAITS
+from titan_ext.run.planned import dry_run_elsewhere, file_name
+from titan_ext.run.record import CONFIG, RECORD
+from titan_ext.toml.files import to_toml
+
+_SECONDS = "time_metrics/end_to_end(s)"
+_REASON = 160
+"""Characters of a reason, at most."""
+
+_Config = Mapping[str, Any]
+"""Every value of a config by its dotted key, and "ranks"."""
+_Time = Mapping[str, Any]
+"""The "time" of a plan's file."""
+_ANY_MEMORY = "1TiB"
+_BATCH, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
+_EP = "parallelism.expert_parallel_degree"
+_AC = "activation_checkpoint"
+
+
+def _float8(preset: str) -> dict[str, Any]:
+    return {f"{_AC}.policy": "fp8", f"{_AC}.preset": preset}
+
+
+def _best_that_fits(now: _Config) -> dict[str, Any]:
+    if any(key.startswith(f"{_AC}.op_policies.") for key in now):
+        return {}  # a table, solved or not
+    usual = {f"{_AC}.mode": "selective", f"{_AC}.preset": "memory"}
+    fit = {f"{_AC}.policy": "fp8", f"{_AC}.budget": "fit"}
+    return fit | {key: value for key, value in usual.items() if now.get(key, value) != value}
+
+
+def _scores_first(now: _Config) -> dict[str, Any]:
+    if now[_EP] == 1:
+        return {}  # perhaps a dense model
+    return _best_that_fits(now) | {f"{_AC}.policy": "fp8", f"{_AC}.score_before_last_gemm": True}
+
+
+def _half_the_batch(now: _Config) -> dict[str, Any]:
+    copies = now["ranks"]
+    for axis in ("tensor", "context", "pipeline"):
+        copies //= now[f"parallelism.{axis}_parallel_degree"]
+    total = now[_GLOBAL] if now[_GLOBAL] > 0 else now[_BATCH] * copies
+    return {} if now[_BATCH] % 2 else {_BATCH: now[_BATCH] // 2, _GLOBAL: total}
+
+
+CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (
+    (lambda _: _float8("balanced"), "activations in float8, a part recomputed"),
+    (_best_that_fits, "the fastest checkpointing for what is left"),
+    (_scores_first, "that, with routing scores before the last expert GEMM: other rounding"),
+    (_half_the_batch, "the same global batch in twice the passes"),
+    (lambda _: {"activation_checkpoint.policy": "full"}, "every block recomputed"),
+    (lambda now: {_EP: 2 * now[_EP]}, "tokens travel between twice the ranks"),
+    (lambda _: {"training.enable_cpu_offload": True}, "weights and optimizer on the host"),
+    (lambda _: _float8("memory"), "activations in float8, most recomputed"),
+    (lambda _: _float8("speed"), "activations in float8, little recomputed"),
+    (lambda _: {"parallelism.save_all_to_all": "never"}, "tokens sent again in the recompute"),
+    (lambda _: {"parallelism.fsdp_wrap": "submodule"}, "smaller collectives, and more of them"),
+    (lambda _: {"parallelism.fsdp_reshard_after_forward": "always"}, "gathered twice a step"),
+)
+"""What is tried, in this order: keys and values for a config, and their price."""
+
+
+def suggest(
+    file: Path,
+    plan: Mapping[str, Any],
+    options: Sequence[str],
+    count: int,
+    against: Mapping[str, str],
+) -> Iterator[str]:
+    """Try other configs and ``count`` changes: a line for each before it is tried, and the results,
+    best first.
+
+    Args:
+        file: A TOML file of the config; others go beside it.
+        plan: Of that config, as ``plan.report.to_json`` made it. The same rank is planned.
+        options: Of the command, such as ``--memory 80GiB --machine h100``.
+        count: How many changes.
+        against: Other configs by name, and as a TOML file extends them.
+    """
+    before_s, found, failed = _cpu_s(), [], []
+    cases = [(name, [f"extends = {to_toml(other)}"]) for name, other in against.items()]
+    for change, price in _changes({**plan["config"], "ranks": plan["ranks"]}, count):
+        lines = [f"{key} = {to_toml(value)}" for key, value in change.items()]
+        cases.append((f"{', '.join(lines)} ({price})", [f"extends = {to_toml(file.name)}", *lines]))
+    yield f"-- what would fit on rank {plan['rank']}: {len(cases)} configs, a dry run each"
+    for text, lines in cases:
+        yield f"trying {text}"
+        changed, planned = file.with_name("changed.toml"), file.with_name(file_name(plan["rank"]))
+        planned.unlink(missing_ok=True)
+        changed.write_text("\n".join(lines) + "\n")
+        where = ["--rank", str(plan["rank"]), "--out", str(file.parent)]
+        done = dry_run_elsewhere(changed, [*options, *where])
+        if planned.exists():
+            found.append((json.loads(planned.read_text()), text))
+        else:
+            failed.append(f"does not start: {text}: {_reason(done.stderr, changed)}")
+    for changed_plan, text in sorted(found, key=_order):
+        spare, time = changed_plan["spare"], changed_plan["time"]
+        saved = spare - plan["spare"]
+        moved = f"{'saves' if saved >= 0 else 'needs'} {format_bytes(abs(saved))}"
+        taken = f", {time['step_ms']:.0f} ms a step" if time else ""
+        yield f"{'fits' if spare >= 0 else 'does not fit'}, {moved}{taken}: {text}"
+    yield from failed
+    yield f"{len(found) + len(failed)} tried, {_cpu_s() - before_s:.0f} CPU seconds"
+
+
+def _order(found: tuple[Mapping[str, Any], str]) -> tuple[bool, float, float]:
+    """The fastest that fits first, or by bytes where no step was timed."""
+    plan, _ = found
+    fits, time = plan["spare"] >= 0, plan["time"]
+    return not fits, time["step_ms"] if fits and time else 0.0, -plan["spare"]
+
+
+def _changes(now: _Config, count: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """The first ``count`` of ``CHANGES`` that are not so ``now``."""
+    for make, price in CHANGES:
+        change = make(now)
+        if count and any(now.get(key) != value for key, value in change.items()):
+            count -= 1
+            yield change, price
+
+
+def _reason(error: str, file: Path) -> str:
+    """The first line of an error, without the file that nobody wrote."""
+    lines = [line for line in error.splitlines() if line.strip()] or ["no message"]
+    words = lines[0].removeprefix(f"{file}: ")
+    return words if len(words) <= _REASON else f"{words[: _REASON - 4]} ..."
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the run in ``folder`` says about a machine: its kernels take ``slower`` times the ideal.
+
+    A step took ``measured_ms``; the same step is modelled at ``modelled_ms``, with kernels so slow.
+    """
+
+    folder: Path
+    slower: float
+    measured_ms: float
+    modelled_ms: float
+
+    def __str__(self) -> str:
+        return (
+            f"kernels {self.slower:.2f} times slower than ideal, from {self.folder}: a step of "
+            f"{self.measured_ms:.1f} ms, so modelled at {self.modelled_ms:.1f} "
+            f"({self.modelled_ms / self.measured_ms - 1:+.1%})"
+        )
+
+
+def calibrate(
+    folder: Path, machine: str, model: Callable[[Path, int, str, float], _Time] | None = None
+) -> Calibration:
+    """How much slower kernels were in a run than a dry run's clock takes them to be.
+
+    ``titan_ext dry-run --machine h100 --measured FOLDER`` dry-runs the config of a finished run,
+    holds the clock's step against the run's, and slows down all kernels until both are the same.
+    What the run waited for its links stays as modelled.
+
+    Args:
+        folder: Of the run: its ``config.toml``, ``run.json`` and TensorBoard files.
+        machine: On which it ran.
+        model: Times a step of a config file, on so many ranks, with kernels so slow, as a plan's
+            file has it; by default a dry run of rank 0.
+
+    Raises:
+        ValueError: for a folder without these files, or a step shorter than its waits.
+    """
+    model = model or _timed_elsewhere
+    for name in (CONFIG, RECORD):
+        if not (folder / name).exists():
+            raise ValueError(f"--measured {folder}: expected the folder of a run, with {name}.")
+    ranks = json.loads((folder / RECORD).read_text())["starts"][-1]["ranks"]
+    _, *seconds = read_scalar(folder, _SECONDS).values()  # the first step makes kernels and plans
+    if not seconds:
+        raise ValueError(f"--measured {folder}: expected a run that logged two steps or more.")
+    measured_ms = statistics.median(seconds) * 1e3
+    ideal = model(folder / CONFIG, ranks, machine, 1.0)
+    waits_ms = sum(ideal["ms"].get(part.name.lower(), 0.0) for part in WAITS)
+    if measured_ms <= waits_ms:
+        raise ValueError(
+            f"--measured {folder}: a step took {measured_ms:.1f} ms, where {machine} waits "
+            f"{waits_ms:.1f} ms for its links; was it another machine?"
+        )
+    slower = (measured_ms - waits_ms) / (ideal["step_ms"] - waits_ms)
+    modelled = model(folder / CONFIG, ranks, machine, slower)
+    return Calibration(folder, slower, measured_ms, modelled["step_ms"])
+
+
+def _timed_elsewhere(config: Path, ranks: int, machine: str, slower: float) -> _Time:
+    options = ["--ranks", str(ranks), "--machine", machine, "--slower", str(slower)]
+    options += ["--ranks-per-node", str(ranks_per_node())]
+    options += ["--nvlink-domain", str(nvlink_domain())]
+    with tempfile.TemporaryDirectory() as folder:  # only a plan's file has times
+        done = dry_run_elsewhere(config, [*options, "--memory", _ANY_MEMORY, "--out", folder])
+        planned = Path(folder, file_name(0))
+        if not planned.exists():
+            raise ValueError(f"--measured {config.parent}: {_reason(done.stderr, config)}")
+        return json.loads(planned.read_text())["time"]

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parts of a model and of a trainer that a dry run has instead of the real ones.
+
+Fake tensors have no values, so a dispatcher is told how many tokens go where. And a CPU runs some
+modules otherwise than a GPU: its attention has S x S buffers, its RMSNorm keeps fp32 copies, its
+autocast leaves the router's gate in bf16. What stands in for them makes and keeps tensors of the
+shapes that the GPU's kernels make and keep, so that ``plan.memory`` can count them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import ParallelismConfig
+from torchtitan.config.override import derive
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.protocols.model_spec import ModelSpec
+
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base.titan import BaseDataLoader
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
+
+
+def use_stand_ins(config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0) -> None:
+    """Put them into the model of a trainer's config, in place.
+
+    Without ``as_on_a_gpu`` only those without which no step runs. ``imbalance`` are the tokens that
+    this rank's experts get, for one if routing were balanced.
+    """
+    spec, parallelism = config.model_spec, config.parallelism
+    context_parallel = parallelism.context_parallel_degree > 1
+    planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
+    _replace(spec, AllToAllTokenDispatcher.Config, planned)
+    if as_on_a_gpu:
+        _replace(spec, RMSNorm.Config, _rms_norm)
+        _replace(spec, TokenChoiceTopKRouter.Config, _router)
+    if not context_parallel and as_on_a_gpu:
+        for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
+            _replace(spec, kind.Config, lambda _: AttentionShapes.Config())
+    elif (
+        context_parallel and parallelism.spmd_backend == "spmd_types"
+    ):  # with its masks, which are split too
+        flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
+        _replace(spec, FlexAttention.Config, flex)
+
+
+def as_stock(config: Any) -> None:
+    """Make the job one of stock TorchTitan's, in place: without titan_ext, and its keys.
+
+    Policy "fp8" becomes the one of Titan's that is nearest: selective, full or none, by its mode.
+    """
+    spec = config.model_spec
+    config.model_spec = dataclasses.replace(spec, parallelize_fn=spec.stock_parallelize_fn)
+    stock: Any = ParallelismConfig
+    config.parallelism = derive(config.parallelism, stock)
+    policy = config.activation_checkpoint
+    if isinstance(policy, FP8AC.Config):
+        policies = {"selective": SelectiveAC.Config(), "full": FullAC.Config()}
+        config.activation_checkpoint = policies.get(policy.mode)
+    for kind in (RoutedExperts, GroupedExperts, AllToAllTokenDispatcher):
+        _replace(spec, kind.Config, lambda ours, kind=kind: _titans(ours, kind.Config))
+
+
+def _titans(config: Any, kind: type) -> Any:
+    """A config of ours as the one of Titan's that it extends; others as they are."""
+    return derive(config, kind) if type(config).__module__.startswith("titan_ext.") else config
+
+
+def _replace(spec: ModelSpec, kind: type, stand_in: Callable[[Any], Any]) -> None:
+    for _, config, parent, key in list(spec.traverse(kind)):
+        assert key is not None
+        if isinstance(parent, list):
+            parent[int(key)] = stand_in(config)
+        else:
+            setattr(parent, str(key), stand_in(config))
+
+
+def _plan_dispatcher(config: Any, *, imbalance: float) -> Any:
+    planned = _PLANNED.get(type(config))
+    return config if planned is None else derive(config, planned, imbalance=imbalance)
+
+
+def _rms_norm(config: Any) -> Any:
+    return derive(config, RMSNormShapes.Config) if type(config) is RMSNorm.Config else config
+
+
+def _router(config: Any) -> Any:
+    if type(config.gate) is Linear.Config:
+        config.gate = derive(config.gate, GateInFloat32.Config)
+    return config
+
+
+class _Planned:
+    """Of a dispatcher that is told how many tokens go where: a fake tensor cannot be asked.
+
+    This rank sends as many to each rank, and gets as many from each: what it sends to one, times
+    ``imbalance``.
+    """
+
+    _tokens = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self._imbalance = config.imbalance
+
+    def dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
+        self._tokens = topk_expert_ids_TK.numel()
+        return super().dispatch(  # type: ignore[misc]
+            x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+        )
+
+    def _sync_token_count_exchange(
+        self,
+        num_local_tokens_per_expert_E: torch.Tensor,
+        num_global_tokens_per_local_expert_EP_e: torch.Tensor,
+        ep_size: int,
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        for counts in (num_local_tokens_per_expert_E, num_global_tokens_per_local_expert_EP_e):
+            counts.view(ep_size, -1).sum(dim=1)  # as Titan's: policies count operations
+        sent = _split(self._tokens, ep_size)
+        received = _split(round(self._tokens * self._imbalance), ep_size)
+        return num_global_tokens_per_local_expert_EP_e.reshape(-1), sent, received
+
+
+class PlannedTokenDispatcher(_Planned, FunctionalAllToAllTokenDispatcher):
+    @dataclass(kw_only=True, slots=True)
+    class Config(FunctionalAllToAllTokenDispatcher.Config):
+        imbalance: float = 1.0
+
+
+class PlannedStockTokenDispatcher(_Planned, AllToAllTokenDispatcher):
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        imbalance: float = 1.0
+
+
+_PLANNED = {
+    FunctionalAllToAllTokenDispatcher.Config: PlannedTokenDispatcher.Config,
+    AllToAllTokenDispatcher.Config: PlannedStockTokenDispatcher.Config,
+}
+
+
+def _split(tokens: int, ranks: int) -> list[int]:
+    splits = [tokens // ranks] * ranks
+    splits[0] += tokens - sum(splits)
+    return splits
+
+
+class _OneKernel:
+    """Attention as one operation that keeps q, k, v, its output and a log-sum-exp.
+
+    torch has it for backends out of tree: a shape function and a backward, and no kernel. A mask
+    changes no shape. Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    """
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: BlockMask | None = None,
+        scale: float | None = None,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        fused: Any = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+        out_BNLH, lse_BNL = fused(q_BNLH, k_BNLH, v_BNLH, is_causal=True, scale=scale)[:2]
+        out_BLNH = out_BNLH.transpose(1, 2)
+        if out_transform is None:
+            return out_BLNH
+        return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
+
+
+class AttentionShapes(_OneKernel, ScaledDotProductAttention):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):
+        pass
+
+
+class FlexAttentionShapes(_OneKernel, FlexAttention):
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+
+class RMSNormShapes(RMSNorm):
+    """RMSNorm as one operation, which keeps its input and one fp32 number a row."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, DTensor):
+            return _RMSNorm.apply(x, self.weight)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        local = _RMSNorm.apply(x.to_local(), weight)
+        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32), weight)
+        return x.contiguous() * 1  # one kernel that reads all values, as the norm does
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, _, weight = ctx.saved_tensors
+        return x + grads[0], None if weight is None else torch.empty_like(weight)
+
+
+class GateInFloat32(Linear):
+    """The router's gate under autocast to fp32, which copies input and weight first."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+class NoDataLoader:
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        def build(self, **_: Any) -> None:
+            return None
+
+
+class NoTokenizer:
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        def build(self, **_: Any) -> None:
+            return None

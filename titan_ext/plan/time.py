@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How long one step takes on one rank of a machine, by what the step really runs.
+
+A dispatch mode sees each operation of a dry run's step, with the stream on which FSDP2 puts it. It
+gives it to a queue, one for each stream and communicator. An operation starts when its queue is
+free and what it reads is there, and takes what ``op_cost`` says. All collectives of a rank share
+two links, within its node and to others (``streams``). So it times every policy, layout and
+schedule that trains, and no formula repeats what they do. Kernels are ideal: nothing here knows of
+gaps between them, of a slow host, or of neighbours that are late. One rank is all that a dry run
+sees: every stage of a pipeline is taken to be as long as its own, and sending to take no time.
+
+``titan_ext dry-run --machine h100`` prints ``StepTime.table``.
+"""
+
+import functools
+import math
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.tools.utils import get_peak_flops
+
+from titan_ext.base.op_cost import SYNC_MS, Machine, group_ms, groups_of, moves_nothing, op_cost
+from titan_ext.base.tensors import in_backward, tensors_in
+from titan_ext.plan.memory import PLAIN_TYPES, LiveBytes, MemoryKind
+from titan_ext.plan.streams import Item, Streams, Work
+
+
+class Part(StrEnum):
+    """Where the time of the compute stream goes."""
+
+    FORWARD = "forward"
+    LOSS = "loss and output layer, forward and backward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    CODEC = "float8 codec"
+    COPIES = "FSDP's copies into and out of buffers"
+    OPTIMIZER = "clipping and optimizer"
+    EXCHANGES = "waits for exchanges of tokens"
+    HOST = "waits for the host, which reads token counts"
+    GATHERS = "waits for FSDP's all-gathers"
+    REDUCTIONS = "waits for FSDP's reductions"
+    COLLECTIVES = "waits for other collectives"
+    OFFLOAD = "waits for offloaded activations"
+    BUBBLE = "waits for other stages"
+
+
+WAITS = (Part.EXCHANGES, Part.HOST, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES, Part.OFFLOAD)
+"""Parts in which the compute stream of this rank waits for its links or its host."""
+_KINDS = ("alltoall", "allgather", "reducescatter", "allreduce")
+_CODEC = ("titan_ext::float8_quantize", "titan_ext::float8_dequantize")
+
+
+@dataclass(eq=False, slots=True)
+class _Buffer:
+    """A storage that more than one queue uses."""
+
+    made_on: Any
+    ref: weakref.ref
+    ready: dict[Any, Item] = field(default_factory=dict)
+    """What has to end before it can be read, by queue; ``used``: before it can be freed."""
+    why: Part = Part.GATHERS
+    used: dict[Any, Item] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward and backward (all microbatches of a pipeline), or what follows the last one."""
+
+    ms: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
+    flops: Counter[Part] = field(default_factory=Counter)
+    nbytes: Counter[Part] = field(default_factory=Counter)
+
+
+class Span(NamedTuple):
+    """What a queue did from ``start`` to ``end``, in ms; ``moment`` is that of ``LiveBytes``."""
+
+    queue: str
+    part: Part
+    moment: str
+    start: float
+    end: float
+
+
+class StepClock(TorchDispatchMode):
+    """Times a steady step: enter it inside of ``live``, and run the step.
+
+    Streams depend on each other through storages. Who reads one waits until it is written. When one
+    is freed, the stream that made it waits until the others have done with it, as FSDP2 does before
+    it lets go of a buffer. ``passes`` and ``spans`` are there when the step is over.
+
+    Args:
+        parts: The models of this rank.
+        live: Says at which moment of the step the operations are.
+        machine: Whose rates.
+        slower: Factor on the time of every kernel, for a calibration.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        live: LiveBytes,
+        machine: Machine,
+        *,
+        slower: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.passes: list[Pass] = []
+        """In the order in which they ran."""
+        self.spans: list[Span] = []
+        self._parts, self._live, self._machine = parts, live, machine
+        self.slower = slower
+        self._compute = torch.cpu.current_stream()
+        self._streams = Streams()
+        self._host: tuple[Item, ...] = ()
+        """What the host has waited for last."""
+        self._buffers: dict[int, _Buffer] = {}
+        self._depth = 0
+        self._moment = ""
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "StepClock":
+        def enter(*_: Any) -> None:
+            self._depth += 1
+
+        def leave(*_: Any) -> None:
+            self._depth -= 1
+
+        for module in (module for part in self._parts for module in part.modules()):
+            self._handles += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._buffers.clear()
+        if exc_type is None:
+            if self.passes:
+                self._add(self._compute, Part.OPTIMIZER, 0.0)  # the step ends when it is waited for
+            self._streams.run()
+            self._add_up()
+
+    def _add_up(self) -> None:
+        for queue, works in self._streams.queues.items():
+            name = str(queue) if isinstance(queue, str) else "stream of FSDP's"
+            name = "compute" if queue is self._compute else name
+            for work in works:
+                now, part, moment = work.label
+                assert work.end is not None
+                if queue is self._compute:
+                    now.ms[part] += work.ms
+                    for why, ms in self._streams.waits(work):
+                        now.ms[why] += ms
+                self.spans.append(Span(name, part, moment, work.start, work.end))
+
+    def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
+        if not PLAIN_TYPES.issuperset(types):
+            return NotImplemented  # the class then runs its own operations, which come here
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        moment = self._live.moments[-1].moment
+        if moment != self._moment:
+            if moment in ("start", "clip") or not self.passes:
+                self.passes.append(Pass())
+            self._moment = moment
+        name, stream = func._schema.name, torch.cpu.current_stream()
+        if name.endswith("wait_tensor"):
+            self._wait_for(stream, tensors_in(args))
+        elif "c10d" in name:
+            self._communicate(name, stream, args, out)
+        elif func is torch.ops.aten.copy_.default and self._crosses(*args[:2]):
+            self._offload(*args[:2])
+        elif not moves_nothing(func):
+            self._run(func, stream, args, kwargs, out)
+        elif stream is not self._compute and "empty" in name:
+            for tensor in tensors_in(out):
+                self._buffer(tensor, made_on=stream)
+        return out
+
+    # -- what runs
+
+    def _add(self, queue: Any, part: Part, ms: float, **on_link: Any) -> Item:
+        label = (self.passes[-1], part, self._moment)
+        return self._streams.add(queue, Work(ms, label=label, **on_link))
+
+    def _run(self, func: Any, stream: Any, args: Any, kwargs: Any, out: Any) -> None:
+        used = tensors_in((args, kwargs))
+        self._wait_for(stream, used)
+        cost = op_cost(func, args, kwargs, out, self._machine)
+        part, now = self._part(func._schema.name), self.passes[-1]
+        end = self._add(stream, part, cost.ms * self.slower)
+        if stream is self._compute:
+            now.flops[part] += cost.flops
+            now.nbytes[part] += cost.nbytes
+        self._use(stream, used, end)
+        if stream is not self._compute or func._schema.name.startswith("fsdp::"):
+            for tensor in (*tensors_in(out), *tensors_in(kwargs.get("out"))):
+                self._buffer(tensor, made_on=stream).ready[stream] = end
+
+    def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether a copy is to or from the host."""
+        return len({self._live.kind_of(x) is MemoryKind.OFFLOADED for x in (target, source)}) == 2
+
+    def _offload(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy to or from the host runs beside the computation."""
+        to_host = self._live.kind_of(target) is MemoryKind.OFFLOADED
+        lane = "to the host" if to_host else "from the host"
+        self._streams.wait(lane, self._streams.last(self._compute))
+        end = self._add(lane, Part.OFFLOAD, target.nbytes / self._machine.host * 1e3)
+        buffer = self._buffer(source if to_host else target, made_on=self._compute)
+        buffer.why, buffer.used[lane] = Part.OFFLOAD, end  # it is not free before
+        if not to_host:
+            buffer.ready[lane] = end
+
+    def _communicate(self, name: str, stream: Any, args: Any, out: Any) -> None:
+        """A collective of c10d runs on its stream, a functional one beside it."""
+        plain_name = name.split("::")[1].replace("_", "")
+        kind = next((kind for kind in _KINDS if kind in plain_name), None)
+        group = next(groups_of(args), None)
+        if kind is None or group is None:
+            return  # of one rank, or between the stages of a pipeline
+        sent, is_functional = tensors_in(args), "functional" in name
+        is_exchange = kind == "alltoall"
+        why = Part.EXCHANGES if is_exchange else Part.COLLECTIVES
+        if not is_functional and (kind == "allgather" or stream is not self._compute):
+            why = Part.GATHERS if kind == "allgather" else Part.REDUCTIONS
+        self._wait_for(stream, sent)
+        nbytes = max(_nbytes(sides) for sides in (*args[:2], out))  # stock exchanges lists
+        ranks, times = dist.get_process_group_ranks(group), 2 if kind == "allreduce" else 1
+        cost = functools.partial(group_ms, self._machine, ranks=ranks, is_exchange=is_exchange)
+        (ms, link), (latency_ms, _) = cost(nbytes), cost(0)
+        communicator = f"communicator {group.group_name}"
+        self._streams.wait(communicator, (*self._host, *self._streams.last(stream)))
+        if not is_functional and not all(self._known(x) for x in sent):
+            # It made what is sent.
+            self._streams.wait(communicator, self._streams.last(self._compute))
+        end = self._add(
+            communicator,
+            why,
+            times * latency_ms,
+            link=link,
+            on_link_ms=times * (ms - latency_ms),
+        )
+        for tensor in tensors_in(out) if is_functional else sent:
+            buffer = self._buffer(tensor, made_on=self._compute)
+            buffer.ready, buffer.why = {communicator: end}, why
+        if not is_functional:
+            self._streams.wait(stream, [end], why)
+            self._use(communicator, sent, end)
+        if why is Part.EXCHANGES and not sent[0].is_floating_point():
+            # The host reads the counts, and gives out nothing before.
+            self._streams.wait("host", [end])
+            self._host = (self._add("host", Part.HOST, SYNC_MS),)
+            self._streams.wait(stream, self._host, Part.HOST)
+
+    def _part(self, name: str) -> Part:
+        if name in _CODEC:
+            return Part.CODEC
+        if name.startswith("fsdp::"):
+            return Part.COPIES
+        if self._moment in ("clip", "optimizer"):
+            return Part.OPTIMIZER
+        if self._moment == "loss":
+            return Part.LOSS
+        if not in_backward():
+            return Part.FORWARD
+        # Backward runs without gradients, but for the recompute.
+        return Part.RECOMPUTE if self._depth or torch.is_grad_enabled() else Part.BACKWARD
+
+    # -- what queues share
+
+    def _wait_for(self, queue: Any, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if (buffer := self._known(tensor)) is not None:
+                self._streams.wait(queue, buffer.ready.values(), buffer.why)
+
+    def _use(self, queue: Any, tensors: Sequence[torch.Tensor], end: Item) -> None:
+        for tensor in tensors:
+            if (buffer := self._known(tensor)) is not None:
+                buffer.used[queue] = end
+                if queue is not self._compute:
+                    buffer.ready[queue] = end
+
+    def _known(self, tensor: torch.Tensor) -> _Buffer | None:
+        return self._buffers.get(tensor.untyped_storage()._cdata)
+
+    def _buffer(self, tensor: torch.Tensor, made_on: Any) -> _Buffer:
+        if (buffer := self._known(tensor)) is None:
+            untyped = tensor.untyped_storage()
+            key = untyped._cdata
+            ref = weakref.ref(untyped, functools.partial(self._freed, key))
+            buffer = self._buffers[key] = _Buffer(made_on, ref)
+        return buffer
+
+    def _freed(self, key: int, _: object) -> None:
+        if (buffer := self._buffers.pop(key, None)) is not None:
+            used = [end for queue, end in buffer.used.items() if queue is not buffer.made_on]
+            self._streams.wait(buffer.made_on, used, buffer.why)
+
+
+def _nbytes(values: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors_in(values))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of a rank.
+
+    Attributes:
+        machine: Name of the machine.
+        ms: Of the compute stream, by what it does; their sum is the step's.
+        flops: Of its kernels, likewise; of a causal mask both halves.
+        nbytes: That they read and write.
+        tokens: Of a step, for each GPU.
+        flops_per_token: By Titan's formula; None where Titan reports no MFU either.
+        slower: Factor on the ideal time of kernels.
+    """
+
+    machine: str
+    ms: Mapping[Part, float]
+    flops: Mapping[Part, int]
+    nbytes: Mapping[Part, int]
+    tokens: float
+    flops_per_token: int | None
+    slower: float = 1.0
+
+    @classmethod
+    def of(
+        cls, passes: Sequence[Pass], *, accumulation: int, idle: float, **others: Any
+    ) -> "StepTime":
+        """From the passes of a step with two accumulation steps, or one if there is no more;
+        ``idle`` is a pipeline rank's time over that in which it is busy."""
+        *forward_backward, last = passes
+        repeated = [*forward_backward[:1], *forward_backward[1:] * (accumulation - 1), last]
+        ms = {part: math.fsum(one.ms.get(part, 0.0) for one in repeated) for part in Part}
+        ms[Part.BUBBLE] = idle * (sum(ms.values()) - sum(last.ms.values()))
+        return cls(
+            ms=ms,
+            flops=sum((one.flops for one in repeated), Counter()),
+            nbytes=sum((one.nbytes for one in repeated), Counter()),
+            **others,
+        )
+
+    @property
+    def step_ms(self) -> float:
+        return sum(self.ms.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of each GPU, as Titan counts them."""
+        return self.tokens / self.step_ms * 1e3
+
+    @property
+    def mfu(self) -> float | None:
+        """Of the peak that Titan takes for this machine, up to 1."""
+        if self.flops_per_token is None:
+            return None
+        return self.flops_per_token * self.tokens_per_second / self.peak
+
+    @property
+    def peak(self) -> float:
+        return get_peak_flops(self.machine.upper())
+
+    def verdict(self) -> str:
+        mfu = f", MFU {self.mfu:.1%} of {self.peak / 1e12:.0f} TFLOP/s" if self.mfu else ""
+        bound = "at most " if self.slower == 1 else ""
+        return (
+            f"{bound}{self.tokens_per_second:,.0f} tokens/s a GPU{mfu}: {self.step_ms:.1f} ms a "
+            f"step on {self.machine}"
+        )
+
+    def table(self) -> Iterator[str]:
+        """A line for each part, in ms, and what the sum assumes."""
+        for part in Part:
+            if (ms := f"{self.ms.get(part, 0.0):.1f}") != "0.0":
+                yield f"{ms:>8}  {part}"
+        rates = "ideal: at the rates of single kernels"
+        if self.slower != 1:
+            rates = f"kernels take {self.slower:.2f} times the ideal"
+        yield f"{self.step_ms:>8.1f}  sum, {rates}"

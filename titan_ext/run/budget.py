@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``activation_checkpoint.budget`` in a run: solved once before it starts, one table for all ranks.
+
+Rank 0 solves in a process of its own (``titan_ext dry-run --activations``): a dry run has a fake
+process group and fake tensors, which a trainer must not keep. The other ranks get its table: if one
+rank saved what another sends again, both would wait forever. ``budget/`` in the run's folder has
+the table, and a later start of the same run takes it from there.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.logging import logger
+
+from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget, has_budget
+from titan_ext.base import no_accelerator
+from titan_ext.base.messages import and_more
+from titan_ext.base.op_cost import ranks_per_node
+from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, world_size
+from titan_ext.run.planned import differences, dry_run_elsewhere, plain
+from titan_ext.run.record import versions
+from titan_ext.run.start import RanksAgree
+from titan_ext.toml.values import dump, identity
+
+__all__ = ["FOLDER", "ActivationBudget", "solve_in_dry_run"]
+
+FOLDER = "budget"
+"""In the run's folder."""
+_ASKED, _CONFIG, _SOLVED = "asked.json", "config.toml", "budget.toml"
+_SHARE = 0.9
+"""Of ``comm.init_timeout_seconds``, for which the other ranks wait."""
+
+
+class ActivationBudget(RunCheck):
+    """Turns ``budget`` into the ``op_policies`` of all ranks, before the model is built."""
+
+    _section: dict[str, Any] | None = None
+
+    def before_start(self, config: Any) -> None:
+        """Raise ValueError for a budget that cannot be met."""
+        if not has_budget(config):
+            return
+        budget = Budget.parse(config.activation_checkpoint.budget)
+        memory = budget.memory or (None if budget.nbytes else _device_memory())
+        if os.environ.get("RANK", "0") == "0":
+            self._section = _solved_before(config, memory) or _solve(config, memory)
+
+    def before_build(self, config: Any) -> None:
+        """Give all ranks the table of rank 0."""
+        if not has_budget(config):
+            return
+        if config.comm.mode not in ONE_PROCESS_MODES:
+            sections = [self._section]
+            dist.broadcast_object_list(sections, src=0)
+            self._section = sections[0]
+        assert self._section is not None
+        use(config, self._section)
+        RanksAgree().before_build(config)
+
+
+def use(config: Any, section: dict[str, Any]) -> None:
+    """Let ``config`` have the solved section [activation_checkpoint] in place of its budget."""
+    policy = config.activation_checkpoint
+    if section["policy"] == "none":
+        config.activation_checkpoint = None
+        return
+    solved = {"budget": "", "offload_limit": ""} | section
+    keys = ("budget", "preset", "op_policies", "solved_for", "offload_limit")
+    config.activation_checkpoint = replace(
+        policy, **{key: solved[key] for key in keys if key in solved}
+    )
+
+
+def solve_in_dry_run(config: Any, ranks: int, memory: Sequence[str], options: Sequence[str]) -> str:
+    """Do in a dry run what a run does: give ``config`` the table for its budget.
+
+    Args:
+        config: As a run has it.
+        ranks: Of the job.
+        memory: The command's ``["--memory", "80GiB"]`` and its allowance, if given.
+        options: More of the command's.
+
+    Returns:
+        A report. Raises ValueError for a budget that cannot be met.
+    """
+    budget = Budget.parse(config.activation_checkpoint.budget)
+    if budget.memory is not None:
+        memory = ["--memory", _size(budget.memory), *memory[2:]]
+    elif budget.nbytes is None and not memory:
+        raise ValueError(f'{KEY}.budget is "{FIT}": expected --memory, which says what is left.')
+    if budget.nbytes is None:
+        options = [*memory, *options]
+    with tempfile.TemporaryDirectory() as folder:
+        section, report = solve(config, ranks, Path(folder), options)
+    use(config, section)
+    return report
+
+
+def solve(
+    config: Any, ranks: int, folder: Path, options: Sequence[str], timeout_s: float | None = None
+) -> tuple[dict[str, Any], str]:
+    """Solve for the budget of ``config`` as rank 0 of ``ranks``, in a process of its own.
+
+    Args:
+        config: A trainer's, from a TOML file or a config function; it stays as it is.
+        ranks: Of the job.
+        folder: Where the files go.
+        options: More of ``titan_ext dry-run``: ``["--memory", "80GiB"]``.
+        timeout_s: For how long.
+
+    Returns:
+        The section [activation_checkpoint], and a report.
+
+    Raises:
+        ValueError: if it cannot be met, or not in time.
+    """
+    policy = config.activation_checkpoint
+    if not identity(config)["extends"]:
+        raise ValueError(
+            f"{KEY}.budget is {policy.budget!r}, and this config was made in Python: a dry run of "
+            "it cannot start. Expected a TOML file, or the name of a config function."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    budget = Budget.parse(policy.budget)
+    file = folder / _CONFIG
+    file.write_text(dump(config))
+    amount = FIT if budget.nbytes is None else _size(budget.nbytes)
+    options = ["--ranks", str(ranks), "--activations", amount, "--out", str(folder), *options]
+    try:
+        done = dry_run_elsewhere(file, options, timeout_s=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"{KEY}.budget is {policy.budget!r}, and solving for it takes longer than "
+            f"{timeout_s:.0f} s. Expected more comm.init_timeout_seconds, for which the other "
+            f"ranks wait, or the {KEY}.op_policies that titan_ext dry-run --activations finds."
+        ) from None
+    if done.returncode:
+        reason = done.stderr.strip().removeprefix(f"{file}: ")
+        raise ValueError(f"{KEY}.budget is {policy.budget!r}: {reason}")
+    section = tomllib.loads((folder / _SOLVED).read_text())[KEY]
+    return section, done.stdout.partition("\n\n")[0].strip()
+
+
+def _size(nbytes: int) -> str:
+    """For the command line."""
+    return f"{nbytes / 2**10}KiB"
+
+
+def _device_memory() -> int:
+    if no_accelerator.needed():
+        raise ValueError(
+            f'{KEY}.budget is "{FIT}", and this machine has no device whose memory that could be. '
+            f'Expected a size, such as "20GiB", or "{FIT} 80GiB".'
+        )
+    device = titan_utils.get_local_device()
+    return torch.get_device_module(device).get_device_properties(device).total_memory
+
+
+def _solve(config: Any, memory: int | None) -> dict[str, Any]:
+    ranks, folder = world_size(config) or 1, Path(config.dump_folder) / FOLDER
+    text = config.activation_checkpoint.budget
+    logger.info(f"{KEY}.budget {text}: a dry run of rank 0 of {ranks} looks for the best policies.")
+    options = ["--ranks-per-node", str(ranks_per_node())]
+    options += [] if memory is None else ["--memory", _size(memory)]
+    if no_accelerator.needed():
+        options.append("--on-cpu")
+    section, report = solve(
+        config, ranks, folder, options, _SHARE * config.comm.init_timeout_seconds
+    )
+    (folder / _ASKED).write_text(json.dumps(_asked(config, memory), indent=1) + "\n")
+    logger.info(f"{report}\n{folder / _SOLVED} has the table; all ranks use it.")
+    return section
+
+
+def _asked(config: Any, memory: int | None) -> dict[str, Any]:
+    """What a table depends on."""
+    return {
+        "ranks": world_size(config) or 1,
+        "ranks_per_node": ranks_per_node(),
+        "config": plain(identity(config)),
+        "memory": memory,
+        "versions": versions(),
+        "kernels": "a CPU's" if no_accelerator.needed() else "a GPU's",
+    }
+
+
+def _solved_before(config: Any, memory: int | None) -> dict[str, Any] | None:
+    """The section that an earlier start of the same run has left; None if there is none."""
+    folder = Path(config.dump_folder) / FOLDER
+    if not (folder / _ASKED).exists():
+        return None
+    now: dict[str, Any] = _asked(config, memory)
+    section: dict[str, Any] = {}
+    try:
+        asked = json.loads((folder / _ASKED).read_text())
+        section = tomllib.loads((folder / _SOLVED).read_text())[KEY]
+        differ = differences(asked, config)
+        differ += [key for key in ("memory", "versions", "kernels") if asked[key] != now[key]]
+    except (OSError, ValueError, KeyError) as error:
+        differ = [f"it cannot be read ({type(error).__name__}: {error})"]
+    if not differ:
+        logger.info(f"{KEY}.budget: the table of {folder / _SOLVED}, solved for this run before.")
+        return section
+    logger.warning(
+        f"{folder / _SOLVED} was solved for another run, and is solved again: {and_more(differ)}."
+    )
+    return None

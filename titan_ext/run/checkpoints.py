@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks on checkpoints: one that cannot be written, read, trusted or resumed is one clear error.
+
+Titan finds out while it loads, from the first missing tensor or an assertion about the data loader.
+It silently ignores tensors that the model does not have, and optimizer settings that the checkpoint
+overrides. torch.distributed.checkpoint stores every tensor as a zip archive with a CRC-32 for each
+member. It never compares them, so a run would train on a flipped bit.
+"""
+
+import contextlib
+import io
+import resource
+import shutil
+import zipfile
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from titan_ext.base.messages import and_more, did_you_mean, format_bytes
+from titan_ext.base.run_check import RunCheck
+from titan_ext.base.run_folder import whole_checkpoint_steps
+from titan_ext.base.titan import ParallelAwareDataloader
+from titan_ext.run.start import check_folder
+
+_NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
+_REFUSED_WRITE = "unexpected pos"
+"""What torch's zip writer says as it closes a file, if it could not write all of it."""
+_STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
+
+
+class CheckpointManager(TitanCheckpointManager):
+    """Titan's checkpointer, with a key for what is verified before it loads."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanCheckpointManager.Config):
+        verify_checksums_up_to_gib: float = 64.0
+        """
+        Before a run loads a checkpoint of at most this many GiB, its ranks read all of it, each a
+        part, and compare the checksums. 0: never; inf: always. See docs/checkpoints.md.
+        """
+
+
+class Checkpoints(RunCheck):
+    """Before loading, checks that the checkpoint is intact and complete; then reports failures."""
+
+    def after_build(self, trainer: Trainer) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.register_load_state_dict_pre_hook(_warn_of_overridden_settings)
+
+    @contextlib.contextmanager
+    def around_run(self, trainer: Trainer) -> Iterator[None]:
+        """Turn torch's report of a failed save or load into one line, of a RuntimeError."""
+        config = trainer.config
+        try:
+            verify_checksums(config)
+            check_resume(trainer)
+            yield
+            trainer.checkpointer.maybe_wait_for_saving()  # an asynchronous save may have failed
+        except CheckpointException as error:
+            causes = defaultdict(list)
+            for rank, (cause, _) in error.failures.items():
+                words = f"{type(cause).__name__}: {cause}"
+                if _REFUSED_WRITE in words:
+                    words = f"the file system refused a write (torch says: {words})"
+                causes[words].append(str(rank))
+            said = "; ".join(f"on rank {', '.join(r)}: {cause}" for cause, r in causes.items())
+            raise RuntimeError(
+                f"a checkpoint could not be saved or loaded, {said}. "
+                f"{why_refused(config.dump_folder)} {_newest_whole(config)}"
+            ) from error
+
+
+def why_refused(folder: str) -> str:
+    """What this process can find out of why its writes into ``folder`` fail.
+
+    torch's writer keeps the error of the failed write from the report: it comes from another rank.
+    """
+    size_limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size_limit != resource.RLIM_INFINITY:
+        return f"No file of this process can have more than {format_bytes(size_limit)} (ulimit -f)."
+    try:
+        check_folder.cache_clear()  # it was fine before
+        check_folder(folder)
+    except ValueError as error:
+        return str(error)
+    return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free in {folder}."
+
+
+def is_saved_anyway(trainer: Any) -> bool:
+    """Whether Titan's checkpointer saves the trainer's step without being asked."""
+    checkpoint, step = trainer.config.checkpoint, trainer.step
+    return checkpoint.enable and (
+        step % checkpoint.interval == 0
+        or step == trainer.config.training.steps
+        or (step == 1 and checkpoint.enable_first_step_checkpoint)
+    )
+
+
+def check_excluded(config: Trainer.Config) -> None:
+    """Raise ValueError for an unknown name in ``checkpoint.exclude_from_loading``."""
+    for name in config.checkpoint.exclude_from_loading:
+        if name not in _STATES:
+            raise ValueError(
+                f"checkpoint.exclude_from_loading has {name!r}; expected names of "
+                f"{', '.join(_STATES)}{did_you_mean(name, _STATES)}"
+            )
+
+
+def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
+    """The checkpoint in torch's format that Titan will load, and whether its model only.
+
+    None for a fresh start, for safetensors, and for a remote folder, which is not inspected.
+
+    Raises ValueError if the newest in the run's own folder is safetensors, that is, an export:
+    Titan would take it for a checkpoint and fail. Also if ``initial_load_path`` is no checkpoint.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.enable or config.comm.mode != "default":
+        return None
+    own = _folder(config)
+    steps = whole_checkpoint_steps(own)
+    exports = whole_checkpoint_steps(own, marker="model.safetensors.index.json")
+    step = checkpoint.load_step
+    if step == -1:
+        step = max([*steps, *exports], default=-1)
+    if step in exports and step not in steps:
+        raise ValueError(
+            f"{own}/step-{step} is an export (checkpoint.last_save_in_hf) with the model only: "
+            "training cannot resume from it. "
+            + _other_ways_on(own, step, " --checkpoint.initial_load_in_hf")
+        )
+    if step != -1:
+        return (own / f"step-{step}", step == 0) if step in steps else None
+    initial = checkpoint.initial_load_path
+    if not initial or checkpoint.initial_load_in_hf or filesystem.is_remote(initial):
+        return None
+    if Path(initial).is_dir() and not (Path(initial) / ".metadata").exists():
+        raise ValueError(
+            f"checkpoint.initial_load_path is {initial!r}, which has no .metadata; expected the "
+            "folder of one checkpoint (.../step-100), or checkpoint.initial_load_in_hf = true for "
+            "safetensors."
+        )
+    return Path(initial), checkpoint.initial_load_model_only
+
+
+def verify_checksums(config: Trainer.Config) -> None:
+    """Compare the checksums of the checkpoint that the run will load; call it on every rank.
+
+    Raises ValueError on every rank, naming the files that are corrupt and the checkpoint before.
+    """
+    found = checkpoint_to_load(config)
+    if found is None:
+        return
+    folder, _ = found
+    default = CheckpointManager.Config().verify_checksums_up_to_gib
+    limit = getattr(config.checkpoint, "verify_checksums_up_to_gib", default)
+    nbytes = sum(f.stat().st_size for f in folder.glob("*.distcp"))
+    if nbytes > limit * 2**30:
+        logger.info(
+            f"The checksums of {folder} ({format_bytes(nbytes)}) are not compared before it is "
+            f"loaded: checkpoint.verify_checksums_up_to_gib is {limit:g}."
+        )
+        return
+    mine = corrupt_items(folder, part=dist.get_rank(), parts=dist.get_world_size())
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    if corrupt := dict(ChainMap(*everyone)):
+        files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
+        raise ValueError(f"{folder} is corrupt ({files}). {_newest_whole(config, but=folder)}")
+
+
+def corrupt_items(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
+    """The first item of each file of a checkpoint whose bytes are not those that were saved.
+
+    Args:
+        folder: A checkpoint in torch's format (``.metadata`` and ``*.distcp``).
+        part: Which files to read: every ``parts``-th, from this one.
+
+    Returns:
+        Items, named as in the checkpoint, by file name.
+    """
+    try:
+        storage = FileSystemReader(folder).read_metadata().storage_data or {}
+    except Exception as error:  # a pickle: anything can come out of broken bytes
+        return {".metadata": f"cannot be read ({type(error).__name__}: {error})"}
+    items = defaultdict(list)
+    for index, place in storage.items():
+        items[place.relative_path].append((place.offset, place.length, index.fqn))
+    return {
+        name: wrong
+        for name in sorted(items)[part::parts]
+        if (wrong := _first_wrong(folder / name, sorted(items[name])))
+    }
+
+
+def _first_wrong(path: Path, items: list[tuple[int, int, str]]) -> str:
+    try:
+        with open(path, "rb") as file:
+            for offset, length, name in items:
+                file.seek(offset)
+                stored = io.BytesIO(file.read(length))
+                is_whole = stored.getbuffer().nbytes == length
+                with contextlib.suppress(zipfile.BadZipFile, NotImplementedError, EOFError):
+                    if is_whole and zipfile.ZipFile(stored).testzip() is None:
+                        continue
+                return name
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return ""
+
+
+def check_resume(trainer: Trainer) -> None:
+    """Raise ValueError if the checkpoint that ``trainer`` is about to load lacks what it needs.
+
+    States may be missing. Tensors of the model may be missing or have other shapes. Another number
+    of data-parallel ranks may have saved the data position.
+    """
+    if (found := checkpoint_to_load(trainer.config)) is None:
+        return
+    folder, model_only = found
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    if not model_only:
+        _check_states(trainer.config, folder, saved)
+        _check_data_ranks(trainer, folder, saved)
+    _check_model(trainer, folder, saved)
+
+
+def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) -> None:
+    sections = {name.partition(".")[0] for name in saved}
+    missing = sorted(set(_STATES) - sections - set(config.checkpoint.exclude_from_loading))
+    if not missing:
+        return
+    ways_on = (
+        _other_ways_on(folder.parent, int(folder.name.removeprefix("step-")))
+        if folder.parent == _folder(config)
+        else "Load its weights only with --checkpoint.initial_load_model_only."
+    )
+    kind = "the model only" if len(missing) == len(_STATES) else f"no {', '.join(missing)}"
+    raise ValueError(f"{folder} has {kind}: training cannot resume from it. {ways_on}")
+
+
+def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
+    if not isinstance(trainer.dataloader, ParallelAwareDataloader):
+        return
+    if "dataloader" in trainer.config.checkpoint.exclude_from_loading:
+        logger.warning(
+            "checkpoint.exclude_from_loading has 'dataloader': the data starts from its "
+            "beginning, so this run repeats samples of the saved run."
+        )
+        return
+    ranks = trainer.dataloader.dp_world_size
+    saved_ranks = sum(name.startswith("dataloader.dp_rank_") for name in saved)
+    if saved_ranks != ranks:
+        raise ValueError(
+            f"{folder} has the data position of {saved_ranks} data-parallel rank(s), and this run "
+            f"has {ranks}: TorchTitan keeps a position for each and cannot split them again. Run "
+            f"with {saved_ranks}, or with --checkpoint.exclude_from_loading dataloader: weights, "
+            "optimizer and schedule continue, and the data starts from its beginning."
+        )
+
+
+def _check_model(trainer: Trainer, folder: Path, saved: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = trainer.model_config.build()
+    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    shapes = {
+        name: tuple(item.size)
+        for name, item in saved.items()
+        if name.partition(".")[0] not in _STATES and hasattr(item, "size")
+    }
+    differences = []
+    if missing := [name for name in wanted if name not in shapes]:
+        differences.append(f"without {and_more(missing)}")
+    if others := [
+        f"{name} {list(shapes[name])}, here {list(shape)}"
+        for name, shape in wanted.items()
+        if shapes.get(name, shape) != shape
+    ]:
+        differences.append(f"with {and_more(others)}")
+    if differences:
+        raise ValueError(f"{folder} is a checkpoint of another model: {'; '.join(differences)}.")
+    if unused := [name for name in shapes if name not in wanted]:
+        logger.warning(
+            f"{folder} also has {and_more(unused)}, which this model does not have: not loaded."
+        )
+
+
+def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Warn of optimizer settings that the checkpoint overrides.
+
+    torch restores weight decay, betas and the rest with the state, whatever the config says. After
+    one step the scheduler computes the learning rate from the config again.
+    """
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for key in sorted(group.keys() & saved.keys() - _NOT_OVERRIDDEN):
+            if saved[key] != group[key]:
+                logger.warning(
+                    f"optimizer: {key} is {saved[key]} from the checkpoint, not {group[key]} as "
+                    "configured. checkpoint.exclude_from_loading optimizer takes the configured "
+                    "value, and starts the moments from zero."
+                )
+
+
+def _folder(config: Trainer.Config) -> Path:
+    return Path(config.dump_folder) / config.checkpoint.folder
+
+
+def _other_ways_on(own: Path, step: int, flags: str = "") -> str:
+    earlier = [other for other in whole_checkpoint_steps(own) if other != step]
+    resume = f"--checkpoint.load_step {max(earlier)} resumes before it. " if earlier else ""
+    return (
+        f"{resume}A new run, in another dump_folder, starts from its weights with "
+        f"--checkpoint.initial_load_path {own}/step-{step}{flags}. To make "
+        "finished runs resumable, set checkpoint.last_save_model_only = false."
+    )
+
+
+def _newest_whole(config: Trainer.Config, *, but: Path | None = None) -> str:
+    own = _folder(config)
+    steps = [s for s in whole_checkpoint_steps(own) if own / f"step-{s}" != but]
+    if not steps:
+        return f"There is no whole checkpoint in {own}."
+    newest = f"The newest whole checkpoint is {own}/step-{max(steps)}"
+    if but is None:
+        return f"{newest}."
+    step = f"--checkpoint.load_step {max(steps)}"
+    return f"{newest}: to resume from it, move {but.name} away or add {step}."

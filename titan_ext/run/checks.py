@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The checks of a run, in the order in which the trainer calls them; the small ones are here.
+
+To add one, write a subclass of ``RunCheck`` and add it to ``RUN_CHECKS``.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torchtitan.tools.logging import logger
+
+from titan_ext.activation_checkpoint.memory_report import log_memory_report
+from titan_ext.base.messages import duration
+from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
+from titan_ext.base.tensors import plain_tensors
+from titan_ext.components.hf_export import HuggingFaceExport
+from titan_ext.components.lora import check_lora_targets
+from titan_ext.fsdp.memory_log import MemoryLog
+from titan_ext.run.budget import ActivationBudget
+from titan_ext.run.checkpoints import Checkpoints, is_saved_anyway
+from titan_ext.run.planned import PlanCheck
+from titan_ext.run.record import RunRecord
+from titan_ext.run.start import Folder, Paths, RanksAgree
+from titan_ext.run.stop import StopOnSignal
+
+_EVERY_S = 30.0
+"""Between two lines of progress at least: steps can be shorter than it takes to read one."""
+
+
+class Collectives(RunCheck):
+    """``debug.record_collectives``; ``titan_ext.debug`` is imported only when it is on."""
+
+    _watchdog = RunCheck()
+
+    def before_build(self, config: Any) -> None:
+        if not getattr(config.debug, "record_collectives", False):
+            return
+        if config.comm.mode in ONE_PROCESS_MODES:
+            raise ValueError(
+                f"debug.record_collectives compares the ranks of a run; comm.mode is "
+                f"{config.comm.mode!r}, which has one process. Expected 'default'."
+            )
+        from titan_ext.debug.watchdog import CollectiveWatchdog
+
+        self._watchdog = CollectiveWatchdog(config)
+
+    def after_build(self, trainer: Any) -> None:
+        self._watchdog.after_build(trainer)
+
+    def around_run(self, trainer: Any) -> AbstractContextManager[None]:
+        return self._watchdog.around_run(trainer)
+
+    def around_step(self, trainer: Any) -> AbstractContextManager[None]:
+        return self._watchdog.around_step(trainer)
+
+
+class LoRATargets(RunCheck):
+    """Checks that LoRA's target modules exist."""
+
+    def before_start(self, config: Any) -> None:
+        if config.model_spec is not None:
+            check_lora_targets(config.model_spec.model, config)
+
+
+class FiniteGradients(RunCheck):
+    """Stops a run before it applies or saves gradients that are not finite.
+
+    The reduction spreads one rank's NaN to all ranks, and the step to every weight. Titan checks
+    only the loss, when it logs: too late if it saves a checkpoint first. This check waits for the
+    device, so it runs only on steps that are logged or saved anyway. Nothing escapes it: weights
+    that became NaN in between make the next gradients NaN as well.
+
+    Raises RuntimeError in the step, on the ranks that hold gradients that are not finite. Clipping
+    by a norm that is NaN makes that all of them.
+    """
+
+    def after_build(self, trainer: Any) -> None:
+        def check(*_) -> None:
+            is_logged = trainer.metrics_processor.should_log(trainer.step)
+            if not (is_saved_anyway(trainer) or is_logged):
+                return
+            gradients = [
+                local
+                for part in trainer.model_parts
+                for param in part.parameters()
+                if param.grad is not None
+                for local in plain_tensors(param.grad)
+                # torch refuses the largest of nothing, and a rank may have no row of a parameter.
+                if local.numel()
+            ]
+            largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
+            if torch.isfinite(largest):
+                return
+            try:
+                trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one
+            finally:
+                graphs = not trainer.config.training.disable_cuda_graphs
+                raise RuntimeError(
+                    f"step {trainer.step}: gradients are not finite. The optimizer's step was not "
+                    "taken and nothing was saved since the last checkpoint. To learn which rank "
+                    "and unit they come from, run again with --debug.record_collectives"
+                    + (" --training.disable_cuda_graphs." if graphs else ".")
+                )
+
+        trainer.optimizers.register_step_pre_hook(check)
+
+
+class ActivationMemory(RunCheck):
+    """Logs, after the first step, what float8 activation checkpointing stored."""
+
+    _is_due = True
+
+    @contextmanager
+    def around_step(self, trainer: Any) -> Iterator[None]:
+        yield
+        if self._is_due:
+            self._is_due = False
+            log_memory_report(trainer)
+
+
+class Progress(RunCheck):
+    """Logs what trains, and at logged steps how long the rest takes.
+
+    The pace is that of all steps but the first of this start, saves and validation included.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock  # seconds
+        self._first: tuple[int, float] | None = None  # the first step that was done, and when
+        self._said_s = float("-inf")
+
+    def after_build(self, trainer: Any) -> None:
+        with torch.device("meta"):  # whole: the trainer has a shard, or a stage
+            params = list(trainer.model_config.build().parameters())
+        trainable = sum(param.numel() for param in params if param.requires_grad)
+        total = sum(param.numel() for param in params)
+        logger.info(f"Trainable: {trainable:,} of {total:,} parameters")
+
+    @contextmanager
+    def around_step(self, trainer: Any) -> Iterator[None]:
+        yield
+        step, now_s = trainer.step, self._clock()
+        if self._first is None:
+            self._first = step, now_s
+            return
+        steps = trainer.config.training.steps
+        is_due = trainer.metrics_processor.should_log(step) and now_s - self._said_s >= _EVERY_S
+        if is_due and step < steps:
+            self._said_s = now_s
+            first, since_s = self._first
+            pace_s = (now_s - since_s) / (step - first)
+            logger.info(
+                f"Step {step} of {steps}, {pace_s:.3g} s a step: about "
+                f"{duration(pace_s * (steps - step))} left"
+            )
+
+
+# Contexts are entered in this order: the collectives of all others are recorded.
+RUN_CHECKS: tuple[type[RunCheck], ...] = (
+    RunRecord,
+    RanksAgree,
+    Collectives,
+    StopOnSignal,
+    LoRATargets,
+    Folder,
+    Paths,
+    ActivationBudget,
+    Checkpoints,
+    HuggingFaceExport,
+    FiniteGradients,
+    MemoryLog,
+    ActivationMemory,
+    PlanCheck,
+    Progress,
+)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a run leaves in its folder: its config, where that comes from, the memory that it saved.
+
+Rank 0 writes ``config.toml``, which starts the same run again, and ``run.json``, with one entry for
+each start. At the end the log and that entry say what titan_ext saved, beside what stock TorchTitan
+would have needed. Both come from FSDP's plan and from what was counted, without a second run.
+Nothing here can fail a run.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+import titan_ext
+from titan_ext.activation_checkpoint import FP8AC, memory_report_of
+from titan_ext.activation_checkpoint.compile import compiles_model
+from titan_ext.activation_checkpoint.policy import heeds_save_all_to_all
+from titan_ext.base.messages import format_bytes
+from titan_ext.base.run_check import RunCheck
+from titan_ext.components.dispatch import saves_all_to_all, stock_saves_all_to_all
+from titan_ext.toml.values import dump
+
+RECORD = "run.json"
+CONFIG = "config.toml"
+_PACKAGES = ("titan_ext", "torchtitan", "torch", "torchao", "triton")
+# All-to-alls of a MoE layer and step: counts, dispatch and combine in forward, two in backward. A
+# recompute that exchanges tokens again adds three, or two where the counts are saved.
+_EXCHANGES = 5
+
+
+class RunRecord(RunCheck):
+    """Writes the record of this start; at the end of training, its ending and the gains."""
+
+    def __init__(self) -> None:
+        self._entry: dict[str, Any] = {}
+
+    def after_build(self, trainer: Any) -> None:
+        if dist.get_rank() != 0:
+            return
+        with _never_fails():
+            self._entry = origin()
+            self._write(trainer)
+            (Path(trainer.config.dump_folder) / CONFIG).write_text(dump(trainer.config))
+
+    @contextlib.contextmanager
+    def around_run(self, trainer: Any) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._end(trainer, f"{type(error).__name__}: {error}"[:500])
+            raise
+        steps = trainer.config.training.steps
+        self._end(trainer, "finished" if trainer.step >= steps else "stopped")
+
+    def _end(self, trainer: Any, ending: str) -> None:
+        if not self._entry:
+            return
+        with _never_fails():
+            self._entry |= {"ended": _now(), "ending": ending, "step": trainer.step}
+            self._write(trainer)
+            lines = gains(trainer) + [line for check in trainer.checks for line in check.summary()]
+            self._entry["gained"] = lines
+            self._write(trainer)
+            if lines:
+                logger.info("\n  ".join(["What titan_ext changed, on this rank:", *lines]))
+
+    def _write(self, trainer: Any) -> None:
+        path = Path(trainer.config.dump_folder) / RECORD
+        starts = json.loads(path.read_text())["starts"] if path.exists() else []
+        others = [start for start in starts if start["id"] != self._entry["id"]]
+        path.write_text(json.dumps({"starts": [*others, self._entry]}, indent=1) + "\n")
+
+
+def origin() -> dict[str, Any]:
+    """Command line, commit, versions and machine of this process."""
+    return {
+        "id": f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}",
+        "started": _now(),
+        "command": shlex.join([*sys.orig_argv]),
+        "folder": str(Path.cwd()),
+        "commit": {
+            name: commit
+            for name, at in (("titan_ext", Path(titan_ext.__file__).parent), (".", Path.cwd()))
+            if (commit := _commit(at))
+        },
+        "versions": {"python": platform.python_version()} | versions(),
+        "host": socket.gethostname(),
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a run depends on, by name."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _commit(folder: Path) -> str:
+    """The commit checked out in ``folder``, with "-dirty" if files differ; "" outside of git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def gains(trainer: Any) -> list[str]:
+    """Lines on what titan_ext changed for this rank; none for what is not known."""
+    return [*_exchanges(trainer), *_activations(trainer)]
+
+
+def _exchanges(trainer: Any) -> list[str]:
+    """All-to-alls of a MoE layer, where policy and backend are known to repeat them or not."""
+    policy = trainer.config.activation_checkpoint
+    if trainer.parallel_dims.ep == 1 or trainer.parallel_dims.pp_enabled:
+        return []
+    parallelism, compiled = trainer.config.parallelism, compiles_model(trainer.config.compile)
+    saves = saves_all_to_all(parallelism, trainer.parallel_dims.ep, compiled=compiled)
+    is_ours = isinstance(policy, FP8AC.Config)
+    early = is_ours and policy.score_before_last_gemm  # scores travel, and their gradients
+    ours = _EXCHANGES + (2 if early else 0)
+    if (is_ours and policy.mode == "no_recompute") or (heeds_save_all_to_all(policy) and saves):
+        again = 0
+    elif heeds_save_all_to_all(policy):
+        again = 1 if early and policy.preset != "stock" else 2 if is_ours else 3
+    else:
+        return []
+    stock = _EXCHANGES + (0 if stock_saves_all_to_all(parallelism, compiled=compiled) else 3)
+    halves = 2 if parallelism.overlap_exchanges == "halves" else 1  # each of half the bytes
+    ours, again = halves * ours, halves * again
+    found = f"all-to-alls a MoE layer and step: {ours + again}"
+    beside = ", as stock selective" if ours + again == stock else f"; {stock} with stock selective"
+    more = ""
+    if again and parallelism.save_all_to_all == "auto":
+        more = f'; {ours} where they cross nodes, or with parallelism.save_all_to_all = "always"'
+    return [f"{found}{beside}{more} (predicted)"]
+
+
+def _activations(trainer: Any) -> list[str]:
+    rows = memory_report_of(trainer.model_parts).rows()
+    if not rows:
+        return []
+    kept, exact, host = (
+        sum(getattr(row, f) for row in rows) for f in ("nbytes", "original_nbytes", "host_nbytes")
+    )
+    on_host = f" on the device, {format_bytes(host)} on the host" if host else ""
+    return [
+        f"activations kept for backward: {format_bytes(kept)}{on_host} a forward; not compressed: "
+        f"{format_bytes(exact)} ({kept / exact:.2f})"
+    ]
+
+
+@contextlib.contextmanager
+def _never_fails() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        logger.warning(f"the record of the run is not complete: {type(error).__name__}: {error}")
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks before a run starts: paths exist, nobody else uses its folder, all ranks run the same.
+
+Two runs in one folder overwrite each other's checkpoints. Rank 0 holds a lock on ``run.lock`` as
+long as its process lives. After any death the kernel, or the server of a shared file system, gives
+it back. It is a POSIX lock, because NFS and Lustre have those. A forked child, such as a worker of
+the data loader, does not keep it.
+"""
+
+import errno
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torchtitan
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.observability.structured_logger.jsonl_handler import TraceJsonlHandler
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+import titan_ext
+from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.op_cost import ranks_per_node
+from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS
+
+LOCK = "run.lock"
+_PROBE_NBYTES = 2**20
+_HELD_ELSEWHERE = (errno.EACCES, errno.EAGAIN)
+_held: dict[Path, IO[str]] = {}
+"""Locks of this process. Closing any file of the name would give its lock back."""
+_LOCAL = ("/", "./", "../", "~")
+_PACKAGES = (torch, torchtitan, titan_ext)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_SHOWN_KEYS = 10
+
+
+class Paths(RunCheck):
+    """Checks that ``dataloader.dataset_path`` and ``hf_assets_path`` exist."""
+
+    def before_start(self, config: Any) -> None:
+        """Raise ValueError for a path that does not.
+
+        A name like "allenai/c4" may be on the Hugging Face hub; the loader checks it.
+        """
+        loader = config.dataloader
+        path = str(getattr(loader, "dataset_path", None) or "")
+        is_made_here = getattr(loader, "dataset", "") == STDLIB_CORPUS
+        if path.startswith(_LOCAL) and not Path(path).exists() and not is_made_here:
+            raise ValueError(
+                f"dataloader.dataset_path is {path!r}: no such file or folder; expected one, or "
+                "the name of a data set on the Hugging Face hub."
+            )
+        assets = config.hf_assets_path
+        if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not Path(assets).is_dir():
+            raise ValueError(
+                f"hf_assets_path is {assets!r}: no such folder; expected one with the files of a "
+                f'tokenizer, or "{STDLIB_CORPUS}" in a TOML file.'
+            )
+
+
+class Folder(RunCheck):
+    """Checks that ``dump_folder`` can be written, and locks it."""
+
+    def before_start(self, config: Any) -> None:
+        check_folder(config.dump_folder)
+        if os.environ.get("RANK", "0") == "0":
+            lock_folder(config.dump_folder)
+
+
+@functools.cache  # by Titan's structured log, and again before the start
+def check_folder(folder: str) -> None:
+    """Raise ValueError for a folder where this rank cannot write, or whose disk is full."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_NBYTES))
+    except OSError as error:
+        free = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = f" {shutil.disk_usage(folder).free / 2**20:.1f} MiB are free on its disk."
+        raise ValueError(
+            f"dump_folder is {folder!r}, where this rank cannot write: {error}.{free}"
+        ) from error
+
+
+def lock_folder(folder: str) -> None:
+    """Lock the folder for this process, until it ends.
+
+    Raises ValueError naming host and process of the run that has it.
+    """
+    path = Path(folder).resolve() / LOCK
+    if path in _held:
+        return
+    file = path.open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        if error.errno in _HELD_ELSEWHERE:
+            raise ValueError(
+                f"dump_folder is {folder!r}, where another run trains ({owner}). Stop that run, or "
+                "give this one another dump_folder."
+            ) from None
+        logger.warning(f"{path} cannot be locked ({error}): another run could write there too.")
+        return
+    file.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.write(f"host {socket.gethostname()}, process {os.getpid()}, since {since}\n")
+    file.flush()
+    _held[path] = file
+
+
+class _Handler(TraceJsonlHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Give up after one line: Python prints a traceback for each of thousands of records."""
+        logging.getLogger(record.name).removeHandler(self)
+        logger.warning(f"{self.baseFilename} cannot be written; structured logging ends here.")
+
+
+def register_handler(
+    *, structured_logger: logging.Logger, rank: int, source: str, output_dir: str, **_: Any
+) -> None:
+    """Titan's structured log, which opens before any check of ours runs.
+
+    Titan calls this, as ``TITAN_STRUCT_LOGGER_HANDLERS`` tells it (``config_registry``). Where the
+    folder cannot be written there is no such log, and ``Folder`` says why.
+    """
+    try:
+        check_folder(output_dir)
+    except ValueError:
+        return
+    handler = _Handler(rank=rank, source=source, output_dir=output_dir)
+    structured_logger.addHandler(handler)
+    logger.info(f"Structured logging -> JSONL: {handler.baseFilename}")
+
+
+class RanksAgree(RunCheck):
+    """Compares the versions and the config of all ranks, on the default group.
+
+    A rank with another version of torch, or another value for one key, issues other collectives. On
+    hundreds of nodes that is a hang after minutes, without a cause.
+    """
+
+    def before_build(self, config: Trainer.Config) -> None:
+        """Raise ValueError on every rank if any two differ: which keys, ranks and values."""
+        if config.comm.mode in ONE_PROCESS_MODES:
+            return
+        mine = describe(config) | {"ranks of the smallest node": str(ranks_per_node())}
+        digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, digest)
+        if len(set(digests)) == 1:
+            return
+        descriptions: list[dict[str, str]] = [{} for _ in digests]
+        dist.all_gather_object(descriptions, mine)
+        raise ValueError(_differences(descriptions))
+
+
+def describe(config: Trainer.Config) -> dict[str, str]:
+    """What must be equal on every rank: package versions and every config value, by dotted key."""
+    description = {f"version of {p.__name__}": p.__version__ for p in _PACKAGES}
+    _flatten("", config.to_dict(), description)
+    return description
+
+
+def _differences(descriptions: list[dict[str, str]]) -> str:
+    lines = []
+    for key in sorted({key for description in descriptions for key in description}):
+        ranks_by_value: dict[str, set[int]] = defaultdict(set)
+        for rank, description in enumerate(descriptions):
+            ranks_by_value[description.get(key, "(absent)")].add(rank)
+        if len(ranks_by_value) > 1:
+            values = [f"{v} on {ranks_in_words(ranks)}" for v, ranks in ranks_by_value.items()]
+            lines.append(f"  {key}: {'; '.join(values)}")
+    if len(lines) > _SHOWN_KEYS:
+        lines[_SHOWN_KEYS:] = [f"  ... and {len(lines) - _SHOWN_KEYS} more"]
+    return "\n".join(["the ranks disagree on what to run:", *lines])
+
+
+def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _flatten(f"{prefix}.{key}" if prefix else str(key), item, into)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _flatten(f"{prefix}.{index}", item, into)
+        into[f"{prefix}.length"] = str(len(value))
+    else:
+        # A function is shown with its address, which differs from process to process.
+        into[prefix] = _ADDRESS.sub("", str(value))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stops a run from outside: save on a signal, and end workers with their launcher.
+
+A scheduler that takes a machine back sends SIGTERM, Ctrl-C sends SIGINT. A worker that gets one
+says so at once, finishes the step with all the others, saves a normal checkpoint, and ends. All
+ranks must do so after the same step, so they ask each other once a step. The message goes over a
+gloo group of their own, from host to host, so no device waits for it.
+
+One request can arrive as several signals: Slurm signals every process of a job, and torchrun passes
+on its own signal. So only a signal that comes later means "now".
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from titan_ext.base.run_check import RunCheck
+from titan_ext.run.checkpoints import is_saved_anyway
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_ONE_REQUEST_S = 1.0
+
+
+def end_with_launcher() -> None:
+    """Have the kernel end this process (SIGKILL) when the torchrun that started it has died.
+
+    torchrun's workers have their own sessions: after a SIGKILL of torchrun they would keep
+    training, and writing into the folder that the next launch reads. Does nothing where torchrun
+    did not start it, and on systems other than Linux.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or platform.system() != "Linux":
+        return
+    launcher = os.getppid()
+    failed = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if failed:
+        logger.warning("this worker cannot be ended with its launcher: prctl refused.")
+    elif os.getppid() != launcher:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def warn_of_restarts_that_hang() -> None:
+    """Warn if ``torchrun --max-restarts`` is on but would hang.
+
+    torchrun keeps one store for all attempts. In the second one torch 2.15 reads the first one's
+    addresses from it, and ``init_process_group`` waits for processes that are gone.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts > 0 and shares_store and os.environ.get("LOCAL_RANK") == "0":
+        logger.warning(
+            f"torchrun --max-restarts={restarts}: a restart hangs in init_process_group unless "
+            "torchrun is started with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment."
+        )
+
+
+class StopOnSignal(RunCheck):
+    """When any rank gets a signal, ends the run on every rank after the step, saved once.
+
+    SIGTERM and SIGINT mean the same. Another one, a second or longer after the first, does what it
+    did before ``after_build``: SIGTERM ends the process, SIGINT raises KeyboardInterrupt. A signal
+    that the process was started to ignore stays ignored.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock  # seconds
+        self._asked_by = 0  # the signal
+        self._asked_at_s = 0.0
+        self._loaded_step: int | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._before: dict[int, Any] = {}
+        self._sender: socket.socket | None = None  # the interpreter's end; open until both are gone
+
+    def before_start(self, config: Any) -> None:
+        end_with_launcher()
+        warn_of_restarts_that_hang()
+
+    def after_build(self, trainer: Any) -> None:
+        if dist.get_backend() != "fake" and dist.is_gloo_available():
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", group_desc="stop"))
+        for signum in _STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._note)
+        self._answer_at_once(", which is saved" if _can_save(trainer) else "; nothing is saved")
+
+    @contextlib.contextmanager
+    def around_run(self, trainer: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:  # there is no step left to wait for
+            signal.set_wakeup_fd(-1)
+            for signum, handler in self._before.items():
+                signal.signal(signum, handler)
+
+    def ends_run(self, trainer: Any) -> bool:
+        if self._loaded_step is None:
+            self._loaded_step = trainer.step
+        asked_by = torch.tensor(self._asked_by, dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(asked_by, op=dist.ReduceOp.MAX, group=self._group)
+        if not asked_by:
+            return False
+        saved, checkpointer = "nothing was saved", trainer.checkpointer
+        if _can_save(trainer) and trainer.step:
+            if trainer.step != self._loaded_step and not is_saved_anyway(trainer):
+                checkpointer.interval = 1  # whichever step it is
+                checkpointer.save(trainer.step)
+            checkpointer.maybe_wait_for_saving()
+            saved = f"saved in {checkpointer.folder}/step-{trainer.step}"
+        name = signal.Signals(int(asked_by)).name
+        logger.info(f"{name}: stopped after step {trainer.step}, {saved}.")
+        return True
+
+    def _answer_at_once(self, ending: str) -> None:
+        """Log a line within moments of the first signal.
+
+        Python runs its handlers between two operations of the main thread, which may wait for a
+        device or another rank. The interpreter writes the signal to a file descriptor at once.
+        """
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        self._sender = sender
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+
+        def answer() -> None:
+            said = False
+            while signum := receiver.recv(1):
+                if signum[0] in self._before and not said:
+                    said = True
+                    name = signal.Signals(signum[0]).name
+                    again = "A second signal ends the run at once."
+                    logger.info(f"{name}: stopping after this step{ending}. {again}")
+
+        threading.Thread(target=answer, name="stop", daemon=True).start()
+
+    def _note(self, signum: int, frame: Any) -> None:
+        if not self._asked_by:
+            self._asked_by, self._asked_at_s = signum, self._clock()
+        elif self._clock() - self._asked_at_s >= _ONE_REQUEST_S:
+            signal.signal(signum, self._before[signum])
+            signal.raise_signal(signum)
+
+
+def _can_save(trainer: Any) -> bool:
+    checkpointer = trainer.checkpointer
+    can = checkpointer.enable and hasattr(checkpointer, "interval")
+    return can and not trainer.config.checkpoint.load_only

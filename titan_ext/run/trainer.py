@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Titan's trainer with titan_ext's configuration keys and the checks of a run.
+
+A small subclass, as TorchTitan's docs/extension.md recommends for adding configuration. Training,
+checkpoints, metrics and data loading stay Titan's. ``titan_ext.run.checks.RUN_CHECKS`` lists
+the checks around training.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import tyro
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.config import derive
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
+from torchtitan.trainer import Trainer as TitanTrainer
+
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.compile import compiles_model
+from titan_ext.base import no_accelerator
+from titan_ext.base.messages import Mistakes, are_checked_later, set_known_key
+from titan_ext.base.run_check import RunCheck, world_size
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
+from titan_ext.components.early_scores import use_early_scores
+from titan_ext.components.optim import OptimizersContainer, check_param_groups
+from titan_ext.parallelize.keys import (
+    DebugConfig,
+    ParallelismConfig,
+    check_parallelism,
+    check_unit_names,
+)
+from titan_ext.parallelize.limits import check_schedule, wrong_degrees, wrong_values
+from titan_ext.parallelize.passes import check_model_limits, extend_model_spec
+from titan_ext.run.checkpoints import CheckpointManager, check_excluded
+from titan_ext.run.checks import RUN_CHECKS
+
+__all__ = ["Trainer", "extend_config"]
+
+_EXTENDED: dict[str, Any] = {
+    "parallelism": ParallelismConfig,
+    "optimizer": OptimizersContainer.Config,
+    "checkpoint": CheckpointManager.Config,
+    "debug": DebugConfig,
+}
+"""The sections of which we have a subclass."""
+_checked: set[int] = set()
+"""Hashes of the configs that have passed their checks, values and all."""
+
+
+class Trainer(TitanTrainer):
+    """Titan's trainer; on a machine with no accelerator it trains on the CPU."""
+
+    run_checks: ClassVar[Sequence[type[RunCheck]]] = RUN_CHECKS
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanTrainer.Config):
+        # A narrower type for a field of the parent: tyro offers our flags for it.
+        parallelism: ParallelismConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=ParallelismConfig
+        )
+        # Titan's choices and one more name on the command line.
+        activation_checkpoint: (  # pyrefly: ignore[bad-override-mutable-attribute]
+            ActivationCheckpointingConfig | Annotated[FP8AC.Config, tyro.conf.subcommand("fp8")]
+        ) = field(default_factory=SelectiveAC.Config)
+        checkpoint: BaseCheckpointManager.Config = field(default_factory=CheckpointManager.Config)
+        debug: DebugConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=DebugConfig
+        )
+
+        __setattr__ = set_known_key
+
+        def __post_init__(self) -> None:
+            # A config is rebuilt on its way to the trainer: by tyro, and by Titan's build().
+            if are_checked_later() or hash(repr(self)) in _checked:
+                return
+            self._check()
+            _checked.add(hash(repr(self)))
+
+        def _check(self) -> None:
+            """Raise ValueError with every mistake; what needs the number of ranks comes later."""
+            mistakes = Mistakes(wrong_values(self))
+            mistakes.raise_all()  # the other checks compute with the values
+            mistakes.extend(wrong_degrees(self, ranks=None))
+            no_accelerator.adapt_config(self)
+            compiled = compiles_model(self.compile)
+            policy = self.activation_checkpoint
+            checks: list[Callable[[], object]] = [
+                lambda: check_excluded(self),
+                lambda: check_parallelism(self.parallelism, self.training, compiled=compiled),
+                lambda: check_schedule(
+                    self.parallelism,
+                    loss=self.loss,
+                    activation_checkpoint=policy,
+                    compiled=compiled,
+                ),
+                super(Trainer.Config, self).__post_init__,  # Titan's, and those of a subclass of it
+                self._check_cuda_graphs,
+            ]
+            if isinstance(policy, FP8AC.Config) and compiled:
+                checks.append(policy.check_compiled)
+            if (spec := self.model_spec) is not None:
+                checks.append(lambda: check_model_limits(spec.name, self.parallelism))
+                checks.append(lambda: check_unit_names(spec.model, self.parallelism))
+                if isinstance(self.optimizer, OptimizersContainer.Config):
+                    groups = self.optimizer
+                    checks.append(lambda: check_param_groups(groups, spec.model, self.parallelism))
+                if isinstance(policy, FP8AC.Config):
+                    blocks = len(getattr(spec.model, "layers", ()))
+                    checks.append(lambda: policy.check_exempt(blocks))
+                if getattr(policy, "score_before_last_gemm", False):
+                    checks.append(lambda: use_early_scores(spec))
+            for check in checks:
+                with mistakes.noting():
+                    check()
+            mistakes.raise_all()
+
+        def _check_cuda_graphs(self) -> None:
+            if self.training.disable_cuda_graphs:
+                return
+            policy = self.activation_checkpoint
+            offloads = isinstance(policy, FP8AC.Config) and policy.offloads()
+            for key, value, why in (
+                ("activation_checkpoint.op_policies: offload", offloads, "offload"),
+                (
+                    "parallelism.fsdp_track_memory",
+                    getattr(self.parallelism, "fsdp_track_memory", False),
+                    "measure",
+                ),
+                (
+                    "debug.record_collectives",
+                    getattr(self.debug, "record_collectives", False),
+                    "record",
+                ),
+            ):
+                if value:
+                    raise ValueError(
+                        f"{key} needs training.disable_cuda_graphs = true: a replayed CUDA graph "
+                        f"runs no Python, neither FSDP's nor a hook, so there is nothing to {why}."
+                    )
+
+    def __init__(self, config: Config) -> None:
+        Mistakes(wrong_degrees(config, world_size(config))).raise_all()
+        has_no_accelerator = no_accelerator.enable()
+        register_stdlib_corpus()
+        if config.dataloader.dataset == STDLIB_CORPUS:
+            make_corpus()  # before anyone looks for the tokenizer
+        self.checks = [check() for check in self.run_checks]
+        for check in self.checks:
+            check.before_start(config)
+        with no_accelerator.layout_independent_init():
+            super().__init__(config)
+        if has_no_accelerator:
+            # Titan leaves the MFU out of its metrics where quantisation makes it meaningless, and
+            # has no other switch for it. There is no peak to compare a CPU with.
+            self.metrics_processor.has_quantization = True
+        for check in self.checks:
+            check.after_build(self)
+
+    def init_distributed(self) -> ParallelDims:
+        parallel_dims = super().init_distributed()
+        for check in self.checks:
+            check.before_build(self.config)
+        return parallel_dims
+
+    @record
+    def train(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for check in self.checks:
+                stack.enter_context(check.around_run(self))
+            super().train()
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        with contextlib.ExitStack() as stack:
+            for check in self.checks:
+                stack.enter_context(check.around_step(self))
+            super().train_step(data_iterator)
+
+    def should_continue_training(self) -> bool:
+        wanted = super().should_continue_training()
+        return wanted and not any(check.ends_run(self) for check in self.checks)
+
+
+def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
+    """Turn a Titan trainer config into ours: its values, our keys, our model spec.
+
+    Args:
+        config: A fresh config, as Titan's config registries return; its parts are shared with the
+            result. One that is ours already is returned as it is.
+
+    Raises:
+        ValueError: if it belongs to a trainer of its own, or has no model that we serve.
+    """
+    if isinstance(config, Trainer.Config):
+        return config
+    return derive(config, extended_class(type(config)), **extended_sections(config))
+
+
+def extended_sections(config: TitanTrainer.Config) -> dict[str, Any]:
+    """What ``extend_config`` changes in ``config``, by field; nothing if it is ours already."""
+    if isinstance(config, Trainer.Config):
+        return {}
+    if config._owner is not TitanTrainer:
+        owner = config._owner.__qualname__ if config._owner else type(config).__qualname__
+        raise ValueError(
+            f"cannot extend a config of {owner}: titan_ext extends configs of Titan's own trainer "
+            "(torchtitan.trainer.Trainer). This one has a training loop of its own."
+        )
+    if config.model_spec is None:
+        raise ValueError("cannot extend a trainer config that has no model_spec.")
+    changed: dict[str, Any] = {"model_spec": extend_model_spec(config.model_spec)}
+    for name, ours in _EXTENDED.items():
+        section = getattr(config, name)
+        if type(section) is ours.__base__:  # Titan's; another class's stays as it is
+            changed[name] = derive(section, ours)
+    return changed
+
+
+@functools.cache
+def extended_class(titan_class: type[TitanTrainer.Config]) -> type[Trainer.Config]:
+    """Our config class for a class of Titan's, with the checks that a subclass of it adds."""
+    if issubclass(titan_class, Trainer.Config):
+        return titan_class
+    if titan_class is TitanTrainer.Config:
+        return Trainer.Config
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config, titan_class):  # type: ignore[misc,valid-type]
+        pass
+
+    return Config

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Configs in TOML: a file says which Titan config it extends and what it changes.
+
+Titan 0.1 and 0.2 had TOML; 0.3 is configured in Python. Here a file starts from one of Titan's
+config functions (or from another file) and holds only what is different, under Titan's own key
+names. titan_ext checks every key and value. docs/toml.md shows how to write one.
+
+``find`` and ``files`` read, ``convert`` and ``flags`` give values to a config, ``values`` is the
+way back. ``config_registry.resolve`` puts them together.
+"""

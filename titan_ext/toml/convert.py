@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Turns tables of files into configs; checks every key, and every value's type.
+
+pydantic checks the values. This module chooses each section's class and what a table changes.
+Titan's config classes check themselves when they are built, so each is built once, from all files
+together.
+"""
+
+import enum
+import itertools
+import json
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass, replace
+from inspect import formatannotation
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from torchtitan.config import Configurable
+from torchtitan.tools.logging import logger
+from tyro.conf import subcommand
+
+from titan_ext.base.messages import did_you_mean
+from titan_ext.toml.files import (
+    NONE,
+    KeyLocation,
+    TomlConfigError,
+    import_dotted,
+    nearest,
+    to_toml,
+)
+from titan_ext.toml.legacy import OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN, legacy_advice
+
+COMPONENT = "component"
+POLICY = "policy"
+_STRICT = ConfigDict(strict=True)
+_Literal: Any = typing.Literal
+_Subcommand: Any = type(subcommand("name"))
+
+
+class Given(NamedTuple):
+    """A file's value for a key."""
+
+    at: KeyLocation
+    value: Any
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.init}
+
+
+def build(cls: type, values: dict[str, Any], at: KeyLocation) -> Any:
+    """A config of ``values``; if the class refuses them, the error names ``at``.
+
+    For the whole config it raises all mistakes found so far.
+    """
+    if at.errors and not at.key:
+        raise TomlConfigError.of_all(at.errors)
+    required = [f.name for f in fields(cls) if f.init and f.default is f.default_factory is MISSING]
+    if missing := [name for name in required if name not in values]:
+        raise at.error(f"{cls.__qualname__} needs {', '.join(missing)}.")
+    try:
+        return cls(**values)
+    except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        raise at.error(str(error) or type(error).__name__) from error
+
+
+def changed(cls: type, values: dict[str, Any], tables: list[Given]) -> dict[str, Any]:
+    """``values`` of a config class, changed by the tables of files in turn.
+
+    Notes an error for each unknown key and each wrong value.
+    """
+    try:
+        hints = typing.get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        problem = f"the types of {cls.__qualname__} are unknown: {error}."
+        raise tables[-1].at.error(problem) from error
+    found = {f.name: f for f in fields(cls) if f.init and f.name[0] != "_"}
+    given: dict[str, list[Given]] = {}
+    for at, table in tables:
+        for name, value in table.items():
+            with at.noting():
+                key = _known_key(name, at, table, cls, list(found))
+                below = at.below(key)
+                if key != name:
+                    below = replace(below, alias=at.below(name).key)
+                given.setdefault(key, []).append(Given(below, value))
+    values = dict(values)
+    for key, changes in given.items():
+        default, factory = found[key].default, found[key].default_factory
+        if key not in values:
+            values[key] = default if factory is MISSING else factory()
+        with changes[-1].at.noting():
+            values[key] = convert(hints[key], changes, values[key])
+    return values
+
+
+def _known_key(name: str, at: KeyLocation, table: dict[str, Any], cls: type, known: list) -> str:
+    """The field for a key of a file: the key itself, or its new name."""
+    below = at.below(name)
+    if below.key == "model_spec":
+        raise below.error("is made by extends and [model]; a file cannot set it.")
+    if name in known:
+        return name
+    if today := RENAMED_ON_MAIN.get(below.key):
+        short = today.rpartition(".")[2]
+        if short in table:
+            raise below.error(f"is another name of {today}, and both are given.")
+        logger.info(f"{at.file}: {below.key} is TorchTitan main's name; read as {today}.")
+        return short
+    if below.key in OTHER_UNIT_ON_MAIN:
+        raise below.error(f"TorchTitan main's name, which {OTHER_UNIT_ON_MAIN[below.key]}.")
+    if old := legacy_advice(below.key, table[name]):
+        key, advice = old
+        raise KeyLocation(at.file, key).error(f"a key of TorchTitan 0.1 or 0.2; today: {advice}.")
+    if name == COMPONENT:
+        raise below.error(f"[{at.key}] has one class only; there is nothing to choose.")
+    owner = cls.__qualname__.removesuffix(".Config")
+    what = "section" if isinstance(table[name], dict) else f"key of {owner}"
+    valid = [key for key in known if key != "model_spec"] + ([] if at.key else ["model"])
+    raise below.error(f"no such {what}{nearest(name, valid)}")
+
+
+def convert(hint: Any, given: list[Given], current: Any) -> Any:
+    """A key's value of type ``hint`` from all files: tables change it, all else replaces it.
+
+    ``given`` are the files' values in order, ``current`` the value before, or ``MISSING``. Raises
+    TomlConfigError if it does not fit.
+    """
+    at, value = given[-1]
+    later = itertools.takewhile(lambda each: isinstance(each.value, dict), reversed(given))
+    tables = list(later)[::-1]
+    if tables and len(tables) < len(given):
+        current = convert(hint, given[: -len(tables)], current)
+    options, choices = options_of(hint), named_choices(hint)
+    if choices and tables:
+        return _section(POLICY, choices, tables, current)
+    if choices:
+        raise at.error(f"expected a table [{at.key}] with {POLICY} = ..., got {to_toml(value)}.")
+    if value == NONE and type(None) in options:
+        at.record()
+        return None
+    for option in options:
+        kind, args = get_origin(option) or option, get_args(option)
+        item = plain(args[kind is dict]) if args else Any
+        if is_dataclass(kind) and tables:
+            choice = COMPONENT if issubclass(kind, Configurable.Config) else ""
+            return _section(choice, kind, tables, current)
+        if is_dataclass(kind):
+            raise at.error(f"expected a table [{at.key}], got {to_toml(value)}.")
+        if kind in (dict, list, tuple) and tables:
+            return _items(kind, item, tables, current)
+        if kind is list and is_dataclass(item):
+            at.record()
+            converted = []
+            for index, table in enumerate(_checked(list[dict], value, at)):
+                with at.noting():
+                    given = [Given(at.below(str(index)), table)]
+                    converted.append(convert(item, given, MISSING))
+            return converted
+    at.record()
+    return _checked(hint, value, at, current)
+
+
+def _section(choice: str, declared: Any, tables: list[Given], current: Any) -> Any:
+    """A section of the class that was chosen last; drops keys given for another class.
+
+    The key ``choice``, if not "", chooses one of the classes ``declared``: policies by name, or
+    a component's subclasses.
+    """
+    cls, kept = type(current), []
+    for at, table in tables:
+        if (picked := _class_for(declared, choice, table, at, cls)) is not cls:
+            cls, current, kept = picked, MISSING, []
+            at.record(f"default of {cls.__qualname__.removesuffix('.Config')}, see {at.file}")
+        if choice in table:
+            at.below(choice).record()
+        kept.append(Given(at, {key: table[key] for key in table if key != choice}))
+    if cls is type(None):
+        for at, table in kept:
+            for key in table:
+                raise at.below(key).error(f'has no meaning: {at.key}.{choice} is "none".')
+        return None
+    at, values = tables[-1].at, {} if current is MISSING else values_of(current)
+    before = len(at.errors)
+    values = changed(cls, values, kept)
+    if len(at.errors) > before:  # it would be refused for what is missing now
+        raise at.errors[-1]
+    return build(cls, values, at)
+
+
+def _class_for(declared: Any, choice: str, table: dict, at: KeyLocation, current: type) -> type:
+    """The class that a table chooses; by default that of the value before."""
+    name, at = table.get(choice), at.below(choice)
+    if choice == POLICY:
+        if name is not None and str(name).replace("-", "_") not in declared:
+            raise at.error(f"no policy is called {to_toml(name)}{nearest(str(name), declared)}")
+        return current if name is None else declared[name.replace("-", "_")]
+    if not choice or choice not in table:
+        return current if issubclass(current, declared) else declared
+    found = import_dotted(name, at)
+    config = getattr(found, "Config", found)
+    if not (isinstance(config, type) and is_dataclass(config) and issubclass(config, declared)):
+        wanted = declared.__qualname__.removesuffix(".Config")
+        raise at.error(f"expected a kind of {wanted}, but {name} is none.")
+    return config
+
+
+def _items(kind: Any, item: Any, tables: list[Given], current: Any) -> Any:
+    """A dict or a list with some of its items changed; ``[section.list.0]`` is the first item."""
+    at = tables[-1].at
+    if kind is dict:
+        items = dict(current) if isinstance(current, dict) else {}
+    else:
+        items = {str(i): each for i, each in enumerate(current or ())}
+    if not items:
+        at.record()
+    given = [(name, Given(of.at.below(name), of.value[name])) for of in tables for name in of.value]
+    for name in dict.fromkeys(name for name, _ in given):
+        with at.noting():
+            if name not in items and kind is not dict:
+                problem = f"no such item: {at.key} has {len(items)}, counted from 0."
+                raise at.below(name).error(problem)
+            changes = [change for key, change in given if key == name]
+            items[name] = convert(item, changes, items.get(name, MISSING))
+    return items if kind is dict else kind(items.values())
+
+
+def plain(hint: Any) -> Any:
+    """Strip ``Annotated`` from a type."""
+    return plain(get_args(hint)[0]) if get_origin(hint) is Annotated else hint
+
+
+def options_of(hint: Any) -> list[Any]:
+    """The members of a union, or the one type."""
+    hint = plain(hint)
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    return [plain(option) for option in get_args(hint)] if is_union else [hint]
+
+
+def named_choices(hint: Any) -> dict[str, type]:
+    """The members of a union by the names that tyro's command line has for them, ``_`` for ``-``.
+
+    Empty for other types. Titan declares activation_checkpoint so; new policies in the union are
+    known here too.
+    """
+    members = get_args(hint)
+    marked = [
+        (mark.name.replace("-", "_"), plain(member))
+        for member in members
+        for mark in getattr(member, "__metadata__", ())
+        if isinstance(mark, _Subcommand) and mark.name
+    ]
+    return dict(marked) if len(marked) == len(members) else {}
+
+
+def _checked(hint: Any, value: Any, at: KeyLocation, current: Any = MISSING) -> Any:
+    """Let pydantic check a value without config classes: true is no integer, "3" no number."""
+    if plain(hint) in (Any, object):
+        return _like(current, value, at)
+    for option in options_of(hint):
+        if isinstance(value, str) and Callable in (option, get_origin(option)):
+            found = import_dotted(value, at)
+            if not callable(found):
+                raise at.error(f"{value} is no function, but {type(found).__name__}.")
+            return found
+        if isinstance(option, type) and issubclass(option, enum.Enum):
+            return option[_checked(_Literal[tuple(option.__members__)], value, at)]
+    dates: list[Any] = []
+    try:
+        # JSON, because pydantic then takes a list for a tuple and a string for a path.
+        text = json.dumps(value, default=lambda date: dates.append(date) or {})
+        result = TypeAdapter(hint, config=_STRICT).validate_json(text)
+    except ValidationError as error:
+        raise _refusal(hint, value, error, at) from error
+    except PydanticUserError as error:
+        raise at.error(
+            f"its type, {formatannotation(hint)}, cannot be written in a TOML file; set it in a "
+            "Python config function and extend that."
+        ) from error
+    if dates:
+        raise at.error(f"no setting takes a date, got {dates[0]}.")
+    if isinstance(value, bool) and not isinstance(result, bool):  # true as the literal 1
+        raise at.error(f"expected {formatannotation(hint)}, got {to_toml(value)}.")
+    return result
+
+
+def _like(current: Any, value: Any, at: KeyLocation) -> Any:
+    """Check a value without a declared type: it must be of the kind that it replaces.
+
+    So ``lr = "1e-4"`` is an error here, not in the optimizer.
+    """
+    if value == NONE:
+        return None
+    if isinstance(current, bool | int | float | str):
+        return _checked(type(current), value, at)
+    checked = _checked(list | dict | str | float | int | bool, value, at)
+    return tuple(checked) if isinstance(current, tuple) and isinstance(checked, list) else checked
+
+
+def _refusal(hint: Any, value: Any, error: ValidationError, at: KeyLocation) -> Exception:
+    """Turn pydantic's errors, one for each member of a union, into one of ours."""
+    problems, choices = error.errors(include_url=False), []
+    for index in problems[0]["loc"]:
+        if not isinstance(value, list) or not isinstance(index, int) or index >= len(value):
+            break
+        at, value = at.below(str(index)), value[index]
+    expected = [problem["msg"].removeprefix("Input should be ") for problem in problems]
+    if problems[0]["type"] == "list_type":
+        expected = [formatannotation(plain(hint))]
+    if problems[0]["type"] == "dict_type":
+        expected = [f"a table [{at.key}]"]
+    for option in options_of(hint):
+        if option is type(None):
+            expected.append(f'"{NONE}"')
+        if get_origin(option) is typing.Literal:
+            choices += [str(choice) for choice in get_args(option)]
+    end = did_you_mean(value, choices) if isinstance(value, str) else "."
+    return at.error(f"expected {' or '.join(expected)}, got {to_toml(value)}{end}")

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""TOML files, what they extend, and their one error class, which names file and key."""
+
+import contextlib
+import datetime
+import importlib
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import tomli
+
+from titan_ext.base.messages import and_more, did_you_mean, in_one, shipped_configs, toml_file
+
+MODEL = "model"
+"""The section with the arguments of a model registry."""
+NONE = "None"
+"""How a file says None, which TOML lacks; Titan's command line says it the same way."""
+EXAMPLE = 'extends = "deepseek_v3.deepseek_v3_16b"'
+_MOST_NAMES_SHOWN = 12
+_PACKAGES = {
+    "PIL": "pillow",
+    "deep_ep": "deep_ep (see github.com/deepseek-ai/DeepEP)",
+    "fla": "flash-linear-attention",
+    "torchft": "torchft-nightly",
+}
+"""Module -> package, where the names differ."""
+
+
+class TomlConfigError(ValueError):
+    """A TOML file that cannot become a config; the message is for its author.
+
+    Attributes:
+        file: The file, as the user named it or relative to the file that extends it.
+        key: The dotted key; empty where the file as a whole is at fault.
+    """
+
+    def __init__(self, file: str, key: str, problem: str) -> None:
+        self.file = file
+        self.key = key
+        super().__init__(f"{file}: {key}: {problem}" if key else f"{file}: {problem}")
+
+    @classmethod
+    def of_all(cls, errors: "list[TomlConfigError]") -> "TomlConfigError":
+        """One error for all mistakes of a file and of those that it extends."""
+        if len(errors) == 1:
+            return errors[0]
+        file = errors[0].file
+        shared = all(error.file == file for error in errors)
+        lines = [str(error).removeprefix(f"{file}: " if shared else "") for error in errors]
+        return cls(file, "", in_one(lines))
+
+
+@dataclass(frozen=True)
+class KeyLocation:
+    """A dotted key of a file; also records which file set which key."""
+
+    file: str
+    key: str = ""
+    origins: dict[str, str] = field(default_factory=dict)
+    errors: list[TomlConfigError] = field(default_factory=list)
+    """The mistakes found so far, in all files."""
+    alias: str = ""
+    """The name in the file, if it differs."""
+
+    def below(self, name: str) -> "KeyLocation":
+        """The location of a key below this one."""
+        key = f"{self.key}.{name}" if self.key else name
+        return KeyLocation(self.file, key, self.origins, self.errors)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error and go on: the user sees all at once."""
+        try:
+            yield
+        except TomlConfigError as error:
+            if error not in self.errors:
+                self.errors.append(error)
+
+    def error(self, problem: str) -> TomlConfigError:
+        return TomlConfigError(self.file, self.alias or self.key, problem)
+
+    def record(self, origin: str = "") -> None:
+        """Record that ``origin``, by default the file, set this key and all keys below it."""
+        for key in [key for key in self.origins if key.startswith(f"{self.key}.")]:
+            del self.origins[key]
+        self.origins[self.key] = origin or self.file
+
+    def origin(self) -> str:
+        """What set this key or a table around it; "" if the base function did."""
+        key = self.key
+        while key and key not in self.origins:
+            key = key.rpartition(".")[0]
+        return self.origins.get(key, "")
+
+
+@dataclass(frozen=True)
+class TomlFile:
+    name: str
+    """The name in messages: as given, or relative to the file that extends it."""
+    table: dict[str, Any]
+    """Its content, without ``extends``."""
+    extends: str
+
+
+def nearest(name: str, valid: Collection[str]) -> str:
+    """The end of a message about an unknown ``name``: the nearest valid one, or all of them."""
+    hint = did_you_mean(name, valid)
+    if hint != "." or not valid:
+        return hint
+    return f"; expected one of {and_more(sorted(valid), _MOST_NAMES_SHOWN)}."
+
+
+def to_toml(value: Any) -> str:
+    """Format a value as in a TOML file, as far as possible."""
+    if value is None:
+        return f'"{NONE}"'
+    if isinstance(value, bool | str):
+        return json.dumps(value)
+    if isinstance(value, list | tuple | set | frozenset):
+        return f"[{', '.join(to_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        inside = ", ".join(f"{json.dumps(str(k))} = {to_toml(v)}" for k, v in value.items())
+        return f"{{{inside}}}"
+    if hasattr(value, "__qualname__"):
+        return json.dumps(f"{value.__module__}.{value.__qualname__}")
+    bare = isinstance(value, int | float | datetime.date | datetime.time)
+    return str(value) if bare else json.dumps(str(value))
+
+
+def read_chain(path: str | Path) -> list[TomlFile]:
+    """Read a TOML file and the TOML files that it extends, in the order in which they apply.
+
+    Raises TomlConfigError for a file that is missing or no TOML, a missing or circular extends.
+    """
+    chain: list[TomlFile] = []
+    seen: list[Path] = []
+    current, asker = Path(path).expanduser(), None
+    while True:
+        if current.resolve() in seen:
+            circle = [file.name for file in chain[seen.index(current.resolve()) :]]
+            problem = f"circular: {' -> '.join([*circle, circle[0]])}."
+            raise TomlConfigError(chain[-1].name, "extends", problem)
+        seen.append(current.resolve())
+        chain.append(_read(current, asker))
+        if not chain[-1].extends.endswith(".toml"):
+            return chain[::-1]
+        asker = chain[-1].name
+        current = toml_file(chain[-1].extends, current.parent)
+
+
+def _read(path: Path, asker: str | None) -> TomlFile:
+    """Read one file; a missing file is an error in ``asker``, the file that extends it."""
+    at = KeyLocation(str(path))
+    if path.suffix != ".toml":
+        raise at.error("expected a file whose name ends in .toml.")
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "no such file"
+        shipped = [file.name for file in shipped_configs().values()]
+        beside = [file.name for file in path.parent.glob("*.toml")]
+        problem += did_you_mean(path.name, [*shipped, *beside])
+        if asker:
+            raise TomlConfigError(asker, "extends", f"{path}: {problem}")
+        raise at.error(problem)
+    try:
+        table = tomli.loads(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise at.error(f"line {line}: not UTF-8 text.") from error
+    except OSError as error:
+        raise at.error(f"cannot be read: {error.strerror}.") from error
+    except tomli.TOMLDecodeError as error:
+        problem = f"line {error.lineno}, column {error.colno}: not valid TOML: {error.msg}."
+        raise at.error(problem) from error
+    if "extends" not in table:
+        raise at.below("extends").error(_missing_extends(table))
+    extends = table.pop("extends")
+    if not isinstance(extends, str) or not extends:
+        raise at.below("extends").error(f"expected one name or one path, as in {EXAMPLE}.")
+    if problem := _no_name(extends, path.parent):
+        raise at.below("extends").error(problem)
+    return TomlFile(at.file, table, extends)
+
+
+def _no_name(extends: str, folder: Path) -> str:
+    """What is wrong with a path that lacks ``.toml``, or a name with a colon; "" if neither."""
+    path = folder / Path(extends).expanduser()
+    if path.suffix == ".toml":
+        return ""
+    if path.with_name(f"{path.name}.toml").is_file():
+        return f'no such file "{extends}"; did you mean "{extends}.toml"?'
+    if path.is_dir() and (inside := sorted(file.name for file in path.glob("*.toml"))):
+        return f'"{extends}" is a folder; expected one of its files: {and_more(inside)}.'
+    if path.is_file() or "/" in extends:
+        what = "is no TOML file" if path.is_file() else "no such file"
+        return f'"{extends}": {what}; expected "MODULE.FUNCTION" or "FILE.toml".'
+    if ":" in extends:
+        dotted = re.sub(":+", ".", extends)
+        return f'expected "MODULE.FUNCTION", got "{extends}"; did you mean {dotted}?'
+    return ""
+
+
+def _missing_extends(table: dict[str, Any]) -> str:
+    model = table.get("model")
+    if isinstance(model, dict) and isinstance(model.get("name"), str):
+        flavor = re.sub("[^a-z0-9]+", "_", str(model.get("flavor", "debugmodel")).lower())
+        return (
+            "missing; this looks like a file for TorchTitan 0.1 or 0.2. In place of [model] name, "
+            "say first which config function it changes, as in extends = "
+            f'"{model["name"]}.{model["name"]}_{flavor}".'
+        )
+    for name, section in table.items():
+        if isinstance(section, dict) and isinstance(section.get("extends"), str):
+            return f"stands in [{name}]; it has to come before the first section."
+    return f"missing; say first what this file changes, as in {EXAMPLE}."
+
+
+def import_first(what: str, names: Iterable[str], at: KeyLocation) -> ModuleType | None:
+    """The first of the modules ``names`` that exists, ``what`` in messages; None if none does.
+
+    Raises TomlConfigError if importing it fails, naming what is missing and what to install. Titan
+    mistakes an ImportError in a config registry for a missing registry, so none may escape.
+    """
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise at.error(import_problem(what, error)) from error
+        except Exception as error:
+            raise at.error(import_problem(what, error)) from error
+    return None
+
+
+def import_problem(module: str, error: Exception) -> str:
+    """Why ``module`` cannot be imported, and what to install."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        missing = error.name.split(".")[0]
+        package = _PACKAGES.get(missing, missing)
+        return f"{module} needs the module {error.name}: pip install {package}."
+    return f"{module} cannot be imported: {type(error).__name__}: {error}."
+
+
+def import_dotted(path: Any, at: KeyLocation) -> Any:
+    """The object that ``package.module.Name`` names."""
+    parts = path.split(".") if isinstance(path, str) else []
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise at.error(f'expected a dotted path, as in "package.module.Name", got {path!r}.')
+    count = len(parts)
+    found: Any = None
+    while found is None and (count := count - 1):
+        found = import_first(path, [".".join(parts[:count])], at)
+    if found is None:
+        raise at.error(f"no module named {parts[0]}; is it on PYTHONPATH?")
+    for name in parts[count:]:
+        if not hasattr(found, name):
+            hint = did_you_mean(name, [known for known in dir(found) if known[0] != "_"])
+            raise at.error(f"{getattr(found, '__name__', found)} has no {name}{hint}")
+        found = getattr(found, name)
+    return found

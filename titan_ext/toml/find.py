@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which config a name means: a TOML file, a config function of Titan's, or one of the user's.
+
+It reads files and Titan's sources and imports no torch, so that a wrong name or a missing file is
+told at once.
+"""
+
+import argparse
+import functools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from importlib import util
+from itertools import takewhile
+from pathlib import Path
+
+from titan_ext.base.messages import (
+    REFUSED_MODELS,
+    did_you_mean,
+    shipped_configs,
+    toml_file,
+)
+from titan_ext.toml.files import read_chain
+
+_FILE = "config_registry"
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+@functools.cache
+def _all_titan_configs() -> dict[str, str]:
+    """Titan's config functions, name -> module, read from its sources: some import extras (fla)."""
+    spec = util.find_spec("torchtitan")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    found: dict[str, str] = {}
+    for source in sorted(Path(spec.submodule_search_locations[0]).glob(f"models/*/{_FILE}.py")):
+        names = re.findall(r"^def ([a-z]\w*)\(\) -> \S*Trainer\.Config:", source.read_text(), re.M)
+        found |= dict.fromkeys(names, f"torchtitan.models.{source.parent.name}.{_FILE}")
+    return found
+
+
+@functools.cache
+def titan_configs() -> dict[str, str]:
+    """Titan's config functions that we extend: name -> module."""
+    found = _all_titan_configs()
+    return {name: found[name] for name in found if model_of(found[name]) not in REFUSED_MODELS}
+
+
+def listing() -> Iterator[str]:
+    """Lines for a reader: the shipped files, and Titan's models with their config functions."""
+    yield "shipped TOML files:"
+    for name, path in shipped_configs().items():
+        comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+        sentence = " ".join(line.strip("# ") for line in comment).partition(". ")[0]
+        yield f"  {name:20} {sentence}"
+    yield "config functions of TorchTitan, by model:"
+    by_model: dict[str, list[str]] = {}
+    for name, module in titan_configs().items():
+        by_model.setdefault(model_of(module), []).append(name)
+    for model, names in by_model.items():
+        yield f"  {model}\n    " + "\n    ".join(names)
+
+
+def model_of(module: str) -> str:
+    """The name of a Titan model, of the module of its config functions."""
+    return module.split(".")[2]
+
+
+def find_config(name: str) -> Path | str:
+    """The TOML file that ``name`` means, or what a file that extends a function has as ``extends``.
+
+    A shipped file is found by its name. Where Titan has a config function of that name, the
+    function comes first, and ``NAME.toml`` is the file. ``module.function`` is taken as it is.
+    Raises ValueError if it is none of these.
+    """
+    if name.endswith(".toml"):
+        return toml_file(name)
+    if name in titan_configs():
+        return f"{model_of(titan_configs()[name])}.{name}"
+    if name in shipped_configs():
+        return shipped_configs()[name]
+    if name in _all_titan_configs():
+        model = model_of(_all_titan_configs()[name])
+        raise ValueError(
+            f"--config {name}: titan_ext does not serve {model}: {REFUSED_MODELS[model]}."
+        )
+    if _FUNCTION.fullmatch(name) and not Path(name).exists():
+        return name
+    raise ValueError(
+        f"--config {name}: expected the path of a .toml file, the name of a shipped one, a config "
+        "function of one of TorchTitan's language models, or one of yours as MODULE.FUNCTION"
+        f"{did_you_mean(name, [*shipped_configs(), *titan_configs()])}"
+    )
+
+
+def check_config(name: str) -> None:
+    """Raise ValueError for a config that is not there, or is no TOML; torch is not imported."""
+    if isinstance(found := find_config(name), Path):
+        read_chain(found)
+
+
+def extends_in(folder: Path, config: str) -> str:
+    """What a file in ``folder`` says to extend ``config``."""
+    found = find_config(config)
+    if not isinstance(found, Path):
+        return found
+    return found.name if toml_file(found.name, folder) == found else os.path.relpath(found, folder)
+
+
+def check_command(words: Sequence[str]) -> None:
+    """``check_config`` of the config in a command line, if it is one for titan_ext."""
+    known, _ = module_and_config(words)
+    if known.module == "titan_ext" and known.config:
+        check_config(known.config)
+
+
+def module_and_config(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """``--module`` and ``--config`` of a command line, and its other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--module", nargs="?")  # Titan refuses one without its value
+    parser.add_argument("--config", nargs="?")
+    return parser.parse_known_args(words)
