@@ -51,13 +51,15 @@ def recorded_as(kind: str) -> Iterator[None]:
 class Collective:
     """One collective: its kind, the FSDP unit that issued it ("" for none), forward or backward.
 
-    ``nbytes`` is the larger of what the rank hands over and what it receives.
+    ``nbytes`` is the larger of what the rank hands over and what it receives. ``meanwhile`` are the
+    matrix products that ran after a functional one began and before its result was used.
     """
 
     kind: str
     unit: str
     in_backward: bool
     nbytes: int = field(default=0, compare=False)
+    meanwhile: list[str] = field(default_factory=list, compare=False)
 
     @property
     def main_module(self) -> str:
@@ -74,6 +76,7 @@ class CollectiveTrace(TorchDispatchMode):
         self.events: list[Collective] = []
         self._unit = ""
         self._patches: list[Any] = []
+        self._travelling: dict[int, Collective] = {}
 
     def __enter__(self):
         for method in ("unshard", "post_backward"):
@@ -87,6 +90,12 @@ class CollectiveTrace(TorchDispatchMode):
         return super().__exit__(exc_type, exc_val, exc_tb)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        for x in filter(_is_tensor, tree_leaves(args) if self._travelling else ()):
+            self._travelling.pop(_storage_of(x), None)  # whoever uses it has waited
+        if name.endswith("mm"):
+            for event in self._travelling.values():
+                event.meanwhile.append(name)
         if func.namespace in ("c10d", "_c10d_functional"):
             kind = _KINDS.get(func._schema.name.split("::")[1])
             if kind is not None:
@@ -94,6 +103,10 @@ class CollectiveTrace(TorchDispatchMode):
                 nbytes = max((t.nbytes for t in tree_leaves(args) if _is_tensor(t)), default=0)
                 event = Collective(_stands_for or kind, self._unit, in_backward, nbytes)
                 self.events.append(event)
+                if name == "_c10d_functional::all_to_all_single":
+                    out = func(*args, **(kwargs or {}))
+                    self._travelling[_storage_of(out)] = event
+                    return out
         return func(*args, **(kwargs or {}))
 
     def _name_unit(self, method: str):
@@ -110,6 +123,10 @@ class CollectiveTrace(TorchDispatchMode):
         patch = unittest.mock.patch.object(FSDPParamGroup, method, named)
         patch.start()
         return patch
+
+
+def _storage_of(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -815,16 +815,57 @@ def test_operations_that_pass_values_on_save_none_for_backward():
         calls = {
             "all_to_all_single": lambda: functional.all_to_all_single(x, [4], [4], group),
             "_wrap_tensor_autograd": lambda: functional._wrap_tensor_autograd(x),
+            "all_reduce": lambda: functional.all_reduce(x, "sum", group),
+            "all_gather_into_tensor": lambda: functional.all_gather_into_tensor(x, 1, group),
+            "reduce_scatter_tensor": lambda: functional.reduce_scatter_tensor(x, "sum", 1, group),
+            "wait_tensor": lambda: functional.wait_tensor(x),
             "deterministic_scatter_add": lambda: deterministic_scatter_add(x, index, x),
         }
         for name, call in calls.items():
             saved: list[torch.Tensor] = []
             with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: _):
-                node = call().grad_fn
+                out = call()
+            node = out.grad_fn
+            functional.wait_tensor(out.detach())
             assert not any(tensor.is_floating_point() for tensor in saved), name
             assert node._forward_cls.__module__ == "torch._library.autograd", name
     finally:
         dist.destroy_process_group()
+
+
+def test_what_a_selective_checkpoint_has_saved_can_be_recomputed_instead():
+    """titan_ext.activation_checkpoint.blocks: also outputs in a tuple, with a hook on them."""
+    contexts: list[Any] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        values, _ = x.sin().sort()
+        return values.exp()
+
+    def context_fn() -> Any:
+        contexts.append(create_selective_checkpoint_contexts([torch.ops.aten.sort.default]))
+        return contexts[0]
+
+    x = torch.rand(4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: [y], lambda packed: packed[0]):
+        out = checkpoint(
+            block,
+            x,
+            use_reentrant=False,
+            context_fn=context_fn,
+            respect_saved_tensors_hooks=True,
+        )
+    found = [
+        leaf
+        for calls in contexts[0][0].storage.values()
+        for leaf in torch.utils._pytree.tree_leaves(list(calls.values()))
+        if isinstance(leaf, torch_checkpoint._VersionWrapper)
+    ]
+    assert [type(leaf.val) for leaf in found] == [list, list]
+    for calls in contexts[0][0].storage.values():
+        calls.update(dict.fromkeys(calls, torch_checkpoint._RECOMPUTE))
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, x.cos() * x.sin().exp())
 
 
 def test_autograd_nodes_are_numbered():

@@ -5,22 +5,29 @@ import threading
 import time
 import unittest.mock
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torchgen
 from torch.distributed._functional_collectives import all_to_all_single
+from torchgen.packaged.autograd.load_derivatives import load_derivatives
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_ext.activation_checkpoint import (
     FP8AC,
     BlockMemoryReport,
     OpPolicy,
     Rule,
+    block_graph,
     measure_block,
     presets,
 )
+from titan_ext.activation_checkpoint.op_effects import READ_NO_VALUES
+from titan_ext.base.op_cost import MACHINES
 
 WIDTH = 8
 
@@ -48,6 +55,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward()
         self.identity = nn.Identity()
         self.register_buffer("stat", torch.zeros(()))
+        self.table = nn.Parameter(torch.arange(3.0 * WIDTH).view(3, WIDTH) / WIDTH)
         self.register_buffer("last", torch.zeros(4, WIDTH))
         self.use = use
         self.seen: Any = None
@@ -155,6 +163,9 @@ READERS: dict[str, Callable[[Block, torch.Tensor, torch.Tensor], torch.Tensor]] 
         x + _SavesAndReturns.apply((o + 1).view(-1), torch.clone).view(x.shape)
     ),
     "a kernel": lambda block, x, o: x + _Kernel.apply(o),
+    "a sparse matrix": lambda block, x, o: (
+        x + o + torch.sparse.mm(o.detach().to_sparse(), block.feed_forward.w1.weight)
+    ),
     "a kernel's result, multiplied": lambda block, x, o: x * _KernelWithoutSaving.apply(o),
     "a product with its detached values": lambda block, x, o: x * o.detach(),
     "a product with a kernel's detached result": lambda block, x, o: (
@@ -173,6 +184,137 @@ SOUND: dict[str, Callable[[Block, torch.Tensor, torch.Tensor], torch.Tensor]] = 
     "added in place": lambda block, x, o: o.add_(x),
     "made contiguous": lambda block, x, o: x + o.contiguous(),
     "reshaped": lambda block, x, o: (x.reshape(-1) + o.t().reshape(-1)).view(x.shape),
+}
+
+
+def _chosen(o: torch.Tensor) -> torch.Tensor:
+    """Indices from -2 to 2, by operations that pass on the values of floating-point tensors."""
+    return o.sum(-1).to(torch.int8).long()
+
+
+def _is_large(o: torch.Tensor) -> torch.Tensor:
+    return o.to(torch.int8).to(torch.bool)
+
+
+def _set_by_mask(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[_is_large(o)] = x.sum()
+    return y + o
+
+
+def _filled(o: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.zeros(o.shape[:-1], dtype=torch.int64).copy_(o.sum(-1).to(torch.int8))
+
+
+def _looks_up(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        block.table[o[..., 0].long()]
+    return x + o
+
+
+def _times(x: torch.Tensor, *, factor: torch.Tensor) -> torch.Tensor:
+    return x * factor
+
+
+def _add_into(x: torch.Tensor, y: torch.Tensor) -> None:
+    x.add_(y)
+
+
+_LIBRARY = torch.library.Library("test_discard", "DEF")
+_LIBRARY.define("times(Tensor x, *, Tensor factor) -> Tensor")
+_LIBRARY.impl("times", _times, "CPU")
+_LIBRARY.define("add_into(Tensor(a!) x, Tensor y) -> ()")
+_LIBRARY.impl("add_into", _add_into, "CPU")
+_OURS: Any = torch.ops.test_discard
+
+
+def _by_keyword(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        factor = _OURS.times(torch.ones_like(x), factor=o)
+    return x * factor + o
+
+
+_Use = Callable[[Block, torch.Tensor, torch.Tensor], torch.Tensor]
+INDICES: dict[str, _Use] = {
+    "indices of a parameter": lambda block, x, o: x + o + block.table[_chosen(o)],
+    "indices of one column": lambda block, x, o: x + o + block.table[o[..., 0].long()],
+    "indices of an activation": lambda block, x, o: x + o + x.view(-1, WIDTH)[_chosen(o)],
+    "two indices": lambda block, x, o: x + o + block.table[_chosen(o), _chosen(o)].unsqueeze(-1),
+    "indices, joined": lambda block, x, o: (
+        x + o + block.table[torch.cat([_chosen(o)[:1], _chosen(o)[1:]])]
+    ),
+    "indices copied into a tensor": lambda block, x, o: x + o + block.table[_filled(o)],
+    "indices of detached values": lambda block, x, o: x + o + block.table[_chosen(o.detach())],
+    "indices under no_grad": _looks_up,
+    "where to put": lambda block, x, o: x + o + block.table.index_put((_chosen(o),), 2 * x).sum(0),
+    "where to add": lambda block, x, o: (
+        x + o + block.table.index_put((_chosen(o),), x * x, accumulate=True)[0]
+    ),
+    "where to put in place": lambda block, x, o: (
+        x + o + block.table.clone().index_put_((_chosen(o),), 2 * x).sum(0)
+    ),
+    "where to scatter": lambda block, x, o: (
+        x
+        + o
+        + torch.ops.torchtitan.deterministic_scatter_add(
+            block.table, _is_large(o).long().view(-1, WIDTH), x.view(-1, WIDTH)
+        )[0]
+    ),
+    "a mask that takes": lambda block, x, o: x + o + x[_is_large(o)].sum(),
+    "a mask that puts": _set_by_mask,
+    "a keyword": _by_keyword,
+    "gather": lambda block, x, o: x + o + x.gather(-1, o.argsort(-1)),
+    "embedding": lambda block, x, o: (
+        x + o + torch.nn.functional.embedding(_is_large(o)[..., 0].long(), block.table)
+    ),
+    "where": lambda block, x, o: x + o + torch.where(_is_large(o), x, x * x),
+    "topk": lambda block, x, o: x + o.topk(2, -1).values.sum(-1, keepdim=True),
+}
+
+
+def _written(write: Callable[[torch.Tensor, torch.Tensor], Any]) -> _Use:
+    """``write`` changes its first argument, the discarded output; then that is read."""
+
+    def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        write(o, x)
+        return x + o**2
+
+    return use
+
+
+def _no_grad(write: Callable[[torch.Tensor, torch.Tensor], Any]) -> _Use:
+    return _written(torch.no_grad()(write))
+
+
+def _view_taken_before(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+    view = o.view(-1, WIDTH)
+    o.add_(x)
+    return x + (view**2).view(x.shape)
+
+
+WRITES: dict[str, _Use] = {
+    "added": _written(lambda o, x: o.add_(x)),
+    "subtracted": _written(lambda o, x: o.sub_(x)),
+    "doubled": _written(lambda o, x: o.mul_(2)),
+    "halved and not read": lambda block, x, o: x + o.mul_(0.5),
+    "multiplied": lambda block, x, o: x + o.mul_(x),
+    "activated": lambda block, x, o: x + torch.nn.functional.silu(o, inplace=True),
+    "its own backward": lambda block, x, o: x + o.exp_(),
+    "overwritten": lambda block, x, o: (x + o) * o.copy_(x),
+    "through a view": _written(lambda o, x: o.view(-1, WIDTH).add_(x.view(-1, WIDTH))),
+    "through a row": _written(lambda o, x: o[0].add_(x[0])),
+    "a view taken before": _view_taken_before,
+    "through detach": _written(lambda o, x: o.detach().add_(1)),
+    "through data": _written(lambda o, x: o.data.mul_(2)),
+    "under no_grad": _no_grad(lambda o, x: o.add_(x)),
+    "index_put_": _written(lambda o, x: o.index_put_((torch.tensor([0]),), x[:1], True)),
+    "index_add_": _written(lambda o, x: o.index_add_(0, torch.tensor([0]), x[:1])),
+    "addcmul_": _written(lambda o, x: o.addcmul_(x, x)),
+    "foreach": _written(lambda o, x: torch._foreach_add_([o], [x])),
+    "foreach under no_grad": _no_grad(lambda o, x: torch._foreach_mul_([o], 2.0)),
+    "out=": _no_grad(lambda o, x: torch.add(o, x, out=o)),
+    "an operation of a library": _no_grad(lambda o, x: _OURS.add_into(o, x)),
 }
 
 
@@ -203,6 +345,53 @@ def _run(
     return grads, kept, report
 
 
+_KEPT = {"input": "save", "feed_forward.w1": "save"}
+_POLICIES = {
+    **{
+        preset: FP8AC.Config(preset=preset, op_policies=_KEPT)
+        for preset in ("memory", "balanced", "gemms")
+    },
+    "saved": FP8AC.Config(op_policies={**_KEPT, "feed_forward.w2": "save"}),
+    "offloaded": FP8AC.Config(op_policies={**_KEPT, "feed_forward.w2": "offload"}),
+    "all of the block saved": FP8AC.Config(op_policies={**_KEPT, "(block):aten.*": "save"}),
+    "stock": SelectiveAC.Config(),
+}
+
+
+def _steps(use: _Use, config: Any) -> list[list[torch.Tensor]]:
+    """The gradients of two steps, with three dimensions: a linear layer's output is then a view
+    that does not share the version of the matrix product."""
+    torch.manual_seed(0)
+    holder = nn.Module()
+    block = Block(use)
+    with torch.no_grad():
+        block.feed_forward.w2.weight.mul_(4)
+    holder.layers = nn.ModuleDict({"0": block})
+    if config is not None:
+        with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
+            config.build(dump_folder="").apply(holder)
+    x = torch.randn(2, 4, WIDTH, requires_grad=True)
+    wanted = (x, *holder.parameters())
+    return [
+        [
+            torch.zeros(()) if grad is None else grad
+            for grad in torch.autograd.grad(
+                holder.get_submodule("layers.0")(x).square().sum(), wanted, allow_unused=True
+            )
+        ]
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("config", _POLICIES.values(), ids=_POLICIES.keys())
+@pytest.mark.parametrize(
+    "use", [*INDICES.values(), *WRITES.values()], ids=[*INDICES.keys(), *WRITES.keys()]
+)
+def test_indices_and_writes_leave_gradients_as_they_are(use, config):
+    for ours, grads in zip(_steps(use, config), _steps(use, None), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+
+
 def _w2(report: BlockMemoryReport | None) -> list[str]:
     assert report is not None
     return [row.treatment for row in report.stored if row.name.startswith("feed_forward.w2")]
@@ -212,7 +401,7 @@ def _w2(report: BlockMemoryReport | None) -> list[str]:
 def test_what_reads_a_discarded_output_gets_it(use):
     grads, kept, _ = _run(use)
     ours, ours_kept, report = _run(use, _config())
-    assert _w2(report)[0].startswith("exact: read by")
+    assert _w2(report)[0].startswith("recomputed: read by")
     assert len(grads) == len(ours)
     for ours_grad, grad in zip(ours, grads, strict=True):
         assert torch.equal(ours_grad, grad)
@@ -257,6 +446,69 @@ def test_a_process_group_lets_go_late(one_rank: None):
     assert waited.is_set()
 
 
+def _exchanged(o: torch.Tensor) -> torch.Tensor:
+    return all_to_all_single(o, None, None, cast(Any, dist.group.WORLD))
+
+
+_EXCHANGE = "(block):_c10d_functional.all_to_all_single"
+
+
+def test_an_exchange_that_is_read_does_not_run_again(one_rank: None):
+    """Another rank might not; so its output stays, and it reads nothing in the recompute."""
+
+    def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        return x + _exchanged(o) ** 2
+
+    grads, _, _ = _run(use)
+    discards = (Rule(OpPolicy.DISCARD, "feed_forward.w2"), Rule(OpPolicy.DISCARD, "*", "*_single"))
+    with unittest.mock.patch.object(presets, "_preset_rules", return_value=discards):
+        ours, _, report = _run(use, _config())
+    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+    assert _w2(report) == ["discarded"]
+    assert report is not None
+    treatments = {row.name: row.treatment for row in report.stored}
+    assert treatments[_EXCHANGE] == "exact: read by aten.pow in the block"
+
+
+@pytest.mark.parametrize("policy", ["save", "discard"])
+def test_an_exchange_that_is_written_to_and_read_is_an_error(one_rank: None, policy: str):
+    def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        return x + _exchanged(o).add_(x) ** 2
+
+    with pytest.raises(RuntimeError, match=r"all_to_all_single cannot be kept.* aten\.add_ in the"):
+        _run(use, _config(**{_EXCHANGE: policy}))
+
+
+def test_an_exchange_that_is_written_to_and_not_read_is_discarded(one_rank: None):
+    def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        return x + _exchanged(o).add_(x)
+
+    grads, _, _ = _run(use)
+    ours, _, _ = _run(use, _config(**{_EXCHANGE: "discard"}))
+    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+
+
+def test_a_saved_output_that_is_written_to_is_reported_as_recomputed():
+    def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        return x * o.add_(x)
+
+    _, _, report = _run(use, _config(**{"feed_forward.w2": "save"}))
+    assert report is not None
+    assert not _w2(report)
+    policies = {row.name: row.policy for row in report.ops}
+    assert policies["feed_forward.w2:aten.mm:weight"] is OpPolicy.RECOMPUTE
+
+
+def test_a_budget_knows_that_indices_are_read():
+    """Under ``no_grad`` nothing is saved for backward, but the recompute would look them up."""
+    block = Block(_looks_up)
+    with block_graph.trace(block, MACHINES["h100"]) as graphs:
+        block(torch.randn(2, 4, WIDTH, requires_grad=True))
+    passes = {str(c.location): graphs[0].nodes[c.node].passes for c in graphs[0].calls}
+    assert passes["(block):aten._to_copy"] is False
+    assert passes["(block):aten.add"] is True
+
+
 @pytest.mark.parametrize("op", ["sigmoid", "tanh", "exp", "softmax"])
 def test_an_operation_whose_backward_reads_its_own_output_is_no_discard(op: str):
     def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
@@ -278,7 +530,7 @@ def test_a_forward_hook_reads_what_it_may_see(where):
         block.get_submodule(where).register_forward_hook(watch)
 
     _, _, report = _run(lambda block, x, o: x + block.identity(o), _config(), prepare)
-    assert _w2(report)[0].startswith("exact: read by the forward hook")
+    assert _w2(report)[0].startswith("recomputed: read by the forward hook")
     assert seen[0] == seen[1]
 
 
@@ -358,11 +610,11 @@ def test_both_of_two_discarded_outputs_are_read_by_what_reads_their_sum():
     grads, _, _ = _run(use)
     ours, _, report = _run(use, _config(**{"(block):aten.add": "recompute"}))
     assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
-    assert _w2(report) == ["exact: read by aten.mul in the block"]
+    assert _w2(report) == ["recomputed: read by aten.mul in the block"]
 
 
-def test_a_discarded_output_of_a_discarded_one_is_read_alone():
-    """In the recompute its value takes the place of what would be computed."""
+def test_what_reads_the_output_of_a_discarded_operation_reads_its_operand():
+    """The operation runs again, on it."""
 
     def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
         total = o.sum(0)
@@ -373,15 +625,11 @@ def test_a_discarded_output_of_a_discarded_one_is_read_alone():
     with unittest.mock.patch.object(presets, "_preset_rules", return_value=rules):
         ours, _, report = _run(use, _config())
     assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
-    assert _w2(report) == ["discarded"]
     assert report is not None
-    kept = {row.name: row.treatment for row in report.stored}
-    assert kept["(block):aten.sum"] == "exact: read by aten.mul in the block"
-
-
-def test_a_value_that_is_changed_in_place_and_read_is_an_error():
-    with pytest.raises(RuntimeError, match=r"w2.* aten\.mul.* reads it.*modified in place"):
-        _run(lambda block, x, o: x * o.add_(1), _config())
+    treatments = {row.name: row.treatment for row in report.stored}
+    why = "recomputed: read by aten.mul in the block"
+    assert treatments["(block):aten.sum"] == why
+    assert _w2(report) == [why]
 
 
 def test_a_stand_in_has_the_strides_of_what_it_stands_for():
@@ -503,3 +751,57 @@ def test_only_what_titans_code_copies_and_saves_is_narrowed(through_a_module):
     assert report is not None
     treatments = {row.treatment for row in report.stored}
     assert ("exact: as bfloat16" in treatments) is not through_a_module
+
+
+def test_a_derivative_that_is_passed_by_reads_no_operand_but_indices():
+    """``READ_NO_VALUES`` against torch's derivatives; indices and masks are never floats."""
+    packaged = Path(torchgen.__file__).parent / "packaged"
+    native = packaged / "ATen" / "native"
+    infos, _ = load_derivatives(
+        str(packaged / "autograd" / "derivatives.yaml"),
+        str(native / "native_functions.yaml"),
+        str(native / "tags.yaml"),
+    )
+    found: dict[str, set[str]] = {}
+    for schema, by_key in infos.items():
+        reads = found.setdefault(f"aten.{schema.name.name}", set())
+        for key, info in by_key.items():
+            if key != "AutogradNestedTensor":
+                saved = (*info.all_saved_inputs, *info.all_saved_outputs)
+                reads |= {str(x.nctype.name) for x in saved if "'Tensor'" in str(x.nctype.type)}
+    native_names = {name for name in READ_NO_VALUES if name.startswith("aten.")}
+    known = native_names.intersection(found)
+    assert {name: found[name] for name in known if found[name]} == {
+        "aten.index": {"indices"},
+        "aten.index_put": {"indices"},
+    }
+    # In place they have the same derivative. The others make nodes of those above, or none.
+    assert {name.removesuffix("_") for name in native_names} - known == {
+        "aten.copy",
+        *("aten.detach", "aten.flatten", "aten.narrow", "aten.reshape"),
+        *("aten.empty_like", "aten.new_empty", "aten.new_zeros", "aten.zeros_like"),
+    }
+    x, copied = torch.ones(2, requires_grad=True), torch.zeros(2)
+    packed: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: _):
+        copied.copy_(x)
+    assert copied.requires_grad
+    assert not packed
+    for index in (torch.zeros(1), torch.zeros(1, dtype=torch.complex64)):
+        for call in (lambda at: torch.ones(2)[at], lambda at: torch.ones(2).index_put((at,), at)):
+            with pytest.raises(IndexError, match="tensors used as indices must be"):
+                call(index)
+
+
+def test_what_is_passed_by_runs_on_any_values():
+    """No error, shape or number on the host depends on floats that these operations get."""
+    reads = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    found = {
+        name
+        for name in READ_NO_VALUES
+        for namespace, op in [name.split(".")]
+        if (packet := getattr(getattr(torch.ops, namespace), op, None)) is not None
+        for overload in packet.overloads()
+        if reads.intersection(getattr(packet, overload).tags)
+    }
+    assert found == {"aten.index"}  # of masks

@@ -21,12 +21,11 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_ext.activation_checkpoint.blocks import OpLocator, attention_statistics, block_store
 from titan_ext.activation_checkpoint.discards import (
-    READ_NO_VALUES,
     AutogradNodes,
     Discarded,
     last_node,
-    makes_node,
 )
+from titan_ext.activation_checkpoint.op_effects import makes_node, passes_values, written
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
     BlockPlan,
@@ -271,11 +270,11 @@ class _Tracer(TorchDispatchMode):
 
     def graph(self, out: Any, rates: Machine, sizes: "_Sizes") -> BlockGraph:
         """What has been recorded; ``out`` is the block's output."""
-        written = {  # in place; then neither is saved, because torch writes to it again
+        overwritten = {  # in place; then neither is saved, because torch writes to it again
             storage
             for call, foreign in zip(self._calls, self._is_foreign, strict=True)
             if not foreign
-            for storage in storage_ids(_written(call))
+            for storage in storage_ids(written(call.func, call.args, call.kwargs))
         }
         first = min((e.node for entries in self._entries for e in entries), default=0)
         autograd = AutogradNodes(first, out, self._nodes_of_ops)
@@ -290,11 +289,15 @@ class _Tracer(TorchDispatchMode):
         ):
             given = set(storage_ids((call.args, call.kwargs)))
             made = _unless(parts_in(call.out), {*makers, *given})
-            writes = [x for x in _written(call) if x.untyped_storage()._cdata in makers]
+            writes = [
+                x
+                for x in parts_in(written(call.func, call.args, call.kwargs))
+                if x.untyped_storage()._cdata in makers
+            ]
             reads = frozenset().union(*(makers.get(storage, set()) for storage in given))
             if foreign or not (made or writes):  # also what only writes to a buffer of the model
                 calls.append(call)
-                if call.location.op not in READ_NO_VALUES:
+                if not passes_values(call.func, call.out):
                     looked_at |= reads
                 continue
             index = len(nodes)
@@ -307,14 +310,14 @@ class _Tracer(TorchDispatchMode):
                 policies = {SAVE}
             elif self._runs_again(call, attends):
                 policies = {RECOMPUTE}
-            elif any(storage in written for storage in storage_ids((made, writes))):
+            elif any(storage in overwritten for storage in storage_ids((made, writes))):
                 policies &= {RECOMPUTE, DISCARD} if writes else {RECOMPUTE}
             nodes.append(
                 replace(
                     node,
                     policies=frozenset(policies),
                     reads=reads - {index},
-                    passes=call.location.op in READ_NO_VALUES,
+                    passes=passes_values(call.func, call.out),
                     is_read=any(storage in self._saved for storage in storage_ids((made, writes))),
                     is_attention=attends,
                 )
@@ -367,20 +370,6 @@ class _Sizes:
 
 def _cost_args(call: Call) -> tuple[Any, Any, Any, Any]:
     return call.func, call.args, call.kwargs, call.out
-
-
-def _written(call: Call) -> list[torch.Tensor]:
-    """The arguments that an operation writes to."""
-    if not call.func._schema.is_mutable:
-        return []
-    given = dict(zip((a.name for a in call.func._schema.arguments), call.args, strict=False))
-    given |= call.kwargs
-    return [
-        x
-        for argument in call.func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for x in tensors_in(given.get(argument.name))
-    ]
 
 
 def _unless(tensors: Iterable[torch.Tensor], known: set[int]) -> list[torch.Tensor]:

@@ -15,16 +15,23 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
+    _RECOMPUTE,
     CheckpointPolicy,
+    _VersionWrapper,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.discards import DiscardTracker
+from titan_ext.activation_checkpoint.discards import (
+    Discarded,
+    DiscardTracker,
+)
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
+from titan_ext.activation_checkpoint.op_effects import is_mutable, must_write
 from titan_ext.activation_checkpoint.op_policies import (
     GEMMS,
     INPUT,
@@ -41,6 +48,7 @@ from titan_ext.base.tensors import may_wrap, plain_tensors, storage_ids, tensors
 from titan_ext.components.halves import SECOND_HALF
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
 from titan_ext.fp8.offload import HostGroup, Offload
+from titan_ext.fp8.saved_tensors import StoredEntry
 
 _CODEC_BLOCK = 128
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -231,7 +239,7 @@ class BlockCheckpoint(EagerBlock):
                 use_reentrant=False,
                 early_stop=False,  # with it, full checkpointing under EP leaks (PR 1580 of Titan)
                 respect_saved_tensors_hooks=True,
-                context_fn=lambda: create_selective_checkpoint_contexts(call.decide),
+                context_fn=call.contexts,
                 **self.options,
                 **kwargs,
             )
@@ -252,11 +260,18 @@ class _Call:
         self._counting = counting
         self._entries: list[Any] = []
         self._ops: list[tuple[OpLocation, OpPolicy, int]] = []
+        self._op_of: dict[int, int] = {}  # the index in it of what an entry is of
         # Of the last operation, whose outputs ``pack`` gets.
         self._location = _INPUT
         self._policy = self._resolver.resolve_input()
         self._statistics: set[int] = set()
         self._locator.begin(with_operands=counting or owner.plan.names_operands)
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Torch's, for the forward and the recompute; they share what is saved."""
+        contexts = create_selective_checkpoint_contexts(self.decide)
+        self._saved = contexts[0].storage
+        return contexts
 
     def decide(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Policy of one operation. Torch asks in the forward only, after each operation."""
@@ -272,10 +287,12 @@ class _Call:
             if policy.is_float8:
                 module, op, _ = self._location
                 self._statistics = set(storage_ids(attention_statistics(module, op, out)))
+            if is_mutable(func) and must_write(func, policy, out):
+                policy = OpPolicy.RECOMPUTE
         self._policy = policy
         recompute = policy is OpPolicy.RECOMPUTE
-        if self._discards.discarded:
-            self._discards.see(func, self._locator.module, args, out, recomputed=recompute)
+        if self._discards.discarded or is_mutable(func):
+            self._discards.see(func, self._locator.module, args, kwargs, out, recomputed=recompute)
         if self._counting:
             flops = count_flops(func, args, kwargs, out)
             self._ops.append((self._locator.locate(func, args), policy, flops))
@@ -293,7 +310,7 @@ class _Call:
             and location is not _INPUT  # which carries its graph
             and may_wrap(x)
         ):
-            return x  # as stock checkpointing does
+            entry = x  # as stock checkpointing does
         else:
             reason = _reason(location)
             if policy.is_float8:
@@ -302,19 +319,40 @@ class _Call:
             name = INPUT if location is _INPUT else str(location)
             host = self._host if policy.on_host else None
             entry = self._owner.store.pack(x, name=name, exact=reason, host=host)
+        if location is not _INPUT and policy is not OpPolicy.DISCARD and not _is_copy(entry):
+            self._discards.keep(entry, x, location)
         if self._counting:
+            self._op_of[id(entry)] = len(self._ops) - 1
             self._entries.append(entry)
         return entry
 
     def finish(self, module: nn.Module, out: Any) -> None:
         """End of the forward: free discarded values, unless something reads them."""
-        self._discards.finish([*self._locator.left, module], out)
+        again = self._discards.finish([*self._locator.left, module], out)
         for entry in self._discards.discarded:
             if entry.reader:
                 self._refuse_discard(entry.location, entry.reader)
         self._discards = DiscardTracker()
+        if again:
+            self._run_again(again)
         if self._counting:
             self._owner.report(self._entries, self._ops)
+
+    def _run_again(self, packed: list[Any]) -> None:
+        """Let the recompute run the operations whose outputs were ``packed``."""
+        ids = {id(x) for x in packed}
+        for calls in self._saved.values():
+            for index, saved in calls.items():
+                leaves = tree_leaves(saved)
+                if any(isinstance(x, _VersionWrapper) and id(x.val) in ids for x in leaves):
+                    calls[index] = _RECOMPUTE
+        if self._counting:
+            self._entries = [
+                x for x in self._entries if id(x) not in ids or isinstance(x, Discarded)
+            ]
+            for index in {self._op_of[i] for i in ids}:
+                location, _, flops = self._ops[index]
+                self._ops[index] = location, OpPolicy.RECOMPUTE, flops
 
     def _refuse_discard(self, location: OpLocation, reader: str) -> None:
         name = self._plan.name
@@ -334,6 +372,11 @@ def restore(entry: Any) -> torch.Tensor:
         return entry
     with torch.no_grad():
         return entry.restore()
+
+
+def _is_copy(entry: Any) -> bool:
+    """Whether what was packed does not change with the tensor."""
+    return isinstance(entry, StoredEntry) and entry.whole.treatment.startswith("float8")
 
 
 def _reason(location: OpLocation) -> str:

@@ -2,12 +2,13 @@
 """Discarded outputs: neither kept nor recomputed, because nothing reads their values.
 
 In the recompute a discarded output is NaN. That is sound, for example, for the last projection of a
-feed-forward, which is only added to something. Each forward keeps the output until it ends and then
-decides anew. It discards the output only if all of this holds:
+feed-forward, which is only added to something. Each forward decides anew when it ends. It discards
+the output only if all of this holds:
 
 1. No dispatched operation on its values, or on anything computed from them, has a derivative that
-    reads an operand. Nor does its own derivative read its result, as a sigmoid's does. The tracker
-    follows values by storage, through ``detach`` too.
+    reads an operand, or makes integers or booleans of them: those may become indices and masks. Nor
+    does its own derivative read its result, as a sigmoid's does. The tracker follows values by
+    storage, through ``detach`` too.
 2. No custom ``torch.autograd.Function`` ran after it in the block: it may save anything, and its
     kernels may bypass dispatch. Every autograd node has a sequence number, so each later number
     must belong to one of torch's own nodes, found from the block's outputs.
@@ -15,7 +16,9 @@ decides anew. It discards the output only if all of this holds:
 4. Nothing but the block's outputs holds these values after the forward, as storages' reference
     counts show.
 
-Else that forward keeps the output and reports the reason. docs/fp8_ac.md says what this cannot see.
+Else the output is recomputed, and the reason reported. So is what was saved and then written to in
+place: the value that was kept is lost. Exchanges are not repeated, since ranks might disagree.
+docs/fp8_ac.md says what this cannot see.
 """
 
 import functools
@@ -23,6 +26,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +35,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
 
-from titan_ext.activation_checkpoint.op_policies import OpLocation, op_name
+from titan_ext.activation_checkpoint.op_effects import (
+    READ_NO_VALUES,
+    is_mutable,
+    makes_node,
+    passes_values,
+    written,
+)
+from titan_ext.activation_checkpoint.op_policies import OpLocation, is_exchange, op_name
 from titan_ext.base.tensors import (
     local_tensor,
     parts_in,
@@ -42,21 +53,6 @@ from titan_ext.base.tensors import (
     wrapping,
 )
 from titan_ext.fp8.saved_tensors import StoredEntry
-
-READ_NO_VALUES = frozenset(
-    """
-    aten._to_copy aten._unsafe_view aten.add aten.add_ aten.alias aten.as_strided aten.cat
-    aten.clone aten.constant_pad_nd aten.copy_ aten.detach aten.empty_like aten.expand
-    aten.flatten aten.index aten.index_put aten.index_put_ aten.narrow aten.neg aten.new_empty
-    aten.new_zeros aten.permute aten.reshape aten.select aten.slice aten.split
-    aten.split_with_sizes aten.squeeze aten.stack aten.sub aten.sub_ aten.sum aten.t
-    aten.transpose aten.unsqueeze aten.view aten.view_as_complex aten.view_as_real aten.zeros_like
-    _c10d_functional.all_gather_into_tensor _c10d_functional.all_reduce
-    _c10d_functional.all_to_all_single _c10d_functional.reduce_scatter_tensor
-    _c10d_functional._wrap_tensor_autograd _c10d_functional.wait_tensor
-    torchtitan.deterministic_scatter_add
-    """.split()  # noqa: SIM905  one name a line would be a page
-)
 
 # Where custom Functions are defined that only relabel or exchange tensors, or whose operations are
 # dispatched and so judged by name (torch.library's).
@@ -81,6 +77,7 @@ _NOT_FOUND = "a custom autograd Function that does not lead to the block's outpu
 _COLLECTIVE = "_c10d_functional."
 _LETS_GO_S = 10.0
 """How long a process group's own thread may hold what it has sent, once it has arrived."""
+_UNREAD = "discarded"
 _NANS = 2**16
 """Of the values of a stand-in: no more than a kernel's launch takes."""
 # Hooks defined in these packages do nothing that the other proofs do not see.
@@ -88,11 +85,13 @@ _KNOWN_HOOKS = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
 
 
 class Discarded(StoredEntry):
-    """A ``StoredEntry`` that keeps nothing once ``finish`` finds its output unread.
+    """Keeps nothing, unless it is of an exchange and ``finish`` finds that something reads it.
 
     Attributes:
         location: The operation that made it.
+        sources: The discarded outputs that this operation has read.
         reader: Who reads it; "" if nobody does.
+        is_exchange: Whether it must not run again.
         in_graph: Whether it was computed outside of custom Functions and ``no_grad``.
         node: The number of its own autograd node, or of the last one before it.
         modules_left: How many modules of the block had returned.
@@ -103,103 +102,152 @@ class Discarded(StoredEntry):
         self.known_functions: tuple[str, ...] = _GEMM_FUNCTIONS
         if location.op in READ_NO_VALUES:  # nor does their backward read what they return
             self.known_functions += _PASSING_FUNCTIONS
-        self.treatment = "exact: not known to be unread"
         self.original = storages_of(x)
+        self.sources: set[Discarded] = set()
         self.reader = ""
         self.in_graph = torch.is_grad_enabled()
         self.node = last_node()
         self.modules_left = modules_left
         self._stand_in = _stand_in(x)
-        self._value: torch.Tensor | None = x  # detached by torch, with the version of the output
-        self._version = x._version
+        self.is_exchange = _is_exchange(location.op)
+        self._value = x if self.is_exchange else None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         if self._value is not None:
             yield from plain_tensors(self._value)
 
-    def finish(self) -> None:
-        """End of the forward: free the value, unless something reads it.
+    def finish(self, is_proved: bool) -> bool:
+        """End of the forward: free the value, unless something reads it or it is not known.
 
-        Raises RuntimeError if something does and it has been modified in place.
+        Returns whether the operation must run again.
         """
-        if not self.reader:
-            self.treatment = "discarded"
+        if is_proved and not self.reader:
+            self.treatment = _UNREAD
             self._value = None
-            return
-        self.treatment = f"exact: read by {self.reader}"
-        if self._value is not None and self._value._version != self._version:
-            raise RuntimeError(
-                f"{self.name} cannot be discarded: {self.reader} reads it, and it has been "
-                'modified in place since. Give it another policy, for example "recompute".'
-            )
+            return False
+        why = f"read by {self.reader}" if self.reader else "not known to be unread"
+        self.treatment = f"{'exact' if self.is_exchange else 'recomputed'}: {why}"
+        return not self.is_exchange
 
     def restore(self) -> torch.Tensor:
         """The value if something reads it, else a stand-in of the same shape and strides."""
         return self._stand_in() if self._value is None else self._value
 
 
+@dataclass(eq=False)
+class _Kept:
+    """A saved output, and what writes to it; ``packed`` is what torch holds for it."""
+
+    packed: Any
+    location: OpLocation
+    sources: set[Discarded]
+    writer: str = ""
+
+    def runs_again(self) -> bool:
+        """Whether it has to, once something has written to it.
+
+        Raises RuntimeError for an exchange whose output is needed.
+        """
+        if not _is_exchange(self.location.op):
+            return True
+        if getattr(self.packed, "treatment", "") != _UNREAD:
+            raise RuntimeError(
+                f"{self.location} cannot be kept for backward: {self.writer} writes to it in "
+                'place. Write to a copy, or give it the policy "recompute".'
+            )
+        return False
+
+
 class DiscardTracker:
-    """Follows the values of discarded outputs through one forward of a block."""
+    """Follows the values of discarded and of saved outputs through one forward of a block."""
 
     def __init__(self) -> None:
         self.discarded: list[Discarded] = []
         # By storage. The weak reference keeps no bytes, but no other storage gets the address.
         self._holders: dict[int, tuple[StorageWeakRef, set[Discarded]]] = {}
+        self._kept: dict[int, list[_Kept]] = {}
+        self._sources: set[Discarded] = set()
+        """What the last operation has read."""
         self._nodes_of_ops: set[int] = set()
         self._sent: set[int] = set()
         """Storages of discarded values that a collective has read or written."""
 
     def add(self, x: torch.Tensor, location: OpLocation, modules_left: int) -> Discarded:
-        """Discard ``x``; see ``Discarded``."""
+        """Discard ``x``, which the last operation has made; see ``Discarded``."""
         entry = Discarded(x, location, modules_left)
+        entry.sources = self._sources
         self.discarded.append(entry)
         self._follow({entry}, x)
         if location.op.startswith(_COLLECTIVE):
             self._sent.update(storage_ids(x))
+        if entry.is_exchange:
+            self.keep(entry, x, location)
         return entry
 
-    def see(self, func: Any, module: str, args: Any, out: Any, *, recomputed: bool) -> None:
+    def keep(self, packed: Any, x: torch.Tensor, location: OpLocation) -> None:
+        """``packed`` keeps ``x``, which the last operation has made, by reference."""
+        kept = _Kept(packed, location, self._sources)
+        for storage in storage_ids(x):
+            self._kept.setdefault(storage, []).append(kept)
+
+    def see(
+        self, func: Any, module: str, args: Any, kwargs: Any, out: Any, *, recomputed: bool
+    ) -> None:
         """An operation has run; ``recomputed``: it runs again, on the stand-ins."""
+        if self._kept and is_mutable(func):
+            for storage in storage_ids(written(func, args, kwargs)):
+                for kept in self._kept.get(storage, ()):
+                    kept.writer = f"{op_name(func)} in {module or 'the block'}"
         if not self._holders:
             return
-        if torch.is_grad_enabled() and makes_node(func, args, out):
+        given = (*args, *kwargs.values()) if kwargs else args
+        if torch.is_grad_enabled() and makes_node(func, given, out):
             self._nodes_of_ops.add(last_node())
         entries: set[Discarded] = set()
-        for storage in storage_ids(args):
+        for storage in storage_ids(given):
             if (holder := self._holders.get(storage)) is not None:
                 entries |= holder[1]
+        self._sources = entries
         if not entries:
             return
         name = op_name(func)
-        if name not in READ_NO_VALUES:
+        if not passes_values(func, out):
             _blame(entries, f"{name} in {module or 'the block'}")
             return
         if name.startswith(_COLLECTIVE):
-            self._sent.update(storage_ids((args, out)))
+            self._sent.update(storage_ids((given, out)))
         if recomputed:
             self._follow(entries, out)
 
-    def finish(self, modules_left: list[nn.Module], outputs: Any) -> None:
+    def finish(self, modules_left: list[nn.Module], outputs: Any) -> list[Any]:
         """End of the forward: free what nothing reads.
 
         ``modules_left`` are the modules of the block that have returned, in order; ``outputs`` are
-        its.
+        its. Returns what is packed of operations that must run again.
         """
-        if not self.discarded:
-            return
+        has_backward = bool(_nodes_of(outputs))  # else there is none, or we cannot inspect outputs
+        if self.discarded and has_backward:
+            self._find_readers(modules_left, outputs)
+        lost = [kept for kepts in self._kept.values() for kept in kepts if kept.writer]
+        for kept in lost:
+            if not _is_exchange(kept.location.op):
+                _blame(kept.sources, f"{kept.location}, to which {kept.writer} writes,")
+        for entry in reversed(self.discarded):
+            if entry.reader and not entry.is_exchange:
+                _blame(entry.sources, entry.reader)
+        again = [entry for entry in self.discarded if entry.finish(has_backward)]
+        return again + [kept.packed for kept in lost if kept.runs_again()]
+
+    def _find_readers(self, modules_left: list[nn.Module], outputs: Any) -> None:
         hooks = [_user_hook(module) for module in modules_left]
         for entry in self.discarded:
             hooked = filter(None, hooks[entry.modules_left :])
             entry.reader = entry.reader or next(hooked, "")
-        if not _nodes_of(outputs):
-            return  # no backward, or outputs that we cannot inspect: all values stay
         first = min(entry.node for entry in self.discarded)
         nodes = AutogradNodes(first, outputs, self._nodes_of_ops)
         for entry in self.discarded:
             entry.reader = entry.reader or nodes.reader(entry)
         self._blame_keepers(outputs)
-        for entry in self.discarded:
-            entry.finish()
 
     def _follow(self, entries: set[Discarded], values: Any) -> None:
         for part in parts_in(values):
@@ -232,6 +280,11 @@ class DiscardTracker:
             for storage, (_, entries) in self._holders.items()
             if _references(storage) > expected[storage]
         }
+
+
+def _is_exchange(op: str) -> bool:
+    """Whether an operation needs other ranks, which may decide differently."""
+    return is_exchange(op) or op.startswith(_COLLECTIVE)
 
 
 def _blame(entries: Iterable[Discarded], reader: str) -> None:
@@ -315,21 +368,6 @@ def _saves_its_output(kind: type) -> bool:
 def last_node() -> int:
     """The number of autograd's newest node; inside a dispatched operation, that operation's."""
     return torch._C._autograd._get_sequence_nr() - 1
-
-
-def makes_node(func: Any, args: Any, out: Any) -> bool:
-    """Whether autograd has made a node for a dispatched operation, if it is enabled."""
-    return (
-        not _makes_anew(func)
-        and any(x.is_floating_point() for x in tensors_in(out))
-        and any(x.requires_grad for x in tensors_in(args))
-    )
-
-
-@functools.cache
-def _makes_anew(func: Any) -> bool:
-    name = op_name(func).partition(".")[2]
-    return name.endswith("_like") or name.startswith("new_")
 
 
 def _nodes_of(outputs: Any) -> list[Any]:

@@ -145,9 +145,9 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The plain tensors in ``x``: itself, or the parts of a tensor subclass."""
+    """The plain tensors in ``x``: itself, or the parts of a tensor subclass; none if sparse."""
     if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
-        return (x,)
+        return (x,) if x.layout is torch.strided else ()
     names, _ = x.__tensor_flatten__()
     parts = [getattr(x, name) for name in names]
     # A DTensor names its mesh, too.

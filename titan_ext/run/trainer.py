@@ -100,6 +100,7 @@ class Trainer(TitanTrainer):
                 ),
                 super(Trainer.Config, self).__post_init__,  # Titan's, and those of a subclass of it
                 self._check_cuda_graphs,
+                self._check_halves,
             ]
             if isinstance(policy, FP8AC.Config) and compiled:
                 checks.append(policy.check_compiled)
@@ -118,6 +119,14 @@ class Trainer(TitanTrainer):
                 with mistakes.noting():
                     check()
             mistakes.raise_all()
+
+        def _check_halves(self) -> None:
+            if self.parallelism.overlap_exchanges == "halves" and self.debug.spmd_typechecking:
+                raise ValueError(
+                    'parallelism.overlap_exchanges = "halves" does not go with '
+                    "debug.spmd_typechecking = true: the checker has no rule for a batch that is "
+                    'cut into halves; expected "none".'
+                )
 
         def _check_cuda_graphs(self) -> None:
             if self.training.disable_cuda_graphs:

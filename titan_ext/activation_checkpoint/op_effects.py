@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What operations read of the values that they get, and what they write to.
+
+One table, for runs and for plans; ``tests/test_discard.py`` compares it with torch's derivatives.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from titan_ext.activation_checkpoint.op_policies import OpPolicy, op_name
+from titan_ext.base.tensors import tensors_in
+
+READ_NO_VALUES = frozenset(
+    """
+    aten._to_copy aten._unsafe_view aten.add aten.add_ aten.alias aten.as_strided aten.cat
+    aten.clone aten.constant_pad_nd aten.copy_ aten.detach aten.empty_like aten.expand
+    aten.flatten aten.index aten.index_put aten.index_put_ aten.narrow aten.neg aten.new_empty
+    aten.new_zeros aten.permute aten.reshape aten.select aten.slice aten.split
+    aten.split_with_sizes aten.squeeze aten.stack aten.sub aten.sub_ aten.sum aten.t
+    aten.transpose aten.unsqueeze aten.view aten.view_as_complex aten.view_as_real aten.zeros_like
+    _c10d_functional.all_gather_into_tensor _c10d_functional.all_reduce
+    _c10d_functional.all_to_all_single _c10d_functional.reduce_scatter_tensor
+    _c10d_functional._wrap_tensor_autograd _c10d_functional.wait_tensor
+    torchtitan.deterministic_scatter_add
+    """.split()  # noqa: SIM905  one name a line would be a page
+)
+"""Operations that neither read floats nor have a derivative that does: they pass them on."""
+_MUTABLE: dict[int, bool] = {}  # by id: operations are never freed, and slow to hash
+
+
+def passes_values(func: Any, out: Any) -> bool:
+    """Whether an operation only passes on the values that it is given.
+
+    Not if it makes integers or booleans of them: an index or a mask is read, by the operation that
+    gets it and by its derivative.
+    """
+    made = tensors_in(out)
+    return op_name(func) in READ_NO_VALUES and all(
+        x.is_floating_point() or x.is_complex() for x in made
+    )
+
+
+def makes_node(func: Any, args: Any, out: Any) -> bool:
+    """Whether autograd has made a node for a dispatched operation, if it is enabled."""
+    return (
+        not _makes_anew(func)
+        and any(x.is_floating_point() for x in tensors_in(out))
+        and any(x.requires_grad for x in tensors_in(args))
+    )
+
+
+@functools.cache
+def _makes_anew(func: Any) -> bool:
+    name = op_name(func).partition(".")[2]
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether an operation writes to any of its arguments."""
+    known = _MUTABLE.get(id(func))
+    if known is None:
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        known = _MUTABLE[id(func)] = schema is not None and schema.is_mutable
+    return known
+
+
+def must_write(func: Any, policy: OpPolicy, out: Any) -> bool:
+    """Whether an operation that writes to an argument must run again, whatever its policy.
+
+    In place its output cannot be kept: the recompute would not write it. It can be discarded.
+    """
+    returned = (value.alias_info for value in func._schema.returns)
+    if any(alias is not None and alias.is_write for alias in returned):
+        return policy is not OpPolicy.DISCARD
+    return policy is OpPolicy.DISCARD or not tensors_in(out)
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an operation writes to."""
+    if not is_mutable(func):
+        return []
+    arguments = func._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    return tensors_in(
+        [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    )
