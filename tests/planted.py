@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.tools.logging import init_logger
 
 from tests.training import Run, make_config
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.debug.watchdog import CollectiveWatchdog
 from titan_ext.fsdp.settings import FSDPSettings
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, narrow=True, steps=3, ac="none")
@@ -37,7 +39,7 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
         if is_faulty and fault == "other units":
             stack.enter_context(_whole_blocks())
         trainer = config.build()
-        if is_faulty and fault in _FAULTS:
+        if fault in _FAULTS and (is_faulty or fault == "other site"):
             stack.enter_context(_from_step(trainer, _FAULTS[fault]))
         trainer.train()
     trainer.close()
@@ -190,6 +192,28 @@ def _die_in_the_step():
     )
 
 
+def _all_reduce_elsewhere(*args, **kwargs):
+    return dist.all_reduce(*args, **kwargs)
+
+
+def _other_site():
+    """The same collective by another function: no backend minds."""
+
+    def reduce(self, device):
+        _all_reduce_elsewhere(torch.zeros((), device=device))
+        return check(self, device)
+
+    def extra(self, device):
+        dist.all_reduce(torch.zeros((), device=device))
+        return check(self, device)
+
+    check = CollectiveWatchdog.check_gradients
+    is_faulty = os.environ["RANK"] == "1"
+    return unittest.mock.patch.object(
+        CollectiveWatchdog, "check_gradients", reduce if is_faulty else extra
+    )
+
+
 def nan_gradient():
     combine = FunctionalAllToAllTokenDispatcher._combine_token_exchange
 
@@ -209,4 +233,5 @@ _FAULTS = {
     "stopped": _stop_in_the_step,
     "killed": _die_in_the_step,
     "nan": nan_gradient,
+    "other site": _other_site,
 }

@@ -2,9 +2,12 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+import titan_ext
 from tests.cluster import RankError, run_ranks
 from tests.training import titan_config
 from titan_ext.base.messages import ranks_in_words
@@ -41,6 +44,43 @@ def test_every_rank_names_the_keys_and_the_ranks(tmp_path: Path):
         "  model_spec.model.layers.2.moe.router.top_k: 3 on ranks 0, 2; 5 on rank 1\n"
         "  parallelism.fsdp_wrap: auto on ranks 0, 2; submodule on rank 1"
     }
+
+
+def _decide() -> tuple:
+    """What decides how often a rank communicates, where nodes have 4 and 2 ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from titan_ext.base.op_cost import ranks_per_node
+    from titan_ext.components.dispatch import saves_all_to_all
+    from titan_ext.fsdp.auto import choose
+    from titan_ext.fsdp.settings import FSDPSettings
+    from titan_ext.parallelize.keys import ParallelismConfig
+
+    dims: Any = SimpleNamespace(ep=2, dp_shard=4, cp=1, tp=1, pp_enabled=False)
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if os.environ["RANK"] == "3" else "4"
+    dist.init_process_group("gloo")
+    with torch.device("meta"):
+        model: Any = cast(Any, titan_config("deepseek_v3").model_spec).model.build()
+    try:
+        return (
+            ranks_per_node(),
+            saves_all_to_all(ParallelismConfig(), 4, compiled=False),
+            choose(model, FSDPSettings(), dims).wrap,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_of_unequal_nodes_decide_the_same(tmp_path: Path):
+    assert set(run_ranks(_decide, 4, log_folder=tmp_path)) == {(2, True, "experts")}
+
+
+def test_only_one_function_reads_how_many_ranks_this_node_has():
+    """Any other decision that reads it has to be made for all ranks as well. A dry run sets it."""
+    folder = Path(titan_ext.__file__).parent
+    readers = [file.name for file in folder.rglob("*.py") if "LOCAL_WORLD_SIZE" in file.read_text()]
+    assert sorted(readers) == ["dry_run.py", "op_cost.py"]
 
 
 def test_many_ranks_are_named_as_ranges():

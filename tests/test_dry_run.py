@@ -17,9 +17,11 @@ from tests.test_train_configs import NAMES, world_size
 from tests.toml_files import DEBUG
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import shipped_configs
+from titan_ext.base.op_cost import MACHINES, group_ms, nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import is_plain
 from titan_ext.config_registry import resolve_config
 from titan_ext.config_registry.commands import main
+from titan_ext.plan.dry_run import as_rank
 
 ROOT = Path(__file__).parents[1]
 
@@ -238,9 +240,43 @@ def test_what_the_cluster_would_refuse_is_refused_here(folder: Path):
     assert "Traceback" not in done.error
 
 
+def test_a_plan_says_which_nodes_it_assumes(folder: Path):
+    """In its lines and its JSON; units and links follow from them."""
+    options = ["--ranks", "8", "--memory", "8GiB", "--machine", "h100", "--out", "plans"]
+    times = {}
+    for nodes, words, units in (
+        ((), "8 ranks each, NVLink among 8", "on one node"),
+        (("--ranks-per-node", "2"), "2 ranks each, NVLink among 2", "across nodes"),
+        (("--ranks-per-node=2", "--nvlink-domain=8"), "2 ranks each, NVLink among 8", "across"),
+    ):
+        done = _dry_run(folder, "moe_debug", *options, *nodes)
+        assert (done.code, done.error) == (0, "")
+        assert _line(done.out, "nodes") == [f"nodes       {words}"]
+        assert units in done.out
+        plan = json.loads((folder / "plans" / "plan_rank0.json").read_text())
+        assert f"{plan['ranks_per_node']} ranks each, NVLink among {plan['nvlink_domain']}" == words
+        times[words] = plan["time"]["step_ms"]
+    _, apart, joined = times.values()
+    assert joined < apart
+
+
+def test_nodes_of_this_machine_do_not_leak_into_a_plan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    links = []
+    for nodes in ((), (4,), (4, 72)):
+        with as_rank(64, 0, *nodes):
+            _, link = group_ms(MACHINES["h100"], 2**20, range(8))
+            links.append((ranks_per_node(), nvlink_domain(), link))
+    assert links == [(8, 8, "node"), (4, 4, "network"), (4, 72, "node")]
+    assert ranks_per_node() == 2
+
+
 def test_options_of_the_clock_are_checked(folder: Path):
     for options, message in (
         (("--machine", "h10"), "expected one of h100, h200, b200, mi300x; did you mean 'h100'?"),
+        (("--ranks-per-node", "0"), "--ranks-per-node is 0; expected 1 or more."),
+        (("--nvlink-domain", "-1"), "--nvlink-domain is -1; expected 0 or more."),
+        (("--nvlink-domain", "72"), "--nvlink-domain needs --machine"),
         (("--slower", "1.5"), "--measured and --slower need --machine"),
         (("--machine", "h100", "--slower", "0"), "--slower is 0.0; expected a positive factor"),
         (("--machine", "h100", "--slower", "nan"), "--slower is nan; expected a positive factor"),

@@ -1,11 +1,12 @@
 """Expert parallelism computes what no expert parallelism does, whatever the router sends where."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from tests.training import Run, Runs
+from tests.training import Run, Runs, observed
 
 
 def _run(ep: int, world: int = 4, **kwargs) -> Run:
@@ -67,3 +68,16 @@ def test_exchanges_tokens_under_spmd_type_checking(runs: Runs):
 
 def _relative_error(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def test_nodes_of_unequal_size_exchange_as_one(runs: Runs):
+    """The second pair of ranks lies on both nodes, the first on one: all save, or none."""
+    stock, ours = (
+        runs.get(observed(Run(world=4, ep=2, layers=2, parallelize=parallelize, nodes=nodes)))
+        for parallelize, nodes in (("stock", ()), ("auto", (3, 1)))
+    )
+    assert ours.losses == stock.losses
+    assert ours.grad_norms == stock.grad_norms
+    assert (
+        len({Counter(c.kind for c in rank.collectives)["all_to_all"] for rank in ours.ranks}) == 1
+    )

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import os
 import pickle
 import unittest.mock
 from collections import Counter
@@ -160,6 +161,8 @@ class Run:
     """Samples of a microbatch of the pipeline."""
     typechecked: bool = False
     """``debug.spmd_typechecking``."""
+    nodes: tuple[int, ...] = ()
+    """How many ranks each node has, as torchrun tells them; () for no torchrun."""
     watch_routing: bool = False
     """Record the expert ids of every router call, in forward and in recompute."""
     optimizer: str = "default"
@@ -204,6 +207,7 @@ class Run:
         extras += [f"gather_{self.expert_all_gather}"] if self.expert_all_gather else []
         extras += [f"reduce_{self.expert_reduce_scatter}"] if self.expert_reduce_scatter else []
         extras += ["typechecked"] if self.typechecked else []
+        extras += [f"nodes{'+'.join(map(str, self.nodes))}"] if self.nodes else []
         extras += [self.optimizer] if self.optimizer != "default" else []
         extras += [self.routing] if self.routing != "learned" else []
         extras += [f"{self.layers}layers"] if self.layers != 3 else []
@@ -515,6 +519,9 @@ def patched(run: Run) -> Iterator[None]:
 
 def _train_rank(run: Run, folder: Path) -> RankResult:
     init_logger()
+    if run.nodes:
+        node_sizes = [size for size in run.nodes for _ in range(size)]
+        os.environ["LOCAL_WORLD_SIZE"] = str(node_sizes[int(os.environ["RANK"])])
     no_accelerator.enable()
     register_stdlib_corpus()
     trace = CollectiveTrace()

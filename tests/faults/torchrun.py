@@ -56,7 +56,7 @@ def killed_rank(folder: Path) -> str:
     assert f"Training starts at step {before + 1}" in _output(folder)
     _compare_losses(folder)
     reports = "".join(path.read_text() for path in folder.glob("collectives/*/report.txt"))
-    assert "rank 1: died without an error" in reports
+    assert "1: died without an error" in reports  # and perhaps rank 0
     assert "rank 0 waits in collective" in reports
     return f"resumed from step {before} {restart_s:.0f} s after the kill; losses equal"
 

@@ -9,7 +9,8 @@ checkpointing choose by it.
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
 
+RANKS_PER_NODE = 8
+"""Where nobody says."""
+NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
+"""Of the job that a dry run stands for (``dry_run.as_rank``)."""
 LAUNCH_MS = 0.015  # of a collective
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
 _TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
@@ -36,7 +41,7 @@ class Machine:
         attention: Of fused attention, FLOP/s.
         fp32: Of fp32 matrix products, FLOP/s.
         memory: Of its memory, bytes/s.
-        in_node: Of a rank's link to the others of its node, bytes/s each way.
+        in_node: Of a rank's fast link (NVLink) to the others of its node, bytes/s each way.
         all_to_all: Of that link when all exchange tokens with all, bytes/s.
         network: Of a rank's share of the network, bytes/s each way.
         launch: Of the shortest kernel, seconds.
@@ -205,15 +210,39 @@ def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
 
 
 def ranks_per_node() -> int:
-    """Ranks on this node, as torchrun says; 8 without it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 8))
+    """Ranks on the smallest node of the job, as torchrun says; 8 without it.
+
+    How often ranks communicate follows from it, so all have to take the same. The first call on a
+    process group is a collective.
+    """
+    group = dist.group.WORLD
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", RANKS_PER_NODE))
+    if group is None:
+        return here
+    here = min(here, group.size())
+    if dist.get_backend() == "fake":
+        return here
+    if group not in _smallest_node:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        smallest = torch.tensor(here, device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        _smallest_node[group] = int(smallest.item())
+    return _smallest_node[group]
+
+
+_smallest_node: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def nvlink_domain() -> int:
+    """How many neighbouring ranks NVLink joins, on one node or several."""
+    return int(os.environ.get(NVLINK_DOMAIN, 0)) or ranks_per_node()
 
 
 def group_ms(
     machine: Machine, nbytes: int, ranks: Sequence[int], *, is_exchange: bool = False
 ) -> tuple[float, str]:
-    """``collective_ms`` among ``ranks`` of the job, of which each node has as many as this one."""
-    nodes = len({rank // ranks_per_node() for rank in ranks})
+    """``collective_ms`` among ``ranks`` of the job, by the NVLink domains that they lie in."""
+    nodes = len({rank // nvlink_domain() for rank in ranks})
     per_node = max(len(ranks) // nodes, 1)
     return collective_ms(machine, nbytes, len(ranks), per_node, is_exchange=is_exchange)
 
@@ -227,7 +256,7 @@ def collective_ms(
         machine: Whose links.
         nbytes: Of the whole buffer.
         world: Ranks that take part.
-        per_node: Of them, on a node.
+        per_node: Of them, on a node, or in an NVLink domain.
         is_exchange: Whether it is an all-to-all, where no rank of a node adds for others.
     """
     nodes = max(1, world // per_node)

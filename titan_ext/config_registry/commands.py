@@ -15,16 +15,16 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from titan_ext.base.messages import Mistakes, did_you_mean, quiet, shipped_configs, size_of
+from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
 from titan_ext.config_registry import resolve_config
 from titan_ext.toml.files import nearest, to_toml
-from titan_ext.toml.find import check_config, extends_in, model_of, titan_configs
+from titan_ext.toml.find import check_config, extends_in, listing
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
@@ -37,7 +37,8 @@ _DESCRIPTION = (
     "shows them. Titan's flags (--training.steps 50) go after it and win over the file."
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
-_OPTIONS = (("memory", "allowance"), ("imbalance", "machine", "slower", "stock"))
+_NODES = ("ranks_per_node", "nvlink_domain")
+_OPTIONS = (("memory", "allowance"), ("imbalance", "machine", "slower", "stock", *_NODES))
 """What dry-run hands to processes of its own: the budget, and how a step is modelled."""
 _MOST_RANKS = 2**20
 _DOES_NOT_FIT = 3
@@ -49,15 +50,7 @@ class List:
     """List the shipped TOML files, and TorchTitan's models with their config functions."""
 
     def run(self, flags: list[str]) -> None:
-        print("shipped TOML files:")
-        for name, path in shipped_configs().items():
-            print(f"  {name:20} {_first_sentence(path)}")
-        print("config functions of TorchTitan, by model:")
-        by_model: dict[str, list[str]] = {}
-        for name, module in titan_configs().items():
-            by_model.setdefault(model_of(module), []).append(name)
-        for model, names in by_model.items():
-            print(f"  {model}\n    " + "\n    ".join(names))
+        print(*listing(), sep="\n")
 
 
 @dataclass
@@ -118,6 +111,10 @@ class DryRun:
     """How many GPUs the job has."""
     rank: int = 0
     """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
+    ranks_per_node: int = 8
+    """GPUs of a node, as torchrun would count them; the smallest node if they differ."""
+    nvlink_domain: int = 0
+    """Neighbouring GPUs that NVLink joins, for --machine: 72 on GB200 and GB300; 0 for a node's."""
     all_stages: bool = False
     """One rank of every pipeline stage, one after another."""
     memory: str = ""
@@ -168,6 +165,18 @@ class DryRun:
             (self.out and no_plan, "--out needs --memory: without it there is no plan."),
             (self.suggest and no_plan, "--suggest needs --memory: without it there is no plan."),
             (self.against and not memory, "--against needs --memory: without it there is no plan."),
+            (
+                self.ranks_per_node < 1,
+                f"--ranks-per-node is {self.ranks_per_node}; expected 1 or more.",
+            ),
+            (
+                self.nvlink_domain < 0,
+                f"--nvlink-domain is {self.nvlink_domain}; expected 0 or more.",
+            ),
+            (
+                self.nvlink_domain and not (self.machine or self.activations),
+                "--nvlink-domain needs --machine: only its clock knows links.",
+            ),
             (self.suggest < 0, f"--suggest is {self.suggest}; expected 0 or more."),
             (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
             (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
@@ -190,9 +199,9 @@ class DryRun:
         from titan_ext.run.budget import solve_in_dry_run
         from titan_ext.toml.values import dump, identity
 
-        self.slower = self._calibrated()
         budget = None if memory is None else DeviceMemory(memory=memory, allowance=allowance)
-        with as_rank(self.ranks, self.rank):
+        with as_rank(self.ranks, self.rank, self.ranks_per_node, self.nvlink_domain):
+            self.slower = self._calibrated()
             with no_accelerator.as_with_an_accelerator():
                 resolved = resolve_config(self.config, flags)
                 config = resolved.config
@@ -294,7 +303,7 @@ class DryRun:
 
     def _words(self, options: Iterable[str]) -> list[str]:
         """Options of this command as a command line has them."""
-        given = [(f"--{name}", getattr(self, name)) for name in options]
+        given = [(f"--{name.replace('_', '-')}", getattr(self, name)) for name in options]
         return [*chain(*([at, str(value)][: 2 - (value is True)] for at, value in given if value))]
 
     def _plan_all_stages(self, config: Any, source: str) -> list[dict[str, Any]]:
@@ -434,8 +443,3 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
         if config:
             check_config(config)
     return command, flags
-
-
-def _first_sentence(path: Path) -> str:
-    comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
-    return " ".join(line.strip("# ") for line in comment).partition(". ")[0]

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Records every collective of this rank before it is issued, and stops the run when ranks differ.
 
+No rank sees what all have issued. Each adds up a hash of every collective, with a factor of its own
+in the group: the factors of a group add up to 0. So does the sum over all ranks, if on every group
+all have issued the same. It is one number, added up at logged steps and read a step later.
+
 torch calls a process group's pre-hooks (``ProcessGroup.register_pre_hook``) on the calling thread,
 before the backend sees the collective. It does so in forward, backward and recompute, and from
 eager and compiled code. The hook belongs to the group, so it works with every backend. It gets the
@@ -15,9 +19,12 @@ store), a replayed CUDA graph, and collectives inside torch's own ``monitored_ba
 """
 
 import contextlib
+import dataclasses
+import functools
+import hashlib
 import inspect
+import operator
 import os
-import shutil
 import socket
 import sys
 import threading
@@ -39,9 +46,8 @@ from torchtitan.trainer import Trainer
 
 from titan_ext.base.run_check import RunCheck
 from titan_ext.debug import hang_report
-from titan_ext.debug.hang_report import Comparison, RankInfo, Record, TraceWriter, describe
+from titan_ext.debug.records import RankInfo, Record, TraceWriter, describe, kind_of
 
-_KEPT_RUNS = 3
 _HOOK_ID = 0x7E47
 """Our hook's name in a process group."""
 
@@ -64,7 +70,7 @@ _NEVER = 1 << 40
 
 
 class CollectiveWatchdog(RunCheck):
-    """Records this rank's collectives; rank 0 compares after every step.
+    """Records this rank's collectives; all ranks learn at logged steps whether any differ.
 
     Create it on every rank, once the default process group exists. The records go to
     ``collectives/<time of start>`` in the run's folder.
@@ -86,10 +92,11 @@ class CollectiveWatchdog(RunCheck):
         self._names: dict[nn.Module, str] = {}
         self._sent: list[tuple[Record, torch.Tensor]] = []
         self._lock = threading.Lock()  # an asynchronous checkpoint has a thread and a group
+        self._history, self._zero = 0, 0
+        self._sum_of_all: tuple[dist.Work, torch.Tensor] | None = None
 
         rank = dist.get_rank()
         self._folder = _agree_on_folder(Path(config.dump_folder) / "collectives")
-        self._trace = TraceWriter(self._folder, rank)
         self._info = RankInfo(
             rank=rank,
             world_size=dist.get_world_size(),
@@ -98,8 +105,7 @@ class CollectiveWatchdog(RunCheck):
             timeout_s=config.comm.train_timeout_seconds,
         )
         self._info.write(self._folder)
-        dist.barrier()  # every rank's files are there before anyone reads them
-        self._comparison = Comparison(self._folder) if rank == 0 else None
+        self._trace = TraceWriter(self._info.folder(self._folder), rank)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             hang_report.start(self._folder, of_all_machines=rank == 0)
         self._hook_new_groups()
@@ -114,7 +120,8 @@ class CollectiveWatchdog(RunCheck):
 
     @contextlib.contextmanager
     def around_step(self, trainer: Trainer) -> Iterator[None]:
-        """Raises RuntimeError on rank 0, at the end of the step, if the ranks differ."""
+        """Raises RuntimeError on all ranks, at the end of the step after a logged one, if they
+        had differed by then."""
         self._step = trainer.step
         self._hook_new_groups()
         try:
@@ -122,10 +129,24 @@ class CollectiveWatchdog(RunCheck):
         finally:
             self._sent.clear()
         self._checks_gradients = True
-        if self._comparison is not None:
-            self._comparison.advance()
-            if self._comparison.difference:
-                raise RuntimeError(self._comparison.difference)
+        self._raise_if_ranks_differ()
+        if trainer.metrics_processor.should_log(trainer.step):
+            total = torch.tensor(_signed(self._zero), device=trainer.device)
+            work = dist.all_reduce(total, async_op=True)
+            assert work is not None
+            self._sum_of_all = work, total
+
+    def _raise_if_ranks_differ(self) -> None:
+        if self._sum_of_all is None:
+            return
+        work, total = self._sum_of_all
+        self._sum_of_all = None
+        work.wait()
+        if total.item() != 0:
+            raise RuntimeError(
+                f"the ranks differ in the collectives that they have issued: {self._folder} has "
+                f"{hang_report.REPORT}, which says where."
+            )
 
     def check_gradients(self, device: torch.device) -> None:
         """Read whether the gradients that the ranks sent in this step are finite.
@@ -161,6 +182,7 @@ class CollectiveWatchdog(RunCheck):
         ending = "finished"
         try:
             yield
+            self._raise_if_ranks_differ()
         except BaseException as error:
             ending = f"failed: {type(error).__name__}: {error}"[:500]
             raise
@@ -176,25 +198,27 @@ class CollectiveWatchdog(RunCheck):
             ranks = dist.get_process_group_ranks(group)
             name = f"{group.group_desc}/{group.group_name}"
             self._hooked.append(group)
-            self._info.groups[name] = ranks
+            self._info.groups.append(name)
             group.register_pre_hook(_HOOK_ID, self._hook_of(name, ranks))
         if new:
             self._info.write(self._folder)
 
     def _hook_of(self, name: str, ranks: list[int]):
+        place = ranks.index(self._info.rank), len(ranks)
+
         def hook(args) -> None:
             op = args.name.name.lower()
             op = _OPS.get(op, op)
-            group = name
+            group, (at, size) = name, place
             if op in ("send", "recv"):
                 ends = [self._info.rank, ranks[args.root]]
                 sender, receiver = ends if op == "send" else reversed(ends)
-                group = f"{name} {sender}->{receiver}"
+                group, at, size = f"{name} {sender}->{receiver}", int(op == "recv"), 2
                 if group not in self._info.groups:
-                    self._info.groups[group] = [sender, receiver]
+                    self._info.groups.append(group)
                     self._info.write(self._folder)
             with self._lock:
-                record = self._record(op, group, args)
+                record = self._note(self._record(op, group, args), at, size)
                 self._trace.write(record)
                 self._index += 1
                 self._positions[group] += 1
@@ -205,6 +229,21 @@ class CollectiveWatchdog(RunCheck):
                 self._sent.append((record, gradient.sum()))
 
         return hook
+
+    def _note(self, record: Record, at: int, size: int) -> Record:
+        """Add a record to the sums, of the rank ``at`` of ``size`` in the group; return it with the
+        history up to here."""
+        what = _hash(kind_of(record.group), record.signature())
+        self._history = (self._history + what) % _RING
+        if threading.current_thread() is threading.main_thread():
+            self._zero += _factor(record.group, at, size) * what
+            if record.splits:
+                sends, expects = record.splits
+                to, by = _weights(record.group, at, size)
+                rows = sum(map(operator.mul, to, sends)) - sum(map(operator.mul, by, expects))
+                self._zero += (2 * record.position + 1) * rows
+            self._zero %= _RING
+        return dataclasses.replace(record, history=self._history)
 
     def _record(self, op: str, group: str, args) -> Record:
         unit, site = self._issuer(sys._getframe(2))
@@ -249,10 +288,37 @@ def _agree_on_folder(parent: Path) -> Path:
     dist.broadcast_object_list(name, src=0)
     folder = parent / name[0]
     folder.mkdir(parents=True, exist_ok=True)
-    if dist.get_rank() == 0:
-        for old in sorted(path for path in parent.iterdir() if path.is_dir())[:-_KEPT_RUNS]:
-            shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+_RING = 1 << 64
+"""Sums are those of int64, which wraps around."""
+
+
+def _signed(value: int) -> int:
+    """As an int64."""
+    return (value + _RING // 2) % _RING - _RING // 2
+
+
+def _hash(*values: object) -> int:
+    """Odd, of 64 bits, and the same in every process."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") | 1
+
+
+@functools.cache
+def _factor(group: str, at: int, size: int) -> int:
+    """Of what the rank ``at`` issues; those of a group add up to 0."""
+    return (size - 1 if at == 0 else -1) * _hash(group)
+
+
+@functools.cache
+def _weights(group: str, at: int, size: int) -> tuple[list[int], list[int]]:
+    """Factors of the rows that the rank ``at`` sends to each rank, and of those that it expects."""
+    return (
+        [_hash(group, at, other) for other in range(size)],
+        [_hash(group, other, at) for other in range(size)],
+    )
 
 
 def _code_of(function) -> CodeType:

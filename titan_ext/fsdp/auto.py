@@ -7,7 +7,7 @@ they may not. There the unit of experts alone issues as many collectives as a wh
 gathers ahead and two reduce-scatters behind backward it takes no more time than stock's blocks, by
 the clock of a dry run (docs/fsdp_units.md), and holds no more bytes.
 
-All ranks decide from the same numbers: ``ranks_per_node`` is that of the job.
+All ranks decide from the same numbers: ``ranks_per_node`` is that of the job's smallest node.
 """
 
 from dataclasses import replace

@@ -190,25 +190,20 @@ def _wrong_expert_shards(
     if not (found := problem(ep, replicas, shards)):
         return
     whole = math.gcd(shards * tp, moe.num_experts)
-    fitting = {
-        _EXPERT: [
-            n for n in _divisors(whole) if (n > 1 or tp == 1) and not problem(n, replicas, shards)
-        ],
-        "data_parallel_replicate_degree": [
-            replicas * n
-            for n in _divisors(shards)
-            if shards // n * tp % ep == 0 and not problem(ep, replicas * n, shards // n)
-        ],
-    }
-    expected = " or ".join(
-        f"{key} {'one of ' if len(values) > 1 else ''}{and_more(values, limit=6)}"
-        for key, values in fitting.items()
-        if values
-    )
-    yield (
-        f"parallelism.{_EXPERT} is {ep}: {found}; expected "
-        f"{expected or 'expert parallelism in copies, each of fewer ranks (HSDP)'}."
-    )
+    degrees = [
+        n for n in _divisors(whole) if (n > 1 or tp == 1) and not problem(n, replicas, shards)
+    ]
+    copies = [
+        replicas * n
+        for n in _divisors(shards)
+        if shards // n * tp % ep == 0 and not problem(ep, replicas * n, shards // n)
+    ]
+    expected = "expert parallelism in copies, each of fewer ranks (HSDP)"
+    if degrees:
+        expected = f"{'one of ' if len(degrees) > 1 else ''}{and_more(degrees, limit=6)}"
+    elif copies:  # the fewest: each holds all weights and states
+        expected = f"data_parallel_replicate_degree {copies[0]}, if a plan (--memory) says it fits"
+    yield f"parallelism.{_EXPERT} is {ep}: {found}; expected {expected}."
 
 
 def _divisors(number: int) -> list[int]:

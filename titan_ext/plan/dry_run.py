@@ -29,7 +29,13 @@ from torchtitan.distributed import utils as dist_utils
 
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import format_bytes
-from titan_ext.base.op_cost import MACHINES, ranks_per_node
+from titan_ext.base.op_cost import (
+    MACHINES,
+    NVLINK_DOMAIN,
+    RANKS_PER_NODE,
+    nvlink_domain,
+    ranks_per_node,
+)
 from titan_ext.base.tensors import plain_tensors
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
@@ -284,6 +290,7 @@ class DryRun(Trainer):
         axes = {"replicated": dims.dp_replicate, "FSDP": dims.dp_shard, "CP": dims.cp}
         axes |= {"TP": dims.tp, "PP": dims.pp, "EP": dims.ep}
         shown = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        yield "nodes", f"{ranks_per_node()} ranks each, NVLink among {nvlink_domain()}"
         backend = config.parallelism.spmd_backend
         yield "layout", f"rank {self.rank} of {self.ranks}: {shown or 'one rank'} ({backend})"
         if self.stages:
@@ -380,9 +387,15 @@ def dry_run(
 
 
 @contextlib.contextmanager
-def as_rank(ranks: int, rank: int) -> Iterator[None]:
-    """The environment of torchrun; the checks of a config read it."""
+def as_rank(
+    ranks: int, rank: int, ranks_per_node: int = RANKS_PER_NODE, nvlink_domain: int = 0
+) -> Iterator[None]:
+    """The environment of torchrun on the job's nodes: what checks, layout and clock read.
+
+    ``nvlink_domain`` 0 is a node. Nothing of the nodes of this machine's own launcher is left.
+    """
     names = {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": 0}
+    names |= {"LOCAL_WORLD_SIZE": ranks_per_node, NVLINK_DOMAIN: nvlink_domain}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: str(value) for name, value in names.items()})
     try:

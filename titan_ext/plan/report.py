@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.plan.memory import MemoryKind, MemoryPlan, Peak
 from titan_ext.plan.time import StepTime
 from titan_ext.run.planned import file_name, plain
@@ -56,6 +57,8 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "unsharded": plan.unsharded,
         "ranks": run.ranks,
         "rank": run.rank,
+        "ranks_per_node": ranks_per_node(),
+        "nvlink_domain": nvlink_domain(),
         "name": run.name(),
         "imbalance": run.imbalance,
         "peak": _moment(plan.peak),

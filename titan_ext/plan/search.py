@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.base.messages import format_bytes
+from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.run_folder import read_scalar
 from titan_ext.plan.time import WAITS
 from titan_ext.run.planned import dry_run_elsewhere, file_name
@@ -213,6 +214,8 @@ def calibrate(
 
 def _timed_elsewhere(config: Path, ranks: int, machine: str, slower: float) -> _Time:
     options = ["--ranks", str(ranks), "--machine", machine, "--slower", str(slower)]
+    options += ["--ranks-per-node", str(ranks_per_node())]
+    options += ["--nvlink-domain", str(nvlink_domain())]
     with tempfile.TemporaryDirectory() as folder:  # only a plan's file has times
         done = dry_run_elsewhere(config, [*options, "--memory", _ANY_MEMORY, "--out", folder])
         planned = Path(folder, file_name(0))

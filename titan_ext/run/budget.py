@@ -25,6 +25,7 @@ from torchtitan.tools.logging import logger
 from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget, has_budget
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import and_more
+from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, world_size
 from titan_ext.run.planned import differences, dry_run_elsewhere, plain
 from titan_ext.run.record import versions
@@ -169,7 +170,8 @@ def _solve(config: Any, memory: int | None) -> dict[str, Any]:
     ranks, folder = world_size(config) or 1, Path(config.dump_folder) / FOLDER
     text = config.activation_checkpoint.budget
     logger.info(f"{KEY}.budget {text}: a dry run of rank 0 of {ranks} looks for the best policies.")
-    options = [] if memory is None else ["--memory", _size(memory)]
+    options = ["--ranks-per-node", str(ranks_per_node())]
+    options += [] if memory is None else ["--memory", _size(memory)]
     if no_accelerator.needed():
         options.append("--on-cpu")
     section, report = solve(
@@ -184,6 +186,7 @@ def _asked(config: Any, memory: int | None) -> dict[str, Any]:
     """What a table depends on."""
     return {
         "ranks": world_size(config) or 1,
+        "ranks_per_node": ranks_per_node(),
         "config": plain(identity(config)),
         "memory": memory,
         "versions": versions(),

@@ -14,6 +14,7 @@ import torch
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.messages import and_more, format_bytes, matches
+from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.tensors import plain_tensors
 from titan_ext.toml.values import identity
@@ -187,12 +188,13 @@ def _compared(planned: int, measured: int) -> str:
 
 def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
     """What of a plan is not so in this run, in words."""
-    here = {"ranks": world_size(config), **plain(identity(config))}
-    there = {"ranks": plan["ranks"], **plan["config"]}
+    nodes = {"ranks": world_size(config), "ranks_per_node": ranks_per_node()}
+    here = nodes | plain(identity(config))
+    there = {key: plan[key] for key in nodes} | plan["config"]
     return [
         f"{key} is {there.get(key, 'absent')} there and {here.get(key, 'absent')} here"
         for key in dict.fromkeys([*there, *here])
         if there.get(key) != here.get(key)
-        and (key == "ranks" or key.split(".")[0] in _COMPARED)
+        and (key in nodes or key.split(".")[0] in _COMPARED)
         and not any(matches(key, pattern) for pattern in _NOT_COMPARED)
     ]

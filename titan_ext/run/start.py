@@ -32,6 +32,7 @@ from torchtitan.trainer import Trainer
 
 import titan_ext
 from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS
 
@@ -159,7 +160,7 @@ class RanksAgree(RunCheck):
         """Raise ValueError on every rank if any two differ: which keys, ranks and values."""
         if config.comm.mode in ONE_PROCESS_MODES:
             return
-        mine = describe(config)
+        mine = describe(config) | {"ranks of the smallest node": str(ranks_per_node())}
         digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
         digests: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(digests, digest)

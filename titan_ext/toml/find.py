@@ -9,8 +9,9 @@ import argparse
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import util
+from itertools import takewhile
 from pathlib import Path
 
 from titan_ext.base.messages import (
@@ -43,6 +44,21 @@ def titan_configs() -> dict[str, str]:
     """Titan's config functions that we extend: name -> module."""
     found = _all_titan_configs()
     return {name: found[name] for name in found if model_of(found[name]) not in REFUSED_MODELS}
+
+
+def listing() -> Iterator[str]:
+    """Lines for a reader: the shipped files, and Titan's models with their config functions."""
+    yield "shipped TOML files:"
+    for name, path in shipped_configs().items():
+        comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+        sentence = " ".join(line.strip("# ") for line in comment).partition(". ")[0]
+        yield f"  {name:20} {sentence}"
+    yield "config functions of TorchTitan, by model:"
+    by_model: dict[str, list[str]] = {}
+    for name, module in titan_configs().items():
+        by_model.setdefault(model_of(module), []).append(name)
+    for model, names in by_model.items():
+        yield f"  {model}\n    " + "\n    ".join(names)
 
 
 def model_of(module: str) -> str:
