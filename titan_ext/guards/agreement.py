@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the ranks of a job tell each other outside their steps: a few words over its store.
+
+The store is the one by which torch's process groups met. Nothing here is a collective or gathers
+from all ranks to all ranks, so cost and memory of a rank stay the same however many there are. One
+server answers all of them: 4,096 ranks agree in about a second (benchmarks/LOG.md).
+"""
+
+import hashlib
+import json
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store
+
+_CLASSES = 8
+"""So many different words of the ranks are kept: where each says its own, they are as many."""
+
+
+class Job:
+    """The ranks of a job, and their store.
+
+    All ranks call the same methods in the same order, each once for a subject.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._store = store
+        self._subjects: Counter[str] = Counter()
+
+    def subject(self, name: str) -> dist.Store:
+        """Keys of their own for a subject; those of the next trainer in this process differ."""
+        self._subjects[name] += 1
+        return dist.PrefixStore(f"{name} {self._subjects[name]}", self._store)
+
+    def told(self, subject: str, decide: Callable[[], Any]) -> Any:
+        """What ``decide`` returns on rank 0, which alone calls it: something that JSON can hold.
+
+        An error of it is raised on every rank, as ValueError if it is one, else as RuntimeError.
+        """
+        store = self.subject(subject)
+        if self.rank == 0:
+            try:
+                result = decide()
+            except Exception as error:
+                is_users = isinstance(error, ValueError)
+                words = str(error) if is_users else f"rank 0: {type(error).__name__}: {error}"
+                store.set("word", json.dumps({"error": words, "is_users": is_users}))
+                raise
+            store.set("word", json.dumps({"result": result}))
+            return result
+        word = json.loads(_read(store, "word"))
+        if "error" in word:
+            raise (ValueError if word["is_users"] else RuntimeError)(word["error"])
+        return word["result"]
+
+    def judged(
+        self, subject: str, word: str, judge: Callable[[list[tuple[str, list[int]]]], str]
+    ) -> str:
+        """What ``judge`` says of the ranks' words, on every rank; one rank calls it.
+
+        It gets the different words, each with the ranks that say it, in the order of their first
+        ranks: a few, if there are many. Where all say the same it is not called, and "" returned.
+        """
+        store = self.subject(subject)
+        digest = hashlib.sha256(word.encode()).hexdigest()
+        if store.add(f"ranks that say {digest}", 1) == 1:
+            index = store.add("words", 1)
+            if index <= _CLASSES:
+                store.set(f"word {index}", word)
+                store.set(f"digest {index}", digest)
+        store.append(f"say {digest}", f"{self.rank} ")
+        if store.add("ranks", 1) == self.ranks:  # the last one: all words are there
+            classes = []
+            for index in range(1, min(store.add("words", 0), _CLASSES) + 1):
+                says = store.get(f"say {store.get(f'digest {index}').decode()}")
+                ranks = sorted(int(rank) for rank in says.split())
+                classes.append((ranks, store.get(f"word {index}").decode()))
+            classes.sort()
+            verdict = judge([(w, ranks) for ranks, w in classes]) if len(classes) > 1 else ""
+            store.set("verdict", verdict)
+        return _read(store, "verdict").decode()
+
+
+class LastStep:
+    """The last step of a run, the same on all ranks, once one of them asks for an end.
+
+    Nobody waits for another rank, and until one asks the steps cost nothing: a thread of each rank
+    looks now and then whether one has. Then every rank enters the step that it is in, and from
+    there on each further one, before it begins it. When all have entered a step the list is closed.
+    The last step is the latest on it, so nobody has begun a later one.
+    """
+
+    def __init__(self, store: dist.Store, ranks: int) -> None:
+        self._store, self._ranks = store, ranks
+        self._lock = threading.Lock()
+        self._begun: int | None = None
+        self._is_asked = False
+        self._has_entered = False
+
+    def ask(self, reason: int) -> None:
+        """Ask for an end; if others have asked as well, the first one's reason counts."""
+        self._store.compare_set("asked", "", str(reason))
+        self.look()
+
+    def look(self) -> bool:
+        """Whether some rank has asked; then this one says where it is."""
+        with self._lock:
+            if not self._is_asked and self._store.check(["asked"]):
+                self._is_asked = True
+            if self._is_asked:
+                self._enter()
+            return self._is_asked
+
+    def may_begin(self, step: int) -> bool:
+        """Whether there is such a step. The thread that trains asks before it begins one."""
+        with self._lock:
+            if self._begun is None:
+                self._begun = step - 1
+            if self._is_asked:
+                self._enter()
+                if self._entered(step) < step:
+                    return False
+            self._begun = step
+            return True
+
+    def reason(self) -> int:
+        """That of the first who asked."""
+        return int(self._store.get("asked"))
+
+    def _enter(self) -> None:
+        if self._has_entered or self._begun is None:
+            return
+        self._has_entered = True
+        self._entered(self._begun)
+        if self._store.add("ranks", 1) < self._ranks:
+            return
+        latest = self._store.get("latest").decode()
+        while not latest.endswith("closed"):
+            latest = self._store.compare_set("latest", latest, f"{latest} closed").decode()
+
+    def _entered(self, step: int) -> int:
+        """The latest step on the list, with this one on it unless it is closed."""
+        latest = self._store.compare_set("latest", "", str(step)).decode()
+        while True:
+            last = int(latest.split()[0])
+            if last >= step or latest.endswith("closed"):
+                return last
+            latest = self._store.compare_set("latest", latest, str(step)).decode()
+
+
+_of_group: tuple[Any, Job] | None = None
+
+
+def this_job() -> Job:
+    """The job of this process. All ranks call it at the same place the first time.
+
+    Where one process stands for all ranks, it is a job of one.
+    """
+    global _of_group
+    group = dist.group.WORLD
+    if _of_group is None or _of_group[0] is not group:
+        if dist.get_backend() == "fake":
+            _of_group = group, Job(dist.HashStore(), 0, 1)
+        else:
+            # torchrun may start a job again with the same store, with the keys of the last attempt.
+            name = [uuid.uuid4().hex]
+            dist.broadcast_object_list(name, src=0)
+            store = dist.PrefixStore(f"titan_ext {name[0]}", _get_default_store())
+            _of_group = group, Job(store, dist.get_rank(), dist.get_world_size())
+    return _of_group[1]
+
+
+def _read(store: dist.Store, key: str) -> bytes:
+    store.wait([key], default_pg_timeout)  # the store's own patience is for the start
+    return store.get(key)
