@@ -9,6 +9,7 @@ server answers all of them: 4,096 ranks agree in about a second (benchmarks/LOG.
 import hashlib
 import json
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 _CLASSES = 8
 """So many different words of the ranks are kept: where each says its own, they are as many."""
+_KNOW_WITHIN_S = 30.0
+"""They are at the end of the same step; if one has died, the launcher ends the others."""
 
 
 class Job:
@@ -110,12 +113,12 @@ class LastStep:
 
     def look(self) -> bool:
         """Whether some rank has asked; then this one says where it is."""
+        if not self._store.check(["asked"]):  # outside the lock: no step waits for the store
+            return False
         with self._lock:
-            if not self._is_asked and self._store.check(["asked"]):
-                self._is_asked = True
-            if self._is_asked:
-                self._enter()
-            return self._is_asked
+            self._is_asked = True
+            self._enter()
+        return True
 
     def may_begin(self, step: int) -> bool:
         """Whether there is such a step. The thread that trains asks before it begins one."""
@@ -130,8 +133,16 @@ class LastStep:
             return True
 
     def reason(self) -> int:
-        """That of the first who asked."""
-        return int(self._store.get("asked"))
+        """That of the first who asked. Each rank calls this once, when it may not begin a step."""
+        reason = int(self._store.get("asked"))
+        self._store.add("know", 1)
+        return reason
+
+    def wait_for_all(self) -> None:
+        """Until all ranks know: the process that calls it may have the store, and ends."""
+        deadline = time.monotonic() + _KNOW_WITHIN_S
+        while self._store.add("know", 0) < self._ranks and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _enter(self) -> None:
         if self._has_entered or self._begun is None:
