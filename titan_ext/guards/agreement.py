@@ -6,13 +6,16 @@ from all ranks to all ranks, so cost and memory of a rank stay the same however 
 server answers all of them: 4,096 ranks agree in about a second (benchmarks/LOG.md).
 """
 
+import base64
+import contextlib
 import hashlib
 import json
 import threading
-import time
 import uuid
+import zlib
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -21,8 +24,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 _CLASSES = 8
 """So many different words of the ranks are kept: where each says its own, they are as many."""
-_KNOW_WITHIN_S = 30.0
-"""They are at the end of the same step; if one has died, the launcher ends the others."""
+_KNOW_WITHIN = timedelta(seconds=30)
+"""They all ask at about the same time; if one has died, the launcher ends the others."""
 
 
 class Job:
@@ -54,13 +57,33 @@ class Job:
                 is_users = isinstance(error, ValueError)
                 words = str(error) if is_users else f"rank 0: {type(error).__name__}: {error}"
                 store.set("word", json.dumps({"error": words, "is_users": is_users}))
+                self._until_all_know(store)
                 raise
             store.set("word", json.dumps({"result": result}))
             return result
         word = json.loads(_read(store, "word"))
         if "error" in word:
+            self._until_all_know(store)
             raise (ValueError if word["is_users"] else RuntimeError)(word["error"])
         return word["result"]
+
+    def dealt(self, subject: str, decide: Callable[[], list[Any]]) -> Any:
+        """The item of this rank in a list that ``decide`` returns on rank 0; None if it is empty.
+
+        A store refuses values of more than 8 MiB. These are compressed.
+        """
+        store = self.subject(f"deal {subject}")
+
+        def deal() -> bool:
+            items = decide()
+            for rank, item in enumerate(items):
+                packed = zlib.compress(json.dumps(item).encode())
+                store.set(str(rank), base64.b64encode(packed).decode())
+            return bool(items)
+
+        if not self.told(subject, deal):
+            return None
+        return json.loads(zlib.decompress(base64.b64decode(store.get(str(self.rank)))))
 
     def judged(
         self, subject: str, word: str, judge: Callable[[list[tuple[str, list[int]]]], str]
@@ -68,7 +91,7 @@ class Job:
         """What ``judge`` says of the ranks' words, on every rank; one rank calls it.
 
         It gets the different words, each with the ranks that say it, in the order of their first
-        ranks: a few, if there are many. Where all say the same it is not called, and "" returned.
+        ranks: a few, if there are many.
         """
         store = self.subject(subject)
         digest = hashlib.sha256(word.encode()).hexdigest()
@@ -77,7 +100,7 @@ class Job:
             if index <= _CLASSES:
                 store.set(f"word {index}", word)
                 store.set(f"digest {index}", digest)
-        store.append(f"say {digest}", f"{self.rank} ")
+        store.append(f"say {digest}", f"{self.rank} ")  # pyrefly: ignore[missing-attribute]
         if store.add("ranks", 1) == self.ranks:  # the last one: all words are there
             classes = []
             for index in range(1, min(store.add("words", 0), _CLASSES) + 1):
@@ -85,9 +108,18 @@ class Job:
                 ranks = sorted(int(rank) for rank in says.split())
                 classes.append((ranks, store.get(f"word {index}").decode()))
             classes.sort()
-            verdict = judge([(w, ranks) for ranks, w in classes]) if len(classes) > 1 else ""
-            store.set("verdict", verdict)
-        return _read(store, "verdict").decode()
+            store.set("verdict", judge([(w, ranks) for ranks, w in classes]))
+        verdict = _read(store, "verdict").decode()
+        self._until_all_know(store)
+        return verdict
+
+    def _until_all_know(self, store: dist.Store) -> None:
+        """Rank 0 waits: its process may have the store, and ends with an error."""
+        if store.add("know", 1) == self.ranks:
+            store.set("all know", "")
+        if self.rank == 0:
+            with contextlib.suppress(RuntimeError):
+                store.wait(["all know"], _KNOW_WITHIN)
 
 
 class LastStep:
@@ -132,17 +164,21 @@ class LastStep:
             self._begun = step
             return True
 
+    def is_known(self) -> bool:
+        """Whether the list is closed."""
+        return self._store.check(["latest"]) and self._store.get("latest").endswith(b"closed")
+
     def reason(self) -> int:
         """That of the first who asked. Each rank calls this once, when it may not begin a step."""
         reason = int(self._store.get("asked"))
-        self._store.add("know", 1)
+        if self._store.add("know", 1) == self._ranks:
+            self._store.set("all know", "")
         return reason
 
     def wait_for_all(self) -> None:
         """Until all ranks know: the process that calls it may have the store, and ends."""
-        deadline = time.monotonic() + _KNOW_WITHIN_S
-        while self._store.add("know", 0) < self._ranks and time.monotonic() < deadline:
-            time.sleep(0.02)
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(["all know"], _KNOW_WITHIN)
 
     def _enter(self) -> None:
         if self._has_entered or self._begun is None:
@@ -171,9 +207,11 @@ _of_group: tuple[Any, Job] | None = None
 def this_job() -> Job:
     """The job of this process. All ranks call it at the same place the first time.
 
-    Where one process stands for all ranks, it is a job of one.
+    A process alone is a job of one, and so is one that stands for all ranks.
     """
     global _of_group
+    if not dist.is_initialized():
+        return Job(dist.HashStore(), 0, 1)
     group = dist.group.WORLD
     if _of_group is None or _of_group[0] is not group:
         if dist.get_backend() == "fake":
