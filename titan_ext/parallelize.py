@@ -33,6 +33,7 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
+from titan_ext.guards.agreement import leaves_files
 from titan_ext.halves import overlap_in_halves
 from titan_ext.hf_export import for_replicated_weights
 from titan_ext.limits import check_schedule
@@ -109,7 +110,8 @@ def parallelize(
     # 3. Activation checkpointing, of the blocks of a vision tower too.
     policy = None
     if ac_config is not None:
-        policy = build_policy(ac_config, dump_folder, saves_all_to_all=saves)
+        folder = dump_folder if leaves_files(parallel_dims) else ""
+        policy = build_policy(ac_config, folder, saves_all_to_all=saves)
         if parallel_dims.ep_enabled and heeds_save_all_to_all(ac_config):
             log_all_to_all(model, saves, parallel_dims.ep)
         apply_activation_checkpointing(model, policy, units, compiled=compiled)

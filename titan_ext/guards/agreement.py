@@ -21,9 +21,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
+from torchtitan.distributed import ParallelDims
 
 _CLASSES = 8
 """So many different words of the ranks are kept: where each says its own, they are as many."""
+_FILES_A_STAGE = 8
 _KNOW_WITHIN = timedelta(seconds=30)
 """They all ask at about the same time; if one has died, the launcher ends the others."""
 
@@ -102,8 +104,9 @@ class Job:
                 store.set(f"digest {index}", digest)
         store.append(f"say {digest}", f"{self.rank} ")  # pyrefly: ignore[missing-attribute]
         if store.add("ranks", 1) == self.ranks:  # the last one: all words are there
-            classes = []
-            for index in range(1, min(store.add("words", 0), _CLASSES) + 1):
+            words = store.add("words", 0)
+            classes = [(list(range(self.ranks)), word)] if words == 1 else []
+            for index in range(1, min(words, _CLASSES) + 1) if words > 1 else ():
                 says = store.get(f"say {store.get(f'digest {index}').decode()}")
                 ranks = sorted(int(rank) for rank in says.split())
                 classes.append((ranks, store.get(f"word {index}").decode()))
@@ -199,6 +202,15 @@ class LastStep:
             if last >= step or latest.endswith("closed"):
                 return last
             latest = self._store.compare_set("latest", latest, str(step)).decode()
+
+
+def leaves_files(parallel_dims: ParallelDims) -> bool:
+    """Whether this rank writes reports of its own: so do the first eight of each pipeline stage.
+
+    The others of a stage do the same with other tokens.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return rank % (parallel_dims.world_size // parallel_dims.pp) < _FILES_A_STAGE
 
 
 _of_group: tuple[Any, Job] | None = None
