@@ -147,7 +147,7 @@ def stop(ranks: int, seed: int, *, ahead: int = 2) -> tuple[set[int], int, Count
 
     Before each call of the store another rank may take its turn, so all orders of calls can occur.
     No rank is more than ``ahead`` steps before the last, as collectives have it. Returns the last
-    steps of the ranks, the latest that was begun when all had looked, and the store.
+    steps of the ranks, the latest that was possible when all had looked, and the store.
     """
     order = random.Random(seed)
     store = CountingStore()
@@ -180,19 +180,20 @@ def stop(ranks: int, seed: int, *, ahead: int = 2) -> tuple[set[int], int, Count
     store.before_call = between
     for _ in range(3 * ranks):
         take_turn(order.randrange(ranks))
-    for rank in order.sample(range(ranks), 2):  # two at once are one request
+    for rank in order.sample(range(ranks), min(ranks, 2)):  # two at once are one request
         busy.add(rank)
         lasts[rank].ask(15)
         busy.discard(rank)
     for rank in order.sample(range(ranks), ranks):
         take_turn(rank)
         lasts[rank].look()
-    begun = max(steps)
+    # A rank that has not come to its first step holds the others up, but for ``ahead`` steps.
+    latest = max(steps) + (0 if min(steps) else ahead)
     while not all(ended):
         for rank in order.sample(range(ranks), ranks):
             take_turn(rank)
     assert {last.reason() for last in lasts} == {15}
-    return set(steps), begun, store
+    return set(steps), latest, store
 
 
 _DESCRIPTION = describe(extend_config(titan_config("deepseek_v3")))
@@ -261,15 +262,16 @@ def test_a_gather_over_all_ranks_turns_these_tests_red(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("seed", range(200))
 def test_all_ranks_stop_after_the_same_step(seed: int):
     ranks = random.Random(seed).choice([1, 2, 3, 4, 7, 16])
-    stopped, begun, _ = stop(ranks, seed, ahead=random.Random(seed).choice([1, 2, 30]))
+    stopped, latest, _ = stop(ranks, seed, ahead=random.Random(seed).choice([1, 2, 30]))
     assert len(stopped) == 1
-    assert stopped.pop() <= begun, "no step begins when all have heard of it"
+    assert stopped.pop() <= latest, "no further step begins when all have heard of it"
 
 
 @pytest.mark.parametrize("ranks", _LARGE)
 def test_a_stop_costs_a_rank_the_same_in_any_job(ranks: int):
-    stopped, begun, store = stop(ranks, seed=0)
-    assert stopped == {begun}
+    stopped, latest, store = stop(ranks, seed=0)
+    assert len(stopped) == 1
+    assert stopped.pop() <= latest
     # Looks included; a word of one rank for each other would be more.
     assert sum(store.calls.values()) < 40 * ranks
     assert sum(store.nbytes.values()) < 2000 * ranks
