@@ -190,9 +190,12 @@ def stop(ranks: int, seed: int, *, ahead: int = 2) -> tuple[set[int], int, Count
         busy.discard(rank)
     # A rank that has not come to its first step holds the others up, but for ``ahead`` steps.
     latest = max(steps) + (0 if min(steps) else ahead)
-    while not all(ended):
+    for _ in range(1000):
+        if all(ended):
+            break
         for rank in order.sample(range(ranks), ranks):
             take_turn(rank)
+    assert all(ended), "a rank does not end"
     assert {last.reason() for last in lasts} == {15}
     return set(steps), latest, store
 
