@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the ranks of a job tell each other outside their steps: a few words over its store.
 
-The store is the one by which torch's process groups met. Nothing here is a collective or gathers
-from all ranks to all ranks, so cost and memory of a rank stay the same however many there are. One
-server answers all of them: 4,096 ranks agree in about a second (benchmarks/LOG.md).
+The store is the one by which torch's process groups met. But for the broadcast of a name, nothing
+here is a collective or gathers from all ranks to all ranks, so cost and memory of a rank stay the
+same however many there are. One server answers all: at 4,096 ranks a round takes some 0.3 s of its
+time (benchmarks/LOG.md).
 """
 
 import base64
