@@ -270,6 +270,32 @@ def test_titan_adapter_fails_on_an_axis_that_replicates():
     assert not hasattr(Replicate(), "dim")
 
 
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_a_store_does_what_ranks_agree_by(kind: str):
+    """base.agreement: a word is set once, and raised only from what was read."""
+    tcp = kind == "tcp"
+    plain = dist.TCPStore("127.0.0.1", 0, is_master=True) if tcp else dist.HashStore()
+    store: Any = dist.PrefixStore("subject", plain)
+    assert not store.check(["word"])
+    assert store.compare_set("word", "", "7") == b"7"
+    assert store.compare_set("word", "", "8") == b"7"
+    assert store.compare_set("word", "7", "9") == b"9"
+    store.append("list", "1 ")
+    store.append("list", "2 ")
+    assert store.get("list") == b"1 2 "
+    assert (store.add("count", 1), store.add("count", 1), store.add("count", 0)) == (1, 2, 2)
+    assert store.check(["word"])
+    assert not dist.PrefixStore("other", plain).check(["word"])
+
+
+def test_torch_keeps_the_store_of_the_default_group(one_rank: None):
+    """base.agreement takes it."""
+    store = distributed_c10d._get_default_store()
+    assert isinstance(store, dist.Store)
+    store.set("titan_ext", "here")
+    assert store.get("titan_ext") == b"here"
+
+
 def test_titan_trains_in_the_order_that_stopping_relies_on():
     train = _Code(torchtitan.trainer.Trainer.train)
     order = ["self.should_continue_training()", "self.train_step", "self.checkpointer.save"]

@@ -1,6 +1,7 @@
 import argparse
 import inspect
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,16 @@ def test_it_is_the_standard_library(corpus: Path):
 def test_what_is_there_is_not_made_again(corpus: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stdlib_corpus, "_stdlib_pieces", lambda: pytest.fail("made again"))
     assert make_corpus(corpus) == corpus
+
+
+def test_two_containers_on_one_disk_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A process of another container, with the id of this one, is at work beside it."""
+    rows = [{"path": "a.py#0", "text": "def f(x):\n    return x\n"}]
+    monkeypatch.setattr(stdlib_corpus, "_stdlib_pieces", lambda: iter(rows))
+    other = tmp_path / f"corpus.{os.getpid()}"
+    (other / "tokenizer").mkdir(parents=True)
+    assert _manifest(make_corpus(tmp_path / "corpus"))["pieces"] == 1
+    assert (other / "tokenizer").is_dir()
 
 
 def test_tokenizer_round_trip(corpus: Path):

@@ -18,6 +18,7 @@ import platform
 import shutil
 import sys
 import sysconfig
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def make_corpus(folder: Path | None = None) -> Path:
     if (folder / "manifest.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.with_name(f"{folder.name}.{os.getpid()}")
+    # Containers that share a disk may have the same process ids, and even host names.
+    staging = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
     rows = list(_stdlib_pieces())
     if not rows:
         raise ValueError(f"no Python source under {_STDLIB}: cannot make the corpus.")

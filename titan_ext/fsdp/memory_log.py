@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """FSDP's memory in a run: measured, written to the run's folder and drawn.
 
-With ``parallelism.fsdp_track_memory`` every rank measures each step (``tracker``) and writes a line
-to ``fsdp_memory/`` in the run's folder. At the first steady step the log shows the peak; Titan's
-metrics get the peaks of every logged step.
+With ``parallelism.fsdp_track_memory`` every rank measures each step (``tracker``). The first eight
+of each pipeline stage write a line to ``fsdp_memory/`` in the run's folder. At the first steady
+step the log shows the peak; Titan's metrics get the peaks of every logged step.
 
 ``python -m titan_ext.fsdp.memory_log FOLDER`` draws the pictures of a run again and prints one line
 a rank.
@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from titan_ext.base.agreement import leaves_files
 from titan_ext.base.run_check import RunCheck
 from titan_ext.fsdp.plan import plan_of
 from titan_ext.fsdp.timeline import Timeline
@@ -52,6 +53,7 @@ class MemoryLog(RunCheck):
     """Measures, writes and reports on one rank, with ``parallelism.fsdp_track_memory``."""
 
     _tracker: MemoryTracker | None = None
+    _path: Path | None = None
     _steps = 0
 
     def after_build(self, trainer: Any) -> None:
@@ -61,7 +63,8 @@ class MemoryLog(RunCheck):
             (part, plan.decoder_units) for part in trainer.model_parts if (plan := plan_of(part))
         ]
         self._tracker = MemoryTracker(units)
-        self._path = Path(trainer.config.dump_folder) / FOLDER / f"rank{dist.get_rank()}.jsonl"
+        if leaves_files(trainer.parallel_dims):
+            self._path = Path(trainer.config.dump_folder) / FOLDER / f"rank{dist.get_rank()}.jsonl"
 
     @contextlib.contextmanager
     def around_step(self, trainer: Any) -> Iterator[None]:
@@ -75,11 +78,11 @@ class MemoryLog(RunCheck):
     @contextlib.contextmanager
     def around_run(self, trainer: Any) -> Iterator[None]:
         yield
-        if self._steps == 1:  # it ended before the first steady one
-            logger.info(f"FSDP memory of the only step: {self._draw(trainer.step)}")
+        if self._steps == 1 and self._path:  # it ended before the first steady one
+            logger.info(f"FSDP memory of the only step: {self._draw(self._path, trainer.step)}")
 
-    def _draw(self, step: int) -> Path:
-        picture = self._path.with_suffix(".png")
+    def _draw(self, path: Path, step: int) -> Path:
+        picture = path.with_suffix(".png")
         draw(self.timeline, picture, f"FSDP on {picture.stem}, step {step}")
         return picture
 
@@ -99,13 +102,15 @@ class MemoryLog(RunCheck):
         }
         if is_first_steady:
             line["events"] = timeline.to_json()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         if left_over:
             logger.warning(f"FSDP: not freed at the end of the step: {', '.join(left_over)}")
         if is_first_steady:
-            logger.info(f"{summary(peaks)}; {self._draw(trainer.step)}")
+            drawn = f"; {self._draw(self._path, trainer.step)}" if self._path else ""
+            logger.info(f"{summary(peaks)}{drawn}")
         metrics = trainer.metrics_processor
         if metrics.should_log(trainer.step):
             gib = {f"fsdp_memory/{name}(GiB)": peaks[name] / 2**30 for name in _METRICS}

@@ -26,6 +26,7 @@ from titan_ext.activation_checkpoint.compile import (
     compiles_model,
 )
 from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_to_all
+from titan_ext.base.agreement import leaves_files
 from titan_ext.base.titan import apply_cp_to_forward, keep_frozen, validate_config
 from titan_ext.components.dispatch import (
     log_all_to_all,
@@ -114,7 +115,8 @@ def parallelize(
     # 3. Activation checkpointing, of the blocks of a vision tower too.
     policy = None
     if ac_config is not None:
-        policy = build_policy(ac_config, dump_folder, saves_all_to_all=saves)
+        folder = dump_folder if leaves_files(parallel_dims) else ""
+        policy = build_policy(ac_config, folder, saves_all_to_all=saves)
         if parallel_dims.ep_enabled and heeds_save_all_to_all(ac_config):
             log_all_to_all(model, saves, parallel_dims.ep)
         apply_activation_checkpointing(model, policy, units, compiled=compiled)

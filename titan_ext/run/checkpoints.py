@@ -9,17 +9,18 @@ member. It never compares them, so a run would train on a flipped bit.
 
 import contextlib
 import io
+import json
+import math
 import resource
 import shutil
 import zipfile
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
@@ -27,6 +28,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import and_more, did_you_mean, format_bytes
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
@@ -126,7 +128,7 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     Titan would take it for a checkpoint and fail. Also if ``initial_load_path`` is no checkpoint.
     """
     checkpoint = config.checkpoint
-    if not checkpoint.enable or config.comm.mode != "default":
+    if not _is_inspected(config):
         return None
     own = _folder(config)
     steps = whole_checkpoint_steps(own)
@@ -157,49 +159,80 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
 def verify_checksums(config: Trainer.Config) -> None:
     """Compare the checksums of the checkpoint that the run will load; call it on every rank.
 
-    Raises ValueError on every rank, naming the files that are corrupt and the checkpoint before.
+    Rank 0 alone reads what is in which file, and deals the files out. Raises ValueError on every
+    rank, naming the files that are corrupt and the checkpoint before.
     """
-    found = checkpoint_to_load(config)
-    if found is None:
+    if not _is_inspected(config):
         return
+    job = this_job()
+    share = job.dealt("files to verify", lambda: _shares(config, job.ranks))
+    if share is None:
+        return
+    folder = Path(share["folder"])
+
+    def judge(classes: list[tuple[str, list[int]]]) -> str:
+        corrupt = dict(ChainMap(*(json.loads(word) for word, _ in classes)))
+        files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
+        newest = _newest_whole(config, but=folder)
+        return f"{folder} is corrupt ({files}). {newest}" if corrupt else ""
+
+    wrong = share["wrong"] or _corrupt(folder, share["items"])
+    if verdict := job.judged("corrupt files", json.dumps(wrong), judge):
+        raise ValueError(verdict)
+
+
+def _shares(config: Trainer.Config, ranks: int) -> list[dict[str, Any]]:
+    """What each rank verifies; nothing, if the checkpoint is not verified."""
+    if (found := checkpoint_to_load(config)) is None:
+        return []
     folder, _ = found
     default = CheckpointManager.Config().verify_checksums_up_to_gib
     limit = getattr(config.checkpoint, "verify_checksums_up_to_gib", default)
-    nbytes = sum(f.stat().st_size for f in folder.glob("*.distcp"))
+    nbytes = sum(f.stat().st_size for f in folder.glob("*.distcp")) if limit < math.inf else 0
     if nbytes > limit * 2**30:
         logger.info(
             f"The checksums of {folder} ({format_bytes(nbytes)}) are not compared before it is "
             f"loaded: checkpoint.verify_checksums_up_to_gib is {limit:g}."
         )
-        return
-    mine = corrupt_items(folder, part=dist.get_rank(), parts=dist.get_world_size())
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    if corrupt := dict(ChainMap(*everyone)):
-        files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
-        raise ValueError(f"{folder} is corrupt ({files}). {_newest_whole(config, but=folder)}")
+        return []
+    items, wrong = _items(folder)
+    share = {"folder": str(folder), "wrong": wrong}
+    names = sorted(items)
+    return [
+        {**share, "items": {name: items[name] for name in names[rank::ranks]}}
+        for rank in range(ranks)
+    ]
 
 
-def corrupt_items(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
+def corrupt_items(folder: Path) -> dict[str, str]:
     """The first item of each file of a checkpoint whose bytes are not those that were saved.
 
     Args:
         folder: A checkpoint in torch's format (``.metadata`` and ``*.distcp``).
-        part: Which files to read: every ``parts``-th, from this one.
 
     Returns:
         Items, named as in the checkpoint, by file name.
     """
+    items, wrong = _items(folder)
+    return wrong or _corrupt(folder, items)
+
+
+def _items(folder: Path) -> tuple[dict[str, list[tuple[int, int, str]]], dict[str, str]]:
+    """Offset, length and name of what is in each file; and what is wrong with the list."""
     try:
         storage = FileSystemReader(folder).read_metadata().storage_data or {}
     except Exception as error:  # a pickle: anything can come out of broken bytes
-        return {".metadata": f"cannot be read ({type(error).__name__}: {error})"}
+        return {}, {".metadata": f"cannot be read ({type(error).__name__}: {error})"}
     items = defaultdict(list)
     for index, place in storage.items():
         items[place.relative_path].append((place.offset, place.length, index.fqn))
+    return items, {}
+
+
+def _corrupt(folder: Path, items: Mapping[str, list[tuple[int, int, str]]]) -> dict[str, str]:
     return {
         name: wrong
-        for name in sorted(items)[part::parts]
+        for name in sorted(items)
         if (wrong := _first_wrong(folder / name, sorted(items[name])))
     }
 
@@ -223,9 +256,16 @@ def _first_wrong(path: Path, items: list[tuple[int, int, str]]) -> str:
 def check_resume(trainer: Trainer) -> None:
     """Raise ValueError if the checkpoint that ``trainer`` is about to load lacks what it needs.
 
+    On every rank, by the word of rank 0: all load the same one, and its list is long.
+
     States may be missing. Tensors of the model may be missing or have other shapes. Another number
     of data-parallel ranks may have saved the data position.
     """
+    if _is_inspected(trainer.config):
+        this_job().told("what is loaded", lambda: _check_resume(trainer))
+
+
+def _check_resume(trainer: Trainer) -> None:
     if (found := checkpoint_to_load(trainer.config)) is None:
         return
     folder, model_only = found
@@ -310,6 +350,10 @@ def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[s
                     "configured. checkpoint.exclude_from_loading optimizer takes the configured "
                     "value, and starts the moments from zero."
                 )
+
+
+def _is_inspected(config: Trainer.Config) -> bool:
+    return config.checkpoint.enable and config.comm.mode == "default"
 
 
 def _folder(config: Trainer.Config) -> Path:

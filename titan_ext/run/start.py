@@ -10,7 +10,7 @@ the data loader, does not keep it.
 import errno
 import fcntl
 import functools
-import hashlib
+import json
 import logging
 import os
 import re
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 import torchtitan
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.observability.structured_logger.jsonl_handler import TraceJsonlHandler
@@ -31,6 +30,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 import titan_ext
+from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import ranks_in_words
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
@@ -150,7 +150,7 @@ def register_handler(
 
 
 class RanksAgree(RunCheck):
-    """Compares the versions and the config of all ranks, on the default group.
+    """Compares the versions and the config of all ranks.
 
     A rank with another version of torch, or another value for one key, issues other collectives. On
     hundreds of nodes that is a hang after minutes, without a cause.
@@ -161,14 +161,9 @@ class RanksAgree(RunCheck):
         if config.comm.mode in ONE_PROCESS_MODES:
             return
         mine = describe(config) | {"ranks of the smallest node": str(ranks_per_node())}
-        digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
-        digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, digest)
-        if len(set(digests)) == 1:
-            return
-        descriptions: list[dict[str, str]] = [{} for _ in digests]
-        dist.all_gather_object(descriptions, mine)
-        raise ValueError(_differences(descriptions))
+        word = json.dumps(mine, sort_keys=True)
+        if difference := this_job().judged("what to run", word, _differences):
+            raise ValueError(difference)
 
 
 def describe(config: Trainer.Config) -> dict[str, str]:
@@ -178,12 +173,15 @@ def describe(config: Trainer.Config) -> dict[str, str]:
     return description
 
 
-def _differences(descriptions: list[dict[str, str]]) -> str:
+def _differences(classes: list[tuple[str, list[int]]]) -> str:
+    if len(classes) == 1:
+        return ""
+    descriptions = [(json.loads(word), ranks) for word, ranks in classes]
     lines = []
-    for key in sorted({key for description in descriptions for key in description}):
+    for key in sorted({key for description, _ in descriptions for key in description}):
         ranks_by_value: dict[str, set[int]] = defaultdict(set)
-        for rank, description in enumerate(descriptions):
-            ranks_by_value[description.get(key, "(absent)")].add(rank)
+        for description, ranks in descriptions:
+            ranks_by_value[description.get(key, "(absent)")].update(ranks)
         if len(ranks_by_value) > 1:
             values = [f"{v} on {ranks_in_words(ranks)}" for v, ranks in ranks_by_value.items()]
             lines.append(f"  {key}: {'; '.join(values)}")
