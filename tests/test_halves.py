@@ -118,6 +118,13 @@ def test_layouts(run: Run, runs: Runs):
     _assert_close(runs.get(_halves(run)), runs.get(run))
 
 
+def test_a_stage_without_experts_takes_part(runs: Runs):
+    """Layer 0 is dense, and new process groups need every rank: it hung."""
+    run = replace(PLAIN, world=4, pp=2, microbatch_size=2, layers=2, steps=1, traced_step=0)
+    run = replace(run, parallelize="submodule")
+    assert runs.get(_halves(run)).losses == runs.get(run).losses
+
+
 @pytest.mark.parametrize(
     "run", [replace(PLAIN, global_batch=2), replace(PLAIN, world=1, ep=1)], ids=str
 )

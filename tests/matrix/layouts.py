@@ -312,7 +312,7 @@ _EXPERTS: list[dict[str, Any]] = [
     {"world": 2, "ep": 2, "accumulate": 2},
     {"world": 2, "ep": 2, "reshard": "never"},
     {"world": 2, "ep": 2, "cpu_offload": True},
-    {"world": 2, "ep": 2, "lora": True, "backend": "partial_dtensor"},
+    {"world": 2, "ep": 2, "lora": 8, "backend": "partial_dtensor"},
     {"world": 2, "ep": 2, "optimizer": "muon"},
     {"world": 2, "ep": 2, "ac": "fp8"},
     {"world": 2, "ep": 2, "ac": "fp8_no_recompute"},

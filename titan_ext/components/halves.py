@@ -32,11 +32,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
+from torchtitan.tools.logging import logger
 
 from titan_ext.base.tensors import in_backward
+from titan_ext.base.titan import tokens_of_microbatch
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, Turn
 
 OverlapExchanges = Literal["none", "halves"]
@@ -73,6 +76,22 @@ class _Inside(nn.Module):
         return function(*args, **kwargs)
 
 
+def runs_in_halves(training: Any, parallelism: Any, parallel_dims: ParallelDims) -> bool:
+    """Whether ``overlap_exchanges`` asks for halves, and there are two and an exchange.
+
+    It says in the log why not, where it was asked for.
+    """
+    if getattr(parallelism, "overlap_exchanges", "none") != "halves":
+        return False
+    pipelined = parallelism if parallel_dims.pp_enabled else None
+    tokens, of_sequence = tokens_of_microbatch(training, pipelined)
+    if parallel_dims.ep_enabled and tokens > of_sequence:
+        return True
+    why = "a forward has one sequence" if parallel_dims.ep_enabled else "no tokens travel (EP 1)"
+    logger.info(f'parallelism.overlap_exchanges = "halves" does nothing: {why}.')
+    return False
+
+
 def overlap_in_halves(model: Decoder, ep: int) -> int:
     """Let the MoE blocks of ``model`` run their batch as two halves; return how many do.
 
@@ -86,10 +105,9 @@ def overlap_in_halves(model: Decoder, ep: int) -> int:
         and type(moe).forward is MoE.forward
         and isinstance(moe.routed_experts.token_dispatcher, FunctionalAllToAllTokenDispatcher)
     ]
-    if not found:
-        return 0
     # On the communicator of the exchanges B's counts would wait behind A's tokens, and the host
-    # for them. The ranks that exchange tokens are neighbours.
+    # for them. The ranks that exchange tokens are neighbours. Every rank of the job takes part,
+    # with a pipeline stage of dense blocks, too.
     counts, _ = dist.new_subgroups(ep, group_desc="token_counts")
     masks = _Masks(model)
     for block in found:

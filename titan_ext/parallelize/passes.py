@@ -34,7 +34,7 @@ from titan_ext.components.dispatch import (
     saves_all_to_all,
     use_functional_all_to_all,
 )
-from titan_ext.components.halves import overlap_in_halves
+from titan_ext.components.halves import overlap_in_halves, runs_in_halves
 from titan_ext.components.hf_export import for_replicated_weights
 from titan_ext.components.lora import lora_settings
 from titan_ext.fsdp.auto import choose
@@ -105,9 +105,8 @@ def parallelize(
     with keep_frozen(model):
         _shard_model_axes(model, parallel_dims)
 
-    # 2. Let shared experts run while tokens travel back.
-    halves = getattr(parallelism, "overlap_exchanges", "none") == "halves"
-    if halves and parallel_dims.ep_enabled:
+    # 2. Let the other half of a batch run while tokens travel, or shared experts.
+    if runs_in_halves(training, parallelism, parallel_dims):
         overlap_in_halves(model, parallel_dims.ep)
     elif overlaps:
         overlap_shared_experts(model)

@@ -31,6 +31,7 @@ from titan_ext.activation_checkpoint.policy import heeds_save_all_to_all
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.run_check import RunCheck
 from titan_ext.components.dispatch import saves_all_to_all, stock_saves_all_to_all
+from titan_ext.components.halves import runs_in_halves
 from titan_ext.toml.values import dump
 
 RECORD = "run.json"
@@ -145,7 +146,8 @@ def _exchanges(trainer: Any) -> list[str]:
     else:
         return []
     stock = _EXCHANGES + (0 if stock_saves_all_to_all(parallelism, compiled=compiled) else 3)
-    halves = 2 if parallelism.overlap_exchanges == "halves" else 1  # each of half the bytes
+    dims, training = trainer.parallel_dims, trainer.config.training
+    halves = 2 if runs_in_halves(training, parallelism, dims) else 1  # each of half the bytes
     ours, again = halves * ours, halves * again
     found = f"all-to-alls a MoE layer and step: {ours + again}"
     beside = ", as stock selective" if ours + again == stock else f"; {stock} with stock selective"

@@ -121,7 +121,9 @@ class Trainer(TitanTrainer):
             mistakes.raise_all()
 
         def _check_halves(self) -> None:
-            if self.parallelism.overlap_exchanges == "halves" and self.debug.spmd_typechecking:
+            # A dry run of stock TorchTitan has its own section, without our keys.
+            overlap = getattr(self.parallelism, "overlap_exchanges", "none")
+            if overlap == "halves" and self.debug.spmd_typechecking:
                 raise ValueError(
                     'parallelism.overlap_exchanges = "halves" does not go with '
                     "debug.spmd_typechecking = true: the checker has no rule for a batch that is "
