@@ -25,7 +25,7 @@ from titan_ext.base.stdlib_corpus import default_folder, make_corpus
 from titan_ext.components.optim import resolve_groups
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.fsdp.unmanaged import replicate_undeclared
-from titan_ext.toml.legacy import LEGACY, OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
+from titan_ext.toml.convert import OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
 from titan_ext.toml.values import leaves
 
 ROOT = Path(__file__).parent.parent
@@ -412,7 +412,7 @@ def _keys_of_a_run() -> frozenset[str]:
     from titan_ext.activation_checkpoint import FP8AC
 
     config = config_registry.__getattr__("deepseek_v3_debugmodel")()
-    keys = {*leaves(config), *LEGACY, *RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN}
+    keys = {*leaves(config), *RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN}
     for policy in (FP8AC, FullAC, MemoryBudgetAC, SelectiveAC):
         keys |= {f"activation_checkpoint.{key}" for key in ("policy", *leaves(policy.Config()))}
     keys |= {f"model.{name}" for name in ("flavor", "attn_backend", "converters")}

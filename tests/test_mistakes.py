@@ -71,7 +71,7 @@ WRONG_FLAGS = {
     "--paralelism.fsdp_wrap block": "paralelism: no such section; did you mean 'parallelism'?",
     "--steps 3": "steps: no such key; did you mean --training.steps or --validator.steps?",
     "--training.batch_size 3": (
-        "training.batch_size: a key of TorchTitan 0.1 or 0.2; today: training.local_batch_size."
+        "training.batch_size: no such key of TrainingConfig; did you mean 'local_batch_size'?"
     ),
     "--training.max_context_length 3": (
         "training.max_context_length: TorchTitan main's name of training.seq_len."

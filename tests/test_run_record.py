@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torchtitan.config import CompileConfig
+from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from tests.training import Run, Runs, observed, titan_config
@@ -157,13 +157,19 @@ class _OwnSelectiveAC(SelectiveAC):
     ],
 )
 def test_all_to_alls_of_a_layer(policy: Any, saves: Any, exchanges: int | None):
-    config = SimpleNamespace(
-        activation_checkpoint=policy,
-        parallelism=ParallelismConfig(save_all_to_all=saves),
-        compile=CompileConfig(),
-    )
-    dims = SimpleNamespace(ep=2, pp_enabled=False)
-    found = _exchanges(SimpleNamespace(config=config, parallel_dims=dims))
+    def said_of(**keys: Any) -> list[str]:
+        config = SimpleNamespace(
+            activation_checkpoint=policy,
+            parallelism=ParallelismConfig(save_all_to_all=saves, **keys),
+            training=TrainingConfig(local_batch_size=2),
+            compile=CompileConfig(),
+        )
+        dims = SimpleNamespace(ep=2, ep_enabled=True, pp_enabled=False)
+        return _exchanges(SimpleNamespace(config=config, parallel_dims=dims))
+
+    found = said_of()
     beside = ", as stock selective" if exchanges == 8 else "; 8 with stock selective"
     said = f"all-to-alls a MoE layer and step: {exchanges}{beside} (predicted)"
     assert found == ([said] if exchanges else [])
+    if exchanges:  # twice as many, of half the bytes
+        assert f"and step: {2 * exchanges}" in said_of(overlap_exchanges="halves")[0]

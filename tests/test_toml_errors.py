@@ -8,17 +8,10 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 
 from tests.bad_tomls import BAD_TOMLS, BadToml
 from tests.generate_toml_errors import PAGE, page
-from tests.old_titan_keys import OLD_TITAN_KEYS
 from titan_ext.config_registry.resolve import load
 from titan_ext.run.trainer import Trainer
+from titan_ext.toml.convert import OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
 from titan_ext.toml.files import TomlConfigError
-from titan_ext.toml.legacy import (
-    LEGACY,
-    LEGACY_SECTIONS,
-    OTHER_UNIT_ON_MAIN,
-    RENAMED_ON_MAIN,
-    legacy_advice,
-)
 
 
 @pytest.mark.parametrize("bad", BAD_TOMLS, ids=lambda bad: bad.id)
@@ -80,17 +73,7 @@ def _keys_of_today() -> set[str]:
     return keys
 
 
-def test_every_key_of_titan_0_1_and_0_2_is_either_known_or_answered():
-    old = {f"{section}.{key}" for section, keys in OLD_TITAN_KEYS.items() for key in keys.split()}
-    today = _keys_of_today() | {"model.flavor"}
-    unanswered = [key for key in old if key not in today and not legacy_advice(key, 1)]
-    assert unanswered == []
-    # "training.batch_size" is older than 0.1.
-    assert set(LEGACY) - old == {"training.batch_size"}
-    assert all(any(key.startswith(f"{name}.") for key in old) for name in LEGACY_SECTIONS)
-
-
 def test_no_key_of_today_is_called_an_old_one_or_another_versions():
     today = _keys_of_today()
-    assert today.isdisjoint({*LEGACY, *RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN})
+    assert today.isdisjoint({*RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN})
     assert today >= set(RENAMED_ON_MAIN.values())

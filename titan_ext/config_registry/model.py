@@ -33,7 +33,6 @@ from titan_ext.toml.files import (
     nearest,
     to_toml,
 )
-from titan_ext.toml.legacy import legacy_advice
 
 _REGISTRY = "model_registry"
 _COMPILED = "model_compile_enabled"
@@ -219,12 +218,8 @@ def _arguments(base: Base, given: list[Given]) -> dict[str, Any]:
             raise at.error(f"expected a table [{MODEL}], got {to_toml(table)}.")
         for name, value in table.items():
             below = at.below(name)
-            # In 0.1 and 0.2 converters were a list of names.
-            by_name = name == "converters" and isinstance(value, list) and str in map(type, value)
             with at.noting():
-                if by_name or not (name in parameters or takes_any):
-                    if old := legacy_advice(below.key, None if by_name else value):
-                        raise below.error(f"a key of TorchTitan 0.1 or 0.2; today: {old[1]}.")
+                if not (name in parameters or takes_any):
                     hint = nearest(name, parameters)
                     raise below.error(f"{_name(registry)} does not take it{hint}")
                 current = arguments.get(name, MISSING)

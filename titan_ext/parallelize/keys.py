@@ -223,11 +223,8 @@ def check_parallelism(
             'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
             'gather the experts inside a compiled block; expected "submodule" or "block".'
         )
-    if getattr(parallelism, "overlap_exchanges", "none") == "halves" and compiled:
-        raise ValueError(
-            'parallelism.overlap_exchanges = "halves" does not go with compile.enable = true, '
-            'which orders the operations of a block by itself; expected "none".'
-        )
+    if getattr(parallelism, "overlap_exchanges", "none") == "halves":
+        _check_halves(parallelism, compiled)
     if settings.replicate:
         _check_replicate(parallelism, compiled)
     if settings.quantize_frozen and parallelism.tensor_parallel_degree > 1:
@@ -283,6 +280,20 @@ def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfi
         ranks = shards * parallelism.data_parallel_replicate_degree
         sizes = ShardSizes(dense=shards, expert_ranks=ranks)
         make_plan(built, plan_units(built, wraps[0]), settings, sizes)
+
+
+def _check_halves(parallelism: TitanParallelismConfig, compiled: bool) -> None:
+    halves = 'parallelism.overlap_exchanges = "halves"'
+    if compiled:
+        raise ValueError(
+            f"{halves} does not go with compile.enable = true, which orders the operations of a "
+            'block by itself; expected "none".'
+        )
+    if parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"{halves} needs parallelism.context_parallel_degree = 1: masks of half a batch are "
+            "made from positions, of which a rank then has a part."
+        )
 
 
 def _check_replicate(parallelism: TitanParallelismConfig, compiled: bool) -> None:

@@ -31,7 +31,24 @@ from titan_ext.toml.files import (
     nearest,
     to_toml,
 )
-from titan_ext.toml.legacy import OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN, legacy_advice
+
+RENAMED_ON_MAIN = {"training.max_context_length": "training.seq_len"}
+"""Key of TorchTitan's main branch -> the key of 0.3 with the same meaning and unit."""
+
+_TOKENS = (
+    "counts tokens; TorchTitan 0.3 has training.{}, which counts sequences: write the number of "
+    "tokens divided by training.seq_len"
+)
+OTHER_UNIT_ON_MAIN = {
+    "training.num_tokens_per_microbatch_per_dp_rank": _TOKENS.format("local_batch_size"),
+    "training.num_tokens_per_train_step": _TOKENS.format("global_batch_size"),
+    "parallelism.num_pp_microbatches": (
+        "counts microbatches; TorchTitan 0.3 has parallelism.pipeline_parallel_microbatch_size, "
+        "which counts sequences in one: write training.local_batch_size divided by the number of "
+        "microbatches"
+    ),
+}
+"""Key of TorchTitan's main branch -> how to convert its number, which is in another unit in 0.3."""
 
 COMPONENT = "component"
 POLICY = "policy"
@@ -112,9 +129,6 @@ def _known_key(name: str, at: KeyLocation, table: dict[str, Any], cls: type, kno
         return short
     if below.key in OTHER_UNIT_ON_MAIN:
         raise below.error(f"TorchTitan main's name, which {OTHER_UNIT_ON_MAIN[below.key]}.")
-    if old := legacy_advice(below.key, table[name]):
-        key, advice = old
-        raise KeyLocation(at.file, key).error(f"a key of TorchTitan 0.1 or 0.2; today: {advice}.")
     if name == COMPONENT:
         raise below.error(f"[{at.key}] has one class only; there is nothing to choose.")
     owner = cls.__qualname__.removesuffix(".Config")

@@ -18,9 +18,8 @@ import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from titan_ext.base.messages import COMMAND_LINE, checks_later
-from titan_ext.toml.convert import POLICY, Given, changed, named_choices, values_of
+from titan_ext.toml.convert import POLICY, RENAMED_ON_MAIN, Given, changed, named_choices, values_of
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError
-from titan_ext.toml.legacy import RENAMED_ON_MAIN
 from titan_ext.toml.values import leaves
 
 __all__ = ["keys_of", "with_flags"]
