@@ -309,7 +309,7 @@ class _Call:
     def pack(self, x: torch.Tensor) -> Any:
         """Store one tensor: torch passes every input of the block and every saved output."""
         policy, location = self._policy, self._location
-        if policy is OpPolicy.DISCARD and x.is_floating_point() and may_wrap(x):
+        if policy is OpPolicy.DISCARD and (x.is_floating_point() or x.dtype == torch.uint8) and may_wrap(x):
             entry: Any = self._discards.add(x, location, len(self._locator.left))
         elif (
             not (policy.is_float8 or policy.on_host or self._counting)

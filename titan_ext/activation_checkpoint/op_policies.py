@@ -440,8 +440,10 @@ def is_exchange(op: str) -> bool:
 
 def fixes_routing(op: str, out: Any) -> bool:
     """Whether ``out`` is always kept: the router's choice, exchanged counts and scores."""
-    exchanged = is_exchange(op) and not (out.is_floating_point() and out.dim() > 1)
-    return exchanged or op == "aten.topk"
+    if not is_exchange(op):
+        return op == "aten.topk"
+    # Tokens are rows: of floats, or packed as bytes (components.exchange).
+    return out.dim() == 1 or not (out.is_floating_point() or out.dtype == torch.uint8)
 
 
 def is_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

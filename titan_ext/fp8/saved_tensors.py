@@ -45,7 +45,7 @@ from titan_ext.base.tensors import (
     view_key,
     wrapping,
 )
-from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
+from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name, stored_as
 from titan_ext.fp8.offload import HostGroup, HostTensor
 
 Policy = Callable[[torch.Tensor], str | None]
@@ -317,8 +317,10 @@ class SavedTensorStore:
 
         # Two dimensions, so that the kernel does not depend on their number.
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
-        step = self._next_step(dense.device)
-        stored = ops.float8_quantize(matrix, codec, step, one_kernel)
+        stored = stored_as(matrix, self.codec)  # an exchange of tokens in float8 brought it so
+        if stored is None:
+            step = self._next_step(dense.device)
+            stored = ops.float8_quantize(matrix, codec, step, one_kernel)
         return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
 
     def _next_step(self, device: torch.device) -> torch.Tensor | None:

@@ -29,6 +29,8 @@ from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_
 from titan_ext.base.agreement import leaves_files
 from titan_ext.base.titan import apply_cp_to_forward, keep_frozen, validate_config
 from titan_ext.components.dispatch import (
+    check_dispatchers,
+    exchange_in_float8,
     log_all_to_all,
     overlap_shared_experts,
     saves_all_to_all,
@@ -82,6 +84,7 @@ def parallelize(
     compiled = compiles_model(compile_config)
     check_parallelism(parallelism, training, compiled=compiled)
     check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
+    check_dispatchers(model.config, parallelism)
     refuse_fsdp1(model)
     if parallel_dims.cp_enabled and vision_modules(model):
         raise ValueError(
@@ -105,7 +108,10 @@ def parallelize(
     with keep_frozen(model):
         _shard_model_axes(model, parallel_dims)
 
-    # 2. Let the other half of a batch run while tokens travel, or shared experts.
+    # 2. Let tokens travel in fewer bytes, and the other half of a batch or shared experts run
+    #    meanwhile.
+    if getattr(parallelism, "exchange_dtype", None) is not None:
+        exchange_in_float8(model)
     if runs_in_halves(training, parallelism, parallel_dims):
         overlap_in_halves(model, parallel_dims.ep)
     elif overlaps:
