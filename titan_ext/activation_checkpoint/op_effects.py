@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, op_name
-from titan_ext.base.tensors import tensors_in
+from titan_ext.base.tensors import PACKED, tensors_in
 
 READ_NO_VALUES = frozenset(
     """
@@ -27,7 +27,6 @@ READ_NO_VALUES = frozenset(
     """.split()  # noqa: SIM905  one name a line would be a page
 )
 """Operations that neither read floats nor have a derivative that does: they pass them on."""
-_OF_ONE_BYTE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 _MUTABLE: dict[int, bool] = {}  # by id: operations are never freed, and slow to hash
 
 
@@ -41,7 +40,7 @@ def passes_values(func: Any, args: Any, out: Any) -> bool:
     if op_name(func) not in READ_NO_VALUES:
         return False
     made, given = tensors_in(out), tensors_in(args)
-    is_packed = bool(given) and given[0].dtype in _OF_ONE_BYTE
+    is_packed = bool(given) and given[0].dtype in PACKED
     return all(
         x.is_floating_point() or x.is_complex() or (is_packed and x.dtype == torch.uint8)
         for x in made
