@@ -11,6 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 PACKED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of rows that travel packed (``components.exchange``)."""
@@ -155,6 +156,8 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
     """The plain tensors in ``x``: itself, or the parts of a tensor subclass; none if sparse."""
     if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
         return (x,) if x.layout is torch.strided else ()
+    if isinstance(x, WeightWithDynamicFloat8CastTensor):
+        return plain_tensors(x._tensor)  # its ``__tensor_flatten__`` reads a scale on the host
     names, _ = x.__tensor_flatten__()
     parts = [getattr(x, name) for name in names]
     # A DTensor names its mesh, too.
