@@ -99,16 +99,6 @@ def why_refused(folder: str) -> str:
     return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free in {folder}."
 
 
-def is_saved_anyway(trainer: Any) -> bool:
-    """Whether Titan's checkpointer saves the trainer's step without being asked."""
-    checkpoint, step = trainer.config.checkpoint, trainer.step
-    return checkpoint.enable and (
-        step % checkpoint.interval == 0
-        or step == trainer.config.training.steps
-        or (step == 1 and checkpoint.enable_first_step_checkpoint)
-    )
-
-
 def check_excluded(config: Trainer.Config) -> None:
     """Raise ValueError for an unknown name in ``checkpoint.exclude_from_loading``."""
     for name in config.checkpoint.exclude_from_loading:

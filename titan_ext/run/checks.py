@@ -14,13 +14,13 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
 from titan_ext.base.messages import duration
-from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
+from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import plain_tensors
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.components.lora import check_lora_targets
 from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.run.budget import ActivationBudget
-from titan_ext.run.checkpoints import Checkpoints, is_saved_anyway
+from titan_ext.run.checkpoints import Checkpoints
 from titan_ext.run.planned import PlanCheck
 from titan_ext.run.record import RunRecord
 from titan_ext.run.start import Folder, Paths, RanksAgree
@@ -79,8 +79,7 @@ class FiniteGradients(RunCheck):
 
     def after_build(self, trainer: Any) -> None:
         def check(*_) -> None:
-            is_logged = trainer.metrics_processor.should_log(trainer.step)
-            if not (is_saved_anyway(trainer) or is_logged):
+            if not is_logged_or_saved(trainer):
                 return
             gradients = [
                 local

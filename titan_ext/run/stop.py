@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.agreement import LastStep, this_job
-from titan_ext.base.run_check import RunCheck
-from titan_ext.run.checkpoints import is_saved_anyway
+from titan_ext.base.run_check import RunCheck, is_saved_anyway
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
