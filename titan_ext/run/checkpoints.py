@@ -29,7 +29,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
-from titan_ext.base.messages import and_more, did_you_mean, format_bytes
+from titan_ext.base.messages import and_more, did_you_mean, format_bytes, set_known_key
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan import ParallelAwareDataloader
@@ -51,6 +51,8 @@ class CheckpointManager(TitanCheckpointManager):
         Before a run loads a checkpoint of at most this many GiB, its ranks read all of it, each a
         part, and compare the checksums. 0: never; inf: always. See docs/checkpoints.md.
         """
+
+        __setattr__ = set_known_key
 
 
 class Checkpoints(RunCheck):
