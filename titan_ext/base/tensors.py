@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The data behind a tensor: this rank's shard of a DTensor, its storages, its layout in them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,3 +167,12 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
 def in_backward() -> bool:
     """Whether autograd runs backward in this thread, a recompute included."""
     return torch._C._current_graph_task_id() != -1
+
+
+@torch.no_grad()
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all values that this rank holds of ``tensors`` are finite; waits for the device."""
+    parts = [part for x in tensors for part in plain_tensors(x)]
+    # torch refuses the largest of nothing, and a rank may have no row of a parameter.
+    some = [part for part in parts if part.numel()]
+    return bool(torch.isfinite(torch.nn.utils.get_total_norm(some, norm_type=float("inf"))))
