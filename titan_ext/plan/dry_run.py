@@ -42,7 +42,7 @@ from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.plan.memory import LASTING, DeviceMemory, LiveBytes, MemoryPlan
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
-from titan_ext.plan.time import Part, StepClock, StepTime
+from titan_ext.plan.time import Part, Span, StepClock, StepTime
 from titan_ext.run.checks import LoRATargets
 from titan_ext.run.trainer import Trainer
 
@@ -67,6 +67,7 @@ class DryRun(Trainer):
         """Of the whole model."""
         self.memory: MemoryPlan | None = None
         self.time: StepTime | None = None
+        self.spans: Sequence[Span] = ()
         self.imbalance = 1.0
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
@@ -188,7 +189,7 @@ class DryRun(Trainer):
         if budget is not None:
             self.memory = MemoryPlan.of(live, budget, ranks_per_node())
         if clock is not None:
-            self.time = self._step_time(clock, machine)
+            self.time, self.spans = self._step_time(clock, machine), clock.spans
 
     def _start_as_second_step(self) -> None:
         """Make the optimizer's states, and leave FSDP as the chunked loss of a step leaves it."""

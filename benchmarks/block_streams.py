@@ -1,0 +1,115 @@
+"""A picture of one MoE block's streams, stock and with halves: when tokens travel, what computes.
+
+    python -m benchmarks.block_streams      # writes docs/images/block_streams.png (2 minutes)
+
+DeepSeek-V3 16B on 8 GPUs, planned at an H100's rates, not measured (docs/plan.md). Each plan runs
+in a process of its own, which Titan allows one layout.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from benchmarks.exchanges import ARMS
+
+_JOB = ("deepseek_v3_16b", 8, ["--parallelism.expert_parallel_degree", "8"])
+_BLOCK = "layers.12"
+_ARMS = ("stock", "titan_ext", "halves")
+_COLOURS = {
+    "FORWARD": "#1f4e79",
+    "RECOMPUTE": "#9dc3e6",
+    "BACKWARD": "#2e75b6",
+    "EXCHANGES": "#c00000",
+    "GATHERS": "#ed7d31",
+    "REDUCTIONS": "#f4b183",
+}
+_WORDS = {"EXCHANGES": "tokens travel", "GATHERS": "all-gather", "REDUCTIONS": "reduce-scatter"}
+
+
+def spans_of(arm: str) -> list[dict[str, Any]]:
+    """What each queue did in forward and backward of the block, in a process that ends."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.block_streams", "--arm", arm],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_spans(arm: str) -> None:
+    from titan_ext.base import no_accelerator
+    from titan_ext.config_registry import resolve_config
+    from titan_ext.plan.dry_run import as_rank, dry_run
+    from titan_ext.plan.stand_ins import as_stock
+
+    name, ranks, flags = _JOB
+    with as_rank(ranks, 0):
+        flags = [*flags, *(word for word in ARMS[arm].split() if arm != "stock")]
+        with no_accelerator.as_with_an_accelerator():
+            config = resolve_config(name, flags).config
+        if arm == "stock":
+            as_stock(config)
+        run = dry_run(config, ranks, machine="h100")
+    moments = (f"forward of {_BLOCK}", f"backward of {_BLOCK}")
+    found = [
+        {"queue": s.queue, "part": s.part.name, "moment": s.moment, "at": (s.start, s.end)}
+        for s in run.spans
+        if s.moment in moments and s.part.name in _COLOURS
+    ]
+    print(json.dumps(found))
+
+
+def draw(spans: dict[str, list[dict[str, Any]]]) -> Figure:
+    """Two columns, forward and backward; for each arm a line of computation and one of links."""
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    columns = figure.subplots(1, 2, sharey=True)
+    lines = [(arm, lane) for arm in spans for lane in ("computes", "sends")]
+    for axes, moment in zip(columns, ("forward", "backward"), strict=True):
+        longest = 0.0
+        for arm, found in spans.items():
+            of_moment = [s for s in found if s["moment"].startswith(moment)]
+            begin = min(s["at"][0] for s in of_moment if s["queue"] == "compute")
+            end = max(s["at"][1] for s in of_moment if s["queue"] == "compute")
+            longest = max(longest, end - begin)
+            for span in of_moment:
+                lane = "computes" if span["queue"] == "compute" else "sends"
+                start, stop = (min(max(at, begin), end) - begin for at in span["at"])
+                y = lines.index((arm, lane))
+                axes.barh(y, stop - start, left=start, color=_COLOURS[span["part"]], height=0.8)
+        axes.set_xlim(0, longest)
+        axes.set_xlabel(f"ms, {moment}" + (" with recompute" if moment == "backward" else ""))
+        axes.spines[["top", "right"]].set_visible(False)
+    columns[0].set_yticks(range(len(lines)), [f"{arm} {lane}" for arm, lane in lines])
+    columns[0].invert_yaxis()
+    columns[0].set_title("One MoE block of DeepSeek-V3 16B on 8 GPUs, planned", loc="left")
+    patches = [
+        Patch(color=colour, label=_WORDS.get(part, part.lower()))
+        for part, colour in _COLOURS.items()
+    ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=6, frameon=False)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--arm", choices=_ARMS, help="print its spans as JSON, and end")
+    args = parser.parse_args()
+    if args.arm:
+        print_spans(args.arm)
+        return
+    path = Path(__file__).parents[1] / "docs" / "images" / "block_streams.png"
+    draw({arm: spans_of(arm) for arm in _ARMS}).savefig(path, dpi=110)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
