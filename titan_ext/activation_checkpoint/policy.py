@@ -121,17 +121,8 @@ class FP8AC(ActivationCheckpointing):
         dtype: Literal["e4m3", "e5m2"] = "e4m3"
         """The float8 format: 3 bits of mantissa, or 2 and more range."""
 
-        block: Literal[64, 128, 256, "row", "tensor"] = 128
-        """How many neighbours share a scale."""
-
-        scale: Literal["e8m0", "fp32"] = "e8m0"
-        """Scales: powers of two in one byte, or fp32 in four bytes."""
-
-        stochastic: bool = False
-        """Round at random, without bias."""
-
-        seed: int = 0
-        """The seed of stochastic rounding."""
+        block: Literal[64, 128, 256] = 128
+        """How many neighbours share a scale, a power of two in one byte."""
 
         def __post_init__(self) -> None:
             choices = {"mode": Mode, "preset": Preset, "attention": Attention, "fp32": Fp32}
@@ -202,7 +193,7 @@ class FP8AC(ActivationCheckpointing):
 
         def codec(self) -> Codec:
             """The codec that the keys describe."""
-            return Codec(self.dtype, self.block, self.scale, self.stochastic, self.seed)
+            return Codec(self.dtype, self.block)
 
         def rules(self) -> tuple[Rule, ...]:
             """``op_policies``, parsed."""
@@ -241,13 +232,6 @@ class FP8AC(ActivationCheckpointing):
                 raise ValueError(
                     f'{KEY}.fp32 is {self.fp32!r}; expected "save" under torch.compile, which '
                     "stores only bf16 and fp16 in float8."
-                )
-            # The noise would be the same in every step; the size of routed tokens is not known.
-            if self.stochastic or self.block == "tensor":
-                raise ValueError(
-                    f"{KEY}.stochastic = true and {KEY}.block = 'tensor' do not run under "
-                    "torch.compile: expected stochastic = false and a block of 64, 128, 256 or "
-                    "'row', or compile.enable = false."
                 )
 
         def check_exempt(self, blocks: int) -> None:

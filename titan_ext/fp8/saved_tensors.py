@@ -202,7 +202,6 @@ class SavedTensorStore:
         self._exact: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
         self._float8: weakref.WeakValueDictionary[Any, _Float8] = weakref.WeakValueDictionary()
         self._entries: weakref.WeakSet[StoredEntry] = weakref.WeakSet()
-        self._steps: dict[torch.device, torch.Tensor] = {}
 
     def hooks(self, name: str = "") -> torch.autograd.graph.saved_tensors_hooks:
         """A context that stores what autograd saves inside it, as ``name`` in the report."""
@@ -317,17 +316,8 @@ class SavedTensorStore:
 
         # Two dimensions, so that the kernel does not depend on their number.
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
-        step = self._next_step(dense.device)
-        stored = ops.float8_quantize(matrix, codec, step, one_kernel)
+        stored = ops.float8_quantize(matrix, codec, one_kernel)
         return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
-
-    def _next_step(self, device: torch.device) -> torch.Tensor | None:
-        """New noise for each tensor: a counter on the device, which a CUDA graph advances."""
-        if not self.codec.stochastic:
-            return None
-        if device not in self._steps:
-            self._steps[device] = torch.zeros((), dtype=torch.int64, device=device)
-        return self._steps[device].add_(1)
 
     def _is_module_state(self, x: torch.Tensor) -> bool:
         # Looked up anew each time: FSDP puts other parameters in place before each forward.
