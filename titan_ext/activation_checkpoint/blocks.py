@@ -193,14 +193,14 @@ class EagerBlock:
         store: Where saved tensors go.
         locator: Names its operations.
         offload: Takes what a policy keeps on the host; None if none does.
-        on_report: Called with the report of the first forward, and where its operations were.
+        on_report: Called with the report of the first forward.
     """
 
     plan: BlockPlan
     store: SavedTensorStore
     locator: OpLocator
     offload: Offload | None
-    on_report: Callable[[BlockMemoryReport, list[OpLocation]], None]
+    on_report: Callable[[BlockMemoryReport], None]
     is_reported: bool = False
 
     def host_group(self) -> HostGroup | None:
@@ -214,7 +214,7 @@ class EagerBlock:
         self.is_reported = True
         report = BlockMemoryReport.of(self.plan.name, entries, calls)
         entries.clear()
-        self.on_report(report, [location for location, *_ in calls])
+        self.on_report(report)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -4,7 +4,6 @@
 Titan builds it from its config and applies it to a model, like its own policies.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
@@ -24,14 +23,13 @@ from titan_ext.activation_checkpoint.memory_report import (
 from titan_ext.activation_checkpoint.no_recompute import NoRecompute, NoRecomputeBlock
 from titan_ext.activation_checkpoint.op_policies import (
     BlockPlan,
-    OpLocation,
     Rule,
     check_names,
     is_exempt,
     parse_rules,
 )
 from titan_ext.activation_checkpoint.presets import Attention, Preset, make_plan
-from titan_ext.activation_checkpoint.solved import KEY, Budget, check_operations
+from titan_ext.activation_checkpoint.solved import KEY, Budget, check_releases
 from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, table_flag
 from titan_ext.components.early_scores import has_early_scores
 from titan_ext.fp8 import Codec
@@ -87,10 +85,10 @@ class FP8AC(ActivationCheckpointing):
         that take the least time within it (docs/fp8_ac.md).
         """
 
-        solved_for: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
+        solved_with: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
         """
-        How often each operation of a solved ``op_policies`` runs in each kind of block. dry-run
-        writes this; a run refuses blocks that differ. Empty: not checked.
+        The releases of torch and torchtitan that a solved ``op_policies`` was found with. dry-run
+        writes this; other releases are refused. Empty: not checked.
         """
 
         attention: Attention = "auto"
@@ -138,6 +136,7 @@ class FP8AC(ActivationCheckpointing):
                     f'{KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
                 )
             self._check_budget()
+            check_releases(self.solved_with)
             if self.mode == "full" and self.attention != "auto":
                 raise ValueError(
                     f"{KEY}.attention is {self.attention!r}; it has no meaning with mode "
@@ -318,7 +317,7 @@ class FP8AC(ActivationCheckpointing):
             "store": block_store(module, self.codec, compress_fp32=config.fp32 != "save"),
             "locator": locator,
             "offload": self._offload,
-            "on_report": functools.partial(self._take_report, module),
+            "on_report": self._take_report,
         }
         if config.mode == "no_recompute":
             hooks = NoRecompute(narrows_fp32=config.fp32 == "save", **common)
@@ -330,12 +329,8 @@ class FP8AC(ActivationCheckpointing):
         checkpoint = BlockCheckpoint(options=options, used_rules=self.used_rules, **common)
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
 
-    def _take_report(
-        self, module: nn.Module, report: BlockMemoryReport, locations: list[OpLocation]
-    ) -> None:
+    def _take_report(self, report: BlockMemoryReport) -> None:
         config = self._config
-        if config.solved_for and locations:
-            check_operations(config.op_policies, config.solved_for, report.block, module, locations)
         if not self.reporter.add(report):
             return
         for pattern, rule in zip(config.op_policies, config.rules(), strict=True):

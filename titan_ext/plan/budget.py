@@ -22,7 +22,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
 from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
-from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
+from titan_ext.activation_checkpoint.solved import KEY, has_budget, releases
 from titan_ext.activation_checkpoint.solver import (
     BlockKind,
     BudgetTooSmallError,
@@ -58,7 +58,7 @@ def settings_of(config: Any) -> FP8AC.Config:
             "expected a config without one."
         )
     return replace(
-        config, mode="selective", preset="stock", budget="", offload_limit="", solved_for={}
+        config, mode="selective", preset="stock", budget="", offload_limit="", solved_with={}
     )
 
 
@@ -186,11 +186,6 @@ class TracedBlocks:
         plans = [self._plan(block, self._settings) for block in self.blocks]
         return table_of(self.kinds, solution.chosen, plans)
 
-    def solved_for(self, table: Mapping[str, str]) -> dict[str, str]:
-        """What ``table`` meant, to hold a run against."""
-        calls = {b.name: [call.location for call in b.graph.calls] for b in self.blocks}
-        return solved_for(table, calls)
-
     def _plan(self, block: _Block, config: FP8AC.Config) -> Any:
         return config.plan(block.module, block.name, saves_all_to_all=self._saves)
 
@@ -305,8 +300,8 @@ class BudgetPlan:
         return f"met. Operations by policy: {counts}.{waits}"
 
     def toml_lines(self) -> list[str]:
-        """The section ``[activation_checkpoint]`` of a TOML file, with ``solved_for``."""
-        return [*self._section(), *_table("solved_for", self.traced.solved_for(self.table))]
+        """The section ``[activation_checkpoint]`` of a TOML file, with ``solved_with``."""
+        return [*self._section(), *_table("solved_with", releases())]
 
     def _section(self) -> list[str]:
         if self.solution is None:
@@ -316,7 +311,7 @@ class BudgetPlan:
         changed = [
             f"{f.name} = {to_toml(value)}"
             for f in fields(FP8AC.Config)
-            if f.name not in ("op_policies", "solved_for", "_owner")
+            if f.name not in ("op_policies", "solved_with", "_owner")
             and (value := getattr(self.settings, f.name)) != getattr(base, f.name)
         ]
         return [

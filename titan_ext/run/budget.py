@@ -75,7 +75,7 @@ def use(config: Any, section: dict[str, Any]) -> None:
         config.activation_checkpoint = None
         return
     solved = {"budget": "", "offload_limit": ""} | section
-    keys = ("budget", "preset", "op_policies", "solved_for", "offload_limit")
+    keys = ("budget", "preset", "op_policies", "solved_with", "offload_limit")
     config.activation_checkpoint = replace(
         policy, **{key: solved[key] for key in keys if key in solved}
     )
