@@ -4,7 +4,7 @@
 Titan builds it from its config and applies it to a model, like its own policies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -131,50 +131,17 @@ class FP8AC(ActivationCheckpointing):
                         f"{KEY}.{key} is {value!r}; expected one of {', '.join(known)}"
                         f"{did_you_mean(value, known)}"
                     )
-            if self.mode != "selective" and self.preset != "memory":
-                raise ValueError(
-                    f'{KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
-                )
-            self._check_budget()
             check_releases(self.solved_with)
-            if self.mode == "full" and self.attention != "auto":
-                raise ValueError(
-                    f"{KEY}.attention is {self.attention!r}; it has no meaning with mode "
-                    '"full", which recomputes attention.'
-                )
-            if self.mode == "no_recompute" and self.attention == "recompute":
-                raise ValueError(
-                    f'{KEY}.attention is "recompute", but mode "no_recompute" recomputes nothing; '
-                    'expected "save" or "save_float8".'
-                )
-            if self.debug and self.mode != "no_recompute":
-                raise ValueError(
-                    f"{KEY}.debug is on; torch has no debug mode for selective checkpoints. "
-                    'Expected false, or policy "full".'
-                )
-            for rule in self.rules():
-                if self.mode == "no_recompute" and (not rule.policy.keeps or rule.op != "*"):
-                    raise ValueError(
-                        f'{KEY}.op_policies: with mode "no_recompute" autograd decides what is '
-                        f"saved; expected modules with save, save_float8, offload or "
-                        f"offload_float8, got {rule.module}:{rule.op} = {rule.policy.value!r}."
-                    )
-            if self.offload_limit and parse_bytes(self.offload_limit) is None:
-                raise ValueError(
-                    f"{KEY}.offload_limit is {self.offload_limit!r}; expected a size such as "
-                    f'"64GiB" (units: {", ".join(BYTES)}), or "" for no limit.'
-                )
-            if self.offload_limit and not self.offloads():
-                raise ValueError(
-                    f"{KEY}.offload_limit is {self.offload_limit!r}, but nothing is offloaded: "
-                    f"expected offload or offload_float8 in {KEY}.op_policies, or a budget."
-                )
+            for is_wrong, key, why in (*self._wrong_with_budget(), *self._wrong_together()):
+                if is_wrong:
+                    raise ValueError(f"{KEY}.{key} is {getattr(self, key)!r}{why}")
             try:
                 self.codec()
             except ValueError as error:
                 raise ValueError(str(error).replace("Codec.", f"{KEY}.")) from None
 
-        def _check_budget(self) -> None:
+        def _wrong_with_budget(self) -> Iterator[tuple[bool, str, str]]:
+            """What a budget refuses, as in ``_wrong_together``."""
             if not self.budget:
                 return
             Budget.parse(self.budget)
@@ -183,12 +150,58 @@ class FP8AC(ActivationCheckpointing):
                 ("op_policies", {}, "no op_policies"),
                 ("preset", "memory", "no preset"),
             ):
-                if (value := getattr(self, key)) != free:
-                    raise ValueError(
-                        f"{KEY}.budget is {self.budget!r}, for which the run finds "
-                        f"{KEY}.op_policies; {KEY}.{key} is {value!r}. Expected {expected}, or no "
-                        "budget."
-                    )
+                value = getattr(self, key)
+                yield (
+                    value != free,
+                    "budget",
+                    f", for which the run finds {KEY}.op_policies; {KEY}.{key} is {value!r}. "
+                    f"Expected {expected}, or no budget.",
+                )
+
+        def _wrong_together(self) -> Iterator[tuple[bool, str, str]]:
+            """Whether keys do not go together, the key that is named, and the message after it."""
+            recomputes, limit = self.mode != "no_recompute", self.offload_limit
+            yield (
+                self.mode != "selective" and self.preset != "memory",
+                "preset",
+                f'; it has no meaning with mode "{self.mode}".',
+            )
+            yield (
+                self.mode == "full" and self.attention != "auto",
+                "attention",
+                '; it has no meaning with mode "full", which recomputes attention.',
+            )
+            yield (
+                not recomputes and self.attention == "recompute",
+                "attention",
+                ', but mode "no_recompute" recomputes nothing; expected "save" or "save_float8".',
+            )
+            yield (
+                self.debug and recomputes,
+                "debug",
+                ", but torch has no debug mode for selective checkpoints. Expected false, or "
+                'policy "full".',
+            )
+            for rule in self.rules():
+                yield (
+                    not recomputes and (not rule.policy.keeps or rule.op != "*"),
+                    "op_policies",
+                    '; with mode "no_recompute" autograd decides what is saved: expected modules '
+                    "with save, save_float8, offload or offload_float8, got "
+                    f"{rule.module}:{rule.op} = {rule.policy.value!r}.",
+                )
+            yield (
+                bool(limit) and parse_bytes(limit) is None,
+                "offload_limit",
+                f'; expected a size such as "64GiB" (units: {", ".join(BYTES)}), or "" for no '
+                "limit.",
+            )
+            yield (
+                bool(limit) and not self.offloads(),
+                "offload_limit",
+                ", but nothing is offloaded: expected offload or offload_float8 in "
+                f"{KEY}.op_policies, or a budget.",
+            )
 
         def codec(self) -> Codec:
             """The codec that the keys describe."""

@@ -20,7 +20,6 @@ import torch.nn as nn
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
-from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, releases
 from titan_ext.activation_checkpoint.solver import (
@@ -33,7 +32,7 @@ from titan_ext.activation_checkpoint.solver import (
 )
 from titan_ext.base.messages import and_more, format_bytes, parse_bytes
 from titan_ext.base.op_cost import MACHINES
-from titan_ext.components.dispatch import saves_all_to_all
+from titan_ext.components.exchanges import exchanges_of
 from titan_ext.plan.dry_run import DryRun, dry_run
 from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan, fsdp_kind
 from titan_ext.toml.files import to_toml
@@ -97,11 +96,8 @@ class TracedBlocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
         self.kinds = [BlockKind(block.graph, block.waiting) for block in self.blocks]
         self._elsewhere = self._kinds_elsewhere(run) if run.stages else ()
-        self._saves = saves_all_to_all(
-            run.config.parallelism,
-            run.parallel_dims.ep,
-            compiled=compiles_model(run.config.compile),
-        )
+        exchanges = exchanges_of(run.model_parts[0])  # stock's own passes decide nothing
+        self._saves = exchanges is None or exchanges.saved
 
     def _trace(self, run: DryRun) -> Iterator[_Block]:
         first: dict[Any, tuple[str, nn.Module]] = {}
