@@ -326,7 +326,7 @@ class BlockPlan:
         return known
 
     def module_policy(self, module: str) -> tuple[OpPolicy, str]:
-        """With base "autograd": the policy of what a module saves, and why if it is exact."""
+        """The policy of what a module saves under base "autograd", and why if it is exact."""
         known = self._by_module.get(module)
         if known is None:
             parts, why = module.split("."), ""

@@ -73,7 +73,7 @@ _ROUTED, _INNER = "(moe.routed_experts)", f"({_EXPERTS})"
 
 
 def _gemm(policy: OpPolicy, operand: str) -> Rule:
-    """For a grouped GEMM of the routed experts."""
+    """The rule for a grouped GEMM of the routed experts."""
     return Rule(policy, _EXPERTS, "aten.*grouped_mm*", operand)
 
 

@@ -290,7 +290,7 @@ class _Program:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Without standard output: HiGHS prints a line there whatever its options are."""
+    """Close standard output: HiGHS prints a line there whatever its options are."""
     sys.stdout.flush()
     before = os.dup(1)
     with open(os.devnull, "w") as nothing:

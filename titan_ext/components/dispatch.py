@@ -65,7 +65,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         self._sends_scores = config.sends_scores
 
     def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """As Titan's."""
+        """Do what Titan's does."""
         routed_RD, counts_E, metadata = super().dispatch(*args, **kwargs)
         if self._sends_scores:
             self._dispatched = metadata
@@ -77,7 +77,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         metadata: AllToAllDispatchMetadata,
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
-        """As Titan's: outputs of experts ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
+        """Do what Titan's does: outputs ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
         self._layer_tokens = x_TD
         try:
             if self._sends_scores:
@@ -334,7 +334,7 @@ def _on_this_mesh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _unchecked(sent: torch.Tensor, pg) -> contextlib.AbstractContextManager[None]:
-    """Without SPMD type checking, which has no rule for the functional collective."""
+    """A context without SPMD type checking, which has no rule for the functional collective."""
     if not spmd.is_type_checking():
         return contextlib.nullcontext()
     spmd.assert_type(sent, {pg: spmd.V})

@@ -258,7 +258,7 @@ class _Turns:
         return self._routed(lambda: self._dispatcher.collect(self._sent[half], x_TD)).view_as(x_BLD)
 
     def _run_experts(self) -> None:
-        """In one call of their module, whose FSDP unit then gathers and reduces once."""
+        """Run the experts of both in one call, so that their FSDP unit gathers and reduces once."""
 
         def between(out_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             self._send_back(0, out_RD)

@@ -152,7 +152,7 @@ def solve(
 
 
 def _size(nbytes: int) -> str:
-    """For the command line."""
+    """``nbytes`` as the command line takes it."""
     return f"{nbytes / 2**10}KiB"
 
 

@@ -80,12 +80,12 @@ def dry_run_elsewhere(
 
 
 def file_name(rank: int) -> str:
-    """Of the plan of a rank."""
+    """The name of the file with the plan of a rank."""
     return f"plan_rank{rank}.json"
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """As a JSON file gives it back."""
+    """``config`` as a JSON file gives it back."""
     return json.loads(json.dumps(config, default=str))
 
 

@@ -102,7 +102,7 @@ def origin() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a run depends on, by name."""
+    """The versions of the packages that a run depends on, by name."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
