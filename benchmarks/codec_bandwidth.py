@@ -67,7 +67,7 @@ def measure(codec: Codec, x: torch.Tensor, rounds: int, iterations: int, eager: 
     # The path of the store, in one kernel.
     ops, name = torch.ops.titan_ext, codec_name(codec)
     one_kernel = (
-        lambda x, _: ops.float8_quantize(x, name, None, True),
+        lambda x, _: ops.float8_quantize(x, name, True),
         lambda stored, _, dtype: ops.float8_dequantize(*stored, name, dtype, True),
     )
     kinds = {"compiled": one_kernel} | ({"eager": (quantize, dequantize)} if eager else {})

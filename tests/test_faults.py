@@ -80,9 +80,14 @@ def _sigterm(trainer: Any):
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     (stop,) = (check for check in trainer.checks if isinstance(check, StopOnSignal))
-    while not cast(LastStep, stop._last_step).is_known():
+    while not _is_known(cast(LastStep, stop._last_step)):
         time.sleep(0.05)
     yield
+
+
+def _is_known(last_step: LastStep) -> bool:
+    store = last_step._store
+    return store.check(["latest"]) and store.get("latest").endswith(b"closed")
 
 
 _FAULTS = {

@@ -162,7 +162,7 @@ class _Program:
     def __post_init__(self) -> None:
         self._policies = [self._choices(kind) for kind in self.kinds]
         for kind, policies in zip(self.kinds, self._policies, strict=True):
-            self._keep_discards_sound(kind.graph.nodes, policies)
+            self._keep_discards_sound(kind.graph, policies)
             if self.float8 and self.exact_attention:
                 self._keep_attention_exact(kind.graph.nodes, policies)
         self._tie_what_one_rule_names()
@@ -217,13 +217,11 @@ class _Program:
         if host.limit is not None:
             self._row(everything, 0, host.limit)
 
-    def _keep_discards_sound(self, nodes: Sequence[Node], policies: Any) -> None:
-        may_taint = [not node.is_read for node in nodes]
-        for node in nodes:
-            for read in node.reads if not node.passes else ():
-                may_taint[read] = False
+    def _keep_discards_sound(self, graph: BlockGraph, policies: Any) -> None:
+        """``BlockGraph.unsound_discards`` finds none: no node that is read is tainted."""
+        may_taint = [index not in graph.always_read for index in range(len(graph.nodes))]
         tainted = [self._column(most=int(may)) for may in may_taint]
-        for index, node in enumerate(nodes):
+        for index, node in enumerate(graph.nodes):
             if DISCARD in policies[index]:
                 self._at_least(tainted[index], policies[index][DISCARD])
             for read in node.reads:
