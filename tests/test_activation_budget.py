@@ -21,7 +21,7 @@ from titan_ext.activation_checkpoint.solved import Budget, releases
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus
 from titan_ext.config_registry.resolve import load
 from titan_ext.run import budget as activation_budget
-from titan_ext.run.budget import FOLDER, ActivationBudget, solve, use
+from titan_ext.run.budget import FOLDER, ActivationBudget, solve_elsewhere, use
 
 BUDGET = 4 * 2**20
 TEXT = f"""
@@ -101,7 +101,7 @@ def test_a_run_holds_what_was_solved_and_a_later_start_has_the_same_table(
 
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(activation_budget, "solve", None)
+    monkeypatch.setattr(activation_budget, "solve_elsewhere", None)
     later: Any = load(tmp_path / "budget" / "run.toml")
     later.dump_folder, later.training.steps = str(tmp_path / "budget" / "run"), 9
     check = ActivationBudget()
@@ -279,7 +279,7 @@ def test_what_stops_the_solver_is_said(
     made: Any = make_config(Run(parallelize="block"), folder)
     made.activation_checkpoint = FP8AC.Config(budget="1GiB")
     with pytest.raises(ValueError, match="this config was made in Python"):
-        solve(made, 8, folder, [])
+        solve_elsewhere(made, 8, folder, [])
 
 
 def test_without_checkpointing_there_is_no_table(config: Loader):

@@ -29,7 +29,7 @@ from titan_ext.activation_checkpoint.discards import (
 from titan_ext.activation_checkpoint.op_effects import makes_node, passes_values, written
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
-    BlockPlan,
+    BlockPolicies,
     OpLocation,
     OpPolicy,
     Resolver,
@@ -119,12 +119,12 @@ class BlockGraph:
     calls: tuple[Call, ...]
     none_nbytes: int
 
-    def policies_of(self, plan: BlockPlan) -> list[OpPolicy]:
-        """The policy of each node under a plan, a preset's for example.
+    def chosen_by(self, policies: BlockPolicies) -> list[OpPolicy]:
+        """The policy of each node under the policies of a block, a preset's for example.
 
         As in a run: a preset's discard that something reads is recomputed.
         """
-        resolver = Resolver(plan)
+        resolver = Resolver(policies)
         chosen = [resolver.resolve_input()] + [RECOMPUTE] * (len(self.nodes) - 1)
         for call in self.calls:
             context = SimpleNamespace(is_recompute=False, op_output=call.out)

@@ -22,13 +22,13 @@ from titan_ext.activation_checkpoint.memory_report import (
 )
 from titan_ext.activation_checkpoint.no_recompute import NoRecompute, NoRecomputeBlock
 from titan_ext.activation_checkpoint.op_policies import (
-    BlockPlan,
+    BlockPolicies,
     Rule,
     check_names,
     is_exempt,
     parse_rules,
 )
-from titan_ext.activation_checkpoint.presets import Attention, Preset, make_plan
+from titan_ext.activation_checkpoint.presets import Attention, Preset, block_policies
 from titan_ext.activation_checkpoint.solved import KEY, Budget, check_releases
 from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, table_flag
 from titan_ext.components.early_scores import has_early_scores
@@ -211,13 +211,15 @@ class FP8AC(ActivationCheckpointing):
             """``op_policies``, parsed."""
             return parse_rules(self.op_policies, f"{KEY}.op_policies")
 
-        def plan(self, block: nn.Module, name: str, *, saves_all_to_all: bool = True) -> BlockPlan:
+        def policies_of(
+            self, block: nn.Module, name: str, *, saves_all_to_all: bool = True
+        ) -> BlockPolicies:
             """What this policy does in the block called ``name``, parallelized as it will run.
 
             ``saves_all_to_all``: whether what an exchange of tokens delivers is saved, and not only
             its counts.
             """
-            return make_plan(
+            return block_policies(
                 block,
                 name,
                 mode=self.mode,
@@ -308,11 +310,11 @@ class FP8AC(ActivationCheckpointing):
         check_names(KEY, config.rules(), config.exempt, model)
         model.__dict__["_memory_reporter"] = self.reporter
 
-    def compiled_plan(self, block: nn.Module, name: str) -> BlockPlan:
+    def compiled_policies(self, block: nn.Module, name: str) -> BlockPolicies:
         """The policies for a block that is compiled (see ``compile``)."""
         self._config.check_compiled()
         self.reporter.is_compiled = True
-        return self._config.plan(block, name, saves_all_to_all=self._saves_all_to_all)
+        return self._config.policies_of(block, name, saves_all_to_all=self._saves_all_to_all)
 
     def remove_hooks(self) -> None:
         """Remove our hooks from the modules; the wrappers around the blocks stay."""
@@ -326,7 +328,7 @@ class FP8AC(ActivationCheckpointing):
         locator = OpLocator(module)
         self._locators.append(locator)
         common: dict[str, Any] = {
-            "plan": config.plan(module, name, saves_all_to_all=self._saves_all_to_all),
+            "policies": config.policies_of(module, name, saves_all_to_all=self._saves_all_to_all),
             "store": block_store(module, self.codec, compress_fp32=config.fp32 != "save"),
             "locator": locator,
             "offload": self._offload,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What FSDP will do with each unit, as plain data, before it does it.
 
-``make_plan`` makes it, the log prints it, ``shard`` follows it, and ``memory.predict`` computes
-bytes from it.
+``make_plan`` makes it, the log prints it, and ``shard`` follows it.
 """
 
 import functools

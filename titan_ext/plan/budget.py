@@ -160,8 +160,7 @@ class TracedBlocks:
     def price(self, **keys: Any) -> Solution:
         """What a policy of ours holds and recomputes; ``keys`` are its config's."""
         chosen = [
-            block.graph.policies_of(self._plan(block, FP8AC.Config(**keys)))
-            for block in self.blocks
+            block.graph.chosen_by(self._plan(block, FP8AC.Config(**keys))) for block in self.blocks
         ]
         return Solution.of(self.kinds, chosen)
 
@@ -183,7 +182,7 @@ class TracedBlocks:
         return table_of(self.kinds, solution.chosen, plans)
 
     def _plan(self, block: _Block, config: FP8AC.Config) -> Any:
-        return config.plan(block.module, block.name, saves_all_to_all=self._saves)
+        return config.policies_of(block.module, block.name, saves_all_to_all=self._saves)
 
     def words(self) -> str:
         """What was traced."""
