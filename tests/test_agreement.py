@@ -53,7 +53,7 @@ def _decide() -> tuple:
     from torchtitan.config import TrainingConfig
 
     from titan_ext.base.op_cost import ranks_per_node
-    from titan_ext.components.exchanges import Exchanges
+    from titan_ext.components.exchange_policy import ExchangePolicy
     from titan_ext.fsdp.auto import choose
     from titan_ext.fsdp.settings import FSDPSettings
     from titan_ext.parallelize.keys import ParallelismConfig
@@ -68,7 +68,9 @@ def _decide() -> tuple:
     try:
         return (
             ranks_per_node(),
-            Exchanges.decide(ParallelismConfig(), TrainingConfig(), wide, compiled=False).saved,
+            ExchangePolicy.decide(
+                ParallelismConfig(), TrainingConfig(), wide, compiled=False
+            ).saved,
             choose(model, FSDPSettings(), dims).wrap,
         )
     finally:

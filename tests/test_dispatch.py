@@ -23,7 +23,7 @@ from titan_ext.components.dispatch import (
     overlap_shared_experts,
     use_functional_all_to_all,
 )
-from titan_ext.components.exchanges import Exchanges
+from titan_ext.components.exchange_policy import ExchangePolicy
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.passes import extend_model_spec, parallelize
 
@@ -225,5 +225,5 @@ def test_what_saves_all_to_alls(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     parallelism = ParallelismConfig(save_all_to_all=value, spmd_backend=backend)
     dims: Any = SimpleNamespace(ep=ep, tp_enabled=False)
-    exchanges = Exchanges.decide(parallelism, TrainingConfig(), dims, compiled=compiled)
+    exchanges = ExchangePolicy.decide(parallelism, TrainingConfig(), dims, compiled=compiled)
     assert exchanges.saved is saves

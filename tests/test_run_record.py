@@ -16,7 +16,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from tests.training import Run, Runs, observed, titan_config
 from titan_ext import config_registry
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.components.exchanges import Exchanges
+from titan_ext.components.exchange_policy import ExchangePolicy
 from titan_ext.config_registry.resolve import load, resolve
 from titan_ext.fp8 import MemoryRow
 from titan_ext.parallelize.keys import ParallelismConfig
@@ -165,7 +165,7 @@ def test_all_to_alls_of_a_layer(policy: Any, saves: Any, exchanges: int | None):
         dims: Any = SimpleNamespace(ep=2, ep_enabled=True, tp_enabled=False, pp_enabled=False)
         model = nn.Module()
         training = TrainingConfig(local_batch_size=2)
-        Exchanges.decide(parallelism, training, dims, compiled=False).leave_with(model)
+        ExchangePolicy.decide(parallelism, training, dims, compiled=False).leave_with(model)
         parts = [model]
         return _exchanges(SimpleNamespace(config=config, parallel_dims=dims, model_parts=parts))
 

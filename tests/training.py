@@ -139,6 +139,8 @@ class Run:
     """``parallelism.save_all_to_all``; of ours only."""
     overlap_exchanges: str = "none"
     """``parallelism.overlap_exchanges``; of ours only."""
+    exchange_dtype: str | None = None
+    """``parallelism.exchange_dtype``; of ours only."""
     replicate: tuple[str, ...] = ()
     """``parallelism.fsdp_replicate``; of ours only."""
     prefetch: int | str = 1
@@ -349,6 +351,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
     ours.parallelism.overlap_exchanges = cast(Any, run.overlap_exchanges)
+    ours.parallelism.exchange_dtype = cast(Any, run.exchange_dtype)
     ours.parallelism.fsdp_replicate = list(run.replicate)
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward

@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves
 
+PACKED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of rows that travel packed (``components.exchange``)."""
 _NO_NEST = (type(None), int, float, str, torch.dtype, torch.device)
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether ``x`` holds numbers, or numbers packed as bytes, and no indices or masks."""
+    return x.is_floating_point() or x.dtype == torch.uint8
 
 
 @dataclass(frozen=True)

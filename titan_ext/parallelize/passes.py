@@ -28,8 +28,13 @@ from titan_ext.activation_checkpoint.compile import (
 from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_to_all
 from titan_ext.base.agreement import leaves_files
 from titan_ext.base.titan import apply_cp_to_forward, keep_frozen, validate_config
-from titan_ext.components.dispatch import overlap_shared_experts, use_functional_all_to_all
-from titan_ext.components.exchanges import Exchanges
+from titan_ext.components.dispatch import (
+    check_dispatchers,
+    exchange_in_float8,
+    overlap_shared_experts,
+    use_functional_all_to_all,
+)
+from titan_ext.components.exchange_policy import ExchangePolicy
 from titan_ext.components.halves import overlap_in_halves
 from titan_ext.components.hf_export import for_replicated_weights
 from titan_ext.components.lora import lora_settings
@@ -77,13 +82,14 @@ def parallelize(
     compiled = compiles_model(compile_config)
     settings = check_parallelism(parallelism, training, compiled=compiled)
     check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
+    check_dispatchers(model.config, parallelism)
     refuse_fsdp1(model)
     if parallel_dims.cp_enabled and vision_modules(model):
         raise ValueError(
             "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
-    exchanges = Exchanges.decide(parallelism, training, parallel_dims, compiled=compiled)
+    exchanges = ExchangePolicy.decide(parallelism, training, parallel_dims, compiled=compiled)
     exchanges.leave_with(model)
     settings = dataclasses.replace(settings, ignored=ignored)
     settings = choose(model, settings, parallel_dims, compiled=compiled)
@@ -94,7 +100,10 @@ def parallelize(
     with keep_frozen(model):
         _shard_model_axes(model, parallel_dims)
 
-    # 2. Let the other half of a batch run while tokens travel, or shared experts.
+    # 2. Let tokens travel in fewer bytes, and the other half of a batch or shared experts run
+    #    meanwhile.
+    if exchanges.dtype is not None:
+        exchange_in_float8(model)
     if exchanges.overlap == "halves":
         overlap_in_halves(model, exchanges.ep)
     elif exchanges.overlap == "shared experts":

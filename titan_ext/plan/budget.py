@@ -32,7 +32,7 @@ from titan_ext.activation_checkpoint.solver import (
 )
 from titan_ext.base.messages import and_more, format_bytes, parse_bytes
 from titan_ext.base.op_cost import MACHINES
-from titan_ext.components.exchanges import exchanges_of
+from titan_ext.components.exchange_policy import exchange_policy_of
 from titan_ext.plan.dry_run import DryRun, dry_run
 from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan, fsdp_kind
 from titan_ext.toml.files import to_toml
@@ -96,7 +96,7 @@ class TracedBlocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
         self.kinds = [BlockKind(block.graph, block.waiting) for block in self.blocks]
         self._elsewhere = self._kinds_elsewhere(run) if run.stages else ()
-        exchanges = exchanges_of(run.model_parts[0])  # stock's own passes decide nothing
+        exchanges = exchange_policy_of(run.model_parts[0])  # stock's own passes decide nothing
         self._saves = exchanges is None or exchanges.saved
 
     def _trace(self, run: DryRun) -> Iterator[_Block]:

@@ -29,7 +29,7 @@ from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.activation_checkpoint.policy import heeds_save_all_to_all
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.run_check import RunCheck
-from titan_ext.components.exchanges import exchanges_of
+from titan_ext.components.exchange_policy import exchange_policy_of
 from titan_ext.toml.values import dump
 
 RECORD = "run.json"
@@ -129,7 +129,10 @@ def gains(trainer: Any) -> list[str]:
 
 def _exchanges(trainer: Any) -> list[str]:
     """All-to-alls of a MoE layer, where policy and backend are known to repeat them or not."""
-    policy, exchanges = trainer.config.activation_checkpoint, exchanges_of(trainer.model_parts[0])
+    policy, exchanges = (
+        trainer.config.activation_checkpoint,
+        exchange_policy_of(trainer.model_parts[0]),
+    )
     if exchanges is None or exchanges.ep == 1 or trainer.parallel_dims.pp_enabled:
         return []
     is_ours = isinstance(policy, FP8AC.Config)

@@ -16,15 +16,16 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.titan import tokens_of_microbatch
+from titan_ext.components.exchange import ExchangeDtype
 
-__all__ = ["Exchanges", "OverlapExchanges", "SaveAllToAll", "exchanges_of"]
+__all__ = ["ExchangePolicy", "OverlapExchanges", "SaveAllToAll", "exchange_policy_of"]
 
 SaveAllToAll = Literal["auto", "always", "never"]
 OverlapExchanges = Literal["none", "halves"]
 
 
 @dataclass(frozen=True)
-class Exchanges:
+class ExchangePolicy:
     """The exchanges of tokens between expert-parallel ranks.
 
     Attributes:
@@ -34,12 +35,14 @@ class Exchanges:
         stock_saves: The same of stock Titan's selective policy.
         overlap: What computes while tokens travel: the other half of a batch, shared experts
             while they travel back, or nothing.
+        dtype: In what tokens travel to their experts; None for their own dtype.
     """
 
     ep: int
     saved: bool
     stock_saves: bool
     overlap: Literal["none", "shared experts", "halves"]
+    dtype: ExchangeDtype | None
 
     @classmethod
     def decide(
@@ -49,7 +52,7 @@ class Exchanges:
         parallel_dims: ParallelDims,
         *,
         compiled: bool,
-    ) -> "Exchanges":
+    ) -> "ExchangePolicy":
         """Decide from the config: ``parallelism`` is Titan's section, with its defaults, or ours.
 
         The ranks that exchange tokens are neighbours, so that they span nodes if a node has fewer.
@@ -71,7 +74,8 @@ class Exchanges:
                 logger.info(f'parallelism.overlap_exchanges = "halves" does nothing: {why_not}.')
             else:
                 overlap = "halves"
-        return cls(ep, saved, stock_saves, overlap)
+        dtype = getattr(parallelism, "exchange_dtype", None)
+        return cls(ep, saved, stock_saves, overlap, dtype)
 
     def log_saved(self, model: Decoder) -> None:
         """Say what selective activation checkpointing does with the exchanges, and its price."""
@@ -94,11 +98,11 @@ class Exchanges:
         )
 
     def leave_with(self, model: nn.Module) -> None:
-        """Let ``exchanges_of`` find this as long as the model lives."""
+        """Let ``exchange_policy_of`` find this as long as the model lives."""
         model.__dict__["_exchanges"] = self
 
 
-def exchanges_of(model: nn.Module) -> Exchanges | None:
+def exchange_policy_of(model: nn.Module) -> ExchangePolicy | None:
     """What was decided for a model or pipeline chunk; None if titan_ext did not parallelize it."""
     return cast(Any, model).__dict__.get("_exchanges")
 
