@@ -65,12 +65,11 @@ def _decide() -> tuple:
     dist.init_process_group("gloo")
     with torch.device("meta"):
         model: Any = cast(Any, titan_config("deepseek_v3").model_spec).model.build()
+    keys, training = ParallelismConfig(), TrainingConfig()
     try:
         return (
             ranks_per_node(),
-            ExchangePolicy.decide(
-                ParallelismConfig(), TrainingConfig(), wide, compiled=False
-            ).saved,
+            ExchangePolicy.decide(keys, training, wide, compiled=False).saved,
             choose(model, FSDPSettings(), dims).wrap,
         )
     finally:

@@ -235,22 +235,25 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 # under one, torch.compile would silently leave the codec uncompiled.
 
 _BACKEND = "inductor"
-_codecs: dict[str, Codec] = {}
 _warned: list[str] = []
 _not_compiled: set[Callable[..., Any]] = set()
 _MOST_KINDS = 32
 _kinds: dict[Callable[..., Any], set[Any]] = defaultdict(set)
 
 
-@functools.cache
 def codec_name(codec: Codec) -> str:
     """``codec`` as an argument of the operations."""
-    _codecs[str(codec)] = codec
-    return str(codec)
+    return f"{codec.dtype} {codec.block}"
+
+
+@functools.cache
+def _codec_called(name: str) -> Codec:
+    dtype, block = name.split()
+    return Codec(dtype, int(block))  # type: ignore[arg-type]
 
 
 def _quantize(x: torch.Tensor, codec: str, one_kernel: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    settings = _codecs[codec]
+    settings = _codec_called(codec)
     if not one_kernel or x.numel() == 0:
         return tuple(quantize(x, settings))
     blocks = _whole_blocks(x, settings)
@@ -261,7 +264,7 @@ def _quantize(x: torch.Tensor, codec: str, one_kernel: bool) -> tuple[torch.Tens
 def _dequantize(
     data: torch.Tensor, scales: torch.Tensor, codec: str, dtype: torch.dtype, one_kernel: bool
 ) -> torch.Tensor:
-    settings = _codecs[codec]
+    settings = _codec_called(codec)
     if not one_kernel or data.numel() == 0:
         return dequantize(Quantized(data, scales), settings, dtype)
     blocks = _whole_blocks(data, settings)

@@ -129,10 +129,8 @@ def gains(trainer: Any) -> list[str]:
 
 def _exchanges(trainer: Any) -> list[str]:
     """All-to-alls of a MoE layer, where policy and backend are known to repeat them or not."""
-    policy, exchanges = (
-        trainer.config.activation_checkpoint,
-        exchange_policy_of(trainer.model_parts[0]),
-    )
+    policy = trainer.config.activation_checkpoint
+    exchanges = exchange_policy_of(trainer.model_parts[0])
     if exchanges is None or exchanges.ep == 1 or trainer.parallel_dims.pp_enabled:
         return []
     is_ours = isinstance(policy, FP8AC.Config)
