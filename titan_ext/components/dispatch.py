@@ -36,7 +36,7 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from titan_ext.components.exchange import Exchange, Finish, FinishSorted, Start, Turn
+from titan_ext.components.exchange import Exchange, Finish, FinishSorted, Pack, Start, Turn
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
 # top-k), R = routed tokens received by this rank's experts, D = model dimension. T = tokens, E =
@@ -141,10 +141,11 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     def _local_reorder(self, x_TD, topk_scores_TK, topk_expert_ids_TK):
         if self._turn is None or not self.sends_float8:
             return super()._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
-        # Of the tokens only their order: ``Start`` packs each once, and copies that.
-        order = super()._local_reorder(x_TD[:, :0], topk_scores_TK, topk_expert_ids_TK)
-        self._turn.tokens = x_TD, order[1]
-        return order
+        # Of the tokens only their order: each is packed once, however often it is sent.
+        _, indices_N, scores_N = super()._local_reorder(
+            x_TD[:, :0], topk_scores_TK, topk_expert_ids_TK
+        )
+        return Pack.apply(x_TD, indices_N, self._turn), indices_N, scores_N
 
     def _permute(self, routed_input_RD, num_global_tokens_per_local_expert_E):
         if self._turn is not None:  # nothing has come yet
@@ -222,11 +223,10 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     ) -> torch.Tensor:
         """Send tokens to the ranks of their experts: ``(N, D)`` -> ``(R, D)``, rank-major."""
         if (turn := self._turn) is not None:
-            float8 = "out" if turn.tokens else ""
+            packed_NW, turn.packed = turn.packed, None
+            float8 = "" if packed_NW is None else "out"
             turn.exchange = Exchange(self._ep_mesh, input_splits, output_splits, float8=float8)
-            x, indices_N = turn.tokens or (routed_input_ND, None)
-            turn.tokens = None
-            return Start.apply(x, turn.exchange, indices_N)
+            return Start.apply(routed_input_ND, turn.exchange, packed_NW)
         with _unchecked(routed_input_ND, pg):
             received_RD = all_to_all_single(
                 routed_input_ND, output_splits, input_splits, self._ep_mesh

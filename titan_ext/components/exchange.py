@@ -43,8 +43,8 @@ class Turn:
     counts: Any = None
     """Of the tokens that this rank's experts get, by rank and expert ``(E,)``."""
     metadata: Any = None
-    tokens: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Those that are sent in float8 ``(T, D)``, and in which order ``(N,)``."""
+    packed: torch.Tensor | None = None
+    """Rows ``(N, W)`` that are sent in float8."""
 
 
 class Exchange:
@@ -89,37 +89,45 @@ class Exchange:
         return wait_tensor(arriving)
 
 
-class Start(torch.autograd.Function):
-    """Starts an exchange, returns what it sends. Backward waits for what ``Finish`` started.
+class Pack(torch.autograd.Function):
+    """Packs rows of ``x_TD`` for an exchange, each once, and copies them in the order of ``Turn``.
 
-    With ``indices_N`` it sends those rows of ``x``, packed; a row is packed once, however often it
-    is sent. What is returned then has its place in the graph, but no values.
+    What is returned has the place of ``x_TD[indices_N]`` in the graph, but no values. Ahead of the
+    exchange, which first waits for counts: the host then has something to give out.
     """
 
     @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, indices_N: torch.Tensor, turn: Turn) -> torch.Tensor:
+        ctx.tokens = len(x_TD)
+        ctx.save_for_backward(indices_N)
+        turn.packed = pack(x_TD).index_select(0, indices_N)
+        return _placeholder(x_TD, len(indices_N))
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (indices_N,) = ctx.saved_tensors
+        # As autograd's for an index.
+        grad_TD = grad_ND.new_zeros(ctx.tokens, grad_ND.shape[-1])
+        return grad_TD.index_put_((indices_N,), grad_ND, accumulate=True), None, None
+
+
+class Start(torch.autograd.Function):
+    """Starts an exchange, returns what it sends. Backward waits for what ``Finish`` started."""
+
+    @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, exchange: Exchange, indices_N: torch.Tensor | None = None
+        ctx: Any, sent_ND: torch.Tensor, exchange: Exchange, packed_NW: torch.Tensor | None = None
     ) -> torch.Tensor:
         ctx.exchange = exchange
-        if indices_N is None:
-            exchange.start(x)
-            return x.view_as(x)
-        ctx.tokens = len(x)
-        ctx.save_for_backward(indices_N)
-        exchange.start(pack(x).index_select(0, indices_N))
-        return _placeholder(x, len(indices_N))
+        exchange.start(sent_ND if packed_NW is None else packed_NW)
+        return sent_ND.view_as(sent_ND)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         arrived = ctx.exchange.arrived()
         if ctx.exchange.float8 == "back":
             arrived = unpack(arrived, grad_ND.shape[-1], grad_ND.dtype)
-        if ctx.exchange.float8 != "out":
-            return arrived, None, None
-        # As autograd's for ``x[indices_N]``.
-        (indices_N,) = ctx.saved_tensors
-        grad_TD = arrived.new_zeros(ctx.tokens, arrived.shape[-1])
-        return grad_TD.index_put_((indices_N,), arrived, accumulate=True), None, None
+        return arrived, None, None
 
 
 class Finish(torch.autograd.Function):
