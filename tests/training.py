@@ -176,7 +176,7 @@ class Run:
     def __str__(self) -> str:
         first = [self.model, f"{self.world}r", f"ep{self.ep}", self.backend, self.parallelize]
         others = [
-            f"{field.name}_{_in_a_name(value)}"
+            _in_a_name(field.name, value)
             for field in fields(self)
             if field.name not in ("model", "world", "ep", "backend", "parallelize", *_OF_TESTS)
             and (value := getattr(self, field.name)) != field.default
@@ -189,12 +189,16 @@ _OF_TESTS += ("watch_routing", "keep_gradients")
 """What a run's name leaves out: how long it is, and what a test looks at."""
 
 
-def _in_a_name(value: Any) -> str:
+def _in_a_name(key: str, value: Any) -> str:
+    """``compiled``, ``pp2``, ``schedule_ZBVZeroBubble``."""
+    if value is True:
+        return key
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{key}{value}"
     if isinstance(value, FP8AC.Config):
-        return f"{value.mode}_{value.preset}"
-    if isinstance(value, tuple):
-        return "_".join(map(_in_a_name, value))
-    return str(value).replace("/", "_")
+        value = f"{value.mode}_{value.preset}"
+    parts = np.ravel(value) if isinstance(value, tuple) else [value]
+    return "_".join([key, *map(str, parts)])
 
 
 @dataclass
