@@ -132,15 +132,15 @@ class FP8AC(ActivationCheckpointing):
                         f"{did_you_mean(value, known)}"
                     )
             check_releases(self.solved_with)
-            for is_wrong, key, why in (*self._wrong_with_budget(), *self._wrong_together()):
+            for is_wrong, message in (*self._wrong_with_budget(), *self._wrong_together()):
                 if is_wrong:
-                    raise ValueError(f"{KEY}.{key} is {getattr(self, key)!r}{why}")
+                    raise ValueError(f"{KEY}.{message}")
             try:
                 self.codec()
             except ValueError as error:
                 raise ValueError(str(error).replace("Codec.", f"{KEY}.")) from None
 
-        def _wrong_with_budget(self) -> Iterator[tuple[bool, str, str]]:
+        def _wrong_with_budget(self) -> Iterator[tuple[bool, str]]:
             """What a budget refuses, as in ``_wrong_together``."""
             if not self.budget:
                 return
@@ -153,54 +153,48 @@ class FP8AC(ActivationCheckpointing):
                 value = getattr(self, key)
                 yield (
                     value != free,
-                    "budget",
-                    f", for which the run finds {KEY}.op_policies; {KEY}.{key} is {value!r}. "
-                    f"Expected {expected}, or no budget.",
+                    f"budget is {self.budget!r}, for which the run finds {KEY}.op_policies; "
+                    f"{KEY}.{key} is {value!r}. Expected {expected}, or no budget.",
                 )
 
-        def _wrong_together(self) -> Iterator[tuple[bool, str, str]]:
-            """Whether keys do not go together, the key that is named, and the message after it."""
+        def _wrong_together(self) -> Iterator[tuple[bool, str]]:
+            """Whether keys do not go together, and what the message says after the section."""
             recomputes, limit = self.mode != "no_recompute", self.offload_limit
             yield (
                 self.mode != "selective" and self.preset != "memory",
-                "preset",
-                f'; it has no meaning with mode "{self.mode}".',
+                f'preset is {self.preset!r}; it has no meaning with mode "{self.mode}".',
             )
             yield (
                 self.mode == "full" and self.attention != "auto",
-                "attention",
-                '; it has no meaning with mode "full", which recomputes attention.',
+                f'attention is {self.attention!r}; it has no meaning with mode "full", which '
+                "recomputes attention.",
             )
             yield (
                 not recomputes and self.attention == "recompute",
-                "attention",
-                ', but mode "no_recompute" recomputes nothing; expected "save" or "save_float8".',
+                'attention is "recompute", but mode "no_recompute" recomputes nothing; expected '
+                '"save" or "save_float8".',
             )
             yield (
                 self.debug and recomputes,
-                "debug",
-                ", but torch has no debug mode for selective checkpoints. Expected false, or "
-                'policy "full".',
+                "debug is on; torch has no debug mode for selective checkpoints. Expected false, "
+                'or policy "full".',
             )
             for rule in self.rules():
                 yield (
                     not recomputes and (not rule.policy.keeps or rule.op != "*"),
-                    "op_policies",
-                    '; with mode "no_recompute" autograd decides what is saved: expected modules '
-                    "with save, save_float8, offload or offload_float8, got "
+                    'op_policies: with mode "no_recompute" autograd decides what is saved; '
+                    "expected modules with save, save_float8, offload or offload_float8, got "
                     f"{rule.module}:{rule.op} = {rule.policy.value!r}.",
                 )
             yield (
                 bool(limit) and parse_bytes(limit) is None,
-                "offload_limit",
-                f'; expected a size such as "64GiB" (units: {", ".join(BYTES)}), or "" for no '
-                "limit.",
+                f'offload_limit is {limit!r}; expected a size such as "64GiB" (units: '
+                f'{", ".join(BYTES)}), or "" for no limit.',
             )
             yield (
                 bool(limit) and not self.offloads(),
-                "offload_limit",
-                ", but nothing is offloaded: expected offload or offload_float8 in "
-                f"{KEY}.op_policies, or a budget.",
+                f"offload_limit is {limit!r}, but nothing is offloaded: expected offload or "
+                f"offload_float8 in {KEY}.op_policies, or a budget.",
             )
 
         def codec(self) -> Codec:
