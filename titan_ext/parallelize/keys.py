@@ -203,6 +203,8 @@ class DebugConfig(TitanDebugConfig):
     Costs some 50 microseconds a collective. See docs/hangs_and_faults.md.
     """
 
+    __setattr__ = set_known_key
+
 
 def check_parallelism(
     parallelism: TitanParallelismConfig,

@@ -35,6 +35,11 @@ from titan_ext.components.dispatch import (
     use_functional_all_to_all,
 )
 from titan_ext.components.exchange_policy import ExchangePolicy
+from titan_ext.components.float8_linears import (
+    check_float8_gather,
+    make_scales_together,
+    note_steps,
+)
 from titan_ext.components.halves import overlap_in_halves
 from titan_ext.components.hf_export import for_replicated_weights
 from titan_ext.components.lora import lora_settings
@@ -83,6 +88,7 @@ def parallelize(
     settings = check_parallelism(parallelism, training, compiled=compiled)
     check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
     check_dispatchers(model.config, parallelism)
+    check_float8_gather(model.config, parallelism)
     refuse_fsdp1(model)
     if parallel_dims.cp_enabled and vision_modules(model):
         raise ValueError(
@@ -135,6 +141,7 @@ def parallelize(
     if skip_dp:
         return model
     shard_decoder(model, parallel_dims, settings, units=units)
+    make_scales_together(model)
     return model
 
 
@@ -204,7 +211,7 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
         model=spec.model,
         parallelize_fn=parallelize,
         pipelining_fn=spec.pipelining_fn,
-        post_optimizer_build_fn=after_optimizer,
+        post_optimizer_build_fn=note_steps(after_optimizer),
         state_dict_adapter=for_replicated_weights(adapter) if adapter else None,
         stock_parallelize_fn=spec.parallelize_fn,
     )
