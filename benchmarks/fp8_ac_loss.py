@@ -5,6 +5,8 @@
     python benchmarks/fp8_ac_loss.py --report-only
     python benchmarks/fp8_ac_loss.py --ep 1 --warm 300 --steps 100 \
         --arms selective noise float8-gather bad-gather --output outputs/fp8_gather_loss
+    python benchmarks/fp8_ac_loss.py --warm 200 --steps 80 \
+        --arms selective noise halves float8-exchange bad-exchange --output outputs/exchange_loss
 
 It trains the DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, for 300 steps on Python's
 standard library. Parameters are fp32, computation is bf16. Training is chaotic: a relative change
@@ -72,9 +74,13 @@ ARMS: dict[str, Any] = {
     "bad-codec": FP8AC.Config,
     "float8-gather": SelectiveAC.Config,
     "bad-gather": SelectiveAC.Config,
+    "halves": SelectiveAC.Config,
+    "float8-exchange": SelectiveAC.Config,
+    "bad-exchange": SelectiveAC.Config,
 }
 """By name, what checkpoints activations. "fp8" is the policy's default."""
 _GATHERS = ("float8-gather", "bad-gather")
+_EXCHANGES = ("float8-exchange", "bad-exchange")
 
 
 def train_rank(
@@ -101,6 +107,8 @@ def train_rank(
         ep=ep,
         ac=ARMS[REFERENCE if arm == WARM else arm](),
         expert_all_gather="float8" if arm in _GATHERS else None,
+        exchange_dtype="float8" if arm in _EXCHANGES else None,
+        overlap_exchanges="halves" if arm == "halves" else "none",
         global_batch=2 * batch,
         seq_len=seq_len,
         steps=steps,

@@ -96,8 +96,9 @@ def describe(run: Run) -> tuple[str, str]:
 
 
 def is_lossy(run: Run) -> bool:
-    """Whether ``run`` keeps or sends something in fewer bits than stock Titan ever does."""
-    lossy = run.expert_all_gather or run.exchange_dtype
+    """Whether ``run`` rounds otherwise than stock Titan: in fewer bits, or sums of halves."""
+    halves = run.overlap_exchanges != "none"  # other rounding: sums of two halves
+    lossy = run.expert_all_gather or run.exchange_dtype or halves
     return bool(lossy) or not isinstance(run.ac, str) or run.ac.startswith("fp8")
 
 

@@ -317,6 +317,7 @@ _EXPERTS: list[dict[str, Any]] = [
     {"world": 2, "ep": 2, "ac": "fp8"},
     {"world": 2, "ep": 2, "ac": "fp8_no_recompute"},
 ]
+_TWO_SEQUENCES: dict[str, Any] = {"overlap_exchanges": "halves", "global_batch": 8}
 _ON_THE_WIRE: list[dict[str, Any]] = [
     {"world": 2, "ep": 2, "save_all_to_all": "always"},
     {"world": 4, "ep": 2, "save_all_to_all": "always"},
@@ -328,6 +329,14 @@ _ON_THE_WIRE: list[dict[str, Any]] = [
     {"world": 4, "ep": 2, "expert_reduce_scatter": "bfloat16"},
     {"world": 4, "ep": 2, "expert_all_gather": "float8"},
     {"world": 4, "ep": 2, "expert_all_gather": "float8", "backend": "partial_dtensor"},
+    {"world": 2, "ep": 2, "exchange_dtype": "float8"},
+    {"world": 4, "ep": 2, "exchange_dtype": "float8", "backend": "partial_dtensor"},
+    {"world": 2, "ep": 2, "exchange_dtype": "float8", "ac": "fp8", "save_all_to_all": "always"},
+    {"world": 2, "ep": 2, "tp": 2, "exchange_dtype": "float8"},
+    {"world": 2, "ep": 2, **_TWO_SEQUENCES},
+    {"world": 4, "ep": 2, **_TWO_SEQUENCES, "backend": "partial_dtensor"},
+    {"world": 4, "ep": 2, **_TWO_SEQUENCES, "exchange_dtype": "float8", "dp_replicate": 2},
+    {"world": 4, "ep": 2, **_TWO_SEQUENCES, "pp": 2, "layers": 4, "microbatch_size": 2},
 ]
 _EXPERT_UNITS = [replace(Run(parallelize="experts"), **layout) for layout in _EXPERTS]
 _EXPERT_UNITS += [
@@ -370,6 +379,8 @@ _FEWER_ROWS: list[dict[str, Any]] = [
     {"experts": 5, "reduce_scatter_buffers": 2},
     {"experts": 6, "ep": 2, "expert_reduce_scatter": "bfloat16"},
     {"experts": 6, "ep": 2, "expert_all_gather": "float8"},
+    {"experts": 6, "ep": 2, "exchange_dtype": "float8"},
+    {"experts": 6, "ep": 2, **_TWO_SEQUENCES},
     {"experts": 5, "parallelize": "experts", "expert_reduce_scatter": "bfloat16"},
     {"experts": 5, "optimizer": "muon"},
     {"experts": 6, "ep": 2, "optimizer": "muon", "backend": "partial_dtensor"},
