@@ -72,8 +72,8 @@ def frontier(
 
     def price(preset: Any, saves: bool) -> list[float]:
         policy = FP8AC.Config(preset=preset)
-        plan = policy.plan(block.module, block.name, saves_all_to_all=saves)
-        nbytes, ms = block.graph.price(block.graph.policies_of(plan))
+        plan = policy.policies_of(block.module, block.name, saves_all_to_all=saves)
+        nbytes, ms = block.graph.price(block.graph.chosen_by(plan))
         return [nbytes / MIB, ms]
 
     def best(mib: float, **options: Any) -> list[float] | None:

@@ -67,7 +67,7 @@ def measure(codec: Codec, x: torch.Tensor, rounds: int, iterations: int, eager: 
     # The path of the store, in one kernel.
     ops, name = torch.ops.titan_ext, codec_name(codec)
     one_kernel = (
-        lambda x, _: ops.float8_quantize(x, name, None, True),
+        lambda x, _: ops.float8_quantize(x, name, True),
         lambda stored, _, dtype: ops.float8_dequantize(*stored, name, dtype, True),
     )
     kinds = {"compiled": one_kernel} | ({"eager": (quantize, dequantize)} if eager else {})
@@ -88,7 +88,7 @@ def measure(codec: Codec, x: torch.Tensor, rounds: int, iterations: int, eager: 
             ]
             kernels = len(device_busy(function, device.type == "cuda"))
             print(
-                f"{x.shape[-1]} wide, {codec.dtype} {codec.block!s:>6} {codec.scale} {kind:>8} "
+                f"{x.shape[-1]} wide, {codec.dtype} {codec.block:>6} {kind:>8} "
                 f"{way:>10}: "
                 f"{one_way / statistics.median(times) / 1e9:8.2f} GB/s, copy "
                 f"{2 * x.nbytes / statistics.median(copies) / 1e9:8.2f} GB/s, ratio "
@@ -105,8 +105,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="default: 65536 on CUDA, 16384 on CPU")
     parser.add_argument("--cols", type=int, nargs="+", default=[2048], help="last dimension")
     parser.add_argument("--dtype", nargs="+", default=["e4m3"], help="e4m3 e5m2")
-    parser.add_argument("--block", nargs="+", default=["128"], help="64 128 256 row tensor")
-    parser.add_argument("--scale", nargs="+", default=["e8m0"], help="e8m0 fp32")
+    parser.add_argument("--block", nargs="+", type=int, default=[128], help="64 128 256")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--iterations", type=int, help="a round; default: 20 on CUDA, 1 on CPU")
     parser.add_argument("--no-eager", action="store_true", help="compiled only")
@@ -119,8 +118,8 @@ def main() -> None:
     for cols in args.cols:
         x = torch.randn(rows, cols, dtype=torch.bfloat16, device=device)
         print(f"[{rows}, {cols}], {x.nbytes / 2**20:.0f} MiB")
-        for dtype, block, scale in itertools.product(args.dtype, args.block, args.scale):
-            codec = Codec(dtype, int(block) if block.isdigit() else block, scale)
+        for dtype, block in itertools.product(args.dtype, args.block):
+            codec = Codec(dtype, block)
             iterations = args.iterations or (20 if on_cuda else 1)
             measure(codec, x, args.rounds, iterations, not args.no_eager)
 

@@ -25,8 +25,8 @@ from benchmarks.fused_attention import observed_logits, use_fused_attention
 from tests.on_cpu import list_all_to_all
 from titan_ext.api import ParallelismConfig, extend_model_spec
 from titan_ext.base import no_accelerator
-from titan_ext.components.dispatch import SaveAllToAll
 from titan_ext.components.early_scores import use_early_scores
+from titan_ext.components.exchange_policy import SaveAllToAll
 
 __all__ = ["GEOMETRIES", "BlockRun", "Layout", "block_spec", "build_chunk"]
 

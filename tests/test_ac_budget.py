@@ -172,7 +172,7 @@ class Block:
         return nbytes, {n: gradient for n, gradient in found.items() if gradient is not None}
 
     def plan(self, **keys):
-        return FP8AC.Config(**keys).plan(self.module, self.name)
+        return FP8AC.Config(**keys).policies_of(self.module, self.name)
 
     def config(self, budget: int, *, float8: bool = True) -> tuple[FP8AC.Config, int]:
         found = solve(self.kinds, budget, float8=float8)
@@ -205,11 +205,11 @@ def test_regions_have_the_names_of_titans_next_release(block):
         "attention.inner_attention": "save",
     }
     chosen, expected = (
-        block.graph.policies_of(block.plan(preset="stock", op_policies=table))
+        block.graph.chosen_by(block.plan(preset="stock", op_policies=table))
         for table in (regions, patterns)
     )
     assert chosen == expected
-    assert chosen != block.graph.policies_of(block.plan(preset="stock"))
+    assert chosen != block.graph.chosen_by(block.plan(preset="stock"))
 
 
 def test_what_a_block_keeps_without_checkpointing(block):
@@ -218,7 +218,7 @@ def test_what_a_block_keeps_without_checkpointing(block):
 
 @pytest.mark.parametrize("preset", ["stock", "memory", "speed"])
 def test_a_preset_is_priced_as_it_runs(block, preset):
-    nbytes, _ = block.graph.price(block.graph.policies_of(block.plan(preset=preset)))
+    nbytes, _ = block.graph.price(block.graph.chosen_by(block.plan(preset=preset)))
     assert block.measure(FP8AC.Config(preset=preset))[0] == pytest.approx(nbytes, abs=CPU_STATE)
 
 
@@ -295,10 +295,10 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[
     found = solve([BlockKind(graph)], graph.none_nbytes // 3, float8=False)
     slower = 0.0
     for preset in ("memory", "balanced", "speed", "gemms"):
-        preset_plan = FP8AC.Config(preset=preset).plan(module, name)
-        held, ms = graph.price(graph.policies_of(preset_plan))
+        preset_plan = FP8AC.Config(preset=preset).policies_of(module, name)
+        held, ms = graph.price(graph.chosen_by(preset_plan))
         slower = max(slower, ms / solve([BlockKind(graph)], held).ms)
-    plan = FP8AC.Config(preset="stock").plan(module, name)
+    plan = FP8AC.Config(preset="stock").policies_of(module, name)
     tables = [table_of([BlockKind(graph)], found.chosen, [plan])]
     dist.broadcast_object_list(tables)  # ranks have other tokens, but need one table
     _, expected = measure(None)
@@ -340,7 +340,7 @@ def test_float8_where_it_pays(block):
 
 @pytest.mark.parametrize("preset", ["stock", "memory", "balanced", "speed", "gemms"])
 def test_no_preset_is_faster_at_its_bytes_nor_much_slower(block, preset):
-    nbytes, ms = block.graph.price(block.graph.policies_of(block.plan(preset=preset)))
+    nbytes, ms = block.graph.price(block.graph.chosen_by(block.plan(preset=preset)))
     best = solve(block.kinds, nbytes).ms
     assert best <= ms
     assert ms <= 1.2 * best or preset == "stock"

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 from tests.cluster import forked_commands, run_ranks
-from tests.fp8_activations import debug_model, tokens
+from tests.fp8_activations import debug_model
 from tests.toml_files import DEBUG, Loader
 from tests.training import Run, make_config, state_hash
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
-from titan_ext.activation_checkpoint.solved import Budget
+from titan_ext.activation_checkpoint.solved import Budget, releases
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus
 from titan_ext.config_registry.resolve import load
 from titan_ext.run import budget as activation_budget
-from titan_ext.run.budget import FOLDER, ActivationBudget, solve, use
+from titan_ext.run.budget import FOLDER, ActivationBudget, solve_elsewhere, use
 
 BUDGET = 4 * 2**20
 TEXT = f"""
@@ -102,7 +102,7 @@ def test_a_run_holds_what_was_solved_and_a_later_start_has_the_same_table(
 
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(activation_budget, "solve", None)
+    monkeypatch.setattr(activation_budget, "solve_elsewhere", None)
     later: Any = load(tmp_path / "budget" / "run.toml")
     later.dump_folder, later.training.steps = str(tmp_path / "budget" / "run"), 9
     check = ActivationBudget()
@@ -305,7 +305,7 @@ def test_what_stops_the_solver_is_said(
     made: Any = make_config(Run(parallelize="block"), folder)
     made.activation_checkpoint = FP8AC.Config(budget="1GiB")
     with pytest.raises(ValueError, match="this config was made in Python"):
-        solve(made, 8, folder, [])
+        solve_elsewhere(made, 8, folder, [])
 
 
 def test_without_checkpointing_there_is_no_table(config: Loader):
@@ -331,49 +331,15 @@ def test_budgets(text: str, expected: Budget):
     assert Budget.parse(text) == expected
 
 
-def _forward(solved_for: dict[str, str]) -> None:
-    table = {"feed_forward:aten.mul:*:1": "save", "feed_forward.w1": "save", "*": "recompute"}
-    model = debug_model(layers=1)  # dense
-    config = FP8AC.Config(preset="stock", op_policies=table, solved_for=solved_for)
-    policy = enable_fp8_activation_checkpointing(model, config)
-    for _ in range(2):
-        model(tokens()).sum().backward()
-    assert policy.memory_report.blocks
-
-
 @pytest.mark.parametrize(
-    "solved_for",
-    [
-        {},
-        {"layers.0": "feed_forward:aten.mul 1"},
-        {"layers.0": "feed_forward:aten.mul 2", "layers.7": "feed_forward:aten.mul 1"},
-        {"layers.0": "feed_forward:aten.silu 5, feed_forward:aten.mul 1"},  # a rule taken out
-        {"layers.3": "moe:aten.add 3, feed_forward:aten.mul 2"},  # other modules: another stage's
-    ],
+    "solved_with", [{}, releases(), {"torch": releases()["torch"], "elsewhere": "1.0"}]
 )
-def test_operations_as_solved_for(solved_for: dict[str, str]):
-    _forward(solved_for)
+def test_a_table_of_these_releases(solved_with: dict[str, str]):
+    FP8AC.Config(solved_with=solved_with)
 
 
-def test_a_kind_that_has_none_of_them_is_compared_too():
-    """Else a block of one kind would pass as one of another, of which the rest is the same."""
-    solved = {"layers.3": "", "layers.4": "feed_forward:aten.mul 3"}
-    with pytest.raises(ValueError, match=r"aten\.mul runs 1 times in layers\.0, and 0"):
-        _forward(solved)
-
-
-def test_other_operations_than_solved_for_are_refused():
-    with pytest.raises(ValueError, match="solved for other operations") as error:
-        _forward({"layers.3": "feed_forward:aten.mul 2"})
-    assert str(error.value) == (
-        "activation_checkpoint.op_policies was solved for other operations: feed_forward:aten.mul "
-        "runs 1 times in layers.0, and 2 times in layers.3, for which the table was solved. Solve "
-        "again (titan_ext dry-run --activations), or leave activation_checkpoint.solved_for out: "
-        "then nothing is compared."
-    )
-
-
-@pytest.mark.usefixtures("accelerator")
-def test_on_a_gpu_other_operations_are_a_warning(caplog: pytest.LogCaptureFixture):
-    _forward({"layers.3": "feed_forward:aten.mul 2"})
-    assert "was solved for other operations" in caplog.text
+def test_a_table_of_another_release_is_refused():
+    with pytest.raises(
+        ValueError, match=r"solved with torch 2\.1, and this is 2\.1\d: .*solved_with"
+    ):
+        FP8AC.Config(solved_with={"torch": "2.1"})

@@ -50,22 +50,26 @@ def _decide() -> tuple:
     """What decides how often a rank communicates, where nodes have 4 and 2 ranks."""
     import torch
     import torch.distributed as dist
+    from torchtitan.config import TrainingConfig
 
     from titan_ext.base.op_cost import ranks_per_node
-    from titan_ext.components.dispatch import saves_all_to_all
+    from titan_ext.components.exchange_policy import ExchangePolicy
     from titan_ext.fsdp.auto import choose
     from titan_ext.fsdp.settings import FSDPSettings
     from titan_ext.parallelize.keys import ParallelismConfig
 
-    dims: Any = SimpleNamespace(ep=2, dp_shard=4, cp=1, tp=1, pp_enabled=False)
+    sizes: dict[str, Any] = {"dp_shard": 4, "cp": 1, "tp": 1, "pp_enabled": False}
+    dims: Any = SimpleNamespace(ep=2, **sizes)
+    wide: Any = SimpleNamespace(ep=4, tp_enabled=False, **sizes)
     os.environ["LOCAL_WORLD_SIZE"] = "2" if os.environ["RANK"] == "3" else "4"
     dist.init_process_group("gloo")
     with torch.device("meta"):
         model: Any = cast(Any, titan_config("deepseek_v3").model_spec).model.build()
+    keys, training = ParallelismConfig(), TrainingConfig()
     try:
         return (
             ranks_per_node(),
-            saves_all_to_all(ParallelismConfig(), 4, compiled=False),
+            ExchangePolicy.decide(keys, training, wide, compiled=False).saved,
             choose(model, FSDPSettings(), dims).wrap,
         )
     finally:

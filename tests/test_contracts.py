@@ -589,7 +589,7 @@ def test_titan_selective_checkpointing_shows_its_policy():
     x, w = torch.zeros(2, 4), torch.zeros(4, 4)
     answers = [forward.policy_fn(context, torch.ops.aten.mm.default, x, w) for _ in range(2)]
     assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
-    plan = FP8AC.Config(preset="stock").plan(block, "layers.0")
+    plan = FP8AC.Config(preset="stock").policies_of(block, "layers.0")
     assert plan.stock_policy() is not plan.stock_policy(), "counts start anew in each forward"
 
 

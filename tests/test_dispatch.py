@@ -2,9 +2,11 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from torchtitan.config import TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
@@ -19,9 +21,9 @@ from tests.training import titan_config
 from titan_ext.components.dispatch import (
     FunctionalAllToAllTokenDispatcher,
     overlap_shared_experts,
-    saves_all_to_all,
     use_functional_all_to_all,
 )
+from titan_ext.components.exchange_policy import ExchangePolicy
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.passes import extend_model_spec, parallelize
 
@@ -222,4 +224,6 @@ def test_what_saves_all_to_alls(
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     parallelism = ParallelismConfig(save_all_to_all=value, spmd_backend=backend)
-    assert saves_all_to_all(parallelism, ep, compiled=compiled) is saves
+    dims: Any = SimpleNamespace(ep=ep, tp_enabled=False)
+    exchanges = ExchangePolicy.decide(parallelism, TrainingConfig(), dims, compiled=compiled)
+    assert exchanges.saved is saves

@@ -33,7 +33,7 @@ from titan_ext.activation_checkpoint.compile import (
     compiled_checkpoint,
     parts,
 )
-from titan_ext.activation_checkpoint.op_policies import BlockPlan, parse_rules
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies, parse_rules
 from titan_ext.activation_checkpoint.partition import (
     Float8Partitioner,
     Saved,
@@ -319,8 +319,8 @@ def test_blocks_that_decide_differently_share_no_code():
     """Dynamo would give the second block the code of the first: it does not guard on policies."""
 
     class SecondLess(FP8AC):
-        def compiled_plan(self, block: nn.Module, name: str) -> BlockPlan:
-            plan = super().compiled_plan(block, name)
+        def compiled_policies(self, block: nn.Module, name: str) -> BlockPolicies:
+            plan = super().compiled_policies(block, name)
             rules = parse_rules({"input": "save_float8", "*": "recompute"})
             return replace(plan, user_rules=rules) if name == "layers.2" else plan
 
@@ -394,7 +394,7 @@ def test_a_discarded_output_that_is_read_is_computed_again(how: str):
         module = _ReadsADiscard(how)
         if discards:
             rules = {"*:aten.mm": "discard", "*": "recompute"}
-            plan = FP8AC.Config(preset="stock", op_policies=rules).plan(module, "")
+            plan = FP8AC.Config(preset="stock", op_policies=rules).policies_of(module, "")
             forward = module.forward
             wrap = compiled_checkpoint({"": module}, "", plan)
             cast(Any, module).forward = lambda x: wrap(forward, x)  # noqa: B023

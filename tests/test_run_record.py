@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torchtitan.config import CompileConfig, TrainingConfig
+from torch import nn
+from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from tests.training import Run, Runs, observed, titan_config
 from titan_ext import config_registry
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.components.exchange_policy import ExchangePolicy
 from titan_ext.config_registry.resolve import load, resolve
 from titan_ext.fp8 import MemoryRow
 from titan_ext.parallelize.keys import ParallelismConfig
@@ -162,14 +164,14 @@ class _OwnSelectiveAC(SelectiveAC):
 )
 def test_all_to_alls_of_a_layer(policy: Any, saves: Any, exchanges: int | None):
     def said_of(**keys: Any) -> list[str]:
-        config = SimpleNamespace(
-            activation_checkpoint=policy,
-            parallelism=ParallelismConfig(save_all_to_all=saves, **keys),
-            training=TrainingConfig(local_batch_size=2),
-            compile=CompileConfig(),
-        )
-        dims = SimpleNamespace(ep=2, ep_enabled=True, pp_enabled=False)
-        return _exchanges(SimpleNamespace(config=config, parallel_dims=dims))
+        parallelism = ParallelismConfig(save_all_to_all=saves, **keys)
+        config = SimpleNamespace(activation_checkpoint=policy, parallelism=parallelism)
+        dims: Any = SimpleNamespace(ep=2, ep_enabled=True, tp_enabled=False, pp_enabled=False)
+        model = nn.Module()
+        training = TrainingConfig(local_batch_size=2)
+        ExchangePolicy.decide(parallelism, training, dims, compiled=False).leave_with(model)
+        parts = [model]
+        return _exchanges(SimpleNamespace(config=config, parallel_dims=dims, model_parts=parts))
 
     found = said_of()
     beside = ", as stock selective" if exchanges == 8 else "; 8 with stock selective"

@@ -13,7 +13,7 @@ import pickle
 import unittest.mock
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,6 +57,7 @@ from titan_ext.base.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
+from titan_ext.base.tensors import in_backward
 from titan_ext.fsdp import make_plan, prefetch
 from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.fsdp.plan import ShardSizes
@@ -173,49 +174,31 @@ class Run:
     """Return the (clipped) gradients of the last step, unsharded, from rank 0."""
 
     def __str__(self) -> str:
-        parts = [self.model, f"{self.world}r", f"ep{self.ep}", self.backend, self.parallelize]
-        extras = [f"pp{self.pp}"] if self.pp > 1 else []
-        extras += [self.schedule] if self.schedule != "1F1B" else []
-        extras += [f"tp{self.tp}"] if self.tp > 1 else []
-        extras += [f"cp{self.cp}"] if self.cp > 1 else []
-        extras += ["no_sp"] if not self.sequence_parallel else []
-        extras += ["offload"] if self.cpu_offload else []
-        extras += [f"lora{self.lora}"] if self.lora else []
-        extras += [f"{self.experts}experts"] if self.experts else []
-        extras += self.converters
-        extras += [self.attention] if self.attention != "cpu" else []
-        extras += [f"hsdp{self.dp_replicate}"] if self.dp_replicate > 1 else []
-        extras += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
-        if isinstance(self.ac, str):
-            extras += [self.ac] if self.ac != "selective" else []
-        else:
-            extras += [f"fp8-{self.ac.mode}-{self.ac.preset}"]
-        extras += ["plain_loss"] if not self.chunked_loss else []
-        extras += ["compiled"] if self.compiled else []
-        extras += ["fp32"] if self.param_dtype == "float32" else []
-        extras += ["unclipped"] if self.max_norm != 1.0 else []
-        extras += ["exact"] if self.exact_sums else []
-        extras += ["tracked"] if self.tracked else []
-        extras += [f"reshard_{self.reshard}"] if self.reshard != "default" else []
-        extras += [f"{name}_{value}" for name, value in self.reshard_groups]
-        extras += [f"{self.save_all_to_all}_saves"] if self.save_all_to_all != "auto" else []
-        extras += [self.overlap_exchanges] if self.overlap_exchanges != "none" else []
-        extras += [f"sends_{self.exchange_dtype}"] if self.exchange_dtype else []
-        extras += [f"replicate_{name}" for name in self.replicate]
-        extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
-        extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
-        extras += [f"rs{self.reduce_scatter_buffers}"] if self.reduce_scatter_buffers > 1 else []
-        extras += [f"shard{self.expert_shard_dim}"] if self.expert_shard_dim else []
-        extras += ["stock_copy_out"] if self.stock_copy_out else []
-        extras += [f"gather_{self.expert_all_gather}"] if self.expert_all_gather else []
-        extras += [f"reduce_{self.expert_reduce_scatter}"] if self.expert_reduce_scatter else []
-        extras += ["typechecked"] if self.typechecked else []
-        extras += [f"nodes{'+'.join(map(str, self.nodes))}"] if self.nodes else []
-        extras += [self.optimizer] if self.optimizer != "default" else []
-        extras += [self.routing] if self.routing != "learned" else []
-        extras += [f"{self.layers}layers"] if self.layers != 3 else []
-        extras += [f"batch{self.global_batch}"] if self.global_batch != 4 else []
-        return "-".join(parts + extras)
+        first = [self.model, f"{self.world}r", f"ep{self.ep}", self.backend, self.parallelize]
+        others = [
+            _in_a_name(field.name, value)
+            for field in fields(self)
+            if field.name not in ("model", "world", "ep", "backend", "parallelize", *_OF_TESTS)
+            and (value := getattr(self, field.name)) != field.default
+        ]
+        return "-".join(first + others)
+
+
+_OF_TESTS = ("narrow", "seq_len", "steps", "traced_step", "profiled_step")
+_OF_TESTS += ("watch_routing", "keep_gradients")
+"""What a run's name leaves out: how long it is, and what a test looks at."""
+
+
+def _in_a_name(key: str, value: Any) -> str:
+    """``compiled``, ``pp2``, ``schedule_ZBVZeroBubble``."""
+    if value is True:
+        return key
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{key}{value}"
+    if isinstance(value, FP8AC.Config):
+        value = f"{value.mode}_{value.preset}"
+    parts = np.ravel(value) if isinstance(value, tuple) else [value]
+    return "_".join([key, *map(str, parts)])
 
 
 @dataclass
@@ -575,8 +558,9 @@ def _watch_routing(trainer) -> list[tuple[str, bool, np.ndarray]]:
                 def note(module, args, output, name=name) -> None:
                     ids = output[1]
                     local = ids.to_local() if isinstance(ids, DTensor) else ids
-                    in_backward = torch._C._current_graph_task_id() != -1
-                    calls.append((canonical_fqn(name), in_backward, local.detach().clone().numpy()))
+                    calls.append(
+                        (canonical_fqn(name), in_backward(), local.detach().clone().numpy())
+                    )
 
                 module.register_forward_hook(note)
     return calls

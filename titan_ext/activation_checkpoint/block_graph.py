@@ -7,6 +7,7 @@ checkpoint gives them, so a solution is a table of ordinary ``op_policies``.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from titan_ext.activation_checkpoint.discards import (
 from titan_ext.activation_checkpoint.op_effects import makes_node, passes_values, written
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
-    BlockPlan,
+    BlockPolicies,
     OpLocation,
     OpPolicy,
     Resolver,
@@ -118,12 +119,12 @@ class BlockGraph:
     calls: tuple[Call, ...]
     none_nbytes: int
 
-    def policies_of(self, plan: BlockPlan) -> list[OpPolicy]:
-        """The policy of each node under a plan, a preset's for example.
+    def chosen_by(self, policies: BlockPolicies) -> list[OpPolicy]:
+        """The policy of each node under the policies of a block, a preset's for example.
 
         As in a run: a preset's discard that something reads is recomputed.
         """
-        resolver = Resolver(plan)
+        resolver = Resolver(policies)
         chosen = [resolver.resolve_input()] + [RECOMPUTE] * (len(self.nodes) - 1)
         for call in self.calls:
             context = SimpleNamespace(is_recompute=False, op_output=call.out)
@@ -137,22 +138,27 @@ class BlockGraph:
                 chosen[index] = RECOMPUTE
         return chosen
 
+    @functools.cached_property
+    def always_read(self) -> frozenset[int]:
+        """Nodes whose values must be right, whatever the policies are.
+
+        Backward reads them, or an operation does that looks into what it gets (``discards``).
+        """
+        by_backward = {index for index, node in enumerate(self.nodes) if node.is_read}
+        by_operations = (node.reads for node in self.nodes if not node.passes)
+        return frozenset(by_backward.union(*by_operations))
+
     def unsound_discards(self, chosen: list[OpPolicy]) -> list[int]:
         """Discarded nodes whose values something reads under these policies."""
-        readers: list[list[int]] = [[] for _ in self.nodes]
-        for index, node in enumerate(self.nodes):
-            for read in node.reads:
-                readers[read].append(index)
-        is_read = [False] * len(self.nodes)
+        read = set(self.always_read)
         for index in reversed(range(len(self.nodes))):
-            is_read[index] = self.nodes[index].is_read or any(
-                not self.nodes[j].passes or (chosen[j] is RECOMPUTE and is_read[j])
-                for j in readers[index]
-            )
+            node = self.nodes[index]
+            if index in read and node.passes and chosen[index] is RECOMPUTE:
+                read |= node.reads
         return [
             index
             for index, policy in enumerate(chosen)
-            if policy is DISCARD and (is_read[index] or DISCARD not in self.nodes[index].policies)
+            if policy is DISCARD and (index in read or DISCARD not in self.nodes[index].policies)
         ]
 
     def price(self, chosen: list[OpPolicy], blocks: int = 1) -> tuple[int, float]:
@@ -270,12 +276,6 @@ class _Tracer(TorchDispatchMode):
 
     def graph(self, out: Any, rates: Machine, sizes: "_Sizes") -> BlockGraph:
         """What has been recorded; ``out`` is the block's output."""
-        overwritten = {  # in place; then neither is saved, because torch writes to it again
-            storage
-            for call, foreign in zip(self._calls, self._is_foreign, strict=True)
-            if not foreign
-            for storage in storage_ids(written(call.func, call.args, call.kwargs))
-        }
         first = min((e.node for entries in self._entries for e in entries), default=0)
         autograd = AutogradNodes(first, out, self._nodes_of_ops)
         makers = {storage: {0} for storage in storage_ids(self._inputs)}
@@ -284,9 +284,9 @@ class _Tracer(TorchDispatchMode):
         calls = []
         kept: dict[int, int] = {}
         looked_at: set[int] = set()
-        for call, foreign, entries in zip(
-            self._calls, self._is_foreign, self._entries, strict=True
-        ):
+        overwritten = self._overwritten()
+        recorded = zip(self._calls, self._is_foreign, self._entries, strict=True)
+        for call, foreign, entries in recorded:
             given = set(storage_ids((call.args, call.kwargs)))
             made = _unless(parts_in(call.out), {*makers, *given})
             writes = [
@@ -300,29 +300,24 @@ class _Tracer(TorchDispatchMode):
                 if not passes_values(call.func, call.args, call.out):
                     looked_at |= reads
                 continue
-            index = len(nodes)
+            index, touched = len(nodes), set(storage_ids((made, writes)))
             node = sizes.node(call.out, call.location, op_cost(*_cost_args(call), rates).ms)
-            attends = _is_attention(call.func)
-            policies = set(node.policies)
+            policies = self._policies(call, node.policies)
             if len(entries) < len(tensors_in(call.out)) or any(map(autograd.reader, entries)):
-                policies.discard(DISCARD)
-            if fixes_routing(call.location.op, call.out):
-                policies = {SAVE}
-            elif self._runs_again(call, attends):
-                policies = {RECOMPUTE}
-            elif any(storage in overwritten for storage in storage_ids((made, writes))):
-                policies &= {RECOMPUTE, DISCARD} if writes else {RECOMPUTE}
+                policies -= {DISCARD}
+            if touched & overwritten and len(policies) > 1:  # not decided already
+                policies -= {SAVE, FLOAT8, *([] if writes else [DISCARD])}
             nodes.append(
                 replace(
                     node,
-                    policies=frozenset(policies),
+                    policies=policies,
                     reads=reads - {index},
                     passes=passes_values(call.func, call.args, call.out),
-                    is_read=any(storage in self._saved for storage in storage_ids((made, writes))),
-                    is_attention=attends,
+                    is_read=bool(touched & self._saved),
+                    is_attention=_is_attention(call.func),
                 )
             )
-            for storage in storage_ids((made, writes)):
+            for storage in touched:
                 makers.setdefault(storage, set()).add(index)
             kept |= {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in made}
             calls.append(replace(call, node=index))
@@ -334,12 +329,30 @@ class _Tracer(TorchDispatchMode):
         none = sum(nbytes for storage, nbytes in kept.items() if storage in self._saved)
         return BlockGraph(tuple(nodes), tuple(calls), none)
 
-    def _runs_again(self, call: Call, attends: bool) -> bool:
-        """Whether an operation always does: kernels of norms and around attention differ between
-        backends, and random ones would draw other numbers."""
-        in_attention = "inner_attention" in call.location.module.split(".")
+    def _overwritten(self) -> set[int]:
+        """Storages that an operation of the block writes to: torch would write again to a copy."""
+        return {
+            storage
+            for call, foreign in zip(self._calls, self._is_foreign, strict=True)
+            if not foreign
+            for storage in storage_ids(written(call.func, call.args, call.kwargs))
+        }
+
+    def _policies(self, call: Call, policies: frozenset[OpPolicy]) -> frozenset[OpPolicy]:
+        """Those of ``policies`` that an operation can have for what it is.
+
+        Kernels of norms and around attention differ between backends, and random ones would draw
+        other numbers: these always run again.
+        """
+        if fixes_routing(call.location.op, call.out):
+            return frozenset({SAVE})
+        around_attention = "inner_attention" in call.location.module.split(".")
         is_random = torch.Tag.nondeterministic_seeded in call.func.tags
-        return call.location.module in self._norms or ((in_attention or is_random) and not attends)
+        if call.location.module in self._norms or (
+            (around_attention or is_random) and not _is_attention(call.func)
+        ):
+            return frozenset({RECOMPUTE})
+        return policies
 
 
 class _Sizes:

@@ -36,7 +36,7 @@ from titan_ext.activation_checkpoint.op_effects import is_mutable, must_write
 from titan_ext.activation_checkpoint.op_policies import (
     GEMMS,
     INPUT,
-    BlockPlan,
+    BlockPolicies,
     OpLocation,
     OpPolicy,
     Resolver,
@@ -189,32 +189,32 @@ class EagerBlock:
     """What all forwards of one block share.
 
     Attributes:
-        plan: Its policies.
+        policies: Of the outputs of its operations.
         store: Where saved tensors go.
         locator: Names its operations.
         offload: Takes what a policy keeps on the host; None if none does.
-        on_report: Called with the report of the first forward, and where its operations were.
+        on_report: Called with the report of the first forward.
     """
 
-    plan: BlockPlan
+    policies: BlockPolicies
     store: SavedTensorStore
     locator: OpLocator
     offload: Offload | None
-    on_report: Callable[[BlockMemoryReport, list[OpLocation]], None]
+    on_report: Callable[[BlockMemoryReport], None]
     is_reported: bool = False
 
     def host_group(self) -> HostGroup | None:
         """Takes what one forward, which begins, keeps on the host."""
-        return self.offload.begin(self.plan.name) if self.offload is not None else None
+        return self.offload.begin(self.policies.name) if self.offload is not None else None
 
     def report(
         self, entries: list[Any], calls: Sequence[tuple[OpLocation, OpPolicy, int]] = ()
     ) -> None:
         """End of the first forward; see ``BlockMemoryReport.of``."""
         self.is_reported = True
-        report = BlockMemoryReport.of(self.plan.name, entries, calls)
+        report = BlockMemoryReport.of(self.policies.name, entries, calls)
         entries.clear()
-        self.on_report(report, [location for location, *_ in calls])
+        self.on_report(report)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -255,9 +255,9 @@ class _Call:
 
     def __init__(self, owner: BlockCheckpoint, *, counting: bool) -> None:
         self._owner = owner
-        self._plan = owner.plan
+        self._policies = owner.policies
         self._locator = owner.locator
-        self._resolver = Resolver(owner.plan, owner.used_rules, owner.refused_discards)
+        self._resolver = Resolver(owner.policies, owner.used_rules, owner.refused_discards)
         self._host = owner.host_group()
         self._discards = DiscardTracker()
         self._counting = counting
@@ -269,7 +269,7 @@ class _Call:
         self._policy = self._resolver.resolve_input()
         self._statistics: set[int] = set()
         self._arriving: dict[int, _Arriving] = {}
-        self._locator.begin(with_operands=counting or owner.plan.names_operands)
+        self._locator.begin(with_operands=counting or owner.policies.names_operands)
 
     def contexts(self) -> tuple[Any, Any]:
         """Torch's, for the forward and the recompute; they share what is saved."""
@@ -286,7 +286,7 @@ class _Call:
             self._store_arrived(args)
         policy = OpPolicy.RECOMPUTE
         # Most operations end here: this runs for each of them, on the host.
-        fixed = self._plan.fixed(func, self._locator.module)
+        fixed = self._policies.fixed(func, self._locator.module)
         if fixed is None or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
             self._location = self._locator.locate(func, args)
             policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
@@ -375,8 +375,8 @@ class _Call:
                 self._ops[index] = location, OpPolicy.RECOMPUTE, flops
 
     def _refuse_discard(self, location: OpLocation, reader: str) -> None:
-        name = self._plan.name
-        rules = [rule for rule in self._plan.user_rules if rule.policy is OpPolicy.DISCARD]
+        name = self._policies.name
+        rules = [rule for rule in self._policies.user_rules if rule.policy is OpPolicy.DISCARD]
         if any(rule.matches(location, name) for rule in rules):
             raise ValueError(
                 f"activation_checkpoint.op_policies: {location} of {name} cannot be discarded: "

@@ -46,7 +46,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_policies import (
-    BlockPlan,
+    BlockPolicies,
     OpLocation,
     OpPolicy,
     Resolver,
@@ -89,8 +89,10 @@ def apply_activation_checkpointing(
     if compiled and isinstance(policy, FP8AC):
         policy.prepare(model)
         for part in parts(model, units):
-            plan = policy.compiled_plan(part.block, part.block_name)
-            part.checkpoint(compiled_checkpoint(part.modules, part.child, plan, policy.used_rules))
+            policies = policy.compiled_policies(part.block, part.block_name)
+            part.checkpoint(
+                compiled_checkpoint(part.modules, part.child, policies, policy.used_rules)
+            )
     elif compiled and splits_blocks(units) and isinstance(policy, SelectiveAC):
         policy.apply(_Layers({}))
         for part in parts(model, units):
@@ -164,7 +166,7 @@ def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
 def compiled_checkpoint(
     modules: Mapping[str, nn.Module],
     main: str,
-    plan: BlockPlan,
+    policies: BlockPolicies,
     used_rules: set[Rule] | None = None,
 ) -> Callable[..., Any]:
     """A checkpoint for compiled code, to be called with a function and its arguments.
@@ -174,17 +176,17 @@ def compiled_checkpoint(
     """
     # Compiled code is shared between blocks. Dynamo (2.15) does not look at a checkpoint's policy
     # to tell whether it may be; it does look at constants that the traced function uses.
-    inputs = Resolver(plan, used_rules).resolve_input()
+    inputs = Resolver(policies, used_rules).resolve_input()
     names = [
         join(top, canonical_fqn(name))
         for top, part in modules.items()
         for name, _ in part.named_modules()
     ]
-    notes = annotation(inputs, plan.key(names), recompute=plan.base != "autograd")
+    notes = annotation(inputs, policies.key(names), recompute=policies.base != "autograd")
 
     def context_fn() -> Any:
         locator = TracedOpLocator(modules, main)
-        resolver = Resolver(plan, used_rules)
+        resolver = Resolver(policies, used_rules)
 
         def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             location = locator.locate(func, args, ctx.op_output)

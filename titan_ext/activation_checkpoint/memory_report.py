@@ -77,7 +77,7 @@ class BlockMemoryReport:
 
     @property
     def flops(self) -> int:
-        """Of the forward."""
+        """The floating-point operations of the forward."""
         return sum(row.flops for row in self.ops)
 
     @property
@@ -174,7 +174,7 @@ class MemoryReporter:
 
     @property
     def report(self) -> MemoryReport:
-        """Of the blocks that have run."""
+        """The reports of the blocks that have run."""
         return MemoryReport(report for report in self.blocks.values() if report is not None)
 
     def add(self, report: BlockMemoryReport) -> bool:

@@ -69,7 +69,7 @@ class NoRecompute(EagerBlock):
 
         def pack(x: torch.Tensor) -> Any:
             name = self.locator.module
-            policy, reason = self.plan.module_policy(name)
+            policy, reason = self.policies.module_policy(name)
             if not reason and values.is_statistic(x):
                 reason = STATISTIC
             host = group if policy.on_host else None

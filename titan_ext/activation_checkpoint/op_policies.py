@@ -2,7 +2,7 @@
 """Policies for the outputs of each operation of a block, and the rules that choose them.
 
 The user's rules (the table ``op_policies``) come first, then the preset's; the first that matches
-decides. If none matches, the plan saves what stock selective checkpointing saves, or what is
+decides. If none matches, the block saves what stock selective checkpointing saves, or what is
 expensive. Eager and compiled code ask the same ``Resolver``. Nothing here touches autograd.
 """
 
@@ -233,7 +233,7 @@ class _Candidates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockPlan:
+class BlockPolicies:
     """How the operations of one block are decided.
 
     Attributes:
@@ -327,7 +327,7 @@ class BlockPlan:
         return known
 
     def module_policy(self, module: str) -> tuple[OpPolicy, str]:
-        """With base "autograd": the policy of what a module saves, and why if it is exact."""
+        """The policy of what a module saves under base "autograd", and why if it is exact."""
         known = self._by_module.get(module)
         if known is None:
             parts, why = module.split("."), ""
@@ -366,43 +366,43 @@ class Resolver:
 
     def __init__(
         self,
-        plan: BlockPlan,
+        policies: BlockPolicies,
         used_rules: set[Rule] | None = None,
         refused_discards: set[OpLocation] | frozenset[OpLocation] = frozenset(),
     ) -> None:
-        self._plan = plan
-        self._stock_policies = plan.stock_policy(), plan.stock_policy()
+        self._policies = policies
+        self._stock_policies = policies.stock_policy(), policies.stock_policy()
         self._used_rules = used_rules if used_rules is not None else set()
         self._refused_discards = refused_discards
         self._refuses_discards = spmd.is_type_checking()
         self._matches: Counter[tuple[Rule, int]] = Counter()
 
     def resolve_input(self) -> OpPolicy:
-        if self._plan.base == "autograd":
-            return self._plan.module_policy("")[0]
-        return self._decide(OpLocation("", INPUT), self._plan.input)
+        if self._policies.base == "autograd":
+            return self._policies.module_policy("")[0]
+        return self._decide(OpLocation("", INPUT), self._policies.input)
 
     def resolve(
         self, location: OpLocation, ctx: Any, func: Any, args: Any, kwargs: dict[str, Any], out: Any
     ) -> OpPolicy:
         """The policy of an operation's outputs; the arguments after ``location`` are torch's.
 
-        Callers may skip operations for which ``BlockPlan.fixed`` has an answer.
+        Callers may skip operations for which ``BlockPolicies.fixed`` has an answer.
         """
-        if self._plan.base == "autograd":
-            return self._plan.module_policy(location.module)[0]
+        if self._policies.base == "autograd":
+            return self._policies.module_policy(location.module)[0]
         # It counts the operations that it is asked about.
         stock_policy = self._stock_policies[current_half()]
         stock_saves = (
-            self._plan.base == "stock" and stock_policy(ctx, func, *args, **kwargs) in _SAVES
+            self._policies.base == "stock" and stock_policy(ctx, func, *args, **kwargs) in _SAVES
         )
         if func is torch.ops.aten._to_copy.default and is_copy_to_host(args, kwargs):
             return OpPolicy.SAVE
-        base = self._plan.base_policy(location, out, stock_saves=stock_saves)
+        base = self._policies.base_policy(location, out, stock_saves=stock_saves)
         return self._decide(location, base, keeps_base=fixes_routing(location.op, out))
 
     def _decide(self, location: OpLocation, base: OpPolicy, keeps_base: bool = False) -> OpPolicy:
-        user_rules, preset_rules, is_exempt = self._plan.candidates(location)
+        user_rules, preset_rules, is_exempt = self._policies.candidates(location)
         if not user_rules and not preset_rules:
             return base.exact if is_exempt else base
         # Every rule counts its matches, so each is asked, whatever an earlier one decides.

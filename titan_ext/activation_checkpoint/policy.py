@@ -4,8 +4,7 @@
 Titan builds it from its config and applies it to a model, like its own policies.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -23,22 +22,15 @@ from titan_ext.activation_checkpoint.memory_report import (
 )
 from titan_ext.activation_checkpoint.no_recompute import NoRecompute, NoRecomputeBlock
 from titan_ext.activation_checkpoint.op_policies import (
-    BlockPlan,
-    OpLocation,
+    BlockPolicies,
     Rule,
     check_names,
     is_exempt,
     parse_rules,
 )
-from titan_ext.activation_checkpoint.presets import Attention, Preset, make_plan
-from titan_ext.activation_checkpoint.solved import KEY, Budget, check_operations
-from titan_ext.base.messages import (
-    BYTES,
-    did_you_mean,
-    parse_bytes,
-    set_known_key,
-    table_flag,
-)
+from titan_ext.activation_checkpoint.presets import Attention, Preset, block_policies
+from titan_ext.activation_checkpoint.solved import KEY, Budget, check_releases
+from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, set_known_key, table_flag
 from titan_ext.components.early_scores import has_early_scores
 from titan_ext.fp8 import Codec
 from titan_ext.fp8.offload import Offload
@@ -93,10 +85,10 @@ class FP8AC(ActivationCheckpointing):
         that take the least time within it (docs/fp8_ac.md).
         """
 
-        solved_for: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
+        solved_with: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
         """
-        How often each operation of a solved ``op_policies`` runs in each kind of block. dry-run
-        writes this; a run refuses blocks that differ. Empty: not checked.
+        The releases of torch and torchtitan that a solved ``op_policies`` was found with. dry-run
+        writes this; other releases are refused. Empty: not checked.
         """
 
         attention: Attention = "auto"
@@ -127,17 +119,8 @@ class FP8AC(ActivationCheckpointing):
         dtype: Literal["e4m3", "e5m2"] = "e4m3"
         """The float8 format: 3 bits of mantissa, or 2 and more range."""
 
-        block: Literal[64, 128, 256, "row", "tensor"] = 128
-        """How many neighbours share a scale."""
-
-        scale: Literal["e8m0", "fp32"] = "e8m0"
-        """Scales: powers of two in one byte, or fp32 in four bytes."""
-
-        stochastic: bool = False
-        """Round at random, without bias."""
-
-        seed: int = 0
-        """The seed of stochastic rounding."""
+        block: Literal[64, 128, 256] = 128
+        """How many neighbours share a scale, a power of two in one byte."""
 
         __setattr__ = set_known_key
 
@@ -150,49 +133,17 @@ class FP8AC(ActivationCheckpointing):
                         f"{KEY}.{key} is {value!r}; expected one of {', '.join(known)}"
                         f"{did_you_mean(value, known)}"
                     )
-            if self.mode != "selective" and self.preset != "memory":
-                raise ValueError(
-                    f'{KEY}.preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
-                )
-            self._check_budget()
-            if self.mode == "full" and self.attention != "auto":
-                raise ValueError(
-                    f"{KEY}.attention is {self.attention!r}; it has no meaning with mode "
-                    '"full", which recomputes attention.'
-                )
-            if self.mode == "no_recompute" and self.attention == "recompute":
-                raise ValueError(
-                    f'{KEY}.attention is "recompute", but mode "no_recompute" recomputes nothing; '
-                    'expected "save" or "save_float8".'
-                )
-            if self.debug and self.mode != "no_recompute":
-                raise ValueError(
-                    f"{KEY}.debug is on; torch has no debug mode for selective checkpoints. "
-                    'Expected false, or policy "full".'
-                )
-            for rule in self.rules():
-                if self.mode == "no_recompute" and (not rule.policy.keeps or rule.op != "*"):
-                    raise ValueError(
-                        f'{KEY}.op_policies: with mode "no_recompute" autograd decides what is '
-                        f"saved; expected modules with save, save_float8, offload or "
-                        f"offload_float8, got {rule.module}:{rule.op} = {rule.policy.value!r}."
-                    )
-            if self.offload_limit and parse_bytes(self.offload_limit) is None:
-                raise ValueError(
-                    f"{KEY}.offload_limit is {self.offload_limit!r}; expected a size such as "
-                    f'"64GiB" (units: {", ".join(BYTES)}), or "" for no limit.'
-                )
-            if self.offload_limit and not self.offloads():
-                raise ValueError(
-                    f"{KEY}.offload_limit is {self.offload_limit!r}, but nothing is offloaded: "
-                    f"expected offload or offload_float8 in {KEY}.op_policies, or a budget."
-                )
+            check_releases(self.solved_with)
+            for is_wrong, message in (*self._wrong_with_budget(), *self._wrong_together()):
+                if is_wrong:
+                    raise ValueError(f"{KEY}.{message}")
             try:
                 self.codec()
             except ValueError as error:
                 raise ValueError(str(error).replace("Codec.", f"{KEY}.")) from None
 
-        def _check_budget(self) -> None:
+        def _wrong_with_budget(self) -> Iterator[tuple[bool, str]]:
+            """What a budget refuses, as in ``_wrong_together``."""
             if not self.budget:
                 return
             Budget.parse(self.budget)
@@ -201,28 +152,70 @@ class FP8AC(ActivationCheckpointing):
                 ("op_policies", {}, "no op_policies"),
                 ("preset", "memory", "no preset"),
             ):
-                if (value := getattr(self, key)) != free:
-                    raise ValueError(
-                        f"{KEY}.budget is {self.budget!r}, for which the run finds "
-                        f"{KEY}.op_policies; {KEY}.{key} is {value!r}. Expected {expected}, or no "
-                        "budget."
-                    )
+                value = getattr(self, key)
+                yield (
+                    value != free,
+                    f"budget is {self.budget!r}, for which the run finds {KEY}.op_policies; "
+                    f"{KEY}.{key} is {value!r}. Expected {expected}, or no budget.",
+                )
+
+        def _wrong_together(self) -> Iterator[tuple[bool, str]]:
+            """Whether keys do not go together, and what the message says after the section."""
+            recomputes, limit = self.mode != "no_recompute", self.offload_limit
+            yield (
+                self.mode != "selective" and self.preset != "memory",
+                f'preset is {self.preset!r}; it has no meaning with mode "{self.mode}".',
+            )
+            yield (
+                self.mode == "full" and self.attention != "auto",
+                f'attention is {self.attention!r}; it has no meaning with mode "full", which '
+                "recomputes attention.",
+            )
+            yield (
+                not recomputes and self.attention == "recompute",
+                'attention is "recompute", but mode "no_recompute" recomputes nothing; expected '
+                '"save" or "save_float8".',
+            )
+            yield (
+                self.debug and recomputes,
+                "debug is on; torch has no debug mode for selective checkpoints. Expected false, "
+                'or policy "full".',
+            )
+            for rule in self.rules():
+                yield (
+                    not recomputes and (not rule.policy.keeps or rule.op != "*"),
+                    'op_policies: with mode "no_recompute" autograd decides what is saved; '
+                    "expected modules with save, save_float8, offload or offload_float8, got "
+                    f"{rule.module}:{rule.op} = {rule.policy.value!r}.",
+                )
+            yield (
+                bool(limit) and parse_bytes(limit) is None,
+                f'offload_limit is {limit!r}; expected a size such as "64GiB" (units: '
+                f'{", ".join(BYTES)}), or "" for no limit.',
+            )
+            yield (
+                bool(limit) and not self.offloads(),
+                f"offload_limit is {limit!r}, but nothing is offloaded: expected offload or "
+                f"offload_float8 in {KEY}.op_policies, or a budget.",
+            )
 
         def codec(self) -> Codec:
             """The codec that the keys describe."""
-            return Codec(self.dtype, self.block, self.scale, self.stochastic, self.seed)
+            return Codec(self.dtype, self.block)
 
         def rules(self) -> tuple[Rule, ...]:
             """``op_policies``, parsed."""
             return parse_rules(self.op_policies, f"{KEY}.op_policies")
 
-        def plan(self, block: nn.Module, name: str, *, saves_all_to_all: bool = True) -> BlockPlan:
+        def policies_of(
+            self, block: nn.Module, name: str, *, saves_all_to_all: bool = True
+        ) -> BlockPolicies:
             """What this policy does in the block called ``name``, parallelized as it will run.
 
             ``saves_all_to_all``: whether what an exchange of tokens delivers is saved, and not only
             its counts.
             """
-            return make_plan(
+            return block_policies(
                 block,
                 name,
                 mode=self.mode,
@@ -249,13 +242,6 @@ class FP8AC(ActivationCheckpointing):
                 raise ValueError(
                     f'{KEY}.fp32 is {self.fp32!r}; expected "save" under torch.compile, which '
                     "stores only bf16 and fp16 in float8."
-                )
-            # The noise would be the same in every step; the size of routed tokens is not known.
-            if self.stochastic or self.block == "tensor":
-                raise ValueError(
-                    f"{KEY}.stochastic = true and {KEY}.block = 'tensor' do not run under "
-                    "torch.compile: expected stochastic = false and a block of 64, 128, 256 or "
-                    "'row', or compile.enable = false."
                 )
 
         def check_exempt(self, blocks: int) -> None:
@@ -320,11 +306,11 @@ class FP8AC(ActivationCheckpointing):
         check_names(KEY, config.rules(), config.exempt, model)
         model.__dict__["_memory_reporter"] = self.reporter
 
-    def compiled_plan(self, block: nn.Module, name: str) -> BlockPlan:
+    def compiled_policies(self, block: nn.Module, name: str) -> BlockPolicies:
         """The policies for a block that is compiled (see ``compile``)."""
         self._config.check_compiled()
         self.reporter.is_compiled = True
-        return self._config.plan(block, name, saves_all_to_all=self._saves_all_to_all)
+        return self._config.policies_of(block, name, saves_all_to_all=self._saves_all_to_all)
 
     def remove_hooks(self) -> None:
         """Remove our hooks from the modules; the wrappers around the blocks stay."""
@@ -338,11 +324,11 @@ class FP8AC(ActivationCheckpointing):
         locator = OpLocator(module)
         self._locators.append(locator)
         common: dict[str, Any] = {
-            "plan": config.plan(module, name, saves_all_to_all=self._saves_all_to_all),
+            "policies": config.policies_of(module, name, saves_all_to_all=self._saves_all_to_all),
             "store": block_store(module, self.codec, compress_fp32=config.fp32 != "save"),
             "locator": locator,
             "offload": self._offload,
-            "on_report": functools.partial(self._take_report, module),
+            "on_report": self._take_report,
         }
         if config.mode == "no_recompute":
             hooks = NoRecompute(narrows_fp32=config.fp32 == "save", **common)
@@ -354,12 +340,8 @@ class FP8AC(ActivationCheckpointing):
         checkpoint = BlockCheckpoint(options=options, used_rules=self.used_rules, **common)
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
 
-    def _take_report(
-        self, module: nn.Module, report: BlockMemoryReport, locations: list[OpLocation]
-    ) -> None:
+    def _take_report(self, report: BlockMemoryReport) -> None:
         config = self._config
-        if config.solved_for and locations:
-            check_operations(config.op_policies, config.solved_for, report.block, module, locations)
         if not self.reporter.add(report):
             return
         for pattern, rule in zip(config.op_policies, config.rules(), strict=True):

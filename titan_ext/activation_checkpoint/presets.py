@@ -14,17 +14,17 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-from titan_ext.activation_checkpoint.op_policies import ROOT, BlockPlan, OpPolicy, Rule, op_name
+from titan_ext.activation_checkpoint.op_policies import ROOT, BlockPolicies, OpPolicy, Rule, op_name
 from titan_ext.components.early_scores import has_early_scores
 
-__all__ = ["Attention", "Preset", "make_plan"]
+__all__ = ["Attention", "Preset", "block_policies"]
 
 Preset = Literal["memory", "balanced", "speed", "gemms", "stock"]
 Attention = Literal["auto", "save", "save_float8", "recompute"]
 _EXPERTS = "moe.routed_experts.inner_experts"
 
 
-def make_plan(
+def block_policies(
     block: nn.Module,
     name: str,
     *,
@@ -34,8 +34,8 @@ def make_plan(
     rules: tuple[Rule, ...],
     exempt: tuple[str, ...],
     saves_all_to_all: bool,
-) -> BlockPlan:
-    """The plan of one block called ``name`` in the model; the other arguments are the policy's.
+) -> BlockPolicies:
+    """The policies of one block called ``name`` in the model; the other arguments are the policy's.
 
     Expert parallelism has been applied to ``block``, if it will be.
     """
@@ -52,7 +52,7 @@ def make_plan(
         preset_rules = _preset_rules(preset, of_attention, block, saves_all_to_all)
     else:
         base = "routing" if mode == "full" else "autograd"
-    return BlockPlan(
+    return BlockPolicies(
         name=name,
         user_rules=rules,
         preset_rules=preset_rules,
@@ -73,7 +73,7 @@ _ROUTED, _INNER = "(moe.routed_experts)", f"({_EXPERTS})"
 
 
 def _gemm(policy: OpPolicy, operand: str) -> Rule:
-    """For a grouped GEMM of the routed experts."""
+    """The rule for a grouped GEMM of the routed experts."""
     return Rule(policy, _EXPERTS, "aten.*grouped_mm*", operand)
 
 

@@ -33,7 +33,7 @@ from titan_ext.activation_checkpoint.block_graph import (
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
     ROOT,
-    BlockPlan,
+    BlockPolicies,
     OpPolicy,
     parse_rules,
 )
@@ -133,12 +133,12 @@ def solve(
         host=host,
     )
     limit = budget
-    while (found := program.solve(limit)) is not None:
+    while (found := program.minimum(limit)) is not None:
         solution = Solution.of(kinds, found)
         if solution.nbytes <= budget:
             return solution
         limit -= solution.nbytes - budget  # the solver's tolerance
-    least = program.solve(None)
+    least = program.minimum(None)
     assert least is not None, "without a budget there is a solution"
     raise BudgetTooSmallError(budget, Solution.of(kinds, least).nbytes)
 
@@ -162,7 +162,7 @@ class _Program:
     def __post_init__(self) -> None:
         self._policies = [self._choices(kind) for kind in self.kinds]
         for kind, policies in zip(self.kinds, self._policies, strict=True):
-            self._keep_discards_sound(kind.graph.nodes, policies)
+            self._keep_discards_sound(kind.graph, policies)
             if self.float8 and self.exact_attention:
                 self._keep_attention_exact(kind.graph.nodes, policies)
         self._tie_what_one_rule_names()
@@ -217,13 +217,11 @@ class _Program:
         if host.limit is not None:
             self._row(everything, 0, host.limit)
 
-    def _keep_discards_sound(self, nodes: Sequence[Node], policies: Any) -> None:
-        may_taint = [not node.is_read for node in nodes]
-        for node in nodes:
-            for read in node.reads if not node.passes else ():
-                may_taint[read] = False
+    def _keep_discards_sound(self, graph: BlockGraph, policies: Any) -> None:
+        """``BlockGraph.unsound_discards`` finds none: no node that is read is tainted."""
+        may_taint = [index not in graph.always_read for index in range(len(graph.nodes))]
         tainted = [self._column(most=int(may)) for may in may_taint]
-        for index, node in enumerate(nodes):
+        for index, node in enumerate(graph.nodes):
             if DISCARD in policies[index]:
                 self._at_least(tainted[index], policies[index][DISCARD])
             for read in node.reads:
@@ -260,7 +258,7 @@ class _Program:
                         terms[other[policy]] = -1.0
                     self._row(terms, 0, 0)
 
-    def solve(self, budget: int | None) -> list[list[OpPolicy]] | None:
+    def minimum(self, budget: int | None) -> list[list[OpPolicy]] | None:
         """None if there is no solution; without ``budget`` the one with the fewest bytes."""
         unit = max(self._nbytes)  # so that the solver's tolerances suit the rows
         nbytes = np.array(self._nbytes) / unit
@@ -290,7 +288,7 @@ class _Program:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Without standard output: HiGHS prints a line there whatever its options are."""
+    """Close standard output: HiGHS prints a line there whatever its options are."""
     sys.stdout.flush()
     before = os.dup(1)
     with open(os.devnull, "w") as nothing:
@@ -303,7 +301,7 @@ def _silent() -> Iterator[None]:
 
 
 def table_of(
-    kinds: Sequence[BlockKind], chosen: Sequence[list[OpPolicy]], plans: Sequence[BlockPlan]
+    kinds: Sequence[BlockKind], chosen: Sequence[list[OpPolicy]], plans: Sequence[BlockPolicies]
 ) -> dict[str, str]:
     """The ``op_policies`` that choose so, in the order of the operations.
 
@@ -315,7 +313,7 @@ def table_of(
     (input_policy,) = {policies[0] for policies in chosen}
     ends = {INPUT: str(input_policy)}, {"*": str(RECOMPUTE)}
     default = _rules_as_user(plans, ends[0] | ends[1])
-    without = [k.graph.policies_of(p) for k, p in zip(kinds, default, strict=True)]
+    without = [k.graph.chosen_by(p) for k, p in zip(kinds, default, strict=True)]
     calls = [
         (call, kind_index, chosen[kind_index][call.node] if call.node >= 0 else None)
         for kind_index, kind in enumerate(kinds)
@@ -343,11 +341,11 @@ def table_of(
                     break
     table = ends[0] | middle | ends[1]
     for kind, policies, plan in zip(kinds, chosen, _rules_as_user(plans, table), strict=True):
-        assert kind.graph.policies_of(plan) == policies, "the table says what was solved"
+        assert kind.graph.chosen_by(plan) == policies, "the table says what was solved"
     return table
 
 
-def _rules_as_user(plans: Sequence[BlockPlan], table: Mapping[str, str]) -> list[BlockPlan]:
+def _rules_as_user(plans: Sequence[BlockPolicies], table: Mapping[str, str]) -> list[BlockPolicies]:
     rules = parse_rules(table)
     return [replace(plan, user_rules=rules, _by_location={}, _fixed={}) for plan in plans]
 

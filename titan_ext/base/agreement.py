@@ -168,10 +168,6 @@ class LastStep:
             self._begun = step
             return True
 
-    def is_known(self) -> bool:
-        """Whether the list is closed."""
-        return self._store.check(["latest"]) and self._store.get("latest").endswith(b"closed")
-
     def reason(self) -> int:
         """That of the first who asked. Each rank calls this once, when it may not begin a step."""
         reason = int(self._store.get("asked"))

@@ -98,7 +98,7 @@ def ranks_in_words(ranks: Collection[int]) -> str:
 
 
 def table_flag(value_from: Callable[[str], Any] = str) -> PrimitiveConstructorSpec[dict[str, Any]]:
-    """For a key of type ``Annotated[dict[str, ...], table_flag()]``: the flag is the whole table.
+    """Make the flag of a key of type ``Annotated[dict[str, ...], table_flag()]`` the whole table.
 
     ``--parallelism.fsdp_reshard_groups attention never moe always``. For a dict that is not empty,
     tyro by itself makes one flag for each of its names and takes no other name. ``value_from``
@@ -192,7 +192,7 @@ def log_on_one_node() -> None:
 
 @contextlib.contextmanager
 def quiet(verbose: bool) -> Iterator[None]:
-    """Without the log of the start, but with warnings of titan_ext; ``verbose``: all of it."""
+    """Hide the log of the start, but not warnings of titan_ext; ``verbose`` hides nothing."""
     if verbose:
         from torchtitan.tools.logging import init_logger
 
@@ -272,7 +272,7 @@ _other_hook = sys.excepthook
 
 
 def end_with_messages(source: str) -> None:
-    """From now on a mistake that nobody catches ends this program with its message only.
+    """Let a mistake that nobody catches end this program with its message only.
 
     ``source`` is the config file or function, in front of the message.
     """

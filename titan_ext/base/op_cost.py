@@ -188,7 +188,7 @@ _OVERWRITE = (_ops.copy_, _ops._foreach_copy_, _ops.fill_, _ops.zero_, _ops._for
 
 
 def _nbytes(tree: Any) -> int:
-    """Of all tensors in ``tree`` on this rank; an expanded dimension is read once."""
+    """The bytes of all tensors in ``tree`` on this rank; an expanded dimension is read once."""
     return sum(
         x.element_size()
         * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)

@@ -53,7 +53,7 @@ class Layout:
 
 
 def wrapping(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From a local tensor to one like ``x``; holds no tensor. For what ``may_wrap`` accepts."""
+    """A function from a local tensor to one like ``x``, which ``may_wrap``; it holds no tensor."""
     return Layout.of(x).wrap if isinstance(x, DTensor) else lambda local: local
 
 

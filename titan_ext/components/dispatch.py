@@ -8,14 +8,13 @@ sends every token again. ``_c10d_functional.all_to_all_single`` does the same ex
 and is an op that gloo runs and a checkpoint policy can save. Titan itself uses it for its other
 backends and under torch.compile.
 
-``saves_all_to_all`` decides whether checkpointing saves what the exchanges deliver, which costs
-memory, or repeats them, which costs time. ``overlap_shared_experts`` lets a layer's shared experts
-run while the experts' outputs travel back, in forward and, in reverse, in backward.
+``overlap_shared_experts`` lets a layer's shared experts run while the experts' outputs travel back,
+in forward and, in reverse, in backward.
 """
 
 import contextlib
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -26,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.override import derive
 from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.token_dispatcher import (
     AllToAllDispatchMetadata,
@@ -37,12 +35,8 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
-from torchtitan.tools.logging import logger
 
-from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.components.exchange import Exchange, Finish, FinishSorted, Pack, Start, Turn
-
-SaveAllToAll = Literal["auto", "always", "never"]
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
 # top-k), R = routed tokens received by this rank's experts, D = model dimension. T = tokens, E =
@@ -74,7 +68,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         self._sends_scores = config.sends_scores
 
     def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """As Titan's."""
+        """Do what Titan's does."""
         if self.sends_float8 and self._turn is None and self.ep_mesh is not None:
             turn = self.send(*args, **kwargs)
             return *self.receive(turn), turn.metadata
@@ -89,7 +83,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         metadata: AllToAllDispatchMetadata,
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
-        """As Titan's: outputs of experts ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
+        """Do what Titan's does: outputs ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
         self._layer_tokens = x_TD
         try:
             if self._sends_scores:
@@ -310,7 +304,7 @@ def _on_this_mesh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _unchecked(sent: torch.Tensor, pg) -> contextlib.AbstractContextManager[None]:
-    """Without SPMD type checking, which has no rule for the functional collective."""
+    """A context without SPMD type checking, which has no rule for the functional collective."""
     if not spmd.is_type_checking():
         return contextlib.nullcontext()
     spmd.assert_type(sent, {pg: spmd.V})
@@ -363,37 +357,3 @@ def check_dispatchers(model: Module.Config, parallelism: Any) -> None:
                     f"parallelism.{key} = {value!r} needs TorchTitan's all-to-all dispatcher; this "
                     f"model has {type(config).__qualname__.removesuffix('.Config')}."
                 )
-
-
-def saves_all_to_all(parallelism: Any, ep: int, *, compiled: bool) -> bool:
-    """Whether selective activation checkpointing saves what the exchanges deliver.
-
-    ``parallelism`` is Titan's section (decided as "auto") or ours. The ``ep`` ranks that exchange
-    tokens are neighbours, so that they span nodes if a node has fewer.
-    """
-    value: SaveAllToAll = getattr(parallelism, "save_all_to_all", "auto")
-    if value != "auto":
-        return value == "always"
-    return ep > ranks_per_node() or stock_saves_all_to_all(parallelism, compiled=compiled)
-
-
-def stock_saves_all_to_all(parallelism: Any, *, compiled: bool) -> bool:
-    """Whether stock Titan's selective checkpointing does: where it uses functional collectives."""
-    return compiled or parallelism.spmd_backend != "spmd_types"
-
-
-def log_all_to_all(model: Decoder, saves: bool, ep: int) -> None:
-    """Say what selective activation checkpointing does with the exchanges, and its price."""
-    layers = cast(Any, model.config).layers
-    moe = next((layer.moe for layer in layers if layer.moe is not None), None)
-    if moe is None:
-        return
-    early = getattr(moe.routed_experts.token_dispatcher, "sends_scores", False)
-    exchanges = 1 if early else 2  # what combine brings back is then not read again
-    mib = exchanges * moe.router.top_k * cast(Any, model.config).dim * 2 * 1024 / 2**20
-    where = "on one node" if ep <= ranks_per_node() else "across nodes"
-    what = "are saved: that keeps" if saves else "run again in the recompute: saving them keeps"
-    logger.info(
-        f"All-to-alls (EP {ep}, {where}) {what} {mib:.1f} MiB in bf16 for 1024 tokens and a MoE "
-        "layer (parallelism.save_all_to_all)"
-    )

@@ -41,7 +41,7 @@ class EarlyScoreExperts(GroupedExperts):
     send_scores: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """As Titan's: tokens by expert ``(R, D)``, counts ``(E,)`` -> ``(R, D)``, with scores."""
+        """Do what Titan's does: tokens by expert ``(R, D)``, counts ``(E,)`` -> ``(R, D)``."""
         # Here, not beside the exchanges of tokens, which op_policies count by module.
         scores_R, order_R = self.send_scores()
         offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)

@@ -182,7 +182,7 @@ def _placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:
 def pack(x_TD: torch.Tensor) -> torch.Tensor:
     """Rows ``(T, D)`` in bf16, fp16 or fp32 -> uint8 ``(T, W)``: values in e4m3, then scales."""
     quantize = torch.ops.titan_ext.float8_quantize
-    data, scales = quantize(x_TD, codec_name(_CODEC), None, compiles_for(x_TD.device))
+    data, scales = quantize(x_TD, codec_name(_CODEC), compiles_for(x_TD.device))
     return torch.cat((data.view(torch.uint8), scales), dim=-1)
 
 

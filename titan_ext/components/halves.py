@@ -25,24 +25,20 @@ Sums over tokens are sums of two halves: weight gradients round otherwise than t
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
-from torchtitan.tools.logging import logger
 
 from titan_ext.base.tensors import in_backward
-from titan_ext.base.titan import tokens_of_microbatch
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, Turn
 
-OverlapExchanges = Literal["none", "halves"]
 SECOND_HALF = "second_half"
 """The name of modules that run code for B. They have no parameters; names in policies and reports
 are those of the modules that they are in."""
@@ -74,22 +70,6 @@ class _Inside(nn.Module):
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
-
-
-def runs_in_halves(training: Any, parallelism: Any, parallel_dims: ParallelDims) -> bool:
-    """Whether ``overlap_exchanges`` asks for halves, and there are two and an exchange.
-
-    It says in the log why not, where it was asked for.
-    """
-    if getattr(parallelism, "overlap_exchanges", "none") != "halves":
-        return False
-    pipelined = parallelism if parallel_dims.pp_enabled else None
-    tokens, of_sequence = tokens_of_microbatch(training, pipelined)
-    if parallel_dims.ep_enabled and tokens > of_sequence:
-        return True
-    why = "a forward has one sequence" if parallel_dims.ep_enabled else "no tokens travel (EP 1)"
-    logger.info(f'parallelism.overlap_exchanges = "halves" does nothing: {why}.')
-    return False
 
 
 def overlap_in_halves(model: Decoder, ep: int) -> int:
@@ -278,7 +258,7 @@ class _Turns:
         return self._routed(lambda: self._dispatcher.collect(self._sent[half], x_TD)).view_as(x_BLD)
 
     def _run_experts(self) -> None:
-        """In one call of their module, whose FSDP unit then gathers and reduces once."""
+        """Run the experts of both in one call, so that their FSDP unit gathers and reduces once."""
 
         def between(out_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             self._send_back(0, out_RD)

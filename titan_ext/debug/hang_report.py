@@ -252,7 +252,7 @@ class _Observer:
             time.sleep(_POLL_S)
 
     def _quiet_s(self) -> float:
-        """For how long no rank of this machine has written a record."""
+        """How many seconds no rank of this machine has written a record."""
         traces = (self._folder / self._host).glob("*.trace")
         nbytes = sum(path.stat().st_size for path in traces)
         if nbytes != self._nbytes:
@@ -285,7 +285,7 @@ class _Observer:
 
 
 def _state(info: RankInfo) -> str:
-    """Of one rank: "running", "stopped ...", "died ...", "failed: <error>", or "finished"."""
+    """What a rank does: "running", "stopped ...", "died ...", "failed: <error>" or "finished"."""
     if info.ending:
         return info.ending
     if info.host != socket.gethostname():

@@ -86,7 +86,7 @@ class RankInfo:
 
     @classmethod
     def read_all(cls, run: Path, host: str = EVERYWHERE) -> dict[int, Self]:
-        """By rank, of every rank that has begun."""
+        """The facts of every rank that has begun, by rank."""
         found = [cls(**json.loads(path.read_text())) for path in run.glob(f"{host}/rank_*.json")]
         return {info.rank: info for info in sorted(found, key=lambda info: info.rank)}
 

@@ -45,6 +45,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.base.run_check import RunCheck, is_logged_or_saved
+from titan_ext.base.tensors import in_backward
 from titan_ext.debug import hang_report
 from titan_ext.debug.records import RankInfo, Record, TraceWriter, describe, kind_of
 
@@ -269,7 +270,7 @@ class CollectiveWatchdog(RunCheck):
             root=args.root if op not in ("send", "recv") else -1,
             unit=unit,
             site=site,
-            backward=torch._C._current_graph_task_id() != -1,
+            backward=in_backward(),
             splits=splits,
         )
 
@@ -303,7 +304,7 @@ _RING = 1 << 64
 
 
 def _signed(value: int) -> int:
-    """As an int64."""
+    """``value`` of the ring as an int64."""
     return (value + _RING // 2) % _RING - _RING // 2
 
 
@@ -315,7 +316,7 @@ def _hash(*values: object) -> int:
 
 @functools.cache
 def _factor(group: str, at: int, size: int) -> int:
-    """Of what the rank ``at`` issues; those of a group add up to 0."""
+    """The factor of what the rank ``at`` issues; those of a group add up to 0."""
     return (size - 1 if at == 0 else -1) * _hash(group)
 
 

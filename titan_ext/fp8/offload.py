@@ -133,7 +133,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class _FakeMemory:
-    """For fake tensors, which have no bytes."""
+    """Memory for fake tensors, which have no bytes."""
 
     out = back = Inline()
     reserved = 0
@@ -311,7 +311,7 @@ class Offload:
         return self._on_device
 
     def copy(self, group: HostGroup, x: torch.Tensor) -> _Copy | None:
-        """Of the storage of ``x``; None, and once a warning, if there is no room."""
+        """A copy of the storage of ``x``; None, and once a warning, if there is no room."""
         memory = _FakeMemory() if isinstance(x, FakeTensor) else host_memory(x.device)
         nbytes = x.untyped_storage().nbytes()
         try:

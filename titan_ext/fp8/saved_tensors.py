@@ -202,7 +202,6 @@ class SavedTensorStore:
         self._exact: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
         self._float8: weakref.WeakValueDictionary[Any, _Float8] = weakref.WeakValueDictionary()
         self._entries: weakref.WeakSet[StoredEntry] = weakref.WeakSet()
-        self._steps: dict[torch.device, torch.Tensor] = {}
 
     def hooks(self, name: str = "") -> torch.autograd.graph.saved_tensors_hooks:
         """A context that stores what autograd saves inside it, as ``name`` in the report."""
@@ -261,15 +260,9 @@ class SavedTensorStore:
         return None if is_exact else self.codec.nbytes(dense.shape)
 
     def _store(self, x: torch.Tensor, exact: str | None, host: HostGroup | None) -> StoredEntry:
-        if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
-            return _Kept(x, "passed through: parameter", owns_bytes=False)
-        if self._is_module_state(x):
-            return _Kept(x, "passed through: parameter or buffer", owns_bytes=False)
-        if not may_wrap(x):
-            return _Kept(x, f"passed through: {type(x).__name__}")
+        if (passed := self._passed_through(x)) is not None:
+            return passed
         local = local_tensor(x)
-        if not is_plain(local):  # a DTensor of quantised weights, for example
-            return _Kept(x, f"passed through: {type(x).__name__} of {type(local).__name__}")
         # Where a collective is still writing to it. On an accelerator the stream waits.
         if _get_work_registry_size():
             torch.ops._c10d_functional.wait_tensor(local)
@@ -284,9 +277,27 @@ class SavedTensorStore:
         if why := self._why_exact(local, dense, exact):
             entry = self._exact[storage] = _kept(x, local, f"exact: {why}", host)
             return entry
+        return self._view_of_float8(x, local, dense, host)
 
+    def _passed_through(self, x: torch.Tensor) -> StoredEntry | None:
+        """An entry for what belongs to the model, or is of a class that nobody else may copy."""
+        if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
+            return _Kept(x, "passed through: parameter", owns_bytes=False)
+        if self._is_module_state(x):
+            return _Kept(x, "passed through: parameter or buffer", owns_bytes=False)
+        if not may_wrap(x):
+            return _Kept(x, f"passed through: {type(x).__name__}")
+        local = local_tensor(x)
+        if not is_plain(local):  # a DTensor of quantised weights, for example
+            return _Kept(x, f"passed through: {type(x).__name__} of {type(local).__name__}")
+        return None
+
+    def _view_of_float8(
+        self, x: torch.Tensor, local: torch.Tensor, dense: torch.Tensor, host: HostGroup | None
+    ) -> StoredEntry:
+        """A view of what is in float8 of the storage of ``local``, the values of ``x``."""
         (start, end), strides = extent(local), local.stride()
-        key = (storage, local.dtype, local._version, local.is_neg())
+        key = (local.untyped_storage()._cdata, local.dtype, local._version, local.is_neg())
         whole = self._float8.get(key)
         if whole is None or start < whole.start or whole.end < end:
             whole = self._to_float8(dense, host)
@@ -306,9 +317,7 @@ class SavedTensorStore:
         return None if would_shrink else "would not shrink"
 
     def _to_float8(self, dense: torch.Tensor, host: HostGroup | None) -> "_Float8":
-        one_kernel = self._one_kernel
-        if one_kernel is None:
-            one_kernel = compiles_for(dense.device)
+        one_kernel = compiles_for(dense.device) if self._one_kernel is None else self._one_kernel
         codec, dtype, ops = codec_name(self.codec), dense.dtype, torch.ops.titan_ext
 
         def restore(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -317,17 +326,8 @@ class SavedTensorStore:
         # Two dimensions, so that the kernel does not depend on their number.
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
         if (stored := stored_as(matrix, self.codec)) is None:  # an exchange brings float8
-            step = self._next_step(dense.device)
-            stored = ops.float8_quantize(matrix, codec, step, one_kernel)
+            stored = ops.float8_quantize(matrix, codec, one_kernel)
         return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
-
-    def _next_step(self, device: torch.device) -> torch.Tensor | None:
-        """New noise for each tensor: a counter on the device, which a CUDA graph advances."""
-        if not self.codec.stochastic:
-            return None
-        if device not in self._steps:
-            self._steps[device] = torch.zeros((), dtype=torch.int64, device=device)
-        return self._steps[device].add_(1)
 
     def _is_module_state(self, x: torch.Tensor) -> bool:
         # Looked up anew each time: FSDP puts other parameters in place before each forward.

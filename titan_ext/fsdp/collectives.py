@@ -107,7 +107,7 @@ class Float8AllGather(DefaultAllGather):
         ops, codec = torch.ops.titan_ext, codec_name(WIRE_CODEC)
         one_kernel = compiles_for(input_tensor.device)
         numel, ranks = input_tensor.numel(), group.size()
-        data, scales = ops.float8_quantize(input_tensor, codec, None, one_kernel)
+        data, scales = ops.float8_quantize(input_tensor, codec, one_kernel)
         sent = torch.cat((data.view(torch.uint8), scales))
         received = output_tensor.view(torch.uint8)[-ranks * sent.numel() :]
         dist.all_gather_into_tensor(received, sent, group=group)

@@ -48,7 +48,6 @@ def make_plan(
     sizes: ShardSizes,
     *,
     is_chunk: bool = False,
-    as_stock: bool = False,
 ) -> FSDPPlan:
     """Plan what FSDP does with ``units``, and with the vision towers of ``model``.
 
@@ -57,7 +56,6 @@ def make_plan(
         units: Its units (``fsdp.units.plan_units``), in forward order.
         is_chunk: Whether a pipeline stage holds only this part of the model. Some names may be in
             other stages then, and "default" keeps units gathered after forward.
-        as_stock: Leave the last norm with the head.
 
     Raises:
         ValueError: for a setting that does not fit the model, or a name that is not in it.
@@ -87,7 +85,7 @@ def make_plan(
     others = {*ignored.values()}
     for name in replicated:
         others |= {*model.get_submodule(name).parameters(recurse=False)}
-    together = is_chunk or as_stock or sizes.dense == 1  # over one rank nothing is gathered
+    together = is_chunk or sizes.dense == 1  # over one rank nothing is gathered
     apart = units if together else with_norm_apart(units)
     planned = _plan_units(model, apart, settings, sizes, others, is_chunk=is_chunk)
     if apart != units and not _frees_blocks(planned):
@@ -221,14 +219,11 @@ def _plan_param(
     name: str, param: nn.Parameter, settings: FSDPSettings, shard_dim: int = 0
 ) -> ParamPlan:
     local = param.to_local() if isinstance(param, DTensor) else param
-    floating = param.is_floating_point()
     return ParamPlan(
         name=name,
         shape=tuple(local.shape),
         shard_dim=shard_dim,
-        dtype=settings.param_dtype if floating else param.dtype,
-        reduce_dtype=settings.reduce_dtype if floating else param.dtype,
-        requires_grad=param.requires_grad,
+        dtype=settings.param_dtype if param.is_floating_point() else param.dtype,
     )
 
 

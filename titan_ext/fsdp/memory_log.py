@@ -4,12 +4,8 @@
 With ``parallelism.fsdp_track_memory`` every rank measures each step (``tracker``). The first eight
 of each pipeline stage write a line to ``fsdp_memory/`` in the run's folder. At the first steady
 step the log shows the peak; Titan's metrics get the peaks of every logged step.
-
-``python -m titan_ext.fsdp.memory_log FOLDER`` draws the pictures of a run again and prints one line
-a rank.
 """
 
-import argparse
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
@@ -166,24 +162,3 @@ def draw(timeline: Timeline, picture: Path, title: str) -> None:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small", frameon=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="of a run with parallelism.fsdp_track_memory")
-    folder = parser.parse_args().folder
-    files = sorted((folder / FOLDER).glob("rank*.jsonl"))
-    if not files:
-        parser.error(f"{folder}: nothing in {FOLDER}/; was parallelism.fsdp_track_memory on?")
-    for path in files:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        last = lines[-1]
-        print(path.stem, summary(last["peak_nbytes"]))
-        drawn = next((line for line in reversed(lines) if "events" in line), None)
-        if drawn is not None:
-            title = f"{folder.name}, {path.stem}, step {drawn['step']}"
-            draw(Timeline.from_json(drawn["events"]), path.with_suffix(".png"), title)
-
-
-if __name__ == "__main__":
-    main()

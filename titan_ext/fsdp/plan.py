@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What FSDP will do with each unit, as plain data, before it does it.
 
-``make_plan`` makes it, the log prints it, ``shard`` follows it, and ``memory.predict`` computes
-bytes from it.
+``make_plan`` makes it, the log prints it, and ``shard`` follows it.
 """
 
 import functools
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch.nn as nn
-from torch import Size, bfloat16, dtype
+from torch import dtype
 
 from titan_ext.base.messages import format_bytes
 from titan_ext.fp8 import Codec
@@ -55,16 +54,12 @@ class ParamPlan:
         shape: On this rank before FSDP shards it, after tensor and expert parallelism.
         shard_dim: The dim that FSDP shards.
         dtype: The dtype in which it is gathered.
-        reduce_dtype: The dtype in which its gradient is reduced.
-        requires_grad: Whether it has a gradient.
     """
 
     name: str
     shape: tuple[int, ...]
     shard_dim: int
     dtype: dtype
-    reduce_dtype: dtype
-    requires_grad: bool = True
 
     def padded_numel(self, world: int) -> int:
         """Elements when gathered from ``world`` ranks: the sharded dim is padded to a multiple."""
@@ -98,23 +93,9 @@ class GroupPlan:
         return sum(p.padded_numel(self.shard_world) * p.dtype.itemsize for p in self.params)
 
     @property
-    def all_gather_nbytes(self) -> int:
-        """Bytes of all ranks' shards as they travel."""
-        if self.all_gather is None:
-            return self.gathered_nbytes
-        shards = sum(p.padded_numel(self.shard_world) for p in self.params) // self.shard_world
-        return self.shard_world * WIRE_CODEC.nbytes(Size((shards,)))
-
-    @property
     def sends_less(self) -> bool:
         """Whether what travels is not of its dtypes."""
         return bool(self.all_gather or self.reduce_scatter) and self.shard_world > 1
-
-    def reduce_scatter_nbytes(self, params: Iterable[ParamPlan]) -> int:
-        """Bytes of the gradients of ``params``, some of its own, as they travel."""
-        sent = bfloat16 if self.reduce_scatter else None
-        sizes = ((p, (sent or p.reduce_dtype).itemsize) for p in params)
-        return sum(p.padded_numel(self.shard_world) * itemsize for p, itemsize in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

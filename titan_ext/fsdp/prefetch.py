@@ -33,6 +33,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.base.messages import BYTES, parse_bytes
+from titan_ext.base.tensors import in_backward
 from titan_ext.fsdp.plan import UnitPlan
 from titan_ext.fsdp.units import (
     SUBMODULE_KINDS,
@@ -171,12 +172,12 @@ class _BeforeForward:
 
     @torch._dynamo.disable
     def __call__(self, part: nn.Module, args: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward and self._opens_range:
+        backward = in_backward()
+        if not backward and self._opens_range:
             with torch.profiler.record_function("titan_ext::before_forward"):
                 pass
-        self._module.set_modules_to_forward_prefetch([] if in_backward else self._ahead)
-        if in_backward or self._frees_buffer:
+        self._module.set_modules_to_forward_prefetch([] if backward else self._ahead)
+        if backward or self._frees_buffer:
             with _out_of_sight_of_checkpointing():
                 self._module.unshard()
 

@@ -80,7 +80,6 @@ class FSDPSettings:
         cls,
         parallelism: ParallelismConfig | None = None,
         training: TrainingConfig | None = None,
-        ignored: Sequence[str] = (),
     ) -> "FSDPSettings":
         """The settings in Titan's sections, or ours. Missing keys have their defaults."""
         given: dict[str, Any] = {
@@ -94,7 +93,7 @@ class FSDPSettings:
             given["param_dtype"] = TORCH_DTYPE_MAP[training.mixed_precision_param]
             given["reduce_dtype"] = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
             given["cpu_offload"] = training.enable_cpu_offload
-        return cls(**given, ignored=ignored)
+        return cls(**given)
 
     def __post_init__(self) -> None:
         resolve_wrap(self.wrap, ep_degree=1)

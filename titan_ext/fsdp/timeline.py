@@ -143,21 +143,6 @@ class Timeline:
         """The events as JSON data."""
         return [asdict(event) for event in self.events]
 
-    @classmethod
-    def from_json(cls, events: Iterable[Mapping[str, Any]]) -> "Timeline":
-        """The inverse of ``to_json``."""
-        timeline = cls()
-        timeline.events = [
-            Event(
-                action=event["action"],
-                unit=event["unit"],
-                live={kind: Bytes(**live) for kind, live in event["live"].items()},
-                unsharded=tuple(event["unsharded"]),
-            )
-            for event in events
-        ]
-        return timeline
-
     def _count(self, change: Callable[[set[str], set[str]], set[str]]) -> dict[str, int]:
         counts: Counter[str] = Counter()
         before: set[str] = set()

@@ -17,9 +17,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
 from titan_ext.base.messages import are_checked_later, set_known_key, table_flag
-from titan_ext.components.dispatch import SaveAllToAll
 from titan_ext.components.exchange import ExchangeDtype
-from titan_ext.components.halves import OverlapExchanges
+from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll
 from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.plan import ShardSizes
@@ -212,8 +211,10 @@ def check_parallelism(
     training: TrainingConfig | None = None,
     *,
     compiled: bool = False,
-) -> None:
-    """Raise ValueError for a value that a key cannot have, or keys that do not go together.
+) -> FSDPSettings:
+    """Return the FSDP settings of a section, checked with the keys around them.
+
+    Raises ValueError for a value that a key cannot have, or keys that do not go together.
 
     Args:
         parallelism: Titan's section or ours. A stock section (a drop-in model spec under the
@@ -260,6 +261,7 @@ def check_parallelism(
     for key, value in settings.reshard_by_key.items():
         if isinstance(value, int):
             _check_reshard_world(key, value, parallelism)
+    return settings
 
 
 def check_unit_names(model: BaseModel.Config, parallelism: TitanParallelismConfig) -> None:

@@ -117,7 +117,7 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
     """
     parallelism, training = config.parallelism, config.training
     degrees = {key: getattr(parallelism, key) for key in _DEGREES}
-    shard, experts = getattr(parallelism, _SHARD), getattr(parallelism, _EXPERT)
+    shard = getattr(parallelism, _SHARD)
     without_shard = math.prod(degrees.values())
     product = without_shard * max(shard, 1)
     if ranks is not None and (ranks % product or (shard > 0 and ranks != product)):
@@ -130,25 +130,9 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
         )
         return
     shard = ranks // without_shard if ranks is not None else shard
-    to_divide = {}
-    model_parallel = degrees["context_parallel_degree"] * degrees["tensor_parallel_degree"]
-    if moes := _moes(config):
-        to_divide["the number of experts"] = moes[0].num_experts
-    if shard > 0:
-        what = "the ranks of one pipeline stage in one replica (FSDP shards x CP x TP)"
-        to_divide[what] = shard * model_parallel
-    for what, whole in to_divide.items():
-        if whole % experts:
-            common = math.gcd(*to_divide.values())
-            yield (
-                f"parallelism.{_EXPERT} is {experts}; it has to divide {whole}, {what}; expected "
-                f"{'one of ' if common > 1 else ''}{and_more(_divisors(common), limit=12)}."
-            )
-            break
+    yield from _wrong_experts(config, shard)
     if shard < 0:
         return
-    if moes and shard * model_parallel % experts == 0:
-        yield from _wrong_expert_shards(config, moes[0], shard, ranks)
     step = training.local_batch_size * shard * parallelism.data_parallel_replicate_degree
     if training.global_batch_size > 0 and training.global_batch_size % step:
         yield (
@@ -158,9 +142,32 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
         )
 
 
-def _wrong_expert_shards(
-    config: Any, moe: MoE.Config, shard: int, ranks: int | None
-) -> Iterator[str]:
+def _wrong_experts(config: Any, shard: int) -> Iterator[str]:
+    """A message if the expert degree does not divide the experts, or the ranks that share them.
+
+    ``shard`` is FSDP's degree, -1 if it is unknown.
+    """
+    parallelism, moes = config.parallelism, _moes(config)
+    experts = getattr(parallelism, _EXPERT)
+    ranks = shard * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    to_divide = {}
+    if moes:
+        to_divide["the number of experts"] = moes[0].num_experts
+    if shard > 0:
+        to_divide["the ranks of one pipeline stage in one replica (FSDP shards x CP x TP)"] = ranks
+    for what, whole in to_divide.items():
+        if whole % experts:
+            common = math.gcd(*to_divide.values())
+            yield (
+                f"parallelism.{_EXPERT} is {experts}; it has to divide {whole}, {what}; expected "
+                f"{'one of ' if common > 1 else ''}{and_more(_divisors(common), limit=12)}."
+            )
+            break
+    if moes and shard > 0 and ranks % experts == 0:
+        yield from _wrong_expert_shards(config, moes[0], shard)
+
+
+def _wrong_expert_shards(config: Any, moe: MoE.Config, shard: int) -> Iterator[str]:
     """A message if more ranks than experts share the routed experts, and cannot.
 
     FSDP then shards them along dim 1, as in Titan (``torchtitan/distributed/fsdp.py``). torch does

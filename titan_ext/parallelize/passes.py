@@ -31,21 +31,19 @@ from titan_ext.base.titan import apply_cp_to_forward, keep_frozen, validate_conf
 from titan_ext.components.dispatch import (
     check_dispatchers,
     exchange_in_float8,
-    log_all_to_all,
     overlap_shared_experts,
-    saves_all_to_all,
     use_functional_all_to_all,
 )
+from titan_ext.components.exchange_policy import ExchangePolicy
 from titan_ext.components.float8_linears import (
     check_float8_gather,
     make_scales_together,
     note_steps,
 )
-from titan_ext.components.halves import overlap_in_halves, runs_in_halves
+from titan_ext.components.halves import overlap_in_halves
 from titan_ext.components.hf_export import for_replicated_weights
 from titan_ext.components.lora import lora_settings
 from titan_ext.fsdp.auto import choose
-from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
@@ -87,7 +85,7 @@ def parallelize(
     """
     # 0. Refuse what cannot run, and choose the FSDP units. Nothing is changed yet.
     compiled = compiles_model(compile_config)
-    check_parallelism(parallelism, training, compiled=compiled)
+    settings = check_parallelism(parallelism, training, compiled=compiled)
     check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
     check_dispatchers(model.config, parallelism)
     check_float8_gather(model.config, parallelism)
@@ -97,16 +95,10 @@ def parallelize(
             "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
-    saves = saves_all_to_all(parallelism, parallel_dims.ep, compiled=compiled)
-    overlaps = getattr(parallelism, "overlap_shared_experts", True) and (
-        parallel_dims.ep_enabled and not (parallel_dims.tp_enabled or compiled)
-    )
-    settings = choose(
-        model,
-        FSDPSettings.from_config(parallelism, training, ignored),
-        parallel_dims,
-        compiled=compiled,
-    )
+    exchanges = ExchangePolicy.decide(parallelism, training, parallel_dims, compiled=compiled)
+    exchanges.leave_with(model)
+    settings = dataclasses.replace(settings, ignored=ignored)
+    settings = choose(model, settings, parallel_dims, compiled=compiled)
     units = plan_units(model, settings.resolved_wrap)
 
     # 1. Shard over the model-parallel axes: TP, EP, CP. Quantized linears are there already:
@@ -116,20 +108,20 @@ def parallelize(
 
     # 2. Let tokens travel in fewer bytes, and the other half of a batch or shared experts run
     #    meanwhile.
-    if getattr(parallelism, "exchange_dtype", None) is not None:
+    if exchanges.dtype is not None:
         exchange_in_float8(model)
-    if runs_in_halves(training, parallelism, parallel_dims):
-        overlap_in_halves(model, parallel_dims.ep)
-    elif overlaps:
+    if exchanges.overlap == "halves":
+        overlap_in_halves(model, exchanges.ep)
+    elif exchanges.overlap == "shared experts":
         overlap_shared_experts(model)
 
     # 3. Activation checkpointing, of the blocks of a vision tower too.
     policy = None
     if ac_config is not None:
         folder = dump_folder if leaves_files(parallel_dims) else ""
-        policy = build_policy(ac_config, folder, saves_all_to_all=saves)
-        if parallel_dims.ep_enabled and heeds_save_all_to_all(ac_config):
-            log_all_to_all(model, saves, parallel_dims.ep)
+        policy = build_policy(ac_config, folder, saves_all_to_all=exchanges.saved)
+        if exchanges.ep > 1 and heeds_save_all_to_all(ac_config):
+            exchanges.log_saved(model)
         apply_activation_checkpointing(model, policy, units, compiled=compiled)
         for tower in vision_modules(model).values():
             if hasattr(tower, "layers"):

@@ -20,9 +20,8 @@ import torch.nn as nn
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
-from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
-from titan_ext.activation_checkpoint.solved import KEY, has_budget, solved_for
+from titan_ext.activation_checkpoint.solved import KEY, has_budget, releases
 from titan_ext.activation_checkpoint.solver import (
     BlockKind,
     BudgetTooSmallError,
@@ -33,7 +32,7 @@ from titan_ext.activation_checkpoint.solver import (
 )
 from titan_ext.base.messages import and_more, format_bytes, parse_bytes
 from titan_ext.base.op_cost import MACHINES
-from titan_ext.components.dispatch import saves_all_to_all
+from titan_ext.components.exchange_policy import exchange_policy_of
 from titan_ext.plan.dry_run import DryRun, dry_run
 from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan, fsdp_kind
 from titan_ext.toml.files import to_toml
@@ -58,7 +57,7 @@ def settings_of(config: Any) -> FP8AC.Config:
             "expected a config without one."
         )
     return replace(
-        config, mode="selective", preset="stock", budget="", offload_limit="", solved_for={}
+        config, mode="selective", preset="stock", budget="", offload_limit="", solved_with={}
     )
 
 
@@ -97,11 +96,8 @@ class TracedBlocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
         self.kinds = [BlockKind(block.graph, block.waiting) for block in self.blocks]
         self._elsewhere = self._kinds_elsewhere(run) if run.stages else ()
-        self._saves = saves_all_to_all(
-            run.config.parallelism,
-            run.parallel_dims.ep,
-            compiled=compiles_model(run.config.compile),
-        )
+        exchanges = exchange_policy_of(run.model_parts[0])  # stock's own passes decide nothing
+        self._saves = exchanges is None or exchanges.saved
 
     def _trace(self, run: DryRun) -> Iterator[_Block]:
         first: dict[Any, tuple[str, nn.Module]] = {}
@@ -164,8 +160,7 @@ class TracedBlocks:
     def price(self, **keys: Any) -> Solution:
         """What a policy of ours holds and recomputes; ``keys`` are its config's."""
         chosen = [
-            block.graph.policies_of(self._plan(block, FP8AC.Config(**keys)))
-            for block in self.blocks
+            block.graph.chosen_by(self._plan(block, FP8AC.Config(**keys))) for block in self.blocks
         ]
         return Solution.of(self.kinds, chosen)
 
@@ -186,13 +181,8 @@ class TracedBlocks:
         plans = [self._plan(block, self._settings) for block in self.blocks]
         return table_of(self.kinds, solution.chosen, plans)
 
-    def solved_for(self, table: Mapping[str, str]) -> dict[str, str]:
-        """What ``table`` meant, to hold a run against."""
-        calls = {b.name: [call.location for call in b.graph.calls] for b in self.blocks}
-        return solved_for(table, calls)
-
     def _plan(self, block: _Block, config: FP8AC.Config) -> Any:
-        return config.plan(block.module, block.name, saves_all_to_all=self._saves)
+        return config.policies_of(block.module, block.name, saves_all_to_all=self._saves)
 
     def words(self) -> str:
         """What was traced."""
@@ -305,8 +295,8 @@ class BudgetPlan:
         return f"met. Operations by policy: {counts}.{waits}"
 
     def toml_lines(self) -> list[str]:
-        """The section ``[activation_checkpoint]`` of a TOML file, with ``solved_for``."""
-        return [*self._section(), *_table("solved_for", self.traced.solved_for(self.table))]
+        """The section ``[activation_checkpoint]`` of a TOML file, with ``solved_with``."""
+        return [*self._section(), *_table("solved_with", releases())]
 
     def _section(self) -> list[str]:
         if self.solution is None:
@@ -316,7 +306,7 @@ class BudgetPlan:
         changed = [
             f"{f.name} = {to_toml(value)}"
             for f in fields(FP8AC.Config)
-            if f.name not in ("op_policies", "solved_for", "_owner")
+            if f.name not in ("op_policies", "solved_with", "_owner")
             and (value := getattr(self.settings, f.name)) != getattr(base, f.name)
         ]
         return [

@@ -14,7 +14,7 @@ from typing import Any
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.plan.memory import MemoryKind, MemoryPlan, Peak
 from titan_ext.plan.time import StepTime
-from titan_ext.run.planned import file_name, plain
+from titan_ext.run.planned import as_json, file_name
 from titan_ext.run.record import versions
 
 _GIB = 2**30
@@ -65,7 +65,7 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "moments": [_moment(moment) for moment in plan.moments],
         "on_host": sorted(_key(kind) for kind in plan.on_host),
         "time": None if run.time is None else _time(run.time),
-        "config": plain(config),
+        "config": as_json(config),
         "versions": versions(),
     }
 

@@ -28,7 +28,7 @@ from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import and_more, format_bytes, ranks_in_words
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, world_size
-from titan_ext.run.planned import differences, dry_run_elsewhere, plain
+from titan_ext.run.planned import as_json, differences, dry_run_elsewhere
 from titan_ext.run.record import versions
 from titan_ext.run.start import RanksAgree
 from titan_ext.toml.values import dump, identity
@@ -92,7 +92,7 @@ def use(config: Any, section: dict[str, Any]) -> None:
         config.activation_checkpoint = None
         return
     solved = {"budget": "", "offload_limit": ""} | section
-    keys = ("budget", "preset", "op_policies", "solved_for", "offload_limit")
+    keys = ("budget", "preset", "op_policies", "solved_with", "offload_limit")
     config.activation_checkpoint = replace(
         policy, **{key: solved[key] for key in keys if key in solved}
     )
@@ -118,12 +118,12 @@ def solve_in_dry_run(config: Any, ranks: int, memory: Sequence[str], options: Se
     if budget.nbytes is None:
         options = [*memory, *options]
     with tempfile.TemporaryDirectory() as folder:
-        section, report = solve(config, ranks, Path(folder), options)
+        section, report = solve_elsewhere(config, ranks, Path(folder), options)
     use(config, section)
     return report
 
 
-def solve(
+def solve_elsewhere(
     config: Any, ranks: int, folder: Path, options: Sequence[str], timeout_s: float | None = None
 ) -> tuple[dict[str, Any], str]:
     """Solve for the budget of ``config`` as rank 0 of ``ranks``, in a process of its own.
@@ -169,7 +169,7 @@ def solve(
 
 
 def _size(nbytes: int) -> str:
-    """For the command line."""
+    """``nbytes`` as the command line takes it."""
     return f"{nbytes / 2**10}KiB"
 
 
@@ -191,7 +191,7 @@ def _solve(config: Any, memory: int | None) -> dict[str, Any]:
     options += [] if memory is None else ["--memory", _size(memory)]
     if no_accelerator.needed():
         options.append("--on-cpu")
-    section, report = solve(
+    section, report = solve_elsewhere(
         config, ranks, folder, options, _SHARE * config.comm.init_timeout_seconds
     )
     (folder / _ASKED).write_text(json.dumps(_asked(config, memory), indent=1) + "\n")
@@ -204,7 +204,7 @@ def _asked(config: Any, memory: int | None) -> dict[str, Any]:
     return {
         "ranks": world_size(config) or 1,
         "ranks_per_node": ranks_per_node(),
-        "config": plain(identity(config)),
+        "config": as_json(identity(config)),
         "memory": memory,
         "versions": versions(),
         "kernels": "a CPU's" if no_accelerator.needed() else "a GPU's",

@@ -98,7 +98,7 @@ def why_refused(folder: str) -> str:
         check_folder(folder)
     except ValueError as error:
         return str(error)
-    return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free in {folder}."
+    return f"{format_bytes(shutil.disk_usage(folder).free)} are free in {folder}."
 
 
 def check_excluded(config: Trainer.Config) -> None:

@@ -81,7 +81,7 @@ class _Launch:
 
 
 def _before_torchrun() -> None:
-    """In torchrun's process: it ends with the launcher, and its signals are not blocked."""
+    """Let torchrun's process end with the launcher, and unblock its signals."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_ASKS, signal.SIGCHLD})
 

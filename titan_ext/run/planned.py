@@ -80,12 +80,12 @@ def dry_run_elsewhere(
 
 
 def file_name(rank: int) -> str:
-    """Of the plan of a rank."""
+    """The name of the file with the plan of a rank."""
     return f"plan_rank{rank}.json"
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """As a JSON file gives it back."""
+def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` as a JSON file gives it back."""
     return json.loads(json.dumps(config, default=str))
 
 
@@ -189,7 +189,7 @@ def _compared(planned: int, measured: int) -> str:
 def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
     """What of a plan is not so in this run, in words."""
     nodes = {"ranks": world_size(config), "ranks_per_node": ranks_per_node()}
-    here = nodes | plain(identity(config))
+    here = nodes | as_json(identity(config))
     there = {key: plan[key] for key in nodes} | plan["config"]
     return [
         f"{key} is {there.get(key, 'absent')} there and {here.get(key, 'absent')} here"

@@ -27,12 +27,10 @@ from torchtitan.tools.logging import logger
 
 import titan_ext
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
-from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.activation_checkpoint.policy import heeds_save_all_to_all
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.run_check import RunCheck
-from titan_ext.components.dispatch import saves_all_to_all, stock_saves_all_to_all
-from titan_ext.components.halves import runs_in_halves
+from titan_ext.components.exchange_policy import exchange_policy_of
 from titan_ext.fsdp.plan import UnitPlan, plan_of
 from titan_ext.fsdp.units import UnitKind
 from titan_ext.toml.values import dump
@@ -107,7 +105,7 @@ def origin() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a run depends on, by name."""
+    """The versions of the packages that a run depends on, by name."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -157,27 +155,27 @@ def _units(trainer: Any) -> list[str]:
 def _exchanges(trainer: Any) -> list[str]:
     """All-to-alls of a MoE layer, where policy and backend are known to repeat them or not."""
     policy = trainer.config.activation_checkpoint
-    if trainer.parallel_dims.ep == 1 or trainer.parallel_dims.pp_enabled:
+    exchanges = exchange_policy_of(trainer.model_parts[0])
+    if exchanges is None or exchanges.ep == 1 or trainer.parallel_dims.pp_enabled:
         return []
-    parallelism, compiled = trainer.config.parallelism, compiles_model(trainer.config.compile)
-    saves = saves_all_to_all(parallelism, trainer.parallel_dims.ep, compiled=compiled)
     is_ours = isinstance(policy, FP8AC.Config)
     early = is_ours and policy.score_before_last_gemm  # scores travel, and their gradients
     ours = _EXCHANGES + (2 if early else 0)
-    if (is_ours and policy.mode == "no_recompute") or (heeds_save_all_to_all(policy) and saves):
+    if (is_ours and policy.mode == "no_recompute") or (
+        heeds_save_all_to_all(policy) and exchanges.saved
+    ):
         again = 0
     elif heeds_save_all_to_all(policy):
         again = 1 if early and policy.preset != "stock" else 2 if is_ours else 3
     else:
         return []
-    stock = _EXCHANGES + (0 if stock_saves_all_to_all(parallelism, compiled=compiled) else 3)
-    dims, training = trainer.parallel_dims, trainer.config.training
-    halves = 2 if runs_in_halves(training, parallelism, dims) else 1  # each of half the bytes
+    stock = _EXCHANGES + (0 if exchanges.stock_saves else 3)
+    halves = 2 if exchanges.overlap == "halves" else 1  # each of half the bytes
     ours, again = halves * ours, halves * again
     found = f"all-to-alls a MoE layer and step: {ours + again}"
     beside = ", as stock selective" if ours + again == stock else f"; {stock} with stock selective"
     more = ""
-    if again and parallelism.save_all_to_all == "auto":
+    if again and trainer.config.parallelism.save_all_to_all == "auto":
         more = f'; {ours} where they cross nodes, or with parallelism.save_all_to_all = "always"'
     return [f"{found}{beside}{more} (predicted)"]
 

@@ -31,7 +31,7 @@ from torchtitan.trainer import Trainer
 
 import titan_ext
 from titan_ext.base.agreement import this_job
-from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.messages import format_bytes, ranks_in_words
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS
@@ -90,7 +90,7 @@ def check_folder(folder: str) -> None:
     except OSError as error:
         free = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = f" {shutil.disk_usage(folder).free / 2**20:.1f} MiB are free on its disk."
+            free = f" {format_bytes(shutil.disk_usage(folder).free)} are free on its disk."
         raise ValueError(
             f"dump_folder is {folder!r}, where this rank cannot write: {error}.{free}"
         ) from error

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a job does with its exchanges of tokens, decided once, when a model is parallelized.
+
+The passes, the plan, the budget and the record of a run read the same object, so that none of them
+says what another does not do.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from torch import nn
+from torchtitan.config import TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools.logging import logger
+
+from titan_ext.base.op_cost import ranks_per_node
+from titan_ext.base.titan import tokens_of_microbatch
+from titan_ext.components.exchange import ExchangeDtype
+
+__all__ = ["ExchangePolicy", "OverlapExchanges", "SaveAllToAll", "exchange_policy_of"]
+
+SaveAllToAll = Literal["auto", "always", "never"]
+OverlapExchanges = Literal["none", "halves"]
+
+
+@dataclass(frozen=True)
+class ExchangePolicy:
+    """The exchanges of tokens between expert-parallel ranks.
+
+    Attributes:
+        ep: How many ranks exchange tokens; 1 if none travel.
+        saved: Whether selective activation checkpointing saves what they deliver. Else its
+            recompute sends the tokens again.
+        stock_saves: The same of stock Titan's selective policy.
+        overlap: What computes while tokens travel: the other half of a batch, shared experts
+            while they travel back, or nothing.
+        dtype: In what tokens travel to their experts; None for their own dtype.
+    """
+
+    ep: int
+    saved: bool
+    stock_saves: bool
+    overlap: Literal["none", "shared experts", "halves"]
+    dtype: ExchangeDtype | None
+
+    @classmethod
+    def decide(
+        cls,
+        parallelism: Any,
+        training: TrainingConfig,
+        parallel_dims: ParallelDims,
+        *,
+        compiled: bool,
+    ) -> "ExchangePolicy":
+        """Decide from the config: ``parallelism`` is Titan's section, with its defaults, or ours.
+
+        The ranks that exchange tokens are neighbours, so that they span nodes if a node has fewer.
+        All ranks decide alike. The log says why a key does nothing.
+        """
+        ep = parallel_dims.ep
+        # Where Titan's exchange is a functional collective, which its selective policy saves.
+        stock_saves = compiled or parallelism.spmd_backend != "spmd_types"
+        save: SaveAllToAll = getattr(parallelism, "save_all_to_all", "auto")
+        saved = save == "always"
+        if save == "auto":
+            saved = stock_saves or ep > ranks_per_node()
+        overlap = "none"
+        may_overlap = ep > 1 and not (parallel_dims.tp_enabled or compiled)
+        if may_overlap and getattr(parallelism, "overlap_shared_experts", True):
+            overlap = "shared experts"
+        if getattr(parallelism, "overlap_exchanges", "none") == "halves":
+            if why_not := _no_halves(parallelism, training, parallel_dims):
+                logger.info(f'parallelism.overlap_exchanges = "halves" does nothing: {why_not}.')
+            else:
+                overlap = "halves"
+        dtype = getattr(parallelism, "exchange_dtype", None)
+        return cls(ep, saved, stock_saves, overlap, dtype)
+
+    def log_saved(self, model: Decoder) -> None:
+        """Say what selective activation checkpointing does with the exchanges, and its price."""
+        layers = cast(Any, model.config).layers
+        moe = next((layer.moe for layer in layers if layer.moe is not None), None)
+        if moe is None:
+            return
+        early = getattr(moe.routed_experts.token_dispatcher, "sends_scores", False)
+        exchanges = 1 if early else 2  # what combine brings back is then not read again
+        mib = exchanges * moe.router.top_k * cast(Any, model.config).dim * 2 * 1024 / 2**20
+        where = "on one node" if self.ep <= ranks_per_node() else "across nodes"
+        does = (
+            "are saved: that keeps"
+            if self.saved
+            else "run again in the recompute: saving them keeps"
+        )
+        logger.info(
+            f"All-to-alls (EP {self.ep}, {where}) {does} {mib:.1f} MiB in bf16 for 1024 tokens and "
+            "a MoE layer (parallelism.save_all_to_all)"
+        )
+
+    def leave_with(self, model: nn.Module) -> None:
+        """Let ``exchange_policy_of`` find this as long as the model lives."""
+        model.__dict__["_exchanges"] = self
+
+
+def exchange_policy_of(model: nn.Module) -> ExchangePolicy | None:
+    """What was decided for a model or pipeline chunk; None if titan_ext did not parallelize it."""
+    return cast(Any, model).__dict__.get("_exchanges")
+
+
+def _no_halves(parallelism: Any, training: TrainingConfig, parallel_dims: ParallelDims) -> str:
+    """Why a batch does not run as two halves; "" if it does."""
+    if not parallel_dims.ep_enabled:
+        return "no tokens travel (EP 1)"
+    pipelined = parallelism if parallel_dims.pp_enabled else None
+    tokens, of_sequence = tokens_of_microbatch(training, pipelined)
+    return "" if tokens > of_sequence else "a forward has one sequence"
