@@ -179,7 +179,9 @@ class DryRun(Trainer):
         """Run a step, steady as any but a run's first; count what it holds, or its time."""
         self._start_as_second_step()
         offloads = self.config.training.enable_cpu_offload
-        live = LiveBytes(self.model_parts, self.optimizers, on_host=LASTING if offloads else ())
+        compiled = self.config.compile.components if self.config.compile.enable else ()
+        on_host = LASTING if offloads else ()
+        live = LiveBytes(self.model_parts, self.optimizers, on_host=on_host, compiled=compiled)
         clock = None
         if machine:
             clock = StepClock(self.model_parts, live, MACHINES[machine], slower=slower)

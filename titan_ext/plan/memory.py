@@ -25,9 +25,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_ext.base.op_cost import groups_of
+from titan_ext.base.op_cost import groups_of, moves_nothing
 from titan_ext.base.tensors import in_backward, plain_tensors, tensors_in
 from titan_ext.fp8 import offload
+from titan_ext.plan.fusion import Fusion
+from titan_ext.plan.pools import Event, Pools
 
 
 class MemoryKind(StrEnum):
@@ -66,6 +68,10 @@ class _Storage:
     made_at: int
     """How many operations had run."""
     ref: weakref.ref | None = None
+    stream: int = 0
+    """Whose pool of the allocator it lies in; 0 is the one that computes."""
+    serial: int = -1
+    """In ``LiveBytes.events``, if it lies on the device."""
 
 
 _MAKERS = {
@@ -107,12 +113,15 @@ class LiveBytes(TorchDispatchMode):
         optimizers: Those whose states to count.
         on_host: Kinds that do not lie on the device, beside offloaded activations; they are not in
             the sums.
+        compiled: Titan's ``compile.components``, of which ``reserved`` takes out what is fused.
 
     Attributes:
         host_peak: The most bytes of offloaded activations.
         unsharded: The most bytes of unsharded units and all-gather buffers.
         moments: Every moment of the step with its own peak, in order.
         groups: Names of the process groups that communicated.
+        events: Storages as they are made and freed, for ``plan.pools``.
+        steps: Where parameters, optimizer states and steps begin in ``events``.
     """
 
     def __init__(
@@ -120,6 +129,7 @@ class LiveBytes(TorchDispatchMode):
         parts: Sequence[nn.Module],
         optimizers: Iterable[torch.optim.Optimizer],
         on_host: Iterable[MemoryKind] = (),
+        compiled: Iterable[str] = (),
     ) -> None:
         super().__init__()
         self.moments: list[Peak] = []
@@ -138,13 +148,19 @@ class LiveBytes(TorchDispatchMode):
         self._operations = 0
         self._depth = 0
         self._handles: list[Any] = []
+        self.events: list[Event] = []
+        self._compiled = frozenset(compiled)
+        self._fusion = Fusion()
+        self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         for part in parts:
             self.own([*part.parameters(), *part.buffers()], MemoryKind.PARAMETERS)
+        self.states_at = len(self.events)
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 self.own(
                     [x for x in state.values() if isinstance(x, torch.Tensor)], MemoryKind.STATES
                 )
+        self.step_at = len(self.events)
         self.begin("start")
 
     def begin(self, moment: str) -> None:
@@ -168,6 +184,20 @@ class LiveBytes(TorchDispatchMode):
         for storage in (*alive, *self._died_since_peak):
             by_kind[storage.kind] += storage.nbytes
         return Peak(nbytes, moment, dict(by_kind))
+
+    @property
+    def reserved(self) -> dict[int, int]:
+        """Bytes that torch's allocator reserves for each stream, after a job's first three steps.
+
+        The first one runs before the optimizer has states: they then lie among its blocks.
+        """
+        pools, at = Pools(), self.step_at
+        parameters, states = self.events[: self.states_at], self.events[self.states_at : at]
+        step = self._fusion.apply(self.events)[at:] if self._compiled else self.events[at:]
+        left = {event.storage: event._replace(nbytes=0) for event in step}
+        for events in (parameters, step, states, left.values(), step, left.values(), step):
+            pools.replay(events)
+        return pools.reserved
 
     def own(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
         """Say of which kind the storages of ``tensors`` are, whatever made them."""
@@ -199,21 +229,32 @@ class LiveBytes(TorchDispatchMode):
             return args[0]  # as on real tensors; the fake one is new
         out = func(*args, **kwargs)
         self._operations += 1
+        read = []
         for tensor in tensors_in((args, kwargs)):
             storage = self._live.get(tensor.untyped_storage()._cdata)
             if storage is not None:
-                self._see(tensor, storage.kind)
+                read.append(self._see(tensor, storage.kind).serial)
                 if name.startswith(_TAKES_GRADIENTS) and storage.kind in _PASSING:
                     self._turn_into(storage, MemoryKind.REDUCE)
-        kind = _MADE_BY.get(name)
+        kind, at = _MADE_BY.get(name), len(self.events)
         for tensor in tensors_in(out):
             if tensor.untyped_storage()._cdata not in self._live:
                 kind = kind or self._kind_by_maker()
             self._see(tensor, kind or MemoryKind.TEMPORARY)
+        if self._compiled and not moves_nothing(func):
+            made = range(at, len(self.events))
+            region, backward = self._region(), in_backward()
+            self._fusion.see(func, region, at, in_backward=backward, read=read, made=made)
         if "c10d" in name:
             self.groups.update(group.group_name for group in groups_of(args))
         self._see_peak()
         return out
+
+    def _region(self) -> str:
+        """The compiled module whose operations run; "" if they are not compiled."""
+        *_, name = self.moments[-1].moment.split(" of ")
+        component = "loss" if name == "loss" else "model" if name.startswith("layers.") else ""
+        return name if component in self._compiled else ""
 
     def _kind_by_maker(self) -> MemoryKind:
         if (kind := fsdp_kind()) is not None:
@@ -230,8 +271,10 @@ class LiveBytes(TorchDispatchMode):
         key, nbytes = untyped._cdata, untyped.nbytes()
         storage = self._live.get(key)
         if storage is None:
+            self._see_full()
             ref = weakref.ref(untyped, lambda _: self._end(key))
-            return self._begin(key, _Storage(kind, nbytes, self._operations, ref))
+            stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+            return self._begin(key, _Storage(kind, nbytes, self._operations, ref, stream))
         return storage if storage.nbytes == nbytes else self._resize(key, nbytes)
 
     def _resize(self, key: int, nbytes: int) -> _Storage:
@@ -240,6 +283,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _begin(self, key: int, storage: _Storage) -> _Storage:
         self._live[key] = storage
+        if storage.nbytes and storage.kind not in self.on_host:
+            storage.serial = len(self.events)
+            self.events.append(Event(storage.serial, storage.stream, storage.nbytes))
         self._add(storage.kind, storage.nbytes)
         if storage.kind is MemoryKind.UNSHARDED and storage.nbytes:
             self._full.add(key)
@@ -248,6 +294,8 @@ class LiveBytes(TorchDispatchMode):
     def _end(self, key: int) -> _Storage:
         storage = self._live.pop(key)
         self._full.discard(key)
+        if storage.serial >= 0:
+            self.events.append(Event(storage.serial, storage.stream, 0))
         if storage.kind is MemoryKind.EXACT and not in_backward():
             self._turn_into(storage, MemoryKind.TEMPORARY)  # forward was over with it: not kept
         self._add(storage.kind, -storage.nbytes)
@@ -267,15 +315,18 @@ class LiveBytes(TorchDispatchMode):
         elif kind is MemoryKind.OFFLOADED:
             self.host_peak = max(self.host_peak, self._by_kind[kind])
 
-    def _see_peak(self) -> None:
-        unsharded = self._by_kind[MemoryKind.UNSHARDED]
-        if self._now <= self.moments[-1].nbytes and unsharded <= self.unsharded:
-            return
+    def _see_full(self) -> None:
         for key in list(self._full):
             ref = self._live[key].ref
             assert ref is not None
             if (untyped := ref()) is not None and untyped.nbytes() != self._live[key].nbytes:
                 self._resize(key, untyped.nbytes())
+
+    def _see_peak(self) -> None:
+        unsharded = self._by_kind[MemoryKind.UNSHARDED]
+        if self._now <= self.moments[-1].nbytes and unsharded <= self.unsharded:
+            return
+        self._see_full()
         self.unsharded = max(self.unsharded, self._by_kind[MemoryKind.UNSHARDED])
         if self._now > self.moments[-1].nbytes:
             self.moments[-1] = Peak(self._now, self.moments[-1].moment, dict(self._by_kind))
