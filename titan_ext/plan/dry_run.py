@@ -179,9 +179,10 @@ class DryRun(Trainer):
         """Run a step, steady as any but a run's first; count what it holds, or its time."""
         self._start_as_second_step()
         offloads = self.config.training.enable_cpu_offload
-        compiled = self.config.compile.components if self.config.compile.enable else ()
         on_host = LASTING if offloads else ()
-        live = LiveBytes(self.model_parts, self.optimizers, on_host=on_host, compiled=compiled)
+        live = LiveBytes(
+            self.model_parts, self.optimizers, on_host=on_host, compiled=self._compiled
+        )
         clock = None
         if machine:
             clock = StepClock(self.model_parts, live, MACHINES[machine], slower=slower)
@@ -191,6 +192,11 @@ class DryRun(Trainer):
             self.memory = MemoryPlan.of(live, budget, ranks_per_node())
         if clock is not None:
             self.time = self._step_time(clock, machine)
+
+    @property
+    def _compiled(self) -> Sequence[str]:
+        compiler = self.config.compile
+        return compiler.components if compiler.enable else ()
 
     def _start_as_second_step(self) -> None:
         """Make the optimizer's states, and leave FSDP as the chunked loss of a step leaves it."""
@@ -224,6 +230,7 @@ class DryRun(Trainer):
             tokens=tokens / dims.non_data_parallel_size,
             flops_per_token=None if has_quantization(spec.model) else flops,
             slower=clock.slower,
+            is_compiled="model" in self._compiled,
         )
 
     def forward_backward(self) -> None:
@@ -355,6 +362,7 @@ def dry_run(
     slower: float = 1.0,
     as_on_a_gpu: bool = True,
     imbalance: float = 1.0,
+    document: int = 0,
 ) -> DryRun:
     """Build the trainer of ``rank`` of ``ranks`` and run one step of it; one in a process.
 
@@ -367,6 +375,7 @@ def dry_run(
         slower: Factor on the ideal time of its kernels.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
+        document: How long packed documents are, where attention is masked to them; 0: a sequence.
 
     Raises:
         ValueError: for a config that would not start, or a machine whose accelerator is visible.
@@ -375,7 +384,7 @@ def dry_run(
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
-    use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance)
+    use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance, document=document)
     no_accelerator.adapt_config(config)
     HuggingFaceExport().before_start(config)
     torch.compiler.set_stance("force_eager")

@@ -67,7 +67,13 @@ class Fusion:
         """By fusible operations."""
 
     def see(
-        self, func: Any, region: str, at: int, *, in_backward: bool, read: Sequence[int],
+        self,
+        func: Any,
+        region: str,
+        at: int,
+        *,
+        in_backward: bool,
+        read: Sequence[int],
         made: Sequence[int],
     ) -> None:
         """An operation of ``region``: a block's forward or backward, or the loss; "" if eager."""
@@ -104,7 +110,8 @@ class Fusion:
             return None
         later = [use for use in made.uses if use.in_backward and not made.in_backward]
         if later and not (
-            all(use.is_fusible for use in later) and self._can_be_made_again(made, later[-1].at, end)
+            all(use.is_fusible for use in later)
+            and self._can_be_made_again(made, later[-1].at, end)
         ):
             return None
         solid = [use.at for use in made.uses if not use.is_fusible]

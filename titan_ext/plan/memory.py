@@ -13,8 +13,8 @@ import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class MemoryKind(StrEnum):
 LASTING = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.STATES)
 """Kinds that live on between steps, or could."""
 _MIB = 2**20
+BAND, COMPILED_BAND = 0.08, 0.15
+"""Of what is reserved: nine of ten published figures lie within it (docs/plan.md)."""
 
 
 class Peak(NamedTuple):
@@ -198,6 +200,10 @@ class LiveBytes(TorchDispatchMode):
         for events in (parameters, step, states, left.values(), step, left.values(), step):
             pools.replay(events)
         return pools.reserved
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self._compiled)
 
     def own(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
         """Say of which kind the storages of ``tensors`` are, whatever made them."""
@@ -382,10 +388,8 @@ class DeviceMemory:
     """Of CUDA, with cuBLAS's workspaces."""
     communicator: int = 600 * _MIB
     """Of NCCL, for each process group that communicates."""
-    fragmentation: float = 0.05
-    """Of what comes and goes in a step."""
     allowance: int | None = None
-    """Instead of all three."""
+    """Instead of both, and of what torch's allocator reserves beyond what lives."""
 
 
 @dataclass(frozen=True)
@@ -400,6 +404,9 @@ class MemoryPlan:
     host_peak: int = 0
     unsharded: int = 0
     ranks_per_node: int = 1
+    reserved: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of torch's allocator in the pool of each stream; 0 is the one that computes."""
+    is_compiled: bool = False
 
     @classmethod
     def of(cls, live: LiveBytes, budget: DeviceMemory, ranks_per_node: int = 1) -> "MemoryPlan":
@@ -412,19 +419,40 @@ class MemoryPlan:
             host_peak=live.host_peak,
             unsharded=live.unsharded,
             ranks_per_node=ranks_per_node,
+            reserved=live.reserved,
+            is_compiled=live.is_compiled,
         )
 
     @property
     def allowance(self) -> int:
+        """Beside what lives; negative if compiled modules never make a part of that."""
         return self._allowance(self.peak)
 
     def _allowance(self, moment: Peak) -> int:
         budget = self.budget
         if budget.allowance is not None:
             return budget.allowance
-        moving = sum(n for kind, n in moment.by_kind.items() if kind not in LASTING)
-        fixed = budget.context + budget.communicator * self.communicators
-        return fixed + int(budget.fragmentation * moving)
+        return self._fixed + int(self._unused * _moving(moment))
+
+    @property
+    def _fixed(self) -> int:
+        return self.budget.context + self.budget.communicator * self.communicators
+
+    @property
+    def _unused(self) -> float:
+        """What is reserved and does not live at the peak, as a share of what comes and goes."""
+        more = sum(self.reserved.values()) - self.peak.nbytes if self.reserved else 0
+        return more / max(_moving(self.peak), 1)
+
+    @property
+    def band(self) -> int:
+        """Bytes by which published jobs were off their plans, nine of ten of them."""
+        share = COMPILED_BAND if self.is_compiled else BAND
+        return int(share * (self.peak.nbytes + self.allowance - self._fixed))
+
+    @property
+    def is_uncertain(self) -> bool:
+        return self.budget.allowance is None and abs(self.spare) < self.band
 
     @property
     def spare(self) -> int:
@@ -438,10 +466,12 @@ class MemoryPlan:
         """Bytes that could be made at ``moment``; negative if those that are do not fit."""
         spare = self._spare(moment)
         is_given = self.budget.allowance is not None
-        return spare if is_given else int(spare / (1 + self.budget.fragmentation))
+        return spare if is_given else int(spare / (1 + max(self._unused, 0.0)))
 
     def verdict(self, rank: str) -> str:
         fits = "fits" if self.spare >= 0 else "does not fit"
+        if self.is_uncertain:
+            fits = f"uncertain, {'it may fit' if self.spare >= 0 else 'it may not fit'}"
         margin = f"{_gib(abs(self.spare))} GiB {'to spare' if self.spare >= 0 else 'too many'}"
         return (
             f"{fits} in {_gib(self.budget.memory)} GiB, {margin}; peak of {rank}: "
@@ -454,20 +484,34 @@ class MemoryPlan:
             on_host = " (on the host, not in the sum)" if kind in self.on_host else ""
             if (nbytes := _gib(self.peak.by_kind.get(kind, 0))) != "0.00":
                 yield f"{nbytes:>8}  {kind}{on_host}"
-        yield f"{_gib(self.peak.nbytes):>8}  sum: counted"
-        budget = self.budget
-        parts = (
-            f"{_gib(budget.context)} context and cuBLAS, {_gib(budget.communicator)} for each of "
-            f"{self.communicators} communicators, {budget.fragmentation:.0%} fragmentation"
-        )
-        parts = "as given" if budget.allowance is not None else parts
-        yield f"{_gib(self.allowance):>8}  allowance, a guess: {parts}"
+        yield f"{_gib(self.peak.nbytes):>8}  sum: allocated"
+        if self.budget.allowance is not None:
+            yield f"{_gib(self.allowance):>8}  allowance: as given"
+        else:
+            yield from self._reserved()
         if self.host_peak:
             ranks = self.ranks_per_node
             yield (
                 f"{_gib(self.host_peak):>8}  host: {MemoryKind.OFFLOADED} of this rank at most; "
                 f"{_gib(self.host_peak * ranks)} a node of {ranks} such ranks"
             )
+
+    def _reserved(self) -> Iterator[str]:
+        others = sum(n for stream, n in self.reserved.items() if stream)
+        off_by = f"+-{COMPILED_BAND if self.is_compiled else BAND:.0%}"
+        fused = ", without what is fused" if self.is_compiled else ""
+        yield (
+            f"{_gib(sum(self.reserved.values())):>8}  reserved ({off_by}), of it {_gib(others)} in "
+            f"pools of other streams{fused}"
+        )
+        yield (
+            f"{_gib(self._fixed):>8}  guessed: {_gib(self.budget.context)} context and cuBLAS, "
+            f"{_gib(self.budget.communicator)} for each of {self.communicators} communicators"
+        )
+
+
+def _moving(moment: Peak) -> int:
+    return sum(n for kind, n in moment.by_kind.items() if kind not in LASTING)
 
 
 def _gib(nbytes: int) -> str:

@@ -37,11 +37,14 @@ from titan_ext.base.titan import BaseDataLoader
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 
 
-def use_stand_ins(config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0) -> None:
+def use_stand_ins(
+    config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0, document: int = 0
+) -> None:
     """Put them into the model of a trainer's config, in place.
 
     Without ``as_on_a_gpu`` only those without which no step runs. ``imbalance`` are the tokens that
-    this rank's experts get, for one if routing were balanced.
+    this rank's experts get, for one if routing were balanced. ``document`` is how long the packed
+    documents are to whose tokens attention is masked, 0 for as long as a sequence.
     """
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
@@ -52,7 +55,14 @@ def use_stand_ins(config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1
         _replace(spec, TokenChoiceTopKRouter.Config, _router)
     if not context_parallel and as_on_a_gpu:
         for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
-            _replace(spec, kind.Config, lambda _: AttentionShapes.Config())
+            for _, _, parent, key in list(spec.traverse(kind.Config)):
+                has_mask = kind is not ScaledDotProductAttention
+                window = getattr(parent, "sliding_window_size", None) or 0
+                setattr(
+                    parent,
+                    str(key),
+                    AttentionShapes.Config(window=window, document=document if has_mask else 0),
+                )
     elif (
         context_parallel and parallelism.spmd_backend == "spmd_types"
     ):  # with its masks, which are split too
@@ -162,12 +172,20 @@ def _split(tokens: int, ranks: int) -> list[int]:
     return splits
 
 
+_TILE = 128
+"""Positions of a block of FlexAttention's mask."""
+
+
 class _OneKernel:
     """Attention as one operation that keeps q, k, v, its output and a log-sum-exp.
 
     torch has it for backends out of tree: a shape function and a backward, and no kernel. A mask
-    changes no shape. Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    changes no shape: its operation gets the share of scores that the mask leaves out as
+    ``dropout_p``, where ``op_cost`` finds it. Shape suffixes: B = batch, L = sequence, N = heads,
+    H = head dimension.
     """
+
+    window = document = 0
 
     def forward(
         self,
@@ -182,17 +200,32 @@ class _OneKernel:
     ) -> torch.Tensor:
         q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         fused: Any = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
-        out_BNLH, lse_BNL = fused(q_BNLH, k_BNLH, v_BNLH, is_causal=True, scale=scale)[:2]
+        masked = self._share_masked(q_BNLH.shape[-2])
+        out_BNLH, lse_BNL = fused(q_BNLH, k_BNLH, v_BNLH, None, masked, True, scale=scale)[:2]
         out_BLNH = out_BNLH.transpose(1, 2)
         if out_transform is None:
             return out_BLNH
         return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
 
+    def _share_masked(self, length: int) -> float:
+        """Of the scores of a causal mask, those that a window and documents leave out."""
+        seen = min(x for x in (self.window, self.document, length) if x)
+        if seen == length:
+            return 0.0
+        tile = _TILE if seen == self.window else 0  # kernels compute whole tiles
+        return 1 - min((2 * min(seen + tile, length) if tile else seen) / length, 1.0)
+
 
 class AttentionShapes(_OneKernel, ScaledDotProductAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
-        pass
+        window: int = 0
+        """Positions that a query sees, itself included; 0 for all before it."""
+        document: int = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.window, self.document = config.window, config.document
 
 
 class FlexAttentionShapes(_OneKernel, FlexAttention):
