@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_ext.base.op_cost import groups_of, moves_nothing
 from titan_ext.base.tensors import in_backward, plain_tensors, tensors_in
 from titan_ext.fp8 import offload
-from titan_ext.plan.fusion import Fusion
+from titan_ext.plan.fusion import Fusion, is_fusible
 from titan_ext.plan.pools import Event, Pools
 
 
@@ -204,6 +204,19 @@ class LiveBytes(TorchDispatchMode):
     @property
     def is_compiled(self) -> bool:
         return bool(self._compiled)
+
+    def fused(self, func: Any, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]] | None:
+        """Of an operation that a compiler would fuse: its storages' events, and bytes of each."""
+        if not (self._compiled and self._region() and is_fusible(func)):
+            return None
+        found = {x.untyped_storage()._cdata: x.nbytes for x in tensors}
+        at = ((self._live.get(key), nbytes) for key, nbytes in found.items())
+        return [(storage.serial, nbytes) for storage, nbytes in at if storage is not None]
+
+    def never_made(self) -> set[int]:
+        """Events of the storages that fusing leaves out."""
+        left = {event.storage for event in self._fusion.apply(self.events)}
+        return {event.storage for event in self.events} - left
 
     def own(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
         """Say of which kind the storages of ``tensors`` are, whatever made them."""

@@ -128,6 +128,8 @@ class StepClock(TorchDispatchMode):
         self._depth = 0
         self._moment = ""
         self._handles: list[Any] = []
+        self._fused: list[tuple[Work, list[tuple[int, int]]]] = []
+        """Work that a compiler fuses, with the bytes of each of its storages."""
 
     def __enter__(self) -> "StepClock":
         def enter(*_: Any) -> None:
@@ -152,8 +154,18 @@ class StepClock(TorchDispatchMode):
         if exc_type is None:
             if self.passes:
                 self._add(self._compute, Part.OPTIMIZER, 0.0)  # the step ends when it is waited for
+            self._fuse()
             self._streams.run()
             self._add_up()
+
+    def _fuse(self) -> None:
+        """Fused work reads and writes only what is in memory, and is no kernel of its own."""
+        if not self._fused:
+            return
+        never = self._live.never_made()
+        for work, parts in self._fused:
+            nbytes = sum(n for storage, n in parts if storage not in never)
+            work.ms = min(work.ms, nbytes / self._machine.memory * 1e3 * self.slower)
 
     def _add_up(self) -> None:
         for queue, works in self._streams.queues.items():
@@ -205,6 +217,9 @@ class StepClock(TorchDispatchMode):
         part, now = self._part(func._schema.name), self.passes[-1]
         end = self._add(stream, part, cost.ms * self.slower)
         if stream is self._compute:
+            parts = self._live.fused(func, (*used, *tensors_in(out)))
+            if parts is not None and not cost.flops:
+                self._fused.append((self._streams.queues[stream][end.index], parts))
             now.flops[part] += cost.flops
             now.nbytes[part] += cost.nbytes
         self._use(stream, used, end)
