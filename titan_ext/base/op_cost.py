@@ -20,6 +20,7 @@ from torch.distributed import GroupName, distributed_c10d
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from titan_ext.base.messages import did_you_mean
 from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
 
 RANKS_PER_NODE = 8
@@ -139,6 +140,23 @@ _HALF_RATE_ROWS = 160
 """Rows of an expert at which a grouped product has half of its rate: tiles of 128 rows are partly
 empty, and weights are read for few rows. torchao PR 2490 has 0.53 and 0.55 of an H100's peak at 512
 rows an expert, of 0.71 with very many."""
+
+
+def nodes_of(machine: str, ranks_per_node: int, nvlink_domain: int) -> tuple[int, int]:
+    """Both numbers, where 0 is for what such a machine usually has; without one, 8 and a node.
+
+    Raises:
+        ValueError: if nobody knows the machine.
+    """
+    if machine and machine not in MACHINES:
+        raise ValueError(
+            f"--machine is {machine!r}; expected one of {', '.join(MACHINES)}"
+            f"{did_you_mean(machine, MACHINES)}"
+        )
+    usual = MACHINES.get(machine)
+    if ranks_per_node or usual is None:
+        return ranks_per_node or RANKS_PER_NODE, nvlink_domain
+    return usual.ranks_per_node, nvlink_domain or usual.nvlink_domain
 
 
 @dataclass(frozen=True)

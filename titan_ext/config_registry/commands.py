@@ -116,8 +116,7 @@ class DryRun:
     """GPUs of a node, as torchrun would count them; the smallest node if they differ. 0 for as many
     as nodes of the --machine usually have, or 8."""
     nvlink_domain: int = 0
-    """Neighbouring GPUs that NVLink joins, for --machine: 0 for its usual ones (72 on gb200 and
-    gb300), or with --ranks-per-node a node's."""
+    """Neighbouring GPUs that NVLink joins; 0: the machine's, or with --ranks-per-node a node's."""
     all_stages: bool = False
     """One rank of every pipeline stage, one after another."""
     memory: str = ""
@@ -197,6 +196,7 @@ class DryRun:
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext.activation_checkpoint.solved import has_budget
         from titan_ext.base import no_accelerator
+        from titan_ext.base.op_cost import nodes_of
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import as_rank, dry_run
         from titan_ext.plan.memory import DeviceMemory
@@ -207,7 +207,9 @@ class DryRun:
         from titan_ext.toml.values import dump, identity
 
         budget = None if memory is None else DeviceMemory(memory=memory, allowance=allowance)
-        self._set_nodes()
+        self.ranks_per_node, self.nvlink_domain = nodes_of(
+            self.machine, self.ranks_per_node, self.nvlink_domain
+        )
         with as_rank(self.ranks, self.rank, self.ranks_per_node, self.nvlink_domain):
             self.slower = self._calibrated()
             with no_accelerator.as_with_an_accelerator():
@@ -262,20 +264,6 @@ class DryRun:
             print("            --suggest 5 tries the nearest changes, with a dry run for each")
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
-
-    def _set_nodes(self) -> None:
-        from titan_ext.base.op_cost import MACHINES, RANKS_PER_NODE
-
-        if self.machine and self.machine not in MACHINES:
-            raise ValueError(
-                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
-                f"{did_you_mean(self.machine, MACHINES)}"
-            )
-        if not self.ranks_per_node:
-            usual = MACHINES.get(self.machine)
-            self.ranks_per_node = usual.ranks_per_node if usual else RANKS_PER_NODE
-            if usual and not self.nvlink_domain:
-                self.nvlink_domain = usual.nvlink_domain
 
     def _calibrated(self) -> float:
         from titan_ext.plan.search import calibrate

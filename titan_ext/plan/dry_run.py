@@ -39,7 +39,8 @@ from titan_ext.base.op_cost import (
 from titan_ext.base.tensors import plain_tensors
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
-from titan_ext.plan.memory import LASTING, DeviceMemory, LiveBytes, MemoryPlan
+from titan_ext.plan.live import LASTING, LiveBytes
+from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.plan.time import Part, StepClock, StepTime

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
-from titan_ext.plan.memory import MemoryKind, MemoryPlan, Peak
+from titan_ext.plan.live import MemoryKind, Peak
+from titan_ext.plan.memory import MemoryPlan
 from titan_ext.plan.time import StepTime
 from titan_ext.run.planned import file_name, plain
 from titan_ext.run.record import versions

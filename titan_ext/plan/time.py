@@ -29,7 +29,7 @@ from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.base.op_cost import SYNC_MS, Machine, group_ms, groups_of, moves_nothing, op_cost
 from titan_ext.base.tensors import in_backward, tensors_in
-from titan_ext.plan.memory import PLAIN_TYPES, LiveBytes, MemoryKind, fsdp_kind
+from titan_ext.plan.live import PLAIN_TYPES, LiveBytes, MemoryKind, fsdp_kind
 from titan_ext.plan.streams import Item, Streams, Work
 
 
