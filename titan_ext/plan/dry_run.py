@@ -69,6 +69,8 @@ class DryRun(Trainer):
         self.memory: MemoryPlan | None = None
         self.time: StepTime | None = None
         self.imbalance = 1.0
+        self.dispatchers: Sequence[str] = ()
+        """Those that are planned as Titan's all-to-all."""
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
         if self.parallel_dims.pp_enabled:
@@ -346,6 +348,7 @@ class DryRun(Trainer):
             yield "unsharded", f"at most {unsharded}, all-gather buffers included"
         yield "ran", "forward, loss, backward, gradient clipping, optimizer, on fake tensors"
         eager = "torch.compile (ran eagerly), " if config.compile.enable else ""
+        eager += "".join(f"{name} (ran as an all-to-all), " for name in self.dispatchers)
         unplanned = "" if self.memory is not None else "memory for activations (--memory), "
         yield (
             "not tried",
@@ -385,12 +388,14 @@ def dry_run(
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
-    use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance, document=document)
+    dispatchers = use_stand_ins(
+        config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance, document=document
+    )
     no_accelerator.adapt_config(config)
     HuggingFaceExport().before_start(config)
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
-    run.imbalance = imbalance
+    run.imbalance, run.dispatchers = imbalance, dispatchers
     if budget is not None or machine:
         run.plan(budget, machine, slower)
     else:

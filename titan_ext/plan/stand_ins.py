@@ -4,12 +4,12 @@
 Fake tensors have no values, so a dispatcher is told how many tokens go where. And a CPU runs some
 modules otherwise than a GPU: its attention has S x S buffers, its RMSNorm keeps fp32 copies, its
 autocast leaves the router's gate in bf16. What stands in for them makes and keeps tensors of the
-shapes that the GPU's kernels make and keep, so that ``plan.memory`` can count them.
+shapes that the GPU's kernels make and keep, so that ``plan.live`` can count them.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,10 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    BaseEPTokenDispatcher,
+)
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint import FP8AC
@@ -39,17 +42,21 @@ from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 
 def use_stand_ins(
     config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0, document: int = 0
-) -> None:
+) -> Sequence[str]:
     """Put them into the model of a trainer's config, in place.
 
     Without ``as_on_a_gpu`` only those without which no step runs. ``imbalance`` are the tokens that
     this rank's experts get, for one if routing were balanced. ``document`` is how long the packed
     documents are to whose tokens attention is masked, 0 for as long as a sequence.
+
+    Returns the names of the dispatchers that are planned as Titan's all-to-all. Only their own
+    kernels know what they send: a token once a rank or a node, or padded.
     """
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
+    names = {type(at[1]).__qualname__: None for at in spec.traverse(BaseEPTokenDispatcher.Config)}
     planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
-    _replace(spec, AllToAllTokenDispatcher.Config, planned)
+    _replace(spec, BaseEPTokenDispatcher.Config, planned)
     if as_on_a_gpu:
         _replace(spec, RMSNorm.Config, _rms_norm)
         _replace(spec, TokenChoiceTopKRouter.Config, _router)
@@ -68,6 +75,8 @@ def use_stand_ins(
     ):  # with its masks, which are split too
         flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
         _replace(spec, FlexAttention.Config, flex)
+    known = {kind.__qualname__ for kind in _PLANNED}
+    return [name.removesuffix(".Config") for name in names if name not in known]
 
 
 def as_stock(config: Any) -> None:
@@ -102,8 +111,9 @@ def _replace(spec: ModelSpec, kind: type, stand_in: Callable[[Any], Any]) -> Non
 
 
 def _plan_dispatcher(config: Any, *, imbalance: float) -> Any:
-    planned = _PLANNED.get(type(config))
-    return config if planned is None else derive(config, planned, imbalance=imbalance)
+    if type(config) not in _PLANNED:
+        config = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
+    return derive(config, _PLANNED[type(config)], imbalance=imbalance)
 
 
 def _rms_norm(config: Any) -> Any:
