@@ -180,12 +180,22 @@ def time_table(
 def halves(
     names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], seed: int = _SEED
 ) -> tuple[list[str], list[str]]:
-    """A random half of the eager rows and of the compiled ones, and the others."""
-    some = []
+    """A random half of the eager jobs and of the compiled ones, and the others.
+
+    Rows that are ``like`` each other go together: one would tell the answer of the other.
+    """
+    some: list[str] = []
     for compiled in (False, True):
         group = [name for name in names if is_compiled(rows[name]) == compiled]
-        some += random.Random(seed).sample(group, (len(group) + 1) // 2)
+        families = sorted({_family(name, rows) for name in group})
+        drawn = random.Random(seed).sample(families, (len(families) + 1) // 2)
+        some += [name for name in group if _family(name, rows) in drawn]
     return some, [name for name in names if name not in some]
+
+
+def _family(name: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    base = rows[name].get("like")
+    return name if base is None else _family(base, rows)
 
 
 def fit(

@@ -54,9 +54,9 @@ class Part(StrEnum):
 
 WAITS = (Part.EXCHANGES, Part.HOST, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES, Part.OFFLOAD)
 """Parts in which the compute stream of this rank waits for its links or its host."""
-KERNELS, COMPILED_KERNELS, SPREAD = 1.5, 1.5, 0.25
+KERNELS, COMPILED_KERNELS, SPREAD = 1.61, 1.17, 0.25
 """How many times the ideal kernels take in published runs, eager and compiled, and how far nine of
-ten runs are from that; fitted by benchmarks/published.py on a random half (docs/plan.md)."""
+ten others are from that; fitted on a random half by benchmarks/published.py (docs/plan.md)."""
 _KINDS = ("alltoall", "allgather", "reducescatter", "allreduce")
 _CODEC = ("titan_ext::float8_quantize", "titan_ext::float8_dequantize")
 
