@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from titan_ext.plan.time import WAITS
+from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS
 
 _GIB = 2**30
 _AT_ONCE = 2
@@ -239,7 +239,7 @@ def draw(rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str,
         found = {
             name: plans[name]["reserved"] / _GIB
             if key == "reserved"
-            else plans[name]["time"]["expected_tokens_per_second"]
+            else _expected(plans[name], COMPILED_KERNELS if is_compiled(rows[name]) else KERNELS)
             for name in names
         }
         for compiled, colour in ((False, "#1f4e79"), (True, "#ed7d31")):

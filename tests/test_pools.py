@@ -16,7 +16,7 @@ MIB = 2**20
 COMPUTE, GATHER = 0, 1
 
 
-def _reserved(*events: tuple[int, int, int]) -> dict[int, int]:
+def _reserved(*events: tuple[int, int, float]) -> dict[int, int]:
     """MiB by stream."""
     pools = Pools()
     pools.replay(Event(storage, stream, int(mib * MIB)) for storage, stream, mib in events)
