@@ -229,6 +229,7 @@ def _expected(plan: Mapping[str, Any], factor: float) -> float:
 def draw(rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]) -> Any:
     """A matplotlib figure: planned over published, in GiB and in tokens/s."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     for axes, key, unit in zip(
@@ -266,6 +267,10 @@ def draw(rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str,
         )
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:,.0f}")
+            axis.set_minor_formatter("")
         axes.set_xlabel(f"published, {unit}")
         axes.set_ylabel(f"{'reserved' if key == 'reserved' else 'expected'} by the plan, {unit}")
         axes.legend(loc="upper left", frameon=False)
