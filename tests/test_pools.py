@@ -32,6 +32,7 @@ def test_each_stream_has_a_pool_that_grows_and_never_shrinks():
 
 
 def test_small_storages_have_pages_of_their_own():
+    assert _reserved((1, COMPUTE, 1), (2, COMPUTE, 1)) == {COMPUTE: 2}
     assert _reserved((1, COMPUTE, 1), (2, COMPUTE, 1), (3, COMPUTE, 0.5)) == {COMPUTE: 4}
 
 
@@ -109,9 +110,10 @@ def _live(compiled: Sequence[str]) -> LiveBytes:
 
 @pytest.mark.parametrize(
     ("compiled", "mib"),
-    # Of 4,096 x 2,048 in bf16, 16 MiB, silu's output is not kept: backward has its input.
-    # Of 4,096 x 4,096 logits, 16.8 million, three fp32 copies of 64 MiB are not made.
-    [(["model"], 16), (["loss"], 192), (["model", "loss"], 16 + 192)],
+    # Of 4,096 x 2,048 in bf16, 16 MiB: silu's output, since backward has its input, and its
+    # gradient. Of 4,096 x 4,096 logits four fp32 tensors of 64 MiB: their copy, its log-softmax,
+    # and the gradients of both.
+    [(["model"], 32), (["loss"], 256), (["model", "loss"], 32 + 256)],
 )
 def test_what_is_fused_is_not_made(compiled: Sequence[str], mib: int):
     live = _live(compiled)
@@ -121,8 +123,7 @@ def test_what_is_fused_is_not_made(compiled: Sequence[str], mib: int):
     never = set(sizes) - {event.storage for event in at}
     assert never == live.never_made()
     assert _most(live.events) - _most(left) >= 0
-    kept = sum(sizes[storage] for storage in never)
-    assert kept >= mib * MIB
+    assert sum(sizes[storage] for storage in never) // MIB == mib
     assert not _live([])._fusion._made
 
 
@@ -164,13 +165,3 @@ def test_what_a_product_of_backward_reads_is_kept():
     """torch's partitioner does not make again what has to be in memory then."""
     kept = (ADD, "layers.0", False, [], [1]), (MM, "layers.0", False, [1], [2])
     assert 1 in _fused(*kept, (MM, "layers.0", True, [1], [3]))
-
-
-def test_a_small_change_of_the_rules_is_seen():
-    """Reserved bytes of the model above, of each way to compile it."""
-    eager, loss, model, both = (
-        sum(_live(compiled).reserved.values())
-        for compiled in ([], ["loss"], ["model"], ["model", "loss"])
-    )
-    assert both <= loss < eager
-    assert model <= eager
