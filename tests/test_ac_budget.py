@@ -30,7 +30,7 @@ from titan_ext.activation_checkpoint.solver import (
 )
 from titan_ext.base.op_cost import MACHINES
 from titan_ext.base.tensors import local_tensor
-from titan_ext.plan.memory import fsdp_kind
+from titan_ext.plan.live import fsdp_kind
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import device_events, fp8_ac_loss, gpu_receipts, step_time, titan_steps
+from benchmarks import device_events, fp8_ac_loss, gpu_receipts, published, step_time, titan_steps
 from benchmarks.activation_bytes import Measured, measure, table
 from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import Layout
@@ -243,3 +243,35 @@ def test_gpu_receipts_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     with pytest.raises(SystemExit):
         gpu_receipts.main()
     assert "torch sees no GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["A7", "B1"])
+def test_published_memory_is_planned(name: str, tmp_path: Path) -> None:
+    """Of a mixture of experts and a dense model: no byte of a plan is fitted."""
+    row = published.read_rows()[name]
+    plan = published.planned(name, row, tmp_path)
+    assert plan["reserved"] / 2**30 == pytest.approx(row["reserved"], rel=0.08)
+    assert plan["reserved"] > plan["peak"]["sum"]
+    assert (plan["fits"], plan["uncertain"]) == (row["fits"], False)
+
+
+def test_rows_that_are_alike_are_fitted_or_tested_together() -> None:
+    rows = published.read_rows()
+    assert {row["source"] for row in rows.values()}  # each has one
+    assert rows["D2"]["values"]["compile"] == {"enable": True, "components": ["model"]}
+    timed = [name for name, row in rows.items() if row.get("time", "tokens" in row)]
+    for seed in range(20):
+        some, others = published.halves(timed, rows, seed)
+        assert sorted([*some, *others]) == sorted(timed)
+        for pair in (("B1", "B2"), ("D1", "D2"), ("D4", "D5")):
+            assert len(set(pair) & set(some)) != 1
+
+
+def test_factors_are_on_kernels_alone() -> None:
+    """10 ms of waits beside 30 ms of kernels, which take twice as long: 70 ms."""
+    time = {"step_ms": 40.0, "tokens_per_second": 700.0, "ms": {"exchanges": 10.0}}
+    rows = {"eager": {"tokens": 400.0, "values": {}, "job": "", "fits": True}}
+    plans = {"eager": {"time": time}}
+    factors = published.fit(rows, rows, plans)
+    assert factors == {False: pytest.approx(2.0)}
+    assert published._expected(plans["eager"], factors[False]) == pytest.approx(400.0)

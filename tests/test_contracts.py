@@ -105,7 +105,7 @@ from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
 from titan_ext.fsdp.settings import copies_out_directly
 from titan_ext.parallelize import limits
-from titan_ext.plan import memory as memory_plan
+from titan_ext.plan import live as memory_plan
 from titan_ext.run import start
 
 
@@ -735,7 +735,7 @@ def test_fsdp2_takes_a_quantized_shard_at_the_first_forward():
 
 
 def test_torch_names_by_which_memory_plan_tells_storages_apart():
-    """plan.memory: by the functions that make them, and by operations of FSDP2's."""
+    """plan.live: by the functions that make them, and by operations of FSDP2's."""
     made_in = _Code(FSDPParamGroup.post_backward)
     assert made_in.calls("foreach_reduce")
     assert _Code(FSDPParamGroup.unshard).calls("foreach_all_gather")
@@ -771,8 +771,19 @@ def test_torch_has_an_attention_of_one_operation_without_a_kernel():
     """stand_ins: its shapes, of heads of two sizes and of fewer keys than queries."""
     q, k, v = (torch.empty(2, n, 8, h, device="meta") for n, h in ((4, 16), (2, 16), (2, 12)))
     fused = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
-    out, lse, *_ = fused(q, k, v, is_causal=True)
+    out, lse, *_ = fused(q, k, v, None, 0.25, True)
     assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 8, 12), (2, 4, 8), torch.float32)
+    for op in (fused, torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward):
+        assert "dropout_p" in [argument.name for argument in op.default._schema.arguments]
+
+
+def test_torchs_partitioner_lists_what_inductor_fuses():
+    """plan.fusion: as packets of operations, before and after they are decomposed."""
+    listed = set(partitioners.get_default_op_list().fusible_ops)
+    ops = torch.ops.aten
+    assert {ops._to_copy, ops.add, ops.mul, ops.silu, ops.sum, ops.clone} <= listed
+    assert not {ops.mm, ops._grouped_mm, ops._log_softmax} & listed
+    assert torch.Tag.pointwise in ops.silu_backward.default.tags
 
 
 def test_titan_checkpointer_replaces_tensors_of_another_dtype():

@@ -168,7 +168,10 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
     assert states == pytest.approx(2 * parameters, rel=0.05)
     assert "forward, loss, backward, gradient clipping, optimizer" in out
     (ms,) = re.findall(
-        r"^time +at most [\d,]+ tokens/s a GPU, MFU .* ([\d.]+) ms a step on h100$", out, re.M
+        r"^time +expect [\d,]+ tokens/s a GPU \(\+-\d+%\); ideal [\d,]+ tokens/s a GPU, MFU .* "
+        r"([\d.]+) ms a step on h100$",
+        out,
+        re.M,
     )
     *parts, total = map(float, re.findall(r"^ +([\d.]+)  [a-z]", out, re.M))
     assert total == float(ms) == pytest.approx(sum(parts), abs=0.7)
@@ -274,7 +277,8 @@ def test_nodes_of_this_machine_do_not_leak_into_a_plan(monkeypatch: pytest.Monke
 def test_options_of_the_clock_are_checked(folder: Path):
     for options, message in (
         (("--machine", "h10"), "expected one of h100, h200, b200, mi300x; did you mean 'h100'?"),
-        (("--ranks-per-node", "0"), "--ranks-per-node is 0; expected 1 or more."),
+        (("--ranks-per-node", "-1"), "--ranks-per-node is -1; expected 0 or more."),
+        (("--document", "-1"), "--document is -1; expected 0 or more."),
         (("--nvlink-domain", "-1"), "--nvlink-domain is -1; expected 0 or more."),
         (("--nvlink-domain", "72"), "--nvlink-domain needs --machine"),
         (("--slower", "1.5"), "--measured and --slower need --machine"),

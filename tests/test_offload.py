@@ -17,7 +17,8 @@ from titan_ext.activation_checkpoint import FP8AC, measure_block, memory_report_
 from titan_ext.fp8 import SavedTensorStore
 from titan_ext.fp8 import offload as host
 from titan_ext.fp8.offload import SLAB, HostMemory, Offload
-from titan_ext.plan.memory import DeviceMemory, LiveBytes, MemoryPlan
+from titan_ext.plan.live import LiveBytes
+from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 
 Config = FP8AC.Config
 MIB = 2**20

@@ -14,7 +14,8 @@ from tests.toml_files import DEBUG, Loader
 from tests.training import Run, make_config, train
 from titan_ext.base.run_folder import read_scalar
 from titan_ext.plan.dry_run import as_rank, dry_run
-from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan, Peak
+from titan_ext.plan.live import MemoryKind, Peak
+from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.report import draw, to_json, write
 from titan_ext.plan.time import Part, StepTime
 from titan_ext.run.planned import PlanCheck, file_name

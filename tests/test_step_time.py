@@ -23,10 +23,10 @@ from tests.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.base.op_cost import MACHINES, collective_ms, op_cost
 from titan_ext.plan.dry_run import as_rank, dry_run
-from titan_ext.plan.memory import LiveBytes, MemoryKind
+from titan_ext.plan.live import LiveBytes, MemoryKind
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
 from titan_ext.plan.search import calibrate
-from titan_ext.plan.time import WAITS, Part, Pass, StepClock, StepTime
+from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS, Part, Pass, StepClock, StepTime
 from titan_ext.run.record import CONFIG, RECORD
 
 ONE = Run(world=1, ep=1, parallelize="block", seq_len=64, layers=2)
@@ -310,7 +310,14 @@ def test_tokens_a_second_are_those_of_the_sum():
     assert time.step_ms == 23.0
     assert time.tokens_per_second == 100_000
     assert time.mfu == 1e14 / get_peak_flops("H200")
-    assert time.verdict().startswith("at most 100,000 tokens/s a GPU, MFU 10.1% of 989 TFLOP/s")
+    assert "; ideal 100,000 tokens/s a GPU, MFU 10.1% of 989 TFLOP/s" in time.verdict()
+    assert time.verdict().startswith(f"expect {100_000 / KERNELS:,.0f} tokens/s a GPU (+-")
+    assert replace(time, is_compiled=True).expected_ms == 23.0 * COMPILED_KERNELS
+    waiting = replace(time, ms={Part.FORWARD: 13.0, Part.EXCHANGES: 10.0})
+    assert waiting.expected_ms == 10.0 + 13.0 * KERNELS  # links are no slower
+    measured = replace(time, slower=1.2)
+    assert measured.verdict().startswith("100,000 tokens/s a GPU, MFU")
+    assert measured.expected_ms == measured.step_ms
     for machine in MACHINES:
         assert replace(time, machine=machine).peak > MACHINES[machine].gemm  # Titan knows it
     assert replace(time, flops_per_token=None).mfu is None

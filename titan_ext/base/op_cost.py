@@ -20,6 +20,7 @@ from torch.distributed import GroupName, distributed_c10d
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from titan_ext.base.messages import did_you_mean
 from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
 
 RANKS_PER_NODE = 8
@@ -38,6 +39,7 @@ class Machine:
 
     Attributes:
         gemm: Of single large bf16 matrix products, FLOP/s.
+        grouped: Of grouped ones (``torch._grouped_mm``) with very many rows an expert, FLOP/s.
         attention: Of fused attention, FLOP/s.
         fp32: Of fp32 matrix products, FLOP/s.
         memory: Of its memory, bytes/s.
@@ -46,9 +48,11 @@ class Machine:
         network: Of a rank's share of the network, bytes/s each way.
         launch: Of the shortest kernel, seconds.
         host: Of its link to pinned memory of the host, bytes/s each way.
+        ranks_per_node, nvlink_domain: As such machines are usually built.
     """
 
     gemm: float
+    grouped: float
     attention: float
     fp32: float
     memory: float
@@ -57,38 +61,102 @@ class Machine:
     network: float = 45e9
     launch: float = 3e-6
     host: float = 50e9
+    ranks_per_node: int = RANKS_PER_NODE
+    nvlink_domain: int = RANKS_PER_NODE
 
 
-# Those of the H100 were reached by single kernels; the others are scaled by data sheets: reasoned,
-# not measured.
+# Rates of single kernels on an H100 SXM are those that are published as reached: of its 989 TFLOP/s
+# cuBLAS reaches 0.80, fused attention 0.45, and torch._grouped_mm 0.71 with 128,000 rows an expert
+# (298.7 ms for 2.1e14 FLOPs on an H200, pytorch PR 156203). Others are scaled from its data sheet
+# by theirs: reasoned, not measured. In GB200's and GB300's racks a node is a tray of 4, and NVLink
+# joins 72. torch's grouped kernels for Blackwell are CUTLASS's of the same PR; a profile of
+# gpt-oss 120B at 2,048 rows an expert shows 0.36 of the peak, 0.39 without what few rows cost.
 _H100 = Machine(
     gemm=798e12,
+    grouped=704e12,
     attention=450e12,
     fp32=60e12,
     memory=3.0e12,
     in_node=360e9,
     all_to_all=300e9,
 )
+# HGX B200: 2.25 PFLOP/s, 8 TB/s, 900 GB/s NVLink each way, 400 Gb/s network.
+_B200 = Machine(
+    gemm=1800e12,
+    grouped=880e12,
+    attention=1000e12,
+    fp32=70e12,
+    memory=7.0e12,
+    in_node=720e9,
+    all_to_all=600e9,
+)
+# GB200 NVL72: 2.5 PFLOP/s, 80 TFLOP/s in fp32, 8 TB/s, 450 GB/s a CPU to its two GPUs each way.
+_GB200 = replace(
+    _B200,
+    gemm=2000e12,
+    grouped=980e12,
+    attention=1110e12,
+    fp32=75e12,
+    host=180e9,
+    ranks_per_node=4,
+    nvlink_domain=72,
+)
+# MI300X: 1.3 PFLOP/s, 5.3 TB/s, seven links of 64 GB/s each way. Its peak is out of reach of its
+# power; MI355X: 2.5 PFLOP/s, 8 TB/s, seven links of 76.8 GB/s.
+_MI300X = Machine(
+    gemm=700e12,
+    grouped=490e12,
+    attention=400e12,
+    fp32=100e12,
+    memory=4.3e12,
+    in_node=340e9,
+    all_to_all=280e9,
+)
 MACHINES = {
     "h100": _H100,
-    "h200": replace(_H100, memory=4.3e12),
-    "b200": Machine(
-        gemm=1800e12,
-        attention=1000e12,
-        fp32=70e12,
-        memory=7.0e12,
-        in_node=720e9,
-        all_to_all=600e9,
+    # 96 GB of HBM2e at 2.4 TB/s and 500 W, on which TorchTitan's own figures were measured
+    # (benchmarks/llama3_h100_202412_torchtitan.md). Clocks go with the cube root of the power.
+    "h100hbm2e": replace(
+        _H100, gemm=713e12, grouped=629e12, attention=402e12, fp32=54e12, memory=2.15e12
     ),
-    "mi300x": Machine(
-        gemm=700e12,
-        attention=400e12,
-        fp32=100e12,
-        memory=4.3e12,
-        in_node=340e9,
-        all_to_all=280e9,
+    "h200": replace(_H100, memory=4.3e12),
+    "b200": _B200,
+    "b300": replace(_B200, network=90e9),  # ConnectX-8: 800 Gb/s
+    "gb200": _GB200,
+    "gb300": replace(_GB200, network=90e9),
+    "mi300x": _MI300X,
+    "mi355x": replace(
+        _MI300X,
+        gemm=1350e12,
+        grouped=950e12,
+        attention=770e12,
+        fp32=120e12,
+        memory=6.5e12,
+        in_node=410e9,
+        all_to_all=340e9,
     ),
 }
+_HALF_RATE_ROWS = 160
+"""Rows of an expert at which a grouped product has half of its rate: tiles of 128 rows are partly
+empty, and weights are read for few rows. torchao PR 2490 has 0.53 and 0.55 of an H100's peak at 512
+rows an expert, of 0.71 with very many."""
+
+
+def nodes_of(machine: str, ranks_per_node: int, nvlink_domain: int) -> tuple[int, int]:
+    """Both numbers, where 0 is for what such a machine usually has; without one, 8 and a node.
+
+    Raises:
+        ValueError: if nobody knows the machine.
+    """
+    if machine and machine not in MACHINES:
+        raise ValueError(
+            f"--machine is {machine!r}; expected one of {', '.join(MACHINES)}"
+            f"{did_you_mean(machine, MACHINES)}"
+        )
+    usual = MACHINES.get(machine)
+    if ranks_per_node or usual is None:
+        return ranks_per_node or RANKS_PER_NODE, nvlink_domain
+    return usual.ranks_per_node, nvlink_domain or usual.nvlink_domain
 
 
 @dataclass(frozen=True)
@@ -118,8 +186,11 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
     if flops:
         first = tensors_in(args)[0]
         rate = machine.fp32 if first.dtype == torch.float32 else machine.gemm
+        if func.overloadpacket is _ops._grouped_mm:
+            rate = machine.grouped * (rows := _rows_of_a_group(*args)) / (rows + _HALF_RATE_ROWS)
         if func.overloadpacket in _ATTENTION:
             rate = 2 * machine.attention  # causal: half of the products are not computed
+            rate /= max(1 - _share_masked(func, args), 1e-3)
         seconds = max(seconds, flops / rate)
     return OpCost(flops, made + read, seconds * 1e3)
 
@@ -162,6 +233,17 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
     ),
 }
 """Attention as one operation, which torch's registry does not know."""
+
+
+def _rows_of_a_group(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *_: Any) -> float:
+    """On average; also where it is rows that are summed over, for gradients of the weights."""
+    return max((a.shape[-1] if b.ndim == 2 else a.shape[-2]) / max(offs.numel(), 1), 1)
+
+
+def _share_masked(func: Any, args: Sequence[Any]) -> float:
+    """Of a causal mask's scores, those that a dry run's attention leaves out (``stand_ins``)."""
+    at = [argument.name for argument in func._schema.arguments].index("dropout_p")
+    return args[at] if len(args) > at else 0.0
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:

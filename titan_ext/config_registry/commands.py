@@ -38,7 +38,8 @@ _DESCRIPTION = (
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
 _NODES = ("ranks_per_node", "nvlink_domain")
-_OPTIONS = (("memory", "allowance"), ("imbalance", "machine", "slower", "stock", *_NODES))
+_CLOCK = ("imbalance", "document", "machine", "slower", "stock", *_NODES)
+_OPTIONS = (("memory", "allowance"), _CLOCK)
 """What dry-run hands to processes of its own: the budget, and how a step is modelled."""
 _MOST_RANKS = 2**20
 _DOES_NOT_FIT = 3
@@ -111,20 +112,21 @@ class DryRun:
     """How many GPUs the job has."""
     rank: int = 0
     """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
-    ranks_per_node: int = 8
-    """GPUs of a node, as torchrun would count them; the smallest node if they differ."""
+    ranks_per_node: int = 0
+    """GPUs of a node, as torchrun would count them; the smallest node if they differ. 0 for as many
+    as nodes of the --machine usually have, or 8."""
     nvlink_domain: int = 0
-    """Neighbouring GPUs that NVLink joins, for --machine: 72 on GB200 and GB300; 0 for a node's."""
+    """Neighbouring GPUs that NVLink joins; 0: the machine's, or with --ranks-per-node a node's."""
     all_stages: bool = False
     """One rank of every pipeline stage, one after another."""
     memory: str = ""
     """Of each GPU, such as 80GiB: plan what a step holds, and whether that fits."""
     allowance: str = ""
-    """For what is no tensor (CUDA's context, NCCL, cuBLAS, fragmentation), such as 4GiB."""
+    """For what is no tensor (CUDA's context, NCCL, cuBLAS, unused pools), such as 4GiB."""
     stock: bool = False
     """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
     machine: str = ""
-    """Time a step on this: h100, h200, b200 or mi300x."""
+    """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x or mi355x."""
     measured: Path | None = None
     """Folder of a run on that machine, whose step time says how much slower real kernels are."""
     slower: float = 1.0
@@ -136,6 +138,9 @@ class DryRun:
     """With --activations: for a run on CPUs, with their kernels."""
     imbalance: float = 1.0
     """How many times their balanced share of tokens the rank's experts get."""
+    document: int = 0
+    """Tokens of a packed document, for --machine, where attention is masked to documents; 0 for as
+    many as a sequence has."""
     out: Path | None = None
     """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
     dump_folder it is compares itself with its plan. With --activations: budget.toml, and the
@@ -166,9 +171,10 @@ class DryRun:
             (self.suggest and no_plan, "--suggest needs --memory: without it there is no plan."),
             (self.against and not memory, "--against needs --memory: without it there is no plan."),
             (
-                self.ranks_per_node < 1,
-                f"--ranks-per-node is {self.ranks_per_node}; expected 1 or more.",
+                self.ranks_per_node < 0,
+                f"--ranks-per-node is {self.ranks_per_node}; expected 0 or more.",
             ),
+            (self.document < 0, f"--document is {self.document}; expected 0 or more."),
             (
                 self.nvlink_domain < 0,
                 f"--nvlink-domain is {self.nvlink_domain}; expected 0 or more.",
@@ -190,6 +196,7 @@ class DryRun:
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext.activation_checkpoint.solved import has_budget
         from titan_ext.base import no_accelerator
+        from titan_ext.base.op_cost import nodes_of
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import as_rank, dry_run
         from titan_ext.plan.memory import DeviceMemory
@@ -200,6 +207,9 @@ class DryRun:
         from titan_ext.toml.values import dump, identity
 
         budget = None if memory is None else DeviceMemory(memory=memory, allowance=allowance)
+        self.ranks_per_node, self.nvlink_domain = nodes_of(
+            self.machine, self.ranks_per_node, self.nvlink_domain
+        )
         with as_rank(self.ranks, self.rank, self.ranks_per_node, self.nvlink_domain):
             self.slower = self._calibrated()
             with no_accelerator.as_with_an_accelerator():
@@ -231,6 +241,7 @@ class DryRun:
                     machine=self.machine,
                     slower=self.slower,
                     imbalance=self.imbalance,
+                    document=self.document,
                 )
                 print(run.report(), flush=True)
                 plans = [] if run.memory is None else [to_json(run, asked)]
@@ -255,14 +266,8 @@ class DryRun:
             raise SystemExit(_DOES_NOT_FIT)
 
     def _calibrated(self) -> float:
-        from titan_ext.base.op_cost import MACHINES
         from titan_ext.plan.search import calibrate
 
-        if self.machine and self.machine not in MACHINES:
-            raise ValueError(
-                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
-                f"{did_you_mean(self.machine, MACHINES)}"
-            )
         if not self.machine and (self.measured is not None or self.slower != 1.0):
             raise ValueError("--measured and --slower need --machine: they slow its kernels down.")
         if not 0 < self.slower < math.inf:

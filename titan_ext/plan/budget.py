@@ -34,7 +34,8 @@ from titan_ext.base.messages import and_more, format_bytes, parse_bytes
 from titan_ext.base.op_cost import MACHINES
 from titan_ext.components.exchange_policy import exchange_policy_of
 from titan_ext.plan.dry_run import DryRun, dry_run
-from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan, fsdp_kind
+from titan_ext.plan.live import MemoryKind, fsdp_kind
+from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.toml.files import to_toml
 
 __all__ = ["BudgetPlan", "TracedBlocks", "budget_in", "plan_activations", "settings_of"]

@@ -39,7 +39,8 @@ from titan_ext.base.op_cost import (
 from titan_ext.base.tensors import plain_tensors
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
-from titan_ext.plan.memory import LASTING, DeviceMemory, LiveBytes, MemoryPlan
+from titan_ext.plan.live import LASTING, LiveBytes
+from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.plan.time import Part, Span, StepClock, StepTime
@@ -69,6 +70,8 @@ class DryRun(Trainer):
         self.time: StepTime | None = None
         self.spans: Sequence[Span] = ()
         self.imbalance = 1.0
+        self.dispatchers: Sequence[str] = ()
+        """Those that are planned as Titan's all-to-all."""
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
         if self.parallel_dims.pp_enabled:
@@ -180,7 +183,10 @@ class DryRun(Trainer):
         """Run a step, steady as any but a run's first; count what it holds, or its time."""
         self._start_as_second_step()
         offloads = self.config.training.enable_cpu_offload
-        live = LiveBytes(self.model_parts, self.optimizers, on_host=LASTING if offloads else ())
+        on_host = LASTING if offloads else ()
+        live = LiveBytes(
+            self.model_parts, self.optimizers, on_host=on_host, compiled=self._compiled
+        )
         clock = None
         if machine:
             clock = StepClock(self.model_parts, live, MACHINES[machine], slower=slower)
@@ -190,6 +196,11 @@ class DryRun(Trainer):
             self.memory = MemoryPlan.of(live, budget, ranks_per_node())
         if clock is not None:
             self.time, self.spans = self._step_time(clock, machine), clock.spans
+
+    @property
+    def _compiled(self) -> Sequence[str]:
+        compiler = self.config.compile
+        return compiler.components if compiler.enable else ()
 
     def _start_as_second_step(self) -> None:
         """Make the optimizer's states, and leave FSDP as the chunked loss of a step leaves it."""
@@ -223,6 +234,7 @@ class DryRun(Trainer):
             tokens=tokens / dims.non_data_parallel_size,
             flops_per_token=None if has_quantization(spec.model) else flops,
             slower=clock.slower,
+            is_compiled="model" in self._compiled,
         )
 
     def forward_backward(self) -> None:
@@ -337,6 +349,7 @@ class DryRun(Trainer):
             yield "unsharded", f"at most {unsharded}, all-gather buffers included"
         yield "ran", "forward, loss, backward, gradient clipping, optimizer, on fake tensors"
         eager = "torch.compile (ran eagerly), " if config.compile.enable else ""
+        eager += "".join(f"{name} (ran as an all-to-all), " for name in self.dispatchers)
         unplanned = "" if self.memory is not None else "memory for activations (--memory), "
         yield (
             "not tried",
@@ -354,6 +367,7 @@ def dry_run(
     slower: float = 1.0,
     as_on_a_gpu: bool = True,
     imbalance: float = 1.0,
+    document: int = 0,
 ) -> DryRun:
     """Build the trainer of ``rank`` of ``ranks`` and run one step of it; one in a process.
 
@@ -366,6 +380,7 @@ def dry_run(
         slower: Factor on the ideal time of its kernels.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
+        document: How long packed documents are, where attention is masked to them; 0: a sequence.
 
     Raises:
         ValueError: for a config that would not start, or a machine whose accelerator is visible.
@@ -374,12 +389,14 @@ def dry_run(
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
-    use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance)
+    dispatchers = use_stand_ins(
+        config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance, document=document
+    )
     no_accelerator.adapt_config(config)
     HuggingFaceExport().before_start(config)
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
-    run.imbalance = imbalance
+    run.imbalance, run.dispatchers = imbalance, dispatchers
     if budget is not None or machine:
         run.plan(budget, machine, slower)
     else:

@@ -1,322 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one step holds on one rank: every storage, added up while the step runs.
+"""Whether a step fits in a device: what lives, what torch's allocator reserves, and the verdict.
 
-A dispatch mode sees each operation below autograd, in forward, backward and recompute, on fake
-tensors (``dry_run``) and on real ones alike. It counts a storage from the operation that makes it
-until it is freed, and keeps what lived at the peak. torch's own
-``torch.distributed._tools.mem_tracker.MemTracker`` refuses a model that runs twice in a step
-(accumulation, pipelines) and does not tell FSDP's buffers apart.
+``plan.live`` counts storages, ``plan.pools`` what the allocator reserves for them. CUDA's context
+and NCCL come on top, by rules of thumb. Published jobs are off by a few percent, so a verdict near
+the limit is "uncertain" (docs/plan.md).
 """
 
-import functools
-import inspect
-import sys
-import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
-import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils._python_dispatch import TorchDispatchMode
+from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 
-from titan_ext.base.op_cost import groups_of
-from titan_ext.base.tensors import in_backward, plain_tensors, tensors_in
-from titan_ext.fp8 import offload
-
-
-class MemoryKind(StrEnum):
-    """What a storage is for."""
-
-    PARAMETERS = "parameters and buffers"
-    GRADIENTS = "gradients"
-    STATES = "optimizer states"
-    EXACT = "activations kept exactly"
-    FLOAT8 = "activations kept in float8"
-    OFFLOADED = "offloaded activations"
-    UNSHARDED = "unsharded units, all-gather buffers"
-    REDUCE = "unsharded gradients, reduce-scatter buffers"
-    ALL_TO_ALL = "all-to-all outputs"
-    LOSS = "logits and loss"
-    TEMPORARY = "recomputed, and other temporaries"
-
-
-LASTING = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.STATES)
-"""Kinds that live on between steps, or could."""
 _MIB = 2**20
-
-
-class Peak(NamedTuple):
-    """The most that was live, in bytes, and when."""
-
-    nbytes: int
-    moment: str
-    by_kind: dict[MemoryKind, int]
-
-
-@dataclass(eq=False, slots=True)
-class _Storage:
-    kind: MemoryKind
-    nbytes: int
-    made_at: int
-    """How many operations had run."""
-    ref: weakref.ref | None = None
-
-
-_MAKERS = {
-    # The cast of the local shards, which is copied into the buffer and freed.
-    inspect.unwrap(_fsdp_collectives._get_param_all_gather_inputs).__code__: MemoryKind.TEMPORARY,
-    inspect.unwrap(FSDPParamGroup.unshard).__code__: MemoryKind.UNSHARDED,
-    inspect.unwrap(FSDPParamGroup.wait_for_unshard).__code__: MemoryKind.UNSHARDED,
-    inspect.unwrap(FSDPParamGroup.reshard).__code__: MemoryKind.UNSHARDED,  # to a smaller world
-    inspect.unwrap(FSDPParamGroup.post_backward).__code__: MemoryKind.REDUCE,
-    offload.Offload.copy.__code__: MemoryKind.OFFLOADED,
-}
-"""Functions whose storages are of a kind."""
-
-_MADE_BY = {
-    "titan_ext::float8_quantize": MemoryKind.FLOAT8,
-    "_c10d_functional::all_to_all_single": MemoryKind.ALL_TO_ALL,
-}
-PLAIN_TYPES = {torch.Tensor, nn.Parameter, FakeTensor}
-_PASSING = (MemoryKind.TEMPORARY, MemoryKind.LOSS)
-_TAKES_GRADIENTS = "fsdp::chunk_cat"
-
-
-def fsdp_kind() -> MemoryKind | None:
-    """What FSDP makes a storage for, inside the operation that makes it; None for others."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _MAKERS:
-            return _MAKERS[frame.f_code]
-        frame = frame.f_back
-    return None
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts live storages by kind: ``with`` it, run a step, and read ``peak``.
-
-    Args:
-        parts: The models of this rank. They have run a step: FSDP and the optimizers have made
-            what they keep, and DTensor its shapes, which it computes at global size.
-        optimizers: Those whose states to count.
-        on_host: Kinds that do not lie on the device, beside offloaded activations; they are not in
-            the sums.
-
-    Attributes:
-        host_peak: The most bytes of offloaded activations.
-        unsharded: The most bytes of unsharded units and all-gather buffers.
-        moments: Every moment of the step with its own peak, in order.
-        groups: Names of the process groups that communicated.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[nn.Module],
-        optimizers: Iterable[torch.optim.Optimizer],
-        on_host: Iterable[MemoryKind] = (),
-    ) -> None:
-        super().__init__()
-        self.moments: list[Peak] = []
-        self.groups: set[str] = set()
-        self._parts = parts
-        self.on_host = frozenset(on_host) | {MemoryKind.OFFLOADED}
-        self.host_peak = 0
-        self._live: dict[int, _Storage] = {}
-        self._full: set[int] = set()
-        """Those that FSDP empties when it reshards, which no operation shows."""
-        self._by_kind: Counter[MemoryKind] = Counter()
-        self.unsharded = 0
-        self._now = 0
-        self._peak = (0, "", 0)  # bytes, moment, operations
-        self._died_since_peak: list[_Storage] = []
-        self._operations = 0
-        self._depth = 0
-        self._handles: list[Any] = []
-        for part in parts:
-            self.own([*part.parameters(), *part.buffers()], MemoryKind.PARAMETERS)
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                self.own(
-                    [x for x in state.values() if isinstance(x, torch.Tensor)], MemoryKind.STATES
-                )
-        self.begin("start")
-
-    def begin(self, moment: str) -> None:
-        """Say what runs from here on, for what follows the last backward.
-
-        Before it moments are "forward of layers.3", "loss", "backward of layers.3" (with its
-        recompute), and so on.
-        """
-        gradients = (p.grad for part in self._parts for p in part.parameters())
-        self.own([x for x in gradients if x is not None], MemoryKind.GRADIENTS)
-        if not self.moments or self.moments[-1].moment != moment:
-            self.moments.append(Peak(0, moment, {}))
-        self._see_peak()
-
-    @property
-    def peak(self) -> Peak:
-        """The peak of the step, by what each storage turned out to be."""
-        nbytes, moment, operations = self._peak
-        by_kind: Counter[MemoryKind] = Counter()
-        alive = (x for x in self._live.values() if x.made_at <= operations)
-        for storage in (*alive, *self._died_since_peak):
-            by_kind[storage.kind] += storage.nbytes
-        return Peak(nbytes, moment, dict(by_kind))
-
-    def own(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
-        """Say of which kind the storages of ``tensors`` are, whatever made them."""
-        for tensor in tensors:
-            for part in plain_tensors(tensor):
-                self._turn_into(self._see(part, kind), kind)
-
-    def kind_of(self, tensor: torch.Tensor) -> MemoryKind | None:
-        """Of the storage of ``tensor``; None if it has not been seen."""
-        storage = self._live.get(tensor.untyped_storage()._cdata)
-        return None if storage is None else storage.kind
-
-    def __enter__(self) -> "LiveBytes":
-        for part in self._parts:
-            self._watch(part)
-        return super().__enter__()
-
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
-        if not PLAIN_TYPES.issuperset(types):
-            return NotImplemented  # the class then runs its own operations, which come here
-        kwargs, name = kwargs or {}, func._schema.name
-        if name == "_c10d_functional::wait_tensor" and type(args[0]) is FakeTensor:
-            return args[0]  # as on real tensors; the fake one is new
-        out = func(*args, **kwargs)
-        self._operations += 1
-        for tensor in tensors_in((args, kwargs)):
-            storage = self._live.get(tensor.untyped_storage()._cdata)
-            if storage is not None:
-                self._see(tensor, storage.kind)
-                if name.startswith(_TAKES_GRADIENTS) and storage.kind in _PASSING:
-                    self._turn_into(storage, MemoryKind.REDUCE)
-        kind = _MADE_BY.get(name)
-        for tensor in tensors_in(out):
-            if tensor.untyped_storage()._cdata not in self._live:
-                kind = kind or self._kind_by_maker()
-            self._see(tensor, kind or MemoryKind.TEMPORARY)
-        if "c10d" in name:
-            self.groups.update(group.group_name for group in groups_of(args))
-        self._see_peak()
-        return out
-
-    def _kind_by_maker(self) -> MemoryKind:
-        if (kind := fsdp_kind()) is not None:
-            return kind
-        if self.moments[-1].moment == "loss":
-            return MemoryKind.LOSS
-        return MemoryKind.EXACT if self._depth and not in_backward() else MemoryKind.TEMPORARY
-
-    # -- storages
-
-    def _see(self, tensor: torch.Tensor, kind: MemoryKind) -> _Storage:
-        """The storage of ``tensor``, with its size now; a new one is of ``kind``."""
-        untyped = tensor.untyped_storage()
-        key, nbytes = untyped._cdata, untyped.nbytes()
-        storage = self._live.get(key)
-        if storage is None:
-            ref = weakref.ref(untyped, lambda _: self._end(key))
-            return self._begin(key, _Storage(kind, nbytes, self._operations, ref))
-        return storage if storage.nbytes == nbytes else self._resize(key, nbytes)
-
-    def _resize(self, key: int, nbytes: int) -> _Storage:
-        old = self._end(key)
-        return self._begin(key, _Storage(old.kind, nbytes, self._operations, old.ref))
-
-    def _begin(self, key: int, storage: _Storage) -> _Storage:
-        self._live[key] = storage
-        self._add(storage.kind, storage.nbytes)
-        if storage.kind is MemoryKind.UNSHARDED and storage.nbytes:
-            self._full.add(key)
-        return storage
-
-    def _end(self, key: int) -> _Storage:
-        storage = self._live.pop(key)
-        self._full.discard(key)
-        if storage.kind is MemoryKind.EXACT and not in_backward():
-            self._turn_into(storage, MemoryKind.TEMPORARY)  # forward was over with it: not kept
-        self._add(storage.kind, -storage.nbytes)
-        if storage.made_at <= self._peak[2]:
-            self._died_since_peak.append(storage)
-        return storage
-
-    def _turn_into(self, storage: _Storage, kind: MemoryKind) -> None:
-        self._add(storage.kind, -storage.nbytes)
-        storage.kind = kind
-        self._add(storage.kind, storage.nbytes)
-
-    def _add(self, kind: MemoryKind, nbytes: int) -> None:
-        self._by_kind[kind] += nbytes
-        if kind not in self.on_host:
-            self._now += nbytes
-        elif kind is MemoryKind.OFFLOADED:
-            self.host_peak = max(self.host_peak, self._by_kind[kind])
-
-    def _see_peak(self) -> None:
-        unsharded = self._by_kind[MemoryKind.UNSHARDED]
-        if self._now <= self.moments[-1].nbytes and unsharded <= self.unsharded:
-            return
-        for key in list(self._full):
-            ref = self._live[key].ref
-            assert ref is not None
-            if (untyped := ref()) is not None and untyped.nbytes() != self._live[key].nbytes:
-                self._resize(key, untyped.nbytes())
-        self.unsharded = max(self.unsharded, self._by_kind[MemoryKind.UNSHARDED])
-        if self._now > self.moments[-1].nbytes:
-            self.moments[-1] = Peak(self._now, self.moments[-1].moment, dict(self._by_kind))
-        if self._now > self._peak[0]:
-            self._peak = (self._now, self.moments[-1].moment, self._operations)
-            self._died_since_peak.clear()
-
-    # -- moments
-
-    def _watch(self, part: nn.Module) -> None:
-        def begin(name: str, *_: Any) -> None:
-            if not in_backward() and (self._depth or name != "lm_head"):
-                self.begin("loss" if name == "lm_head" else f"forward of {name}")
-
-        def end(name: str, _module: nn.Module, _args: Any, out: Any) -> None:
-            for tensor in () if in_backward() or name == "lm_head" else tensors_in(out):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.begin(f"backward of {name}"))
-
-        def enter(*_: Any) -> None:
-            self._depth += 1
-
-        def leave(*_: Any) -> None:
-            self._depth -= 1
-            self.begin("loss" if getattr(part, "lm_head", None) is not None else "sending")
-
-        modules = {
-            f"{name}.{key}" if is_list else name: module
-            for name, child in part.named_children()
-            for is_list in [isinstance(child, (nn.ModuleList, nn.ModuleDict))]
-            for key, module in (child.named_children() if is_list else [("", child)])
-        }
-        self._handles += [
-            part.register_forward_pre_hook(enter, prepend=True),
-            part.register_forward_hook(leave),
-        ]
-        for name, module in modules.items():
-            self._handles += [
-                module.register_forward_pre_hook(functools.partial(begin, name), prepend=True),
-                module.register_forward_hook(functools.partial(end, name)),
-            ]
+BAND, COMPILED_BAND = 0.08, 0.12
+"""Of what is reserved: nine of ten published figures lie within it (docs/plan.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,10 +28,8 @@ class DeviceMemory:
     """Of CUDA, with cuBLAS's workspaces."""
     communicator: int = 600 * _MIB
     """Of NCCL, for each process group that communicates."""
-    fragmentation: float = 0.05
-    """Of what comes and goes in a step."""
     allowance: int | None = None
-    """Instead of all three."""
+    """Instead of both, and of what torch's allocator reserves beyond what lives."""
 
 
 @dataclass(frozen=True)
@@ -349,6 +44,9 @@ class MemoryPlan:
     host_peak: int = 0
     unsharded: int = 0
     ranks_per_node: int = 1
+    reserved: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of torch's allocator in the pool of each stream; 0 is the one that computes."""
+    is_compiled: bool = False
 
     @classmethod
     def of(cls, live: LiveBytes, budget: DeviceMemory, ranks_per_node: int = 1) -> "MemoryPlan":
@@ -361,19 +59,40 @@ class MemoryPlan:
             host_peak=live.host_peak,
             unsharded=live.unsharded,
             ranks_per_node=ranks_per_node,
+            reserved=live.reserved,
+            is_compiled=live.is_compiled,
         )
 
     @property
     def allowance(self) -> int:
+        """Beside what lives; negative if compiled modules never make a part of that."""
         return self._allowance(self.peak)
 
     def _allowance(self, moment: Peak) -> int:
         budget = self.budget
         if budget.allowance is not None:
             return budget.allowance
-        moving = sum(n for kind, n in moment.by_kind.items() if kind not in LASTING)
-        fixed = budget.context + budget.communicator * self.communicators
-        return fixed + int(budget.fragmentation * moving)
+        return self._fixed + int(self._unused * _moving(moment))
+
+    @property
+    def _fixed(self) -> int:
+        return self.budget.context + self.budget.communicator * self.communicators
+
+    @property
+    def _unused(self) -> float:
+        """What is reserved and does not live at the peak, as a share of what comes and goes."""
+        more = sum(self.reserved.values()) - self.peak.nbytes if self.reserved else 0
+        return more / max(_moving(self.peak), 1)
+
+    @property
+    def band(self) -> int:
+        """Bytes by which published jobs were off their plans, nine of ten of them."""
+        share = COMPILED_BAND if self.is_compiled else BAND
+        return int(share * (self.peak.nbytes + self.allowance - self._fixed))
+
+    @property
+    def is_uncertain(self) -> bool:
+        return self.budget.allowance is None and abs(self.spare) < self.band
 
     @property
     def spare(self) -> int:
@@ -387,10 +106,12 @@ class MemoryPlan:
         """Bytes that could be made at ``moment``; negative if those that are do not fit."""
         spare = self._spare(moment)
         is_given = self.budget.allowance is not None
-        return spare if is_given else int(spare / (1 + self.budget.fragmentation))
+        return spare if is_given else int(spare / (1 + max(self._unused, 0.0)))
 
     def verdict(self, rank: str) -> str:
         fits = "fits" if self.spare >= 0 else "does not fit"
+        if self.is_uncertain:
+            fits = f"uncertain, {'it may fit' if self.spare >= 0 else 'it may not fit'}"
         margin = f"{_gib(abs(self.spare))} GiB {'to spare' if self.spare >= 0 else 'too many'}"
         return (
             f"{fits} in {_gib(self.budget.memory)} GiB, {margin}; peak of {rank}: "
@@ -403,20 +124,34 @@ class MemoryPlan:
             on_host = " (on the host, not in the sum)" if kind in self.on_host else ""
             if (nbytes := _gib(self.peak.by_kind.get(kind, 0))) != "0.00":
                 yield f"{nbytes:>8}  {kind}{on_host}"
-        yield f"{_gib(self.peak.nbytes):>8}  sum: counted"
-        budget = self.budget
-        parts = (
-            f"{_gib(budget.context)} context and cuBLAS, {_gib(budget.communicator)} for each of "
-            f"{self.communicators} communicators, {budget.fragmentation:.0%} fragmentation"
-        )
-        parts = "as given" if budget.allowance is not None else parts
-        yield f"{_gib(self.allowance):>8}  allowance, a guess: {parts}"
+        yield f"{_gib(self.peak.nbytes):>8}  sum: allocated"
+        if self.budget.allowance is not None:
+            yield f"{_gib(self.allowance):>8}  allowance: as given"
+        else:
+            yield from self._reserved()
         if self.host_peak:
             ranks = self.ranks_per_node
             yield (
                 f"{_gib(self.host_peak):>8}  host: {MemoryKind.OFFLOADED} of this rank at most; "
                 f"{_gib(self.host_peak * ranks)} a node of {ranks} such ranks"
             )
+
+    def _reserved(self) -> Iterator[str]:
+        others = sum(n for stream, n in self.reserved.items() if stream)
+        off_by = f"+-{COMPILED_BAND if self.is_compiled else BAND:.0%}"
+        fused = ", without what is fused" if self.is_compiled else ""
+        yield (
+            f"{_gib(sum(self.reserved.values())):>8}  reserved ({off_by}), of it {_gib(others)} in "
+            f"pools of other streams{fused}"
+        )
+        yield (
+            f"{_gib(self._fixed):>8}  guessed: {_gib(self.budget.context)} context and cuBLAS, "
+            f"{_gib(self.budget.communicator)} for each of {self.communicators} communicators"
+        )
+
+
+def _moving(moment: Peak) -> int:
+    return sum(n for kind, n in moment.by_kind.items() if kind not in LASTING)
 
 
 def _gib(nbytes: int) -> str:

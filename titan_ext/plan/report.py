@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
-from titan_ext.plan.memory import MemoryKind, MemoryPlan, Peak
+from titan_ext.plan.live import MemoryKind, Peak
+from titan_ext.plan.memory import MemoryPlan
 from titan_ext.plan.time import StepTime
 from titan_ext.run.planned import as_json, file_name
 from titan_ext.run.record import versions
@@ -49,6 +50,8 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "verdict": plan.verdict(run.name()),
         "fits": plan.spare >= 0,
+        "uncertain": plan.is_uncertain,
+        "reserved": sum(plan.reserved.values()),
         "memory": plan.budget.memory,
         "allowance": plan.allowance,
         "spare": plan.spare,
@@ -77,6 +80,7 @@ def _moment(peak: Peak) -> dict[str, Any]:
 
 def _time(time: StepTime) -> dict[str, Any]:
     keys = ("machine", "slower", "step_ms", "tokens_per_second", "mfu")
+    keys += ("expected_ms", "expected_tokens_per_second")
     by_part = {part.name.lower(): ms for part, ms in time.ms.items()}
     return {key: getattr(time, key) for key in keys} | {"ms": by_part}
 
@@ -106,8 +110,8 @@ def draw(plan: Mapping[str, Any]) -> Any:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     top, limit = peak["sum"] / _GIB, plan["memory"] / _GIB
     if limit <= _LIMIT_IN_SIGHT * top:
-        usable = limit - plan["allowance"] / _GIB
-        label = f"allowance: {limit - usable:.2f} GiB"
+        usable = limit - max(plan["allowance"], 0) / _GIB
+        label = f"reserved beside, context: {limit - usable:.2f} GiB"
         axes.axhspan(usable, limit, facecolor="none", edgecolor="grey", hatch="//", label=label)
         axes.axhline(limit, color="black", lw=2, label=f"memory: {limit:.2f} GiB")
     highest = next(i for i, moment in enumerate(moments) if moment["sum"] == peak["sum"])

@@ -4,12 +4,12 @@
 Fake tensors have no values, so a dispatcher is told how many tokens go where. And a CPU runs some
 modules otherwise than a GPU: its attention has S x S buffers, its RMSNorm keeps fp32 copies, its
 autocast leaves the router's gate in bf16. What stands in for them makes and keeps tensors of the
-shapes that the GPU's kernels make and keep, so that ``plan.memory`` can count them.
+shapes that the GPU's kernels make and keep, so that ``plan.live`` can count them.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,10 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    BaseEPTokenDispatcher,
+)
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint import FP8AC
@@ -37,27 +40,43 @@ from titan_ext.base.titan import BaseDataLoader
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 
 
-def use_stand_ins(config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0) -> None:
+def use_stand_ins(
+    config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0, document: int = 0
+) -> Sequence[str]:
     """Put them into the model of a trainer's config, in place.
 
     Without ``as_on_a_gpu`` only those without which no step runs. ``imbalance`` are the tokens that
-    this rank's experts get, for one if routing were balanced.
+    this rank's experts get, for one if routing were balanced. ``document`` is how long the packed
+    documents are to whose tokens attention is masked, 0 for as long as a sequence.
+
+    Returns the names of the dispatchers that are planned as Titan's all-to-all. Only their own
+    kernels know what they send: a token once a rank or a node, or padded.
     """
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
+    names = {type(at[1]).__qualname__: None for at in spec.traverse(BaseEPTokenDispatcher.Config)}
     planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
-    _replace(spec, AllToAllTokenDispatcher.Config, planned)
+    _replace(spec, BaseEPTokenDispatcher.Config, planned)
     if as_on_a_gpu:
         _replace(spec, RMSNorm.Config, _rms_norm)
         _replace(spec, TokenChoiceTopKRouter.Config, _router)
     if not context_parallel and as_on_a_gpu:
         for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
-            _replace(spec, kind.Config, lambda _: AttentionShapes.Config())
+            for _, _, parent, key in list(spec.traverse(kind.Config)):
+                has_mask = kind is not ScaledDotProductAttention
+                window = getattr(parent, "sliding_window_size", None) or 0
+                setattr(
+                    parent,
+                    str(key),
+                    AttentionShapes.Config(window=window, document=document if has_mask else 0),
+                )
     elif (
         context_parallel and parallelism.spmd_backend == "spmd_types"
     ):  # with its masks, which are split too
         flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
         _replace(spec, FlexAttention.Config, flex)
+    known = {kind.__qualname__ for kind in _PLANNED}
+    return [name.removesuffix(".Config") for name in names if name not in known]
 
 
 def as_stock(config: Any) -> None:
@@ -92,8 +111,9 @@ def _replace(spec: ModelSpec, kind: type, stand_in: Callable[[Any], Any]) -> Non
 
 
 def _plan_dispatcher(config: Any, *, imbalance: float) -> Any:
-    planned = _PLANNED.get(type(config))
-    return config if planned is None else derive(config, planned, imbalance=imbalance)
+    if type(config) not in _PLANNED:
+        config = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
+    return derive(config, _PLANNED[type(config)], imbalance=imbalance)
 
 
 def _rms_norm(config: Any) -> Any:
@@ -162,12 +182,20 @@ def _split(tokens: int, ranks: int) -> list[int]:
     return splits
 
 
+_TILE = 128
+"""Positions of a block of FlexAttention's mask."""
+
+
 class _OneKernel:
     """Attention as one operation that keeps q, k, v, its output and a log-sum-exp.
 
     torch has it for backends out of tree: a shape function and a backward, and no kernel. A mask
-    changes no shape. Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    changes no shape: its operation gets the share of scores that the mask leaves out as
+    ``dropout_p``, where ``op_cost`` finds it. Shape suffixes: B = batch, L = sequence, N = heads,
+    H = head dimension.
     """
+
+    window = document = 0
 
     def forward(
         self,
@@ -182,17 +210,32 @@ class _OneKernel:
     ) -> torch.Tensor:
         q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         fused: Any = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
-        out_BNLH, lse_BNL = fused(q_BNLH, k_BNLH, v_BNLH, is_causal=True, scale=scale)[:2]
+        masked = self._share_masked(q_BNLH.shape[-2])
+        out_BNLH, lse_BNL = fused(q_BNLH, k_BNLH, v_BNLH, None, masked, True, scale=scale)[:2]
         out_BLNH = out_BNLH.transpose(1, 2)
         if out_transform is None:
             return out_BLNH
         return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
 
+    def _share_masked(self, length: int) -> float:
+        """Of the scores of a causal mask, those that a window and documents leave out."""
+        seen = min(x for x in (self.window, self.document, length) if x)
+        if seen == length:
+            return 0.0
+        tile = _TILE if seen == self.window else 0  # kernels compute whole tiles
+        return 1 - min((2 * min(seen + tile, length) if tile else seen) / length, 1.0)
+
 
 class AttentionShapes(_OneKernel, ScaledDotProductAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
-        pass
+        window: int = 0
+        """Positions that a query sees, itself included; 0 for all before it."""
+        document: int = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.window, self.document = config.window, config.document
 
 
 class FlexAttentionShapes(_OneKernel, FlexAttention):

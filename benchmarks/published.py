@@ -1,0 +1,281 @@
+"""Published figures of real GPUs, and the plan of each job beside them.
+
+    python -m benchmarks.published                       # the tables of docs/plan.md, 10 minutes
+    python -m benchmarks.published --rows A1 B1          # some of them
+    python -m benchmarks.published --plot docs/images/published.png
+
+Rows are in published.toml, with their sources. No byte is fitted: memory is what torch's allocator
+would reserve for the plan's storages. Of the time two factors are, on kernels of eager and of
+compiled jobs: on a random half of the rows with a time, and they are tested on the others.
+"""
+
+import argparse
+import json
+import math
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS
+
+_GIB = 2**30
+_AT_ONCE = 2
+_SEED = 33
+_SPLITS = 200
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    rows = read_rows()
+    parser.add_argument("--rows", nargs="+", choices=list(rows), default=list(rows))
+    parser.add_argument("--plot", type=Path, help="a picture to write")
+    parser.add_argument("--plans", type=Path, help="folder of plans to keep, and to take if there")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(_AT_ONCE) as threads:
+        folder = args.plans or Path(temporary)
+        plans = threads.map(lambda name: planned(name, rows[name], folder), args.rows)
+        done = dict(zip(args.rows, plans, strict=True))
+    print(*memory_table(rows, done), "", *time_table(rows, done), sep="\n")
+    if args.plot is not None:
+        draw(rows, done).savefig(args.plot, dpi=100)
+
+
+def read_rows() -> dict[str, dict[str, Any]]:
+    """Every row of published.toml by its name, with what it takes from the row it is ``like``."""
+    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    for name, row in rows.items():
+        row["values"] = tomllib.loads(row["config"])
+        if (base := rows.get(row.get("like"))) is not None:
+            row["values"] = _merged(base["values"], row["values"])
+            taken = ("source", "dry_run", "differs", "time", "fits")
+            rows[name] = {key: base[key] for key in taken if key in base} | row
+    return rows
+
+
+def _merged(base: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changed.items():
+        is_table = isinstance(value, dict) and key != "op_policies"
+        if key == "activation_checkpoint":
+            merged[key] = value  # another policy has other keys
+            if "policy" not in value:
+                merged[key] = {**base[key], **value}
+        else:
+            merged[key] = _merged(base.get(key, {}), value) if is_table else value
+    return merged
+
+
+def planned(name: str, row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The plan of a row's job, as ``titan_ext dry-run --out`` writes it."""
+    out = folder / name
+    file = out / "plan_rank0.json"
+    if not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        config = out / "config.toml"
+        config.write_text("\n".join(_lines(row["values"])) + "\n")
+        line = f"{config} {row['dry_run']} --out {out}"
+        program = [sys.executable, "-m", "titan_ext", "dry-run", *shlex.split(line)]
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        if not file.exists():
+            raise SystemExit(f"{name}: {line}: {done.stderr}")
+    return json.loads(file.read_text())
+
+
+def _lines(values: Mapping[str, Any], at: str = "") -> Iterable[str]:
+    for key, value in values.items():
+        key = json.dumps(key) if not key.isidentifier() and "_" not in at else key
+        if isinstance(value, dict) and key != "op_policies":
+            yield from _lines(value, f"{at}{key}.")
+        elif isinstance(value, dict):
+            inside = ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in value.items())
+            yield f"{at}{key} = {{{inside}}}"
+        else:
+            yield f"{at}{key} = {json.dumps(value)}"
+
+
+def memory_table(
+    rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Lines of Markdown, and what they come to."""
+    lines = ["| row | job | allocated | reserved | published | off by | verdict | it |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    wrong, uncertain = [], []
+    for name, plan in plans.items():
+        row, off_by = rows[name], ""
+        verdict = "uncertain" if plan["uncertain"] else "fits" if plan["fits"] else "does not fit"
+        if plan["uncertain"]:
+            uncertain.append(name)
+        elif plan["fits"] != row["fits"]:
+            wrong.append(name)
+        if "reserved" in row:
+            error = plan["reserved"] / _GIB / row["reserved"] - 1
+            errors[is_compiled(row)].append(abs(error))
+            off_by = f"{error:+.1%}"
+        lines.append(
+            f"| {name} | {row['job']} | {plan['peak']['sum'] / _GIB:.1f} "
+            f"| {plan['reserved'] / _GIB:.1f} | {row.get('reserved', '')} | {off_by} | {verdict} "
+            f"| {'ran' if row['fits'] else 'did not'} |"
+        )
+    for compiled, found in errors.items():
+        if found:
+            limit = 0.15 if compiled else 0.08
+            lines.append(
+                f"{'compiled' if compiled else 'uncompiled'}: {len(found)} rows, mean "
+                f"{statistics.mean(found):.1%}, largest {max(found):.1%}, "
+                f"{sum(x <= limit for x in found)} within {limit:.0%}"
+            )
+    lines.append(f"verdicts: {len(plans)}, wrong {wrong}, uncertain {uncertain}")
+    return lines
+
+
+def is_compiled(row: Mapping[str, Any]) -> bool:
+    """Whether the blocks are; a compiled loss alone leaves them eager."""
+    compiler = row["values"].get("compile", {})
+    return compiler.get("enable", False) and "model" in compiler.get("components", ["model"])
+
+
+def time_table(
+    rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Lines of Markdown, with the factors of one half, and how well halves predict the others."""
+    timed = [name for name in plans if "tokens" in rows[name]]
+    fitted, judged = halves([n for n in timed if rows[n].get("time", True)], rows)
+    factor = fit(fitted, rows, plans)
+    lines = ["| row | job | ideal | expected | published | off by | half |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for name in timed:
+        row, ideal = rows[name], plans[name]["time"]["tokens_per_second"]
+        expected = _expected(plans[name], factor.get(is_compiled(row), math.nan))
+        half = "fitted" if name in fitted else "tested" if name in judged else row["differs"]
+        lines.append(
+            f"| {name} | {row['job']} | {ideal:,.0f} | {expected:,.0f} | {row['tokens']:,} "
+            f"| {expected / row['tokens'] - 1:+.1%} | {half} |"
+        )
+    lines.append(f"factors on kernels, eager and compiled: {factor}")
+    errors = []
+    for seed in range(_SPLITS):
+        some, others = halves([*fitted, *judged], rows, seed)
+        found = fit(some, rows, plans)
+        errors += [
+            abs(_expected(plans[n], found[is_compiled(rows[n])]) / rows[n]["tokens"] - 1)
+            for n in others
+            if is_compiled(rows[n]) in found
+        ]
+    if errors:
+        tenth = sorted(errors)[int(0.9 * len(errors))]
+        mean = statistics.mean(errors)
+        lines.append(f"{_SPLITS} random halves: mean {mean:.1%}, nine of ten within {tenth:.1%}")
+    return lines
+
+
+def halves(
+    names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], seed: int = _SEED
+) -> tuple[list[str], list[str]]:
+    """A random half of the eager jobs and of the compiled ones, and the others.
+
+    Rows that are ``like`` each other go together: one would tell the answer of the other.
+    """
+    some: list[str] = []
+    for compiled in (False, True):
+        group = [name for name in names if is_compiled(rows[name]) == compiled]
+        families = sorted({_family(name, rows) for name in group})
+        drawn = random.Random(seed).sample(families, (len(families) + 1) // 2)
+        some += [name for name in group if _family(name, rows) in drawn]
+    return some, [name for name in names if name not in some]
+
+
+def _family(name: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    base = rows[name].get("like")
+    return name if base is None else _family(base, rows)
+
+
+def fit(
+    names: Iterable[str],
+    rows: Mapping[str, Mapping[str, Any]],
+    plans: Mapping[str, Mapping[str, Any]],
+) -> dict[bool, float]:
+    """How many times the ideal kernels took, eager (False) and compiled: geometric means."""
+    found: dict[bool, list[float]] = {}
+    for name in names:
+        time = plans[name]["time"]
+        took_ms = time["step_ms"] * time["tokens_per_second"] / rows[name]["tokens"]
+        waits = _waits(time)
+        found.setdefault(is_compiled(rows[name]), []).append(
+            (took_ms - waits) / (time["step_ms"] - waits)
+        )
+    return {compiled: statistics.geometric_mean(some) for compiled, some in found.items()}
+
+
+def _waits(time: Mapping[str, Any]) -> float:
+    return sum(time["ms"].get(part.name.lower(), 0.0) for part in WAITS)
+
+
+def _expected(plan: Mapping[str, Any], factor: float) -> float:
+    time = plan["time"]
+    waits = _waits(time)
+    step = waits + factor * (time["step_ms"] - waits)
+    return time["tokens_per_second"] * time["step_ms"] / step
+
+
+def draw(rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]) -> Any:
+    """A matplotlib figure: planned over published, in GiB and in tokens/s."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    for axes, key, unit in zip(
+        figure.subplots(1, 2), ("reserved", "tokens"), ("GiB", "tokens/s a GPU"), strict=True
+    ):
+        names = [name for name in plans if key in rows[name]]
+        published = [rows[name][key] for name in names]
+        found = {
+            name: plans[name]["reserved"] / _GIB
+            if key == "reserved"
+            else _expected(plans[name], COMPILED_KERNELS if is_compiled(rows[name]) else KERNELS)
+            for name in names
+        }
+        for compiled, colour in ((False, "#1f4e79"), (True, "#ed7d31")):
+            some = [name for name in names if is_compiled(rows[name]) == compiled]
+            label = "compiled" if compiled else "eager"
+            axes.plot(
+                [rows[n][key] for n in some],
+                [found[n] for n in some],
+                "o",
+                color=colour,
+                label=label,
+            )
+        for name in names:
+            axes.annotate(name, (rows[name][key], found[name]), (4, -9), textcoords="offset points")
+        ends = (0.8 * min(published), 1.25 * max(published))
+        axes.plot(ends, ends, color="grey", lw=1)
+        axes.fill_between(
+            ends,
+            [0.85 * x for x in ends],
+            [1.15 * x for x in ends],
+            color="grey",
+            alpha=0.15,
+            label="+-15%",
+        )
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:,.0f}")
+            axis.set_minor_formatter("")
+        axes.set_xlabel(f"published, {unit}")
+        axes.set_ylabel(f"{'reserved' if key == 'reserved' else 'expected'} by the plan, {unit}")
+        axes.legend(loc="upper left", frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every storage of one step on one rank, added up while the step runs.
+
+A dispatch mode sees each operation below autograd, in forward, backward and recompute, on fake
+tensors (``dry_run``) and on real ones alike. It counts a storage from the operation that makes it
+until it is freed, and keeps what lived at the peak. torch's own
+``torch.distributed._tools.mem_tracker.MemTracker`` refuses a model that runs twice in a step
+(accumulation, pipelines) and does not tell FSDP's buffers apart.
+"""
+
+import functools
+import inspect
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_ext.base.op_cost import groups_of, moves_nothing
+from titan_ext.base.tensors import in_backward, plain_tensors, tensors_in
+from titan_ext.fp8 import offload
+from titan_ext.plan.fusion import Fusion, is_fusible
+from titan_ext.plan.pools import Event, Pools
+
+
+class MemoryKind(StrEnum):
+    """What a storage is for."""
+
+    PARAMETERS = "parameters and buffers"
+    GRADIENTS = "gradients"
+    STATES = "optimizer states"
+    EXACT = "activations kept exactly"
+    FLOAT8 = "activations kept in float8"
+    OFFLOADED = "offloaded activations"
+    UNSHARDED = "unsharded units, all-gather buffers"
+    REDUCE = "unsharded gradients, reduce-scatter buffers"
+    ALL_TO_ALL = "all-to-all outputs"
+    LOSS = "logits and loss"
+    TEMPORARY = "recomputed, and other temporaries"
+
+
+LASTING = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.STATES)
+"""Kinds that live on between steps, or could."""
+
+
+class Peak(NamedTuple):
+    """The most that was live, in bytes, and when."""
+
+    nbytes: int
+    moment: str
+    by_kind: dict[MemoryKind, int]
+
+
+@dataclass(eq=False, slots=True)
+class _Storage:
+    kind: MemoryKind
+    nbytes: int
+    made_at: int
+    """How many operations had run."""
+    ref: weakref.ref | None = None
+    stream: int = 0
+    """Whose pool of the allocator it lies in; 0 is the one that computes."""
+    serial: int = -1
+    """In ``LiveBytes.events``, if it lies on the device."""
+
+
+_MAKERS = {
+    # The cast of the local shards, which is copied into the buffer and freed.
+    inspect.unwrap(_fsdp_collectives._get_param_all_gather_inputs).__code__: MemoryKind.TEMPORARY,
+    inspect.unwrap(FSDPParamGroup.unshard).__code__: MemoryKind.UNSHARDED,
+    inspect.unwrap(FSDPParamGroup.wait_for_unshard).__code__: MemoryKind.UNSHARDED,
+    inspect.unwrap(FSDPParamGroup.reshard).__code__: MemoryKind.UNSHARDED,  # to a smaller world
+    inspect.unwrap(FSDPParamGroup.post_backward).__code__: MemoryKind.REDUCE,
+    offload.Offload.copy.__code__: MemoryKind.OFFLOADED,
+}
+"""Functions whose storages are of a kind."""
+
+_MADE_BY = {
+    "titan_ext::float8_quantize": MemoryKind.FLOAT8,
+    "_c10d_functional::all_to_all_single": MemoryKind.ALL_TO_ALL,
+}
+PLAIN_TYPES = {torch.Tensor, nn.Parameter, FakeTensor}
+_PASSING = (MemoryKind.TEMPORARY, MemoryKind.LOSS)
+_TAKES_GRADIENTS = "fsdp::chunk_cat"
+
+
+def fsdp_kind() -> MemoryKind | None:
+    """What FSDP makes a storage for, inside the operation that makes it; None for others."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _MAKERS:
+            return _MAKERS[frame.f_code]
+        frame = frame.f_back
+    return None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts live storages by kind: ``with`` it, run a step, and read ``peak``.
+
+    Args:
+        parts: The models of this rank. They have run a step: FSDP and the optimizers have made
+            what they keep, and DTensor its shapes, which it computes at global size.
+        optimizers: Those whose states to count.
+        on_host: Kinds that do not lie on the device, beside offloaded activations; they are not in
+            the sums.
+        compiled: Titan's ``compile.components``, of which ``reserved`` takes out what is fused.
+
+    Attributes:
+        host_peak: The most bytes of offloaded activations.
+        unsharded: The most bytes of unsharded units and all-gather buffers.
+        moments: Every moment of the step with its own peak, in order.
+        groups: Names of the process groups that communicated.
+        events: Storages as they are made and freed, for ``plan.pools``.
+        steps: Where parameters, optimizer states and steps begin in ``events``.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        on_host: Iterable[MemoryKind] = (),
+        compiled: Iterable[str] = (),
+    ) -> None:
+        super().__init__()
+        self.moments: list[Peak] = []
+        self.groups: set[str] = set()
+        self._parts = parts
+        self.on_host = frozenset(on_host) | {MemoryKind.OFFLOADED}
+        self.host_peak = 0
+        self._live: dict[int, _Storage] = {}
+        self._full: set[int] = set()
+        """Those that FSDP empties when it reshards, which no operation shows."""
+        self._by_kind: Counter[MemoryKind] = Counter()
+        self.unsharded = 0
+        self._now = 0
+        self._peak = (0, "", 0)  # bytes, moment, operations
+        self._died_since_peak: list[_Storage] = []
+        self._operations = 0
+        self._depth = 0
+        self._handles: list[Any] = []
+        self.events: list[Event] = []
+        self._compiled = frozenset(compiled)
+        self._fusion = Fusion()
+        self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
+        for part in parts:
+            self.own([*part.parameters(), *part.buffers()], MemoryKind.PARAMETERS)
+        self.states_at = len(self.events)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                self.own(
+                    [x for x in state.values() if isinstance(x, torch.Tensor)], MemoryKind.STATES
+                )
+        self.step_at = len(self.events)
+        self.begin("start")
+
+    def begin(self, moment: str) -> None:
+        """Say what runs from here on, for what follows the last backward.
+
+        Before it moments are "forward of layers.3", "loss", "backward of layers.3" (with its
+        recompute), and so on.
+        """
+        gradients = (p.grad for part in self._parts for p in part.parameters())
+        self.own([x for x in gradients if x is not None], MemoryKind.GRADIENTS)
+        if not self.moments or self.moments[-1].moment != moment:
+            self.moments.append(Peak(0, moment, {}))
+        self._see_peak()
+
+    @property
+    def peak(self) -> Peak:
+        """The peak of the step, by what each storage turned out to be."""
+        nbytes, moment, operations = self._peak
+        by_kind: Counter[MemoryKind] = Counter()
+        alive = (x for x in self._live.values() if x.made_at <= operations)
+        for storage in (*alive, *self._died_since_peak):
+            by_kind[storage.kind] += storage.nbytes
+        return Peak(nbytes, moment, dict(by_kind))
+
+    @property
+    def reserved(self) -> dict[int, int]:
+        """Bytes that torch's allocator reserves for each stream, after a job's first three steps.
+
+        The first one runs before the optimizer has states: they then lie among its blocks.
+        """
+        pools, at = Pools(), self.step_at
+        parameters, states = self.events[: self.states_at], self.events[self.states_at : at]
+        step = self._fusion.apply(self.events)[at:] if self._compiled else self.events[at:]
+        left = {event.storage: event._replace(nbytes=0) for event in step}
+        for events in (parameters, step, states, left.values(), step, left.values(), step):
+            pools.replay(events)
+        return pools.reserved
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self._compiled)
+
+    def fused(self, func: Any, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]] | None:
+        """Of an operation that a compiler would fuse: its storages' events, and bytes of each."""
+        if not (self._compiled and self._region() and is_fusible(func)):
+            return None
+        found = {x.untyped_storage()._cdata: x.nbytes for x in tensors}
+        at = ((self._live.get(key), nbytes) for key, nbytes in found.items())
+        return [(storage.serial, nbytes) for storage, nbytes in at if storage is not None]
+
+    def never_made(self) -> set[int]:
+        """Events of the storages that fusing leaves out."""
+        left = {event.storage for event in self._fusion.apply(self.events)}
+        return {event.storage for event in self.events} - left
+
+    def own(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
+        """Say of which kind the storages of ``tensors`` are, whatever made them."""
+        for tensor in tensors:
+            for part in plain_tensors(tensor):
+                self._turn_into(self._see(part, kind), kind)
+
+    def kind_of(self, tensor: torch.Tensor) -> MemoryKind | None:
+        """Of the storage of ``tensor``; None if it has not been seen."""
+        storage = self._live.get(tensor.untyped_storage()._cdata)
+        return None if storage is None else storage.kind
+
+    def __enter__(self) -> "LiveBytes":
+        for part in self._parts:
+            self._watch(part)
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
+        if not PLAIN_TYPES.issuperset(types):
+            return NotImplemented  # the class then runs its own operations, which come here
+        kwargs, name = kwargs or {}, func._schema.name
+        if name == "_c10d_functional::wait_tensor" and type(args[0]) is FakeTensor:
+            return args[0]  # as on real tensors; the fake one is new
+        out = func(*args, **kwargs)
+        self._operations += 1
+        read = []
+        for tensor in tensors_in((args, kwargs)):
+            storage = self._live.get(tensor.untyped_storage()._cdata)
+            if storage is not None:
+                read.append(self._see(tensor, storage.kind).serial)
+                if name.startswith(_TAKES_GRADIENTS) and storage.kind in _PASSING:
+                    self._turn_into(storage, MemoryKind.REDUCE)
+        kind, at = _MADE_BY.get(name), len(self.events)
+        for tensor in tensors_in(out):
+            if tensor.untyped_storage()._cdata not in self._live:
+                kind = kind or self._kind_by_maker()
+            self._see(tensor, kind or MemoryKind.TEMPORARY)
+        if self._compiled and not moves_nothing(func):
+            made = range(at, len(self.events))
+            region, backward = self._region(), in_backward()
+            self._fusion.see(func, region, at, in_backward=backward, read=read, made=made)
+        if "c10d" in name:
+            self.groups.update(group.group_name for group in groups_of(args))
+        self._see_peak()
+        return out
+
+    def _region(self) -> str:
+        """The compiled module whose operations run; "" if they are not compiled."""
+        *_, name = self.moments[-1].moment.split(" of ")
+        component = "loss" if name == "loss" else "model" if name.startswith("layers.") else ""
+        return name if component in self._compiled else ""
+
+    def _kind_by_maker(self) -> MemoryKind:
+        if (kind := fsdp_kind()) is not None:
+            return kind
+        if self.moments[-1].moment == "loss":
+            return MemoryKind.LOSS
+        return MemoryKind.EXACT if self._depth and not in_backward() else MemoryKind.TEMPORARY
+
+    # -- storages
+
+    def _see(self, tensor: torch.Tensor, kind: MemoryKind) -> _Storage:
+        """The storage of ``tensor``, with its size now; a new one is of ``kind``."""
+        untyped = tensor.untyped_storage()
+        key, nbytes = untyped._cdata, untyped.nbytes()
+        storage = self._live.get(key)
+        if storage is None:
+            self._see_full()
+            ref = weakref.ref(untyped, lambda _: self._end(key))
+            stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+            return self._begin(key, _Storage(kind, nbytes, self._operations, ref, stream))
+        return storage if storage.nbytes == nbytes else self._resize(key, nbytes)
+
+    def _resize(self, key: int, nbytes: int) -> _Storage:
+        old = self._end(key)
+        return self._begin(key, _Storage(old.kind, nbytes, self._operations, old.ref))
+
+    def _begin(self, key: int, storage: _Storage) -> _Storage:
+        self._live[key] = storage
+        if storage.nbytes and storage.kind not in self.on_host:
+            storage.serial = len(self.events)
+            self.events.append(Event(storage.serial, storage.stream, storage.nbytes))
+        self._add(storage.kind, storage.nbytes)
+        if storage.kind is MemoryKind.UNSHARDED and storage.nbytes:
+            self._full.add(key)
+        return storage
+
+    def _end(self, key: int) -> _Storage:
+        storage = self._live.pop(key)
+        self._full.discard(key)
+        if storage.serial >= 0:
+            self.events.append(Event(storage.serial, storage.stream, 0))
+        if storage.kind is MemoryKind.EXACT and not in_backward():
+            self._turn_into(storage, MemoryKind.TEMPORARY)  # forward was over with it: not kept
+        self._add(storage.kind, -storage.nbytes)
+        if storage.made_at <= self._peak[2]:
+            self._died_since_peak.append(storage)
+        return storage
+
+    def _turn_into(self, storage: _Storage, kind: MemoryKind) -> None:
+        self._add(storage.kind, -storage.nbytes)
+        storage.kind = kind
+        self._add(storage.kind, storage.nbytes)
+
+    def _add(self, kind: MemoryKind, nbytes: int) -> None:
+        self._by_kind[kind] += nbytes
+        if kind not in self.on_host:
+            self._now += nbytes
+        elif kind is MemoryKind.OFFLOADED:
+            self.host_peak = max(self.host_peak, self._by_kind[kind])
+
+    def _see_full(self) -> None:
+        for key in list(self._full):
+            ref = self._live[key].ref
+            assert ref is not None
+            if (untyped := ref()) is not None and untyped.nbytes() != self._live[key].nbytes:
+                self._resize(key, untyped.nbytes())
+
+    def _see_peak(self) -> None:
+        unsharded = self._by_kind[MemoryKind.UNSHARDED]
+        if self._now <= self.moments[-1].nbytes and unsharded <= self.unsharded:
+            return
+        self._see_full()
+        self.unsharded = max(self.unsharded, self._by_kind[MemoryKind.UNSHARDED])
+        if self._now > self.moments[-1].nbytes:
+            self.moments[-1] = Peak(self._now, self.moments[-1].moment, dict(self._by_kind))
+        if self._now > self._peak[0]:
+            self._peak = (self._now, self.moments[-1].moment, self._operations)
+            self._died_since_peak.clear()
+
+    # -- moments
+
+    def _watch(self, part: nn.Module) -> None:
+        def begin(name: str, *_: Any) -> None:
+            if not in_backward() and (self._depth or name != "lm_head"):
+                self.begin("loss" if name == "lm_head" else f"forward of {name}")
+
+        def end(name: str, _module: nn.Module, _args: Any, out: Any) -> None:
+            for tensor in () if in_backward() or name == "lm_head" else tensors_in(out):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.begin(f"backward of {name}"))
+
+        def enter(*_: Any) -> None:
+            self._depth += 1
+
+        def leave(*_: Any) -> None:
+            self._depth -= 1
+            self.begin("loss" if getattr(part, "lm_head", None) is not None else "sending")
+
+        modules = {
+            f"{name}.{key}" if is_list else name: module
+            for name, child in part.named_children()
+            for is_list in [isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+            for key, module in (child.named_children() if is_list else [("", child)])
+        }
+        self._handles += [
+            part.register_forward_pre_hook(enter, prepend=True),
+            part.register_forward_hook(leave),
+        ]
+        for name, module in modules.items():
+            self._handles += [
+                module.register_forward_pre_hook(functools.partial(begin, name), prepend=True),
+                module.register_forward_hook(functools.partial(end, name)),
+            ]
