@@ -50,6 +50,7 @@ class Part(StrEnum):
     COLLECTIVES = "waits for other collectives"
     OFFLOAD = "waits for offloaded activations"
     BUBBLE = "waits for other stages"
+    OTHER = "data, metrics and other work, in a run alone"
 
 
 WAITS = (Part.EXCHANGES, Part.HOST, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES, Part.OFFLOAD)
