@@ -61,6 +61,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """On which ranks tell each other how many tokens they send; None: that of the tokens."""
     shared_experts: "_SharedExperts | None" = None
     """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
+    meter: Any = None
+    """In steps that are logged: what measures waits for counts (``run.meter.Meter``)."""
     _layer_tokens: torch.Tensor | None = None
     _dispatched: LocalDispatchMetadata | None = None
     """What waits for ``send_scores``."""
@@ -198,6 +200,18 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             received_EP_e = all_to_all_single(counts_EP_e, None, None, group)
         return _typed_like(counts_EP_e, received_EP_e)
 
+    def _sync_token_count_exchange(  # pyrefly: ignore[bad-override]
+        self, local_E: torch.Tensor, received_EP_e: torch.Tensor, *args: Any
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        """As Titan's: waits for the counts, and reads how many rows to send and to expect."""
+        if (meter := self.meter) is None:
+            return super()._sync_token_count_exchange(local_E, received_EP_e, *args)
+        with meter.timing("wait"):
+            received_EP_e = wait_tensor(received_EP_e)
+        found = super()._sync_token_count_exchange(local_E, received_EP_e, *args)
+        meter.tokens = sum(found[2])
+        return found
+
     def _dispatch_token_exchange(
         self, routed_input_ND: torch.Tensor, pg, output_splits: list[int], input_splits: list[int]
     ) -> torch.Tensor:
@@ -205,10 +219,13 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         if self._turn is not None:
             self._turn.exchange = _Exchange(self._ep_mesh, input_splits, output_splits)
             return _Start.apply(routed_input_ND, self._turn.exchange)
-        with _unchecked(routed_input_ND, pg):
+        timing = self.meter.timing("travel") if self.meter else contextlib.nullcontext()
+        with _unchecked(routed_input_ND, pg), timing:
             received_RD = all_to_all_single(
                 routed_input_ND, output_splits, input_splits, self._ep_mesh
             )
+            if self.meter is not None:
+                received_RD = wait_tensor(received_RD)
         return _typed_like(routed_input_ND, received_RD)
 
     def _combine_token_exchange(

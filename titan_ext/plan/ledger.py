@@ -25,7 +25,7 @@ _FILE = re.compile(r"rank(\d+)_trace\.json(\.gz)?")
 _FOR_OTHERS = (Part.EXCHANGES, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES)
 """Parts in which a rank waits for other ranks."""
 _MOST_RANKS = 64
-_NOTABLE = 0.05
+_NOTABLE = 0.1
 """Of a step: smaller things are not called late or slow."""
 _UNEVEN = 1.2
 _SLOW_LINK = 1.5

@@ -21,7 +21,9 @@ from titan_ext.components.lora import check_lora_targets
 from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.run.budget import ActivationBudget
 from titan_ext.run.checkpoints import Checkpoints, is_saved_anyway
+from titan_ext.run.meter import PaceCheck
 from titan_ext.run.planned import PlanCheck
+from titan_ext.run.receipts import Receipts
 from titan_ext.run.record import RunRecord
 from titan_ext.run.start import Folder, Paths, RanksAgree
 from titan_ext.run.stop import StopOnSignal
@@ -174,5 +176,7 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     MemoryLog,
     ActivationMemory,
     PlanCheck,
+    Receipts,
+    PaceCheck,
     Progress,
 )
