@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchtitan.tools.logging import init_logger
 
 from tests.cluster import run_ranks
@@ -19,24 +21,22 @@ from tests.training import Run, make_config
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.run.meter import PaceCheck
 
-RUN = Run(parallelize="submodule", world=4, ep=2, layers=3, narrow=True, steps=5, ac="full")
+RUN = Run(
+    parallelize="submodule", world=4, ep=2, layers=3, narrow=True, seq_len=256, steps=5, ac="full"
+)
 LATE_RANK, LATE_S = 2, 0.8
-_SLOW_LINK = """set -e
+_SLOW_RANKS = (2, 3)
+_NETWORK = """set -e
 ip link set lo up
-for rank in 0 1 2 3; do ip addr add 10.9.0.$rank/32 dev lo label lo:$rank; done
 tc qdisc add dev lo root handle 1: htb
-tc class add dev lo parent 1: classid 1:3 htb rate 8mbit burst 2kb
-for ends in "2 3" "3 2"; do
-    tc filter add dev lo parent 1: protocol ip u32 \\
-        match ip src 10.9.0.${ends% *}/32 match ip dst 10.9.0.${ends#* }/32 flowid 1:3
-done
+tc class add dev lo parent 1: classid 1:3 htb rate 20mbit burst 2kb
 """
-"""A network of its own, where each rank has an address, and one link is a thousand times slower."""
+"""A network of its own, with a class for what is sent at 2.5 MB/s; nothing is in it yet."""
 
 
 def can_slow_a_link() -> bool:
     """Whether this system lets us have such a network."""
-    command = ["unshare", "-Urn", "bash", "-c", _SLOW_LINK]
+    command = ["unshare", "-Urn", "bash", "-c", _NETWORK]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
     except OSError:
@@ -51,12 +51,14 @@ def train_slowed(run: Run, folder: Path, fault: str) -> dict[str, Any]:
     init_logger()
     rank = int(os.environ["RANK"])
     if fault == "slow link":
-        os.environ["GLOO_SOCKET_IFNAME"] = f"lo:{rank}"
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     config: Any = make_config(run, folder)
     config.profiler.enable_profiling = True
     config.profiler.profile_freq = run.steps
     config.profiler.profiler_warmup = 1
     trainer = config.build()
+    if fault == "slow link":
+        _slow_a_link(rank)
     exchange = FunctionalAllToAllTokenDispatcher._token_count_exchange
 
     def late(self: Any, *args: Any) -> torch.Tensor:
@@ -78,10 +80,28 @@ def train_slowed(run: Run, folder: Path, fault: str) -> dict[str, Any]:
     return {"said": check.judge.said, "summary": check.summary()}
 
 
+def _slow_a_link(rank: int) -> None:
+    """Put all connections between two ranks into the slow class."""
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if rank != _SLOW_RANKS[0]:
+        return
+    listed = subprocess.run(["ss", "-Htnp"], check=True, capture_output=True, text=True).stdout
+    rows = [(line.split(), re.search(r"pid=(\d+)", line)) for line in listed.splitlines()]
+    owner = {row[3]: int(pid[1]) for row, pid in rows if pid}
+    ends = {pids[rank] for rank in _SLOW_RANKS}
+    between = [(a, b) for (_, _, _, a, b, *_), _ in rows if {owner.get(a), owner.get(b)} == ends]
+    assert between, listed
+    for ports in ([end.rpartition(":")[2] for end in both] for both in between):
+        match = f"match ip sport {ports[0]} 0xffff match ip dport {ports[1]} 0xffff"
+        command = f"tc filter add dev lo parent 1: protocol ip u32 {match} flowid 1:3"
+        subprocess.run(command.split(), check=True)
+
+
 def train(folder: Path, fault: str) -> str:
     """Train with a fault; return the warnings of rank 0, one a line."""
     if fault == "slow link":
-        script = f'{_SLOW_LINK}exec "$@"'
+        script = f'{_NETWORK}exec "$@"'
         command = [sys.executable, "-m", "tests.slowed", str(folder), "in its network"]
         done = subprocess.run(
             ["unshare", "-Urn", "bash", "-c", script, "bash", *command],

@@ -23,7 +23,7 @@ import tyro
 
 from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
 from titan_ext.config_registry import resolve_config
-from titan_ext.config_registry.run_commands import Ledger, Peft, Report, Target
+from titan_ext.config_registry.run_commands import Check, Ledger, Peft, Report, Target
 from titan_ext.toml.files import nearest, to_toml
 from titan_ext.toml.find import check_config, extends_in, listing
 
@@ -338,6 +338,7 @@ _COMMANDS = {
     "target": Target,
     "peft": Peft,
     "ledger": Ledger,
+    "check": Check,
 }
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The commands for what a run leaves in its folder: ``titan_ext report | target | peft | ledger``.
+"""The commands around a run: ``titan_ext report | target | peft | ledger | check``.
 
 ``commands.py`` parses them. Nothing here imports torch before a command needs it.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -87,3 +88,46 @@ class Ledger:
         print(read.report(by_unit=self.by_unit))
         if self.out is not None:
             read.write(self.out)
+
+
+@dataclass
+class Check:
+    """Check machines before a long job: links, versions, layout, what NCCL chose.
+
+    Under torchrun, on all ranks: torchrun --nproc_per_node=8 -m titan_ext check CONFIG.
+    """
+
+    config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]] = ""
+    """Whose layout to judge; none by default."""
+    machine: str = ""
+    """Whose links to expect: h100, h200, b200 or mi300x."""
+    mib: int = 16
+    """What two ranks send each other at a time."""
+    nvlink_domain: int = 0
+    """Neighbouring GPUs that NVLink joins: 72 on GB200 and GB300; 0 for a node's."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.base.messages import did_you_mean
+        from titan_ext.base.op_cost import MACHINES, NVLINK_DOMAIN
+        from titan_ext.run import preflight
+
+        if self.machine and self.machine not in MACHINES:
+            raise ValueError(
+                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
+                f"{did_you_mean(self.machine, MACHINES)}"
+            )
+        if self.mib < 1 or self.nvlink_domain < 0:
+            raise ValueError(
+                f"--mib is {self.mib} and --nvlink-domain {self.nvlink_domain}; expected 1 or "
+                "more, and 0 or more."
+            )
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "titan_ext check runs on every rank of a job: torchrun --nproc_per_node=8 -m "
+                "titan_ext check CONFIG."
+            )
+        os.environ[NVLINK_DOMAIN] = str(self.nvlink_domain)
+        config = resolve_config(self.config, flags).config if self.config else None
+        lines = preflight.check(config, machine=self.machine, mib=self.mib)
+        if lines:
+            print(*lines, sep="\n")

@@ -28,7 +28,8 @@ _MOST_RANKS = 64
 _NOTABLE = 0.1
 """Of a step: smaller things are not called late or slow."""
 _UNEVEN = 1.2
-_SLOW_LINK = 1.5
+_SLOW_LINK, _NOTABLE_LINK = 3.0, 0.005
+"""Times what other links take, and of a step: it slows down more than what is compared."""
 _BARS = 8
 
 
@@ -163,7 +164,7 @@ class Ledger:
         slowest = max(took, key=took.__getitem__)
         usual = statistics.median(ms for ranks, ms in took.items() if ranks != slowest)
         is_slow = took[slowest] > _SLOW_LINK * usual
-        if not is_slow or took[slowest] - usual < _NOTABLE * self.step_ms:
+        if not is_slow or took[slowest] - usual < _NOTABLE_LINK * self.step_ms:
             return None
         return list(slowest), took[slowest], usual
 

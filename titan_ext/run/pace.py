@@ -18,8 +18,8 @@ _NOTABLE = 0.1
 """Of a step: less is called neither late nor slow."""
 _LASTING = 3
 """So many logged steps in a row make a warning."""
-_SLOW_LINK = 3.0
-"""Times what counts and tokens take elsewhere."""
+_SLOW_LINK, _NOTABLE_LINK = 3.0, 0.005
+"""Times what counts and tokens take elsewhere, and of a step: a link carries more than those."""
 _UNEVEN = 2.0
 _KEPT, _ENOUGH = 100, 20
 """Logged steps whose median is the usual pace, and how many it takes to have one."""
@@ -119,7 +119,7 @@ class Findings:
             found.usual_ms = statistics.median(on_links.values())
             excess = found.slow_ms - found.usual_ms
             is_longer = found.slow_ms > _SLOW_LINK * found.usual_ms
-            found.is_slow = is_longer and excess > _NOTABLE * step_ms
+            found.is_slow = is_longer and excess > _NOTABLE_LINK * step_ms
         found.is_late = found.late_ms > _NOTABLE * step_ms
         found.is_uneven = uneven >= 1
         return found
