@@ -182,9 +182,7 @@ def judge_links(links: Sequence[Link], machine: str = "") -> list[str]:
             lines.append(f"warning: links {where} have {median / expected:.0%} of that")
         slow = sorted((rate, ranks) for ranks, rate in rates.items() if rate < _SLOW * median)
         for rate, ranks in slow[:_SHOWN]:
-            lines.append(
-                f"warning: {ranks_in_words(ranks)} have {_gb(rate)}, the others twice that"
-            )
+            lines.append(f"warning: {ranks_in_words(ranks)} have {_gb(rate)}: less than half")
         if len(slow) > _SHOWN:
             lines.append(f"warning: {len(slow) - _SHOWN} more links are as slow")
     return lines
