@@ -200,17 +200,23 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             received_EP_e = all_to_all_single(counts_EP_e, None, None, group)
         return _typed_like(counts_EP_e, received_EP_e)
 
-    def _sync_token_count_exchange(  # pyrefly: ignore[bad-override]
-        self, local_E: torch.Tensor, received_EP_e: torch.Tensor, *args: Any
+    def _sync_token_count_exchange(
+        self,
+        num_local_tokens_per_expert_E: torch.Tensor,
+        num_global_tokens_per_local_expert_EP_e: torch.Tensor,
+        ep_size: int,
     ) -> tuple[torch.Tensor, list[int], list[int]]:
         """As Titan's: waits for the counts, and reads how many rows to send and to expect."""
-        if (meter := self.meter) is None:
-            return super()._sync_token_count_exchange(local_E, received_EP_e, *args)
-        with meter.timing("wait"):
-            received_EP_e = wait_tensor(received_EP_e)
-        found = super()._sync_token_count_exchange(local_E, received_EP_e, *args)
-        meter.tokens = sum(found[2])
-        return found
+        received_EP_e = num_global_tokens_per_local_expert_EP_e
+        if self.meter is not None:
+            with self.meter.timing("wait"):
+                received_EP_e = wait_tensor(received_EP_e)
+        counts_E, sends, expects = super()._sync_token_count_exchange(
+            num_local_tokens_per_expert_E, received_EP_e, ep_size
+        )
+        if self.meter is not None:
+            self.meter.tokens = sum(expects)
+        return counts_E, sends, expects
 
     def _dispatch_token_exchange(
         self, routed_input_ND: torch.Tensor, pg, output_splits: list[int], input_splits: list[int]
