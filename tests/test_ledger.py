@@ -28,7 +28,7 @@ MS = {
     Part.GATHERS: 0.79,
     Part.REDUCTIONS: 0.7,
 }
-"""What ``_on_device`` says, added up by hand from its times in us."""
+"""What ``on_device`` says, added up by hand from its times in us."""
 
 
 def _event(kind: str, name: str, start: int, end: int, tid: int, **args: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _kernel(name: str, launched: int, tid: int, start: int, end: int, stream: in
     ]
 
 
-def _on_device(rows: int = 64, late_us: int = 0) -> list[dict[str, Any]]:
+def on_device(rows: int = 64, late_us: int = 0) -> list[dict[str, Any]]:
     """A step of one layer: streams 7 (compute), 20 to 22 (NCCL); backward in a thread of its own.
 
     ``late_us`` is how long the host is late with the first kernel of backward.
@@ -106,20 +106,22 @@ def _on_device(rows: int = 64, late_us: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def _write(folder: Path, traces: Mapping[int, list[dict[str, Any]]], group: bool = True) -> None:
+def write_traces(
+    folder: Path, traces: Mapping[int, list[dict[str, Any]]], group: bool = True
+) -> None:
     traced = folder / "profiling" / "traces" / "iteration_5"
     traced.mkdir(parents=True, exist_ok=True)
     for rank, events in traces.items():
         first = rank // 2 * 2
         ep = {"pg_desc": "mesh_ep", "pg_size": 2, "ranks": [first, first + 1]}
-        info = {"rank": rank, "pg_config": [ep] if group else []}
+        info = {"rank": rank, "pg_config": [ep]}
         data = json.dumps({"distributedInfo": info, "traceEvents": events})
         with gzip.open(traced / f"rank{rank}_trace.json.gz", "wt") as file:
             file.write(data)
 
 
 def test_every_microsecond_of_the_compute_stream_has_a_part(tmp_path: Path):
-    _write(tmp_path, {0: _on_device()})
+    write_traces(tmp_path, {0: on_device()})
     ledger = Ledger.read(tmp_path)
     # Kernels that follow each other begin a us later, each with an id of its own: the host's.
     assert ledger.ms[0] == pytest.approx(MS, abs=0.01)
@@ -134,7 +136,7 @@ def test_every_microsecond_of_the_compute_stream_has_a_part(tmp_path: Path):
 
 
 def test_a_host_that_is_late_is_no_wait_for_what_runs_beside(tmp_path: Path):
-    _write(tmp_path, {0: _on_device(late_us=900)})
+    write_traces(tmp_path, {0: on_device(late_us=900)})
     ms = Ledger.read(tmp_path).ms[0]
     # Backward's first kernel was launched 255 us after the stream was free, and came 645 later.
     assert ms[Part.HOST] == pytest.approx(MS[Part.HOST] + 0.9, abs=0.01)
@@ -142,23 +144,23 @@ def test_a_host_that_is_late_is_no_wait_for_what_runs_beside(tmp_path: Path):
 
 
 def test_a_host_slower_than_its_device_is_waited_for(tmp_path: Path):
-    events = _on_device()
+    events = on_device()
     events[0]["dur"] = 9400
-    _write(tmp_path, {0: events})
+    write_traces(tmp_path, {0: events})
     ledger = Ledger.read(tmp_path)
     assert ledger.step_ms == pytest.approx(9.4)
     assert ledger.ms[0][Part.HOST] == pytest.approx(MS[Part.HOST] + 3.0, abs=0.01)
 
 
 def test_several_steps_of_a_trace_are_averaged(tmp_path: Path):
-    second = [dict(event, ts=event["ts"] + 20_000) for event in _on_device(late_us=1000)]
+    second = [dict(event, ts=event["ts"] + 20_000) for event in on_device(late_us=1000)]
     for event in second:
         event["args"] = {
             key: value + 20_000 if key == "correlation" else value
             for key, value in event["args"].items()
         }
     second[0]["name"] = "ProfilerStep#5"
-    _write(tmp_path, {0: _on_device() + second})
+    write_traces(tmp_path, {0: on_device() + second})
     ledger = Ledger.read(tmp_path)
     assert len(ledger.traces[0].steps) == 2
     assert ledger.step_ms == pytest.approx(6.4 + 0.5)
@@ -170,8 +172,8 @@ def _plan(folder: Path, **ms: float) -> None:
 
 
 def test_the_largest_difference_from_the_plan_comes_first_and_says_why(tmp_path: Path):
-    ranks = {rank: _on_device(rows=190 if rank == 1 else 70) for rank in range(4)}
-    _write(tmp_path, ranks)
+    ranks = {rank: on_device(rows=190 if rank == 1 else 70) for rank in range(4)}
+    write_traces(tmp_path, ranks)
     _plan(tmp_path, forward=1.7, exchanges=0.01, backward=0.9, optimizer=0.5, gathers=0.7)
     ledger = Ledger.read(tmp_path)
     assert next(part for part, *_ in ledger.differences()) is Part.REDUCTIONS
@@ -185,7 +187,7 @@ def test_the_largest_difference_from_the_plan_comes_first_and_says_why(tmp_path:
 def test_a_late_rank_is_the_one_that_waits_least(tmp_path: Path):
     def waiting(more_us: int) -> list[dict[str, Any]]:
         """Others' reduce-scatter begins on time and ends with that of the late rank."""
-        events = _on_device()
+        events = on_device()
         for event in events:
             if "ReduceScatter" in event["name"] or event["name"] == "ProfilerStep#4":
                 event["dur"] += more_us
@@ -193,8 +195,8 @@ def test_a_late_rank_is_the_one_that_waits_least(tmp_path: Path):
                 event["ts"] += more_us
         return events
 
-    _write(
-        tmp_path, {0: waiting(900), 1: waiting(900), 2: _on_device(late_us=900), 3: waiting(900)}
+    write_traces(
+        tmp_path, {0: waiting(900), 1: waiting(900), 2: on_device(late_us=900), 3: waiting(900)}
     )
     ledger = Ledger.read(tmp_path)
     assert {round(sum(ms.values()), 3) for ms in ledger.ms.values()} == {7.3}
@@ -202,13 +204,13 @@ def test_a_late_rank_is_the_one_that_waits_least(tmp_path: Path):
     assert (rank, by_ms) == (2, pytest.approx(0.9, abs=0.02))
     assert why.startswith("waits for the host: +0.9 ms against the others, most in layers.0.att")
     assert any(line.startswith("late: rank 2 keeps") for line in ledger.verdicts())
-    _write(tmp_path, {rank: _on_device(late_us=900) for rank in range(4)})
+    write_traces(tmp_path, {rank: on_device(late_us=900) for rank in range(4)})
     assert Ledger.read(tmp_path).late() is None
 
 
 def test_a_slow_link_is_slow_for_both_of_its_ranks(tmp_path: Path):
     def slowly(more_us: int) -> list[dict[str, Any]]:
-        events = _on_device(late_us=0)
+        events = on_device(late_us=0)
         for event in events:
             if "SendRecv" in event["name"]:
                 event["dur"] += more_us
@@ -218,15 +220,15 @@ def test_a_slow_link_is_slow_for_both_of_its_ranks(tmp_path: Path):
                 event["dur"] += more_us
         return events
 
-    _write(tmp_path, {rank: slowly(1000 if rank > 1 else 0) for rank in range(4)})
+    write_traces(tmp_path, {rank: slowly(1000 if rank > 1 else 0) for rank in range(4)})
     assert Ledger.read(tmp_path).slow_link() == ([2, 3], pytest.approx(1.399), pytest.approx(0.399))
     # One rank that comes late makes the other wait, and the link is not slow for it.
-    _write(tmp_path, {rank: slowly(1000 if rank == 3 else 0) for rank in range(4)})
+    write_traces(tmp_path, {rank: slowly(1000 if rank == 3 else 0) for rank in range(4)})
     assert Ledger.read(tmp_path).slow_link() is None
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    _write(tmp_path, {0: _on_device(), 1: _on_device()})
+    write_traces(tmp_path, {0: on_device(), 1: on_device()})
     _plan(tmp_path, forward=1.7, backward=0.3)
     log = tmp_path / "structured_logs" / "training.global_rank_0.x.jsonl"
     log.parent.mkdir()
@@ -263,7 +265,7 @@ def test_what_is_not_there_is_named(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     if arguments:
-        _write(tmp_path, {0: _on_device()})
+        write_traces(tmp_path, {0: on_device()})
     assert main(["ledger", str(tmp_path), *arguments]) == 1
     assert message in capsys.readouterr().err
 

@@ -105,14 +105,15 @@ class Findings:
             # The last to come waits for nobody, and tokens travel when all have come.
             alone_ms = least.wait_ms + min(row.travel_ms for row in group)
             on_links[tuple(sorted(row.rank for row in group))] = alone_ms
-            for layer in range(min(len(row.tokens) for row in group)):
-                mean = statistics.fmean(row.tokens[layer] for row in group)
-                fullest = max(group, key=lambda row: row.tokens[layer])
-                times = fullest.tokens[layer] / mean if mean else 0.0
+            # Of two ranks one can have twice the mean at most.
+            most = min(_UNEVEN, (1 + len(group)) / 2)
+            for layer, tokens in enumerate(zip(*(row.tokens for row in group), strict=False)):
+                if (fullest := max(tokens)) == 0:
+                    continue
+                times = fullest * len(tokens) / sum(tokens)
                 if times > found.imbalance.get(layer, (0.0, 0))[0]:
-                    found.imbalance[layer] = times, fullest.rank
-                # Of two ranks one can have twice the mean at most.
-                uneven = max(uneven, times / min(_UNEVEN, (1 + len(group)) / 2))
+                    found.imbalance[layer] = times, group[tokens.index(fullest)].rank
+                uneven = max(uneven, times / most)
         if len(on_links) > 1:
             found.slow_group = max(on_links, key=on_links.__getitem__)
             found.slow_ms = on_links.pop(found.slow_group)
