@@ -143,6 +143,18 @@ def test_a_host_that_is_late_is_no_wait_for_what_runs_beside(tmp_path: Path):
     assert ms[Part.REDUCTIONS] == pytest.approx(MS[Part.REDUCTIONS], abs=0.01)
 
 
+def test_what_runs_beside_a_late_host_is_waited_for_once_the_host_is_there(tmp_path: Path):
+    prefetch = [
+        _op(f"FSDP::backward_prefetch for {ATTENTION}", 2950, 2990, 2),
+        *_kernel("ncclDevKernel_AllGather_RING_LL(args)", 2960, 2, 3702, 4500, 20),
+    ]
+    write_traces(tmp_path, {0: on_device(late_us=900) + prefetch})
+    ms = Ledger.read(tmp_path).ms[0]
+    # The stream is free at 3700, the kernel launched at 3960, its input there at 4500.
+    assert ms[Part.GATHERS] == pytest.approx(MS[Part.GATHERS] + 0.54, abs=0.01)
+    assert ms[Part.HOST] == pytest.approx(MS[Part.HOST] + 0.9 - 0.54, abs=0.01)
+
+
 def test_a_host_slower_than_its_device_is_waited_for(tmp_path: Path):
     events = on_device()
     events[0]["dur"] = 9400
