@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan.tools.utils import get_peak_flops
 
 from tests.cluster import run_ranks
+from tests.test_ledger import on_device, write_traces
 from tests.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.base.op_cost import MACHINES, collective_ms, op_cost
@@ -352,6 +353,19 @@ def test_a_measured_run_says_how_slow_kernels_are(tmp_path: Path):
     (folder / RECORD).unlink()
     with pytest.raises(ValueError, match=r"folder of a run, with run\.json"):
         calibrate(folder, "h200", model)
+
+
+def test_a_profiled_run_calibrates_kernels_by_themselves(tmp_path: Path):
+    def model(config: Path, ranks: int, machine: str, slower: float) -> dict[str, Any]:
+        ms = {"forward": 2.1 * slower, "exchanges": 0.1, "gathers": 1.0}
+        return {"step_ms": sum(ms.values()), "ms": ms}
+
+    folder = _finished_run(tmp_path, [9.0, 0.008, 0.008])
+    write_traces(folder, {0: on_device()})
+    found = calibrate(folder, "h100", model)
+    assert found.slower == pytest.approx(2.0, abs=0.02)  # 4.2 ms of kernels in the trace, for 2.1
+    assert found.waits[Part.EXCHANGES] == (pytest.approx(0.4, abs=0.01), 0.1)
+    assert "waits for exchanges of tokens 0.4, not 0.1" in str(found)
 
 
 def test_operations_in_place_read_and_write_what_they_do():

@@ -2,7 +2,7 @@
 """A check of a training run, which of its steps are checked, and how many ranks it has.
 
 A check stops a bad run with one clear error, or says something of a good one.
-``run.checks.RUN_CHECKS`` lists all; ``run.trainer`` calls each at seven points.
+``run.checks.RUN_CHECKS`` lists all; ``run.trainer`` calls each at these points.
 """
 
 import os
@@ -69,6 +69,10 @@ class RunCheck:
     def summary(self) -> list[str]:
         """Lines for the record of the run, which is written at its end."""
         return []
+
+    def receipts(self) -> dict[str, Any]:
+        """Facts for the record of the run, as JSON can hold them, by subject."""
+        return {}
 
     def ends_run(self, trainer: "Trainer") -> bool:
         """Whether training ends here, the same on all ranks; asked before every step."""

@@ -20,7 +20,7 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.override import derive
@@ -57,6 +57,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
     sends_float8 = False
     """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
+    meter: Any = None
+    """In steps that are logged: what measures waits for counts (``run.meter.Meter``)."""
     _layer_tokens: torch.Tensor | None = None
     _dispatched: LocalDispatchMetadata | None = None
     """What waits for ``send_scores``."""
@@ -218,6 +220,24 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             received_EP_e = all_to_all_single(counts_EP_e, None, None, group)
         return _typed_like(counts_EP_e, received_EP_e)
 
+    def _sync_token_count_exchange(
+        self,
+        num_local_tokens_per_expert_E: torch.Tensor,
+        num_global_tokens_per_local_expert_EP_e: torch.Tensor,
+        ep_size: int,
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        """As Titan's: waits for the counts, and reads how many rows to send and to expect."""
+        received_EP_e = num_global_tokens_per_local_expert_EP_e
+        if self.meter is not None:
+            with self.meter.timing("wait"):
+                received_EP_e = wait_tensor(received_EP_e)
+        counts_E, sends, expects = super()._sync_token_count_exchange(
+            num_local_tokens_per_expert_E, received_EP_e, ep_size
+        )
+        if self.meter is not None:
+            self.meter.tokens = sum(expects)
+        return counts_E, sends, expects
+
     def _dispatch_token_exchange(
         self, routed_input_ND: torch.Tensor, pg, output_splits: list[int], input_splits: list[int]
     ) -> torch.Tensor:
@@ -227,10 +247,13 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             float8 = "" if packed_NW is None else "out"
             turn.exchange = Exchange(self._ep_mesh, input_splits, output_splits, float8=float8)
             return Start.apply(routed_input_ND, turn.exchange, packed_NW)
-        with _unchecked(routed_input_ND, pg):
+        timing = self.meter.timing("travel") if self.meter else contextlib.nullcontext()
+        with _unchecked(routed_input_ND, pg), timing:
             received_RD = all_to_all_single(
                 routed_input_ND, output_splits, input_splits, self._ep_mesh
             )
+            if self.meter is not None:
+                received_RD = wait_tensor(received_RD)
         return _typed_like(routed_input_ND, received_RD)
 
     def _combine_token_exchange(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line tool: ``titan_ext list | new | show | dry-run | report | target | peft``.
+"""The command line tool: ``titan_ext list | new | show | dry-run | report | target | ...``.
 
 Commands are dataclasses that tyro parses. What it does not know are Titan's flags, which tyro
 parses again over the config. Nothing here imports torch before a command needs it.
@@ -23,6 +23,7 @@ import tyro
 
 from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
 from titan_ext.config_registry import resolve_config
+from titan_ext.config_registry.run_commands import Check, Ledger, Peft, Report, Target
 from titan_ext.toml.files import nearest, to_toml
 from titan_ext.toml.find import check_config, extends_in, listing
 
@@ -333,54 +334,6 @@ class DryRun:
         return plans
 
 
-@dataclass
-class Report:
-    """Draw the loss of a run into its folder and print a line about it."""
-
-    folder: tyro.conf.Positional[Path]
-    """dump_folder of the run."""
-
-    def run(self, flags: list[str]) -> None:
-        from titan_ext.base.run_folder import report
-
-        print(report(self.folder))
-
-
-@dataclass
-class Target:
-    """Print the step at which the next run in a folder ends; make train asks."""
-
-    folder: tyro.conf.Positional[Path]
-    """dump_folder of the run."""
-    steps: int
-    """Steps of a run."""
-
-    def run(self, flags: list[str]) -> None:
-        from titan_ext.base.run_folder import next_target
-
-        if self.steps < 1:
-            raise ValueError(f"--steps is {self.steps}; expected 1 or more.")
-        print(next_target(self.folder, self.steps))
-
-
-@dataclass
-class Peft:
-    """Export the LoRA adapters of a run for the peft library."""
-
-    config: tyro.conf.Positional[_Config]
-    """What the run has as --config; its Titan flags, and --checkpoint.load_step, may follow."""
-    output: Path | None = None
-    """Folder to write; by default peft/step-N in the run's."""
-    base_model: str = ""
-    """Name of the base model; by default what the run started from."""
-
-    def run(self, flags: list[str]) -> None:
-        from titan_ext.components.lora import export_adapters
-
-        config = resolve_config(self.config, flags).config
-        print(export_adapters(config, self.output, self.base_model))
-
-
 _COMMANDS = {
     "list": List,
     "new": New,
@@ -389,6 +342,8 @@ _COMMANDS = {
     "report": Report,
     "target": Target,
     "peft": Peft,
+    "ledger": Ledger,
+    "check": Check,
 }
 
 

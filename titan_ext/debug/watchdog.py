@@ -30,9 +30,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,12 +116,15 @@ class CollectiveWatchdog(RunCheck):
 
     def after_build(self, trainer: Trainer) -> None:
         """Let records name the modules of the model, and check before gradients are used."""
-        for part in trainer.model_parts:
-            self._names.update({m: canonical_fqn(name) for name, m in part.named_modules()})
-        self._hook_new_groups()
+        self._name_modules(trainer)
         trainer.optimizers.register_step_pre_hook(
             lambda *_: self.check(trainer.device, compares=is_logged_or_saved(trainer))
         )
+
+    def _name_modules(self, trainer: Trainer) -> None:
+        for part in trainer.model_parts:
+            self._names.update({m: canonical_fqn(name) for name, m in part.named_modules()})
+        self._hook_new_groups()
 
     @contextlib.contextmanager
     def around_step(self, trainer: Trainer) -> Iterator[None]:
@@ -184,6 +188,22 @@ class CollectiveWatchdog(RunCheck):
             f"rank {culprit} sent gradients that are not finite: {words[0]}. "
             "Nothing was saved since."
         )
+
+    @classmethod
+    def run_again(cls, trainer: Trainer, passes: Sequence[Mapping[str, Any]]) -> None:
+        """Run forward and backward of a step again, recorded. All ranks do, in one step.
+
+        The step's gradients are lost. ``passes`` are the arguments of its
+        ``forward_backward_step``. Raises as ``check``; returns if nothing was wrong.
+        """
+        watchdog = cls(trainer.config)
+        watchdog._name_modules(trainer)
+        watchdog._step, watchdog._checks_gradients = trainer.step, True
+        with watchdog.around_run(trainer):
+            trainer.optimizers.zero_grad()
+            for arguments in passes:
+                trainer.forward_backward_step(**arguments)
+            watchdog.check(trainer.device, compares=True)
 
     @contextlib.contextmanager
     def around_run(self, trainer: Trainer) -> Iterator[None]:

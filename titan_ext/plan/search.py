@@ -12,14 +12,15 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.run_folder import read_scalar
-from titan_ext.plan.time import WAITS
+from titan_ext.plan.ledger import Ledger
+from titan_ext.plan.time import WAITS, Part
 from titan_ext.run.planned import dry_run_elsewhere, file_name
 from titan_ext.run.record import CONFIG, RECORD
 from titan_ext.toml.files import to_toml
@@ -33,6 +34,7 @@ _Config = Mapping[str, Any]
 _Time = Mapping[str, Any]
 """The "time" of a plan's file."""
 _ANY_MEMORY = "1TiB"
+_KERNELS = [part for part in Part if part not in (*WAITS, Part.BUBBLE, Part.OTHER)]
 _BATCH, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
 _EP = "parallelism.expert_parallel_degree"
 _AC = "activation_checkpoint"
@@ -158,18 +160,22 @@ class Calibration:
     """What the run in ``folder`` says about a machine: its kernels take ``slower`` times the ideal.
 
     A step took ``measured_ms``; the same step is modelled at ``modelled_ms``, with kernels so slow.
+    ``waits`` has, for each kind of waits in a trace of the run, its ms measured and modelled.
     """
 
     folder: Path
     slower: float
     measured_ms: float
     modelled_ms: float
+    waits: Mapping[Part, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        where = "a trace of" if self.waits else "from"
+        waits = (f"{part} {ms:.1f}, not {model:.1f}" for part, (ms, model) in self.waits.items())
         return (
-            f"kernels {self.slower:.2f} times slower than ideal, from {self.folder}: a step of "
+            f"kernels {self.slower:.2f} times slower than ideal, {where} {self.folder}: a step of "
             f"{self.measured_ms:.1f} ms, so modelled at {self.modelled_ms:.1f} "
-            f"({self.modelled_ms / self.measured_ms - 1:+.1%})"
+            f"({self.modelled_ms / self.measured_ms - 1:+.1%})" + "".join(f"; {x}" for x in waits)
         )
 
 
@@ -180,7 +186,8 @@ def calibrate(
 
     ``titan_ext dry-run --machine h100 --measured FOLDER`` dry-runs the config of a finished run,
     holds the clock's step against the run's, and slows down all kernels until both are the same.
-    What the run waited for its links stays as modelled.
+    What the run waited for its links stays as modelled. If the run was profiled, its kernels are
+    held against the clock's by themselves, and waits of each kind stand beside those modelled.
 
     Args:
         folder: Of the run: its ``config.toml``, ``run.json`` and TensorBoard files.
@@ -208,8 +215,26 @@ def calibrate(
             f"{waits_ms:.1f} ms for its links; was it another machine?"
         )
     slower = (measured_ms - waits_ms) / (ideal["step_ms"] - waits_ms)
+    if traced := _traced_ms(folder):
+        kernels = [sum(ms.get(part, 0.0) for part in _KERNELS) for ms in (traced, _by_part(ideal))]
+        slower = kernels[0] / kernels[1]
     modelled = model(folder / CONFIG, ranks, machine, slower)
-    return Calibration(folder, slower, measured_ms, modelled["step_ms"])
+    then = _by_part(modelled)
+    waits = {part: (traced.get(part, 0.0), then.get(part, 0.0)) for part in WAITS if part in traced}
+    return Calibration(folder, slower, measured_ms, modelled["step_ms"], waits)
+
+
+def _by_part(time: _Time) -> dict[Part, float]:
+    return {part: time["ms"].get(part.name.lower(), 0.0) for part in Part}
+
+
+def _traced_ms(folder: Path) -> Mapping[Part, float]:
+    """Of rank 0 in the newest trace of a run on accelerators; empty without one."""
+    try:
+        ledger = Ledger.read(folder)
+    except ValueError:
+        return {}
+    return ledger.ms[0] if ledger.traces[0].on_device else {}
 
 
 def _timed_elsewhere(config: Path, ranks: int, machine: str, slower: float) -> _Time:

@@ -44,12 +44,13 @@ class Part(StrEnum):
     COPIES = "FSDP's copies into and out of buffers"
     OPTIMIZER = "clipping and optimizer"
     EXCHANGES = "waits for exchanges of tokens"
-    HOST = "waits for the host, which reads token counts"
+    HOST = "waits for the host"
     GATHERS = "waits for FSDP's all-gathers"
     REDUCTIONS = "waits for FSDP's reductions"
     COLLECTIVES = "waits for other collectives"
     OFFLOAD = "waits for offloaded activations"
     BUBBLE = "waits for other stages"
+    OTHER = "data, metrics and other work, in a run alone"
 
 
 WAITS = (Part.EXCHANGES, Part.HOST, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES, Part.OFFLOAD)

@@ -7,12 +7,14 @@ To add one, write a subclass of ``RunCheck`` and add it to ``RUN_CHECKS``.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
+from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import duration
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import are_finite
@@ -21,11 +23,14 @@ from titan_ext.components.lora import check_lora_targets
 from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.run.budget import ActivationBudget
 from titan_ext.run.checkpoints import Checkpoints
+from titan_ext.run.meter import PaceCheck
 from titan_ext.run.planned import PlanCheck
+from titan_ext.run.receipts import Receipts
 from titan_ext.run.record import RunRecord
 from titan_ext.run.start import Folder, Paths, RanksAgree
 from titan_ext.run.stop import StopOnSignal
 
+_TOGETHER = timedelta(seconds=20)
 _EVERY_S = 30.0
 """Between two lines of progress at least: steps can be shorter than it takes to read one."""
 
@@ -66,12 +71,16 @@ class LoRATargets(RunCheck):
 
 
 class FiniteGradients(RunCheck):
-    """Stops a run before it applies or saves gradients that are not finite.
+    """Stops a run before it applies or saves gradients that are not finite, and says whose.
 
     The reduction spreads one rank's NaN to all ranks, and the step to every weight. Titan checks
     only the loss, when it logs: too late if it saves a checkpoint first. This check waits for the
     device, so it runs only on steps that are logged or saved anyway. Nothing escapes it: weights
     that became NaN in between make the next gradients NaN as well.
+
+    Once reduced, they are all alike. So the ranks run the step again with their collectives
+    recorded, which names the first rank and unit that sends such gradients. A good step pays
+    nothing for it: only its tokens are kept until the optimizer's step.
 
     Raises RuntimeError in the step, on the ranks that hold gradients that are not finite. Clipping
     by a norm that is NaN makes that all of them.
@@ -87,15 +96,53 @@ class FiniteGradients(RunCheck):
             try:
                 trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one
             finally:
-                graphs = not trainer.config.training.disable_cuda_graphs
+                source = self._source(trainer)
                 raise RuntimeError(
                     f"step {trainer.step}: gradients are not finite. The optimizer's step was not "
-                    "taken and nothing was saved since the last checkpoint. To learn which rank "
-                    "and unit they come from, run again with --debug.record_collectives"
-                    + (" --training.disable_cuda_graphs." if graphs else ".")
+                    f"taken and nothing was saved since the last checkpoint. {source}"
                 )
 
         trainer.optimizers.register_step_pre_hook(check)
+
+    @contextmanager
+    def around_step(self, trainer: Any) -> Iterator[None]:
+        trainer.passes = [] if is_logged_or_saved(trainer) else None
+        try:
+            yield
+        finally:
+            trainer.passes = None
+
+    def _source(self, trainer: Any) -> str:
+        """Which rank and unit they come from, or how to learn it."""
+        config, passes = trainer.config, trainer.passes
+        graphs = not config.training.disable_cuda_graphs
+        ask = "To learn which rank and unit they come from, run again with "
+        ask += f"--debug.record_collectives{' --training.disable_cuda_graphs' if graphs else ''}."
+        if graphs or not passes or config.comm.mode in ONE_PROCESS_MODES or not _all_are_here():
+            return ask
+        from titan_ext.debug.watchdog import CollectiveWatchdog
+
+        trainer.passes = None
+        try:
+            CollectiveWatchdog.run_again(trainer, passes)
+        except RuntimeError as error:
+            return f"Run again, {error}"
+        except ValueError:  # torch has no hooks for it
+            return ask
+        return f"Run again, the step has finite gradients. {ask}"
+
+
+def _all_are_here() -> bool:
+    """Whether all ranks call this within moments: an infinite norm may leave only some NaN."""
+    job = this_job()
+    store = job.subject("not finite")
+    if store.add("ranks", 1) == job.ranks:
+        store.set("all", "")
+    try:
+        store.wait(["all"], _TOGETHER)
+    except RuntimeError:
+        return False
+    return True
 
 
 class ActivationMemory(RunCheck):
@@ -164,5 +211,7 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     MemoryLog,
     ActivationMemory,
     PlanCheck,
+    Receipts,
+    PaceCheck,
     Progress,
 )

@@ -75,6 +75,9 @@ class RunRecord(RunCheck):
             self._write(trainer)
             lines = gains(trainer) + [line for check in trainer.checks for line in check.summary()]
             self._entry["gained"] = lines
+            self._entry["receipts"] = {
+                k: v for c in trainer.checks for k, v in c.receipts().items()
+            }
             self._write(trainer)
             if lines:
                 logger.info("\n  ".join(["What titan_ext changed, on this rank:", *lines]))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+import torch
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.checkpointer import BaseCheckpointManager
@@ -58,6 +59,8 @@ class Trainer(TitanTrainer):
     """Titan's trainer; on a machine with no accelerator it trains on the CPU."""
 
     run_checks: ClassVar[Sequence[type[RunCheck]]] = RUN_CHECKS
+    passes: list[dict[str, Any]] | None = None
+    """What this step's passes got, where a check may run them again; None if nobody asks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanTrainer.Config):
@@ -193,6 +196,11 @@ class Trainer(TitanTrainer):
             for check in self.checks:
                 stack.enter_context(check.around_step(self))
             super().train_step(data_iterator)
+
+    def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
+        if self.passes is not None:
+            self.passes.append(arguments)
+        return super().forward_backward_step(**arguments)
 
     def should_continue_training(self) -> bool:
         wanted = super().should_continue_training()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The commands around a run: ``titan_ext report | target | peft | ledger | check``.
+
+``commands.py`` parses them. Nothing here imports torch before a command needs it.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from titan_ext.config_registry import resolve_config
+
+
+@dataclass
+class Report:
+    """Draw the loss of a run into its folder and print a line about it."""
+
+    folder: tyro.conf.Positional[Path]
+    """dump_folder of the run."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.base.run_folder import report
+
+        print(report(self.folder))
+
+
+@dataclass
+class Target:
+    """Print the step at which the next run in a folder ends; make train asks."""
+
+    folder: tyro.conf.Positional[Path]
+    """dump_folder of the run."""
+    steps: int
+    """Steps of a run."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.base.run_folder import next_target
+
+        if self.steps < 1:
+            raise ValueError(f"--steps is {self.steps}; expected 1 or more.")
+        print(next_target(self.folder, self.steps))
+
+
+@dataclass
+class Peft:
+    """Export the LoRA adapters of a run for the peft library."""
+
+    config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
+    """What the run has as --config; its Titan flags, and --checkpoint.load_step, may follow."""
+    output: Path | None = None
+    """Folder to write; by default peft/step-N in the run's."""
+    base_model: str = ""
+    """Name of the base model; by default what the run started from."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.components.lora import export_adapters
+
+        config = resolve_config(self.config, flags).config
+        print(export_adapters(config, self.output, self.base_model))
+
+
+@dataclass
+class Ledger:
+    """Print where the time of a profiled step went, in the parts of a plan and beside it.
+
+    The run needs --profiler.enable_profiling. A plan (dry-run --machine ... --memory ... --out) in
+    its folder stands beside its step.
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """dump_folder of the run."""
+    rank: int = 0
+    """The rank to print; the others are compared with it."""
+    step: int | None = None
+    """The step, as Titan counts; by default the newest that was profiled."""
+    by_unit: bool = False
+    """Print each unit of FSDP as well."""
+    out: Path | None = None
+    """Folder to write into: ledger.json and ledger.png."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.plan import ledger
+
+        read = ledger.Ledger.read(self.folder, rank=self.rank, step=self.step)
+        print(read.report(by_unit=self.by_unit))
+        if self.out is not None:
+            read.write(self.out)
+
+
+@dataclass
+class Check:
+    """Check machines before a long job: links, versions, layout, what NCCL chose.
+
+    Under torchrun, on all ranks: torchrun --nproc_per_node=8 -m titan_ext check CONFIG.
+    """
+
+    config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]] = ""
+    """Whose layout to judge; none by default."""
+    machine: str = ""
+    """Whose links to expect: h100, h200, b200 or mi300x."""
+    mib: int = 16
+    """What two ranks send each other at a time."""
+    nvlink_domain: int = 0
+    """Neighbouring GPUs that NVLink joins: 72 on GB200 and GB300; 0 for a node's."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.base.messages import did_you_mean
+        from titan_ext.base.op_cost import MACHINES, NVLINK_DOMAIN
+        from titan_ext.run import preflight
+
+        if self.machine and self.machine not in MACHINES:
+            raise ValueError(
+                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
+                f"{did_you_mean(self.machine, MACHINES)}"
+            )
+        if self.mib < 1 or self.nvlink_domain < 0:
+            raise ValueError(
+                f"--mib is {self.mib} and --nvlink-domain {self.nvlink_domain}; expected 1 or "
+                "more, and 0 or more."
+            )
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "titan_ext check runs on every rank of a job: torchrun --nproc_per_node=8 -m "
+                "titan_ext check CONFIG."
+            )
+        os.environ[NVLINK_DOMAIN] = str(self.nvlink_domain)
+        config = resolve_config(self.config, flags).config if self.config else None
+        lines = preflight.check(config, machine=self.machine, mib=self.mib)
+        if lines:
+            print(*lines, sep="\n")

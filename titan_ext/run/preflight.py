@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks machines before a long job: links, versions, the layout, and what NCCL has chosen.
+
+``torchrun ... -m titan_ext check CONFIG`` runs this on every rank of the job, for seconds. A wrong
+variable or a bad cable makes NCCL fall back without an error, and the job is a fraction as fast.
+The same code runs on gloo, over loopback too.
+"""
+
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_ext.base.agreement import this_job
+from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.op_cost import MACHINES, nvlink_domain, ranks_per_node
+from titan_ext.run.record import versions
+
+_REPEATS = 3
+_SLOW = 0.5
+"""Of the median of like links, or of what the plan takes for the machine."""
+_SHOWN = 8
+_WITHIN = timedelta(minutes=5)
+_NCCL_LOG = {
+    "NET/IB": r"via NET/(IB|IBext\w*)/|NET/IB : Using",
+    "GPUDirect RDMA": r"GDRDMA",
+    "sockets": r"via NET/Socket|NET/Socket ?: Using",
+    "EFA": r"NET/OFI .*(efa|EFA)",
+    "NVLink or PCIe peer to peer": r"via P2P/",
+    "shared memory of the host": r"via SHM/",
+    "NVLS (sums in the switch)": r"Connected NVLS|NVLS comm |via NVLS",
+}
+"""What a line of NCCL's log (``NCCL_DEBUG=INFO``) says that it uses."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What two ranks sent each other at once: bytes a second of each."""
+
+    rank: int
+    other: int
+    rate: float
+    in_node: bool
+
+
+def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
+    """Measure and compare, on every rank; what was found, on rank 0.
+
+    Args:
+        config: A trainer config whose layout to judge; None for none.
+        machine: One of ``MACHINES``, whose links to expect.
+        mib: What two ranks send each other at a time.
+
+    Raises:
+        ValueError: on all ranks, if their versions differ.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = _have_nccl_log(Path(folder))
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl", timeout=timedelta(minutes=5)
+        )
+        try:
+            job = this_job()
+            found = f"{', '.join(f'{k} {v}' for k, v in versions().items())}; {_library(device)}"
+            if said := job.judged("versions", found, _differences):
+                raise ValueError(said)
+            mine = list(_measure(device, mib * 2**20, ranks_per_node()))
+            store = job.subject("links")
+            words = [f"{x.rank} {x.other} {x.rate:.0f} {int(x.in_node)}\n" for x in mine]
+            store.append("links", "".join(words) or "\n")  # pyrefly: ignore[missing-attribute]
+            if store.add("ranks", 1) == job.ranks:
+                store.set("all", "")
+            store.wait(["all"], _WITHIN)
+            lines = []
+            if job.rank == 0:
+                lines = [f"{job.ranks} ranks alike: {found}"]
+                lines += judge_links(_links(store.get("links").decode()), machine)
+                lines += layout_warnings(config, job.ranks) if config is not None else []
+                lines += nccl_lines(log.read_text(errors="replace") if log.exists() else "")
+            dist.barrier()  # rank 0 may hold the store
+        finally:
+            dist.destroy_process_group()
+    return lines
+
+
+def _have_nccl_log(folder: Path) -> Path:
+    """Let NCCL write its log, unless the user has it elsewhere; where it will be."""
+    if "NCCL_DEBUG" in os.environ or "NCCL_DEBUG_FILE" in os.environ:
+        return Path(os.environ.get("NCCL_DEBUG_FILE", folder / "none"))
+    log = folder / "nccl.log"
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
+    return log
+
+
+def _library(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def _differences(words: Sequence[tuple[str, list[int]]]) -> str:
+    if len(words) == 1:
+        return ""
+    each = "; ".join(f"{ranks_in_words(ranks)}: {word}" for word, ranks in words)
+    return f"the ranks have different versions: {each}."
+
+
+def pairs(ranks: int, per_node: int) -> list[list[tuple[int, int]]]:
+    """Rounds of pairs that send at once: all of a node, then neighbouring and farther nodes."""
+    rounds = []
+    for shift in (1 << i for i in range(max(per_node - 1, 1).bit_length())):
+        rounds.append([(r, r ^ shift) for r in range(ranks) if r < r ^ shift])
+    in_node = [[(a, b) for a, b in x if a // per_node == b // per_node] for x in rounds]
+    nodes = ranks // per_node
+    across = []
+    for shift in (1 << i for i in range(max(nodes - 1, 0).bit_length())):
+        both = [(n, n ^ shift) for n in range(nodes) if n < n ^ shift < nodes]
+        across.append(
+            [(a * per_node + i, b * per_node + i) for a, b in both for i in range(per_node)]
+        )
+    return [[(a, b) for a, b in x if b < ranks] for x in (*in_node, *across) if x]
+
+
+def _measure(device: torch.device, nbytes: int, per_node: int) -> Iterator[Link]:
+    """The links of this rank, each once, by the lower of its two ranks."""
+    rank = dist.get_rank()
+    sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    for at_once in pairs(dist.get_world_size(), per_node):
+        other = next((b if a == rank else a for a, b in at_once if rank in (a, b)), None)
+        dist.barrier()
+        if other is None:
+            continue
+        best_s = float("inf")
+        for _ in range(_REPEATS):
+            since_s = time.perf_counter()
+            for work in dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+            ):
+                work.wait()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            best_s = min(best_s, time.perf_counter() - since_s)
+        if rank < other:
+            yield Link(rank, other, nbytes / best_s, rank // per_node == other // per_node)
+
+
+def _links(words: str) -> list[Link]:
+    rows = [line.split() for line in words.splitlines() if line]
+    return [Link(int(a), int(b), float(rate), node == "1") for a, b, rate, node in rows]
+
+
+def judge_links(links: Sequence[Link], machine: str = "") -> list[str]:
+    """A line for the links in nodes and one for those across, and one for each slow link."""
+    lines = []
+    for in_node, where in ((True, "in a node"), (False, "across nodes")):
+        rates = {(x.rank, x.other): x.rate for x in links if x.in_node == in_node}
+        if not rates:
+            continue
+        median = statistics.median(rates.values())
+        text = f"links {where}: {len(rates)}, {_gb(median)} each way (median)"
+        expected = 0.0
+        if machine:
+            known = MACHINES[machine]
+            expected = known.in_node if in_node else known.network
+            text += f", {_gb(expected)} in the plan for {machine}"
+        lines.append(text)
+        if median < _SLOW * expected:
+            lines.append(f"warning: links {where} have {median / expected:.0%} of that")
+        slow = sorted((rate, ranks) for ranks, rate in rates.items() if rate < _SLOW * median)
+        for rate, ranks in slow[:_SHOWN]:
+            lines.append(f"warning: {ranks_in_words(ranks)} have {_gb(rate)}: less than half")
+        if len(slow) > _SHOWN:
+            lines.append(f"warning: {len(slow) - _SHOWN} more links are as slow")
+    return lines
+
+
+def _gb(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s"
+
+
+def layout_warnings(config: Any, ranks: int) -> list[str]:
+    """What of a layout leaves the NVLink domain: tensor parallelism, experts, shards of HSDP."""
+    layout, domain = config.parallelism, nvlink_domain()
+    inner = layout.tensor_parallel_degree * layout.context_parallel_degree
+    copies = layout.data_parallel_replicate_degree
+    shards = layout.data_parallel_shard_degree
+    if shards == -1:
+        shards = ranks // (inner * copies * layout.pipeline_parallel_degree)
+    asked: Mapping[str, int] = {
+        "parallelism.tensor_parallel_degree": layout.tensor_parallel_degree,
+        "parallelism.expert_parallel_degree": layout.expert_parallel_degree,
+    }
+    if copies > 1:  # else the shards are meant to span the job
+        asked = {**asked, "parallelism.data_parallel_shard_degree": shards * inner}
+    lines = []
+    for key, span in asked.items():
+        if span > domain:
+            lines.append(f"warning: {key}: its {span} ranks leave an NVLink domain of {domain}")
+        elif span > 1 and domain % span:
+            lines.append(
+                f"warning: {key}: groups of {span} do not fill an NVLink domain of {domain}, so "
+                "that some lie across two"
+            )
+    return lines or [f"layout: stays in NVLink domains of {domain}"]
+
+
+def nccl_lines(log: str) -> list[str]:
+    """What NCCL's log says that it uses, and what is missing."""
+    if not log:
+        return []
+    used = [name for name, pattern in _NCCL_LOG.items() if re.search(pattern, log)]
+    version = re.search(r"NCCL version (\S+)", log)
+    lines = [f"NCCL {version[1] if version else ''} uses: {', '.join(used) or 'not known'}"]
+    if "sockets" in used and "NET/IB" not in used:
+        lines.append("warning: NCCL sends over sockets; is NCCL_IB_HCA right, NCCL_IB_DISABLE 0?")
+    if "NET/IB" in used and "GPUDirect RDMA" not in used:
+        lines.append("warning: no GPUDirect RDMA: see NCCL_NET_GDR_LEVEL, and PCIe ACS")
+    return lines
