@@ -33,7 +33,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.base.titan import BaseDataLoader
+from titan_ext.base.titan import BaseDataLoader, as_models_call, rows_of, tokens_of_microbatch
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 
 
@@ -45,6 +45,8 @@ def use_stand_ins(config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1
     """
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
+    pipelined = parallelism if parallelism.pipeline_parallel_degree > 1 else None
+    rows = rows_of(*tokens_of_microbatch(config.training, pipelined))
     planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
     _replace(spec, AllToAllTokenDispatcher.Config, planned)
     if as_on_a_gpu:
@@ -52,11 +54,11 @@ def use_stand_ins(config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1
         _replace(spec, TokenChoiceTopKRouter.Config, _router)
     if not context_parallel and as_on_a_gpu:
         for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
-            _replace(spec, kind.Config, lambda _: AttentionShapes.Config())
+            _replace(spec, kind.Config, lambda _: AttentionShapes.Config(rows=rows))
     elif (
         context_parallel and parallelism.spmd_backend == "spmd_types"
     ):  # with its masks, which are split too
-        flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
+        flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config, rows=rows)
         _replace(spec, FlexAttention.Config, flex)
 
 
@@ -166,9 +168,16 @@ class _OneKernel:
     """Attention as one operation that keeps q, k, v, its output and a log-sum-exp.
 
     torch has it for backends out of tree: a shape function and a backward, and no kernel. A mask
-    changes no shape. Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    changes no shape. Where models pack tokens, these are ``rows`` sequences.
+
+    Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
     """
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.rows = config.rows
+
+    @as_models_call
     def forward(
         self,
         q_BLNH: torch.Tensor,
@@ -192,13 +201,13 @@ class _OneKernel:
 class AttentionShapes(_OneKernel, ScaledDotProductAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
-        pass
+        rows: int = 1
 
 
 class FlexAttentionShapes(_OneKernel, FlexAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        pass
+        rows: int = 1
 
 
 class RMSNormShapes(RMSNorm):
