@@ -24,6 +24,7 @@ from titan_ext.base.titan.attention import with_packed_tokens
 from titan_ext.base.titan.batch import NEW, OLD, in_tokens
 
 ROOT = Path(__file__).parents[1] / "titan_ext"
+_MESHES = ("get_mesh", "get_optional_mesh", "get_activated_mesh", "resolve_mesh", "build_mesh")
 _TRAINING = SimpleNamespace(
     max_context_length=2048,
     num_tokens_per_microbatch_per_dp_rank=16384,
@@ -33,7 +34,7 @@ _PARALLELISM = SimpleNamespace(num_pp_microbatches=1, pipeline_parallel_degree=1
 
 
 def _asks_which(source: str) -> list[str]:
-    """Names by which a file could tell 0.3 from main: of keys that one of them has, and versions."""
+    """How a file tells 0.3 from main: by a version, keys that one of them has, or meshes."""
     tree = ast.parse(source)
     docstrings = {
         id(node.body[0].value)
@@ -54,6 +55,8 @@ def _asks_which(source: str) -> list[str]:
             for x in ast.walk(node)
         ):
             found.append("try: import torchtitan")
+        elif isinstance(node, ast.Attribute) and node.attr in _MESHES:
+            found.append(node.attr)
     if "torchtitan.__version__" in source:
         found.append("torchtitan.__version__")
     return found
@@ -75,7 +78,8 @@ def test_no_other_file_asks_which_titan_there_is():
         "if hasattr(training, 'seq_len'): pass",
         "rows = config.training.local_batch_size",
         "key = 'training.max_context_length'",
-        "try:\n    from torchtitan.components.data import GrainDataLoader\nexcept ImportError: pass",
+        "try:\n    from torchtitan.components.data import X\nexcept ImportError: pass",
+        "mesh = parallel_dims.get_mesh('fsdp')",
         "import torchtitan\nnew = torchtitan.__version__ > '0.3'",
     ],
 )

@@ -72,10 +72,10 @@ _group: Any = _section(optimizer_kwargs=_kwargs)
 _LIMITS = _section(
     dump_folder=Annotated[str, Field(min_length=1)],
     training=_section(
+        **_BATCH["training"],
         steps=_FromOne,
         max_norm=Annotated[float, Field(gt=0)],
         gc_freq=_FromOne,
-        **_BATCH["training"],
     ),
     parallelism=_section(
         **dict.fromkeys((*_DEGREES, _EXPERT), _FromOne),

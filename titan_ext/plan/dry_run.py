@@ -37,7 +37,12 @@ from titan_ext.base.op_cost import (
     ranks_per_node,
 )
 from titan_ext.base.tensors import plain_tensors
-from titan_ext.base.titan import microbatches_of_pass, shape_of_tokens, tokens_of_microbatch
+from titan_ext.base.titan import (
+    microbatches_of_pass,
+    pipeline_mesh,
+    shape_of_tokens,
+    tokens_of_microbatch,
+)
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.plan.memory import LASTING, DeviceMemory, LiveBytes, MemoryPlan
@@ -261,7 +266,7 @@ class DryRun(Trainer):
                     some,
                     self.config.training.max_norm,
                     foreach=True,
-                    pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+                    pp_mesh=pipeline_mesh(self.parallel_dims),
                     ep_enabled=self.parallel_dims.ep_enabled,
                 )
 

@@ -299,7 +299,9 @@ def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> N
             "beginning, so this run repeats samples of the saved run."
         )
         return
-    saved_ranks = sum(name.startswith("dataloader.dp_rank_") for name in saved)
+    # One entry for each, or several below it.
+    names = [name.split(".")[1] for name in saved if name.startswith("dataloader.dp_rank_")]
+    saved_ranks = len(set(names))
     if saved_ranks != ranks:
         raise ValueError(
             f"{folder} has the data position of {saved_ranks} data-parallel rank(s), and this run "

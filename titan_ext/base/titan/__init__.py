@@ -4,7 +4,7 @@
 No other module of titan_ext asks which TorchTitan there is (``tests/test_titan_names.py``). Names
 that both have in one place are imported directly. When 0.3 is no longer served, this folder goes.
 
-- ``names``: what moved, and what main has mended
+- ``parallelism``: meshes, and what main has moved or mended around them
 - ``batch``: sequences, which 0.3 counts, and tokens, which main counts; their keys
 - ``data``: data sets, which 0.3 names and main builds; loaders
 - ``attention``: batches of sequences, which 0.3's models take, and packed tokens, which main's take
@@ -30,16 +30,21 @@ from titan_ext.base.titan.data import (
     ranks_of_data,
     register_dataset,
 )
-from titan_ext.base.titan.names import (
+from titan_ext.base.titan.parallelism import (
+    EXPERT_SHARDS,
     apply_cp_to_forward,
+    context_mesh,
+    dense_mesh,
+    experts_mesh,
     keep_frozen,
-    resolve_fsdp_mesh,
-    resolve_sparse_fsdp_mesh,
+    mesh_with_axes,
+    pipeline_mesh,
     validate_config,
 )
 
 __all__ = [
     "BATCH_KEYS",
+    "EXPERT_SHARDS",
     "OTHER_TITAN",
     "OTHER_UNIT",
     "RENAMED",
@@ -47,16 +52,19 @@ __all__ = [
     "PlainAttention",
     "apply_cp_to_forward",
     "as_models_call",
+    "context_mesh",
+    "dense_mesh",
+    "experts_mesh",
     "half_the_batch",
     "keep_frozen",
+    "mesh_with_axes",
     "microbatches_of_pass",
     "named_data",
     "own_keys",
+    "pipeline_mesh",
     "ranks_of_data",
     "refuse",
     "register_dataset",
-    "resolve_fsdp_mesh",
-    "resolve_sparse_fsdp_mesh",
     "rows_of",
     "shape_of_tokens",
     "tokens_of_microbatch",

@@ -50,7 +50,7 @@ NEW = (
 _LENGTH, _LOCAL, _GLOBAL, _MICROBATCH = NEW if _COUNTS_TOKENS else OLD
 
 BATCH_KEYS = {
-    _TRAINING: {_LENGTH: False, _LOCAL: False, _GLOBAL: True},
+    _TRAINING: {_LOCAL: False, _GLOBAL: True, _LENGTH: False},
     _PARALLELISM: {_MICROBATCH: False},
 }
 """The keys that count a batch, by section, and whether -1 means "as many as there are"."""
