@@ -256,6 +256,10 @@ def _run(*words: str | Path, python: str | Path = sys.executable) -> str:
     return run.stdout + run.stderr
 
 
+def _first_line(told: str) -> str:
+    return " ".join(told.splitlines()[0].split())
+
+
 def _train_with_toml(file: Path, *flags: str | Path) -> str:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     names = ("-m", "torchtitan.train", "--module", "titan_ext", "--config", file)
