@@ -4,6 +4,8 @@ Titan's next release checkpoints with it. What a region keeps comes to the same 
 of the same form.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch.nn as nn
 
 from benchmarks.moe_blocks import BlockRun, Layout
 from titan_ext.activation_checkpoint.op_policies import OpPolicy
-from titan_ext.fp8 import SavedTensorStore
+from titan_ext.fp8 import Codec, SavedTensorStore, TreatedStorage, dequantize, quantize
 from titan_ext.fp8.offload import Offload
 from titan_ext.fp8.saved_tensors import MemoryRows
 
@@ -94,6 +96,108 @@ def test_float8_in_a_region_changes_gradients_a_little():
     for name, g in exact.items():
         cosine = torch.cosine_similarity(g.double().flatten(), float8[name].double().flatten(), 0)
         assert cosine > 0.995, name
+
+
+class _Routed:
+    """A stand-in of ``ActivationStorage`` (Titan's main, commit 0b434485): its calls of a backend.
+
+    What a forward saves is put when the forward ends. Backward gets each tensor once, into memory
+    of its own, and frees what was put.
+    """
+
+    def __init__(self, backend: TreatedStorage) -> None:
+        self._backend = backend
+        self._saved: dict[int, dict[str, Any]] = {}
+        self.kept = self.moved = 0
+
+    def _pack(self, x: torch.Tensor) -> Any:
+        is_view = x.untyped_storage().nbytes() != x.nbytes or not x.is_contiguous()
+        if is_view or x.numel() < 1024 or isinstance(x, nn.Parameter):
+            return x
+        return self._saved.setdefault(id(x), {"tensor": x})
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, dict):
+            return packed
+        if packed["tensor"] is None:
+            packed["tensor"] = torch.empty(packed["shape"], dtype=packed["dtype"])
+            self._backend.get(packed["payload"], packed["tensor"], None)
+            self._backend.free(packed["payload"])
+        return packed["tensor"]
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        with remat.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        for saved in self._saved.values():
+            x = saved["tensor"]
+            if (payload := self._backend.put(x, None)) is None:
+                self.kept += 1
+                continue
+            self.moved += 1
+            saved |= {"payload": payload, "shape": x.shape, "dtype": x.dtype, "tensor": None}
+        self._saved = {}
+
+
+def _train_routed(backend: TreatedStorage | None) -> tuple[dict[str, torch.Tensor], Any, float]:
+    """Gradients, the stand-in, and the share of their bytes that tensors wait in."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(_Block() for _ in range(_BLOCKS)).bfloat16()
+    h = x = torch.randn(64, 256).bfloat16().requires_grad_()
+    storage = None if backend is None else _Routed(backend)
+    with contextlib.nullcontext() if storage is None else storage.forward():
+        for i, block in enumerate(model):
+            checkpointed = remat.checkpoint(region_name=f"layers.{i}")(block)
+            h = checkpointed(h, lambda name: contextlib.nullcontext(), _EXACT)
+    share = 1.0 if backend is None else backend.held / max(backend.original, 1)
+    h.float().sum().backward()
+    assert x.grad is not None
+    return {"x": x.grad} | {n: _grad(p) for n, p in model.named_parameters()}, storage, share
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.mark.parametrize("codec", [None, Codec()], ids=["exact", "float8"])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_storage_backend_of_the_next_titan(codec: Codec | None, on_host: bool):
+    if codec is None and not on_host:
+        with pytest.raises(ValueError, match="would do nothing"):
+            TreatedStorage()
+        return
+    want, _, _ = _train_routed(None)
+    backend = TreatedStorage(codec, on_host=on_host)
+    got, storage, share = _train_routed(backend)
+    assert storage.moved >= 2 * _BLOCKS
+    assert backend.held == backend.original == 0, "freed by backward"
+    assert share == (1.0 if codec is None else pytest.approx(0.504, abs=1e-3))
+    for name, gradient in want.items():
+        if codec is None:
+            assert torch.equal(gradient, got[name]), name
+        else:
+            pair = (gradient.double().flatten(), got[name].double().flatten(), 0)
+            assert 0.995 < torch.cosine_similarity(*pair) < 1, name
+
+
+def test_a_storage_backend_leaves_what_it_cannot_take():
+    x = torch.randn(64, 256)
+    float8, host = TreatedStorage(Codec()), TreatedStorage(on_host=True, limit=0)
+    large = torch.empty(2**25)  # more than a slab that another test may have left
+    for backend, tensor in ((float8, x.double()), (float8, x.long()), (host, large)):
+        assert backend.put(tensor, None) is None
+        assert backend.held == backend.original == 0
+    out = torch.empty_like(x)
+    payload = float8.put(x, None)
+    float8.get(payload, out, None)
+    assert torch.equal(out, _through_float8(x))
+    with pytest.raises(ValueError, match="stochastic"):
+        TreatedStorage(Codec(stochastic=True))
+
+
+def _through_float8(x: torch.Tensor) -> torch.Tensor:
+    return dequantize(quantize(x, Codec()), Codec(), x.dtype)
 
 
 _KEPT_REGIONS = ["attention.wo", *(f"moe.shared_experts.{name}" for name in ("w1", "w3", "w2"))]

@@ -273,7 +273,7 @@ def trainer_rows(folder: Path) -> Iterator[str]:
     plan = ("-m", "titan_ext", "dry-run", file, "--ranks", "2", "--ranks-per-node", "2")
     planned = (*plan, "--memory", "80GiB", "--machine", "h100", "--out")
     told = _run(*planned, run, "--suggest", "2")
-    yield f"| dry run of a TOML file, and two changes of it | {' '.join(told.splitlines()[0].split())} |"
+    yield f"| dry run of a TOML file, and two changes of it | {_first_line(told)} |"
     _run(*planned, folder / "on_0.3", python=ROOT / ".venv" / "bin" / "python")
     plans = [json.loads((at / "plan_rank0.json").read_text()) for at in (run, folder / "on_0.3")]
     pairs = [plan["moments"] for plan in plans]
@@ -296,7 +296,7 @@ def trainer_rows(folder: Path) -> Iterator[str]:
     same = {step: losses[step] for step in (3, 4)} == resumed
     yield f"| resumed after 2 steps | losses {'equal' if same else f'DIFFERS: {resumed}'} |"
     told = _run(*plan, "--activations", "6MiB", "--on-cpu", "--out", again)
-    yield f"| best checkpointing for 6 MiB | {' '.join(told.splitlines()[0].split())} |"
+    yield f"| best checkpointing for 6 MiB | {_first_line(told)} |"
 
 
 def _tokens_read() -> str:
