@@ -1,12 +1,11 @@
 """Steps of large jobs by the clock of a dry run, side by side: stock TorchTitan, and arms of ours.
 
-    python -m benchmarks.planned_steps                      # kinds of FSDP units, about 10 minutes
-    python -m benchmarks.planned_steps --table exchanges    # exchanges of tokens that overlap
+    python -m benchmarks.planned_steps                                  # about 10 minutes
     python -m benchmarks.planned_steps --jobs 671B --arms stock auto
 
 Nothing is measured: times are planned at an H100's rates (docs/plan.md). A row has, for each arm,
 the step's time over stock's, GiB at the peak, and the largest waits in ms. ``planned`` makes and
-keeps one plan; benchmarks/first_page.py draws such plans.
+keeps one plan; benchmarks/first_page.py draws such plans, exchanges.py has a table of its own.
 """
 
 import argparse
@@ -40,41 +39,21 @@ ARMS = {
     "submodule, 1 buffer": f"{_WRAP} submodule --parallelism.fsdp_reduce_scatter_buffers 1",
     "experts, 1 buffer": f"{_WRAP} experts --parallelism.fsdp_reduce_scatter_buffers 1",
 }
-_FULL = "activation_checkpoint:full"
-EXCHANGES = {
-    "16B, 8 GPUs": JOBS["16B, 8 GPUs"],
-    "Qwen3-30B, 16 GPUs": f"qwen3_30b_a3b.toml --ranks 16 {_EP} 16 {_BATCH} 2",
-    "gpt_oss-20B, 8 GPUs": f"gpt_oss_20b.toml --ranks 8 {_EP} 8 {_BATCH} 2",
-    "gpt_oss-20B, 64 GPUs": f"gpt_oss_20b.toml --ranks 64 {_EP} 8 {_BATCH} 2",
-    "671B, 512 GPUs, 2 sequences": f"deepseek_v3_671b.toml --ranks 512 {_BATCH} 2 {_FULL}",
-}
-"""Jobs with two sequences or more on a rank, which halves need."""
-OVERLAPS = {
-    "stock": "--stock",
-    "auto": "",
-    "nothing overlaps": "--parallelism.no-overlap_shared_experts",
-    "halves": "--parallelism.overlap_exchanges halves",
-}
-TABLES = {"units": (JOBS, ARMS), "exchanges": (EXCHANGES, OVERLAPS)}
 _WAITS = ("exchanges", "host", "gathers", "reductions", "collectives")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--jobs", default="", help="only those with this in their name")
-    parser.add_argument("--table", choices=list(TABLES), default="units")
-    parser.add_argument("--arms", nargs="+", help="only these, in this order")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="only these, in this order")
     args = parser.parse_args()
-    jobs, arms = TABLES[args.table]
-    if unknown := set(args.arms or ()) - arms.keys():
-        parser.error(f"--arms: {', '.join(unknown)}; expected some of {', '.join(arms)}")
     with tempfile.TemporaryDirectory() as folder:
-        for name, job in jobs.items():
+        for name, job in JOBS.items():
             if args.jobs in name:
                 config, rest = job.split(" ", 1)  # a policy's name stands last
                 done = {
-                    arm: planned(f"{config} {arms[arm]} {rest}", Path(folder))
-                    for arm in args.arms or arms
+                    arm: planned(f"{config} {ARMS[arm]} {rest}", Path(folder))
+                    for arm in args.arms or ARMS
                 }
                 print_row(name, done)
 

@@ -56,10 +56,10 @@ def _train(run: Run, folder: Path) -> dict[str, list[float]]:
     inside = [0.0]
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             begin = time.thread_time()
             try:
-                return function(*arguments)
+                return function(*arguments, **options)
             finally:
                 inside[0] += time.thread_time() - begin
 
@@ -67,10 +67,13 @@ def _train(run: Run, folder: Path) -> dict[str, list[float]]:
 
     hook_of = recorder._hook_of
     recorder._hook_of = lambda *arguments: counted(hook_of(*arguments))
-    checked = counted(recorder.check_gradients)
-    recorder.check_gradients = lambda device: check._watchdog is recorder and checked(device)
-    if recorder._comparison is not None:
-        recorder._comparison.advance = counted(recorder._comparison.advance)
+    checked = counted(recorder.check)
+
+    def check_if_on(*arguments: Any, **options: Any) -> None:
+        if check._watchdog is recorder:
+            checked(*arguments, **options)
+
+    recorder.check = check_if_on
     trainer.train_step = timed
     with contextlib.redirect_stdout(None):
         trainer.train()

@@ -20,11 +20,21 @@ from torchtitan.components.quantization import (
     nvfp4,
 )
 
+from titan_ext.components.float8_linears import TensorwiseFloat8LinearConverter
+
 __all__ = ["any_gpu", "convert"]
 
 # Emulated, Float8Linear has one scale a tensor, whatever the recipe (Titan drops its name).
 _CONVERTERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "float8_linear": (Float8LinearConverter, {"emulate": True, "filter_fqns": ["lm_head"]}),
+    "float8_tensorwise": (
+        TensorwiseFloat8LinearConverter,
+        {"emulate": True, "filter_fqns": ["lm_head"], "enable_fsdp_float8_all_gather": False},
+    ),
+    "float8_gather": (
+        TensorwiseFloat8LinearConverter,
+        {"emulate": True, "filter_fqns": ["lm_head"]},
+    ),
     "float8_experts": (Float8GroupedExpertsConverter, {}),
     "mxfp8_linear": (MXFP8LinearConverter, {}),
     "mxfp8_experts": (MXFP8GroupedExpertsConverter, {}),

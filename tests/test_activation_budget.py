@@ -3,6 +3,7 @@
 import copy
 import os
 import subprocess
+import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -137,6 +138,31 @@ def test_all_ranks_get_the_table_of_rank_0(tmp_path: Path):
     ranks = run_ranks(_exchange, 3, None, log_folder=tmp_path)
     table = {"attention.wq": "save", "*": "recompute"}
     assert ranks == [(FP8AC.Config(preset="stock", op_policies=table), "")] * 3
+
+
+def _with_devices(gib: list[int]) -> list[str]:
+    from torchtitan.tools.logging import logger
+
+    dist.init_process_group("gloo")
+    config: Any = make_config(Run(parallelize="block"), Path("nowhere"))
+    config.activation_checkpoint = FP8AC.Config(budget="fit 80GiB")
+    check = ActivationBudget()
+    check._section = {"policy": "fp8", "preset": "stock", "op_policies": {"*": "recompute"}}
+    check._memory = gib[dist.get_rank()] * 2**30
+    with unittest.mock.patch.object(logger, "warning") as warning:
+        check.before_build(config)
+    dist.destroy_process_group()
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_devices_with_less_memory_than_rank_0_are_said_once(tmp_path: Path):
+    said, *others = run_ranks(_with_devices, 3, [80, 80, 40], log_folder=tmp_path / "less")
+    assert said == [
+        "activation_checkpoint.budget: solved for the 80.0 GiB of rank 0's device, and rank 2 can "
+        'have 40.0 GiB. "fit 40.0GiB" would do for all.'
+    ]
+    assert others == [[], []]
+    assert run_ranks(_with_devices, 2, [40, 80], log_folder=tmp_path / "more") == [[], []]
 
 
 def test_a_rank_with_another_table_is_an_error_on_all(tmp_path: Path):

@@ -103,6 +103,7 @@ from titan_ext.base.messages import _NOISE
 from titan_ext.components import optim
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
+from titan_ext.fsdp.settings import copies_out_directly
 from titan_ext.parallelize import limits
 from titan_ext.plan import memory as memory_plan
 from titan_ext.run import start
@@ -207,6 +208,7 @@ def test_torch_frames_and_ops_that_the_collective_recorder_knows():
     )
 
 
+@pytest.mark.skipif(not copies_out_directly(), reason="torch 2.14 has no such function")
 def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
     """fsdp.collectives and fsdp.tracker set it; torch has no public way to."""
     assert _Code(FSDPParamGroup.__init__).has(
@@ -216,7 +218,7 @@ def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
         "foreach_all_gather_copy_out(self._all_gather_result, self.fsdp_params, "
         "self._all_gather_process_group, all_gather_output_fn=self._all_gather_output_fn)"
     )
-    default = _fsdp_collectives._default_all_gather_output_fn
+    default = _fsdp_collectives._default_all_gather_output_fn  # pyrefly: ignore
     assert list(inspect.signature(default).parameters) == [
         "fsdp_params",
         "all_gather_result",
@@ -230,9 +232,8 @@ def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
         "param_all_gather_input_numels",
         "all_gather_input_split_sizes",
     )
-    assert _Code(_fsdp_collectives._reassemble_all_gather_outputs).has(
-        "torch.cat(chunks, dim=shard_dim, out=cat_out)"
-    )
+    copies = _Code(_fsdp_collectives._reassemble_all_gather_outputs)  # pyrefly: ignore
+    assert copies.has("torch.cat(chunks, dim=shard_dim, out=cat_out)")
 
 
 def test_titan_saves_every_step_when_its_interval_is_one():
@@ -597,7 +598,7 @@ def test_torch_gives_saved_outputs_to_the_hooks_around_a_checkpoint(monkeypatch)
 
     Of what must be recomputed torch does not look up side effects, which takes long.
     """
-    monkeypatch.delattr(torch.utils.checkpoint, "_is_cacheable_effect")
+    monkeypatch.delattr(torch.utils.checkpoint, "_is_cacheable_effect", raising=False)
     seen: list[tuple[int, ...]] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -743,9 +744,10 @@ def test_torch_names_by_which_memory_plan_tells_storages_apart():
     gather = _Code(_fsdp_collectives.foreach_all_gather)
     assert gather.calls("_get_param_all_gather_inputs")
     assert len(memory_plan._MAKERS) == 5 + 1  # and ours, of copies on the host
-    assert torch.ops.fsdp.chunk_cat_mixed_dtype.default._schema.name.startswith(
-        memory_plan._TAKES_GRADIENTS
-    )
+    ops = [torch.ops.fsdp.chunk_cat]
+    if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # from torch 2.15 on
+        ops.append(torch.ops.fsdp.chunk_cat_mixed_dtype)
+    assert all(op.default._schema.name.startswith(memory_plan._TAKES_GRADIENTS) for op in ops)
     for name in (*memory_plan._MADE_BY, "_c10d_functional::wait_tensor"):
         namespace, op = name.split("::")
         assert getattr(getattr(torch.ops, namespace), op).default._schema.name == name

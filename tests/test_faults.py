@@ -266,7 +266,7 @@ def _trainer(step: int, *, saves: bool = True) -> Any:
     checkpointer = unittest.mock.Mock(enable=saves, interval=5, folder="run/checkpoint")
     training = SimpleNamespace(steps=100)
     config = SimpleNamespace(checkpoint=checkpoint, training=training)
-    return SimpleNamespace(step=step, config=config, checkpointer=checkpointer)
+    return SimpleNamespace(step=step, config=config, checkpointer=checkpointer, model_parts=[])
 
 
 @pytest.fixture
@@ -336,6 +336,22 @@ def test_what_is_saved_is_not_saved_again(
     assert stop.ends_run(trainer)
     trainer.checkpointer.save.assert_not_called()
     assert _stopped(caplog) == [f"SIGTERM: {said}"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_stop_saves_no_weights_that_are_not_finite(value: float, stop: StopOnSignal):
+    """Gradients are checked in steps that are logged or saved; this one is neither."""
+    trainer = _trainer(6)
+    trainer.model_parts = [torch.nn.Linear(3, 2)]
+    with torch.no_grad():
+        trainer.model_parts[0].weight[1, 2] = value
+    stop.after_build(trainer)
+    assert not stop.ends_run(trainer)
+    trainer.step = 7
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match=r"SIGTERM: .* step 7, whose weights are not finite on"):
+        stop.ends_run(trainer)
+    trainer.checkpointer.save.assert_not_called()
 
 
 def _wait_in_c() -> None:

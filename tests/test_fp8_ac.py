@@ -138,6 +138,9 @@ def test_a_second_backward():
             _gradients(config, interleaved=True, backwards=2)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.utils.checkpoint, "_is_cacheable_effect"), reason="torch 2.14 looks up none"
+)
 def test_torch_looks_up_the_side_effects_of_few_operations(monkeypatch):
     """It takes long, and torch does it for every operation that stock checkpointing recomputes."""
 

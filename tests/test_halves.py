@@ -23,8 +23,12 @@ def _halves(run: Run) -> Run:
 
 
 def _assert_close(halves: Result, plain: Result) -> None:
-    """Weight gradients are sums of two halves, so losses differ in their last digits."""
-    assert halves.losses[0] == plain.losses[0]
+    """Weight gradients are sums of two halves, so losses differ in their last digits.
+
+    Those of the first step do where a product's rows depend on how many there are, as a bf16 one of
+    1,024 columns does on a CPU with AMX.
+    """
+    assert halves.losses[0] == pytest.approx(plain.losses[0], rel=1e-4)
     assert halves.losses == pytest.approx(plain.losses, rel=1e-3)
     assert halves.grad_norms == pytest.approx(plain.grad_norms, rel=1e-2)
 
@@ -103,14 +107,16 @@ FOUR = replace(PLAIN, world=4, global_batch=16)
         replace(PLAIN, ac="full", accumulate=2, global_batch=12),  # 3 sequences: halves of 2 and 1
         replace(PLAIN, ac="fp8", cpu_offload=True),
         replace(PLAIN, ac="fp8_no_recompute", attention="flex"),
-        replace(PLAIN, ac="fp8_early", lora=8),
+        replace(PLAIN, ac="fp8", lora=8),
         replace(PLAIN, ac="on_host_all", model="deepseek_v3_mtp"),
         replace(PLAIN, model="gpt_oss", save_all_to_all="always"),
         replace(PLAIN, model="qwen3_moe", reshard="always", replicate=("norms",)),
         replace(FOUR, tp=2, global_batch=8),
         replace(FOUR, pp=2, microbatch_size=2, global_batch=8),
         replace(FOUR, dp_replicate=2, reshard="never"),
+        replace(FOUR, nodes=(3, 1), ac="fp8"),
         replace(FOUR, experts=6, expert_all_gather="float8"),
+        replace(FOUR, experts=6, routing="one_expert", ac="fp8_early", save_all_to_all="always"),
     ],
     ids=str,
 )

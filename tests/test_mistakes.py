@@ -13,6 +13,7 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 
 from tests.toml_files import DEBUG
 from titan_ext import config_registry
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base import messages as names
 from titan_ext.base.messages import Mistakes, end_with_messages, in_one
 from titan_ext.base.run_check import world_size
@@ -314,3 +315,20 @@ def test_titans_own_command_ends_with_the_message():
         "  training.seq_length: no such key of TrainingConfig; did you mean 'seq_len'?",
     ]
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "wrong", "meant"),
+    [
+        ("parallelism", "fsdp_prefech", "fsdp_prefetch"),
+        ("debug", "record_colectives", "record_collectives"),
+        ("checkpoint", "intervall", "interval"),
+        ("optimizer", "param_group", "param_groups"),
+        ("activation_checkpoint", "presets", "preset"),
+    ],
+)
+def test_a_misspelt_key_of_a_config_in_python(section: str, wrong: str, meant: str):
+    config = config_registry.moe_debug()
+    config.activation_checkpoint = FP8AC.Config()
+    with pytest.raises(AttributeError, match=f"no key '{wrong}'; did you mean '{meant}'"):
+        setattr(getattr(config, section), wrong, None)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,10 @@ def test_the_folder_explains_the_run(runs: Runs):
     assert start["ending"] == "finished"
     assert start["step"] == RUN.steps
     assert f"training.steps = {RUN.steps}\n" in (folder / "config.toml").read_text()
-    (exchanges,) = start["gained"]
+    units, exchanges = start["gained"]
+    largest, whole = map(float, re.findall(r"([\d.]+) MiB", units))
+    assert "as one unit: at most" in units
+    assert 0 < largest < whole
     # As counted in test_collective_counts.py.
     assert exchanges == (
         "all-to-alls a MoE layer and step: 8, as stock selective; 5 where they cross nodes, or "

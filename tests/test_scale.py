@@ -388,11 +388,12 @@ def test_waiting_for_signals_opens_the_same_in_any_job(ranks: int, tmp_path: Pat
     assert run_ranks(_descriptors, ranks, log_folder=tmp_path) == [(2, 0)] * ranks
 
 
-def _collectives(folder: Path, *, checked: bool) -> list[Counter[str]]:
-    """Of each step of a small run, from the end of the one before; the second and fourth logged."""
+def _collectives(folder: Path, *, checked: bool, recorded: bool) -> list[Counter[str]]:
+    """Of each step of a small run, from the end of the one before; all but the third are logged."""
     run = Run(parallelize="submodule", world=2, ep=2, layers=1, seq_len=32, ac="none", steps=4)
     config: Any = make_config(run, folder)
     config.metrics.log_freq = 2
+    config.debug.record_collectives = recorded
     config.checkpoint = CheckpointManager.Config(enable=False)
     trainer = config.build()
     if not checked:
@@ -414,20 +415,23 @@ def _collectives(folder: Path, *, checked: bool) -> list[Counter[str]]:
 
 
 def test_a_step_has_no_collective_of_ours(tmp_path: Path):
-    """Whether it is logged or not; the checks of a run are there, or none."""
+    """Whether it is logged or not; the checks of a run are there, or none. Recorded collectives
+    add one to a logged step, and none to the others."""
     make_corpus()
 
-    def steps(checked: bool) -> list[Counter[str]]:
-        folder = tmp_path / str(checked)
-        return run_ranks(_counted, 2, folder, checked, log_folder=folder / "logs")[0]
+    def steps(checked: bool, recorded: bool = False) -> list[Counter[str]]:
+        folder = tmp_path / f"{checked} {recorded}"
+        return run_ranks(_counted, 2, folder, checked, recorded, log_folder=folder / "logs")[0]
 
-    ours, bare = steps(True), steps(False)
+    ours, bare, recorded = steps(True), steps(False), steps(True, recorded=True)
     assert len(ours) == 4
     assert ours == bare
+    more = [record - step for record, step in zip(recorded[1:], ours[1:], strict=True)]
+    assert more == [{"all_reduce": 1}, {}, {"all_reduce": 1}]
 
 
-def _counted(folder: Path, checked: bool) -> list[Counter[str]]:
-    return _collectives(folder, checked=checked)
+def _counted(folder: Path, checked: bool, recorded: bool) -> list[Counter[str]]:
+    return _collectives(folder, checked=checked, recorded=recorded)
 
 
 def main() -> None:

@@ -138,6 +138,8 @@ class Run:
     """``parallelism.save_all_to_all``; of ours only."""
     overlap_exchanges: str = "none"
     """``parallelism.overlap_exchanges``; of ours only."""
+    exchange_dtype: str | None = None
+    """``parallelism.exchange_dtype``; of ours only."""
     replicate: tuple[str, ...] = ()
     """``parallelism.fsdp_replicate``; of ours only."""
     prefetch: int | str = 1
@@ -198,6 +200,7 @@ class Run:
         extras += [f"{name}_{value}" for name, value in self.reshard_groups]
         extras += [f"{self.save_all_to_all}_saves"] if self.save_all_to_all != "auto" else []
         extras += [self.overlap_exchanges] if self.overlap_exchanges != "none" else []
+        extras += [f"sends_{self.exchange_dtype}"] if self.exchange_dtype else []
         extras += [f"replicate_{name}" for name in self.replicate]
         extras += [f"ahead_{self.prefetch}"] if self.prefetch != 1 else []
         extras += [f"behind_{self.prefetch_backward}"] if self.prefetch_backward is not None else []
@@ -369,6 +372,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
     ours.parallelism.overlap_exchanges = cast(Any, run.overlap_exchanges)
+    ours.parallelism.exchange_dtype = cast(Any, run.exchange_dtype)
     ours.parallelism.fsdp_replicate = list(run.replicate)
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward

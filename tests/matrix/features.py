@@ -54,6 +54,7 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
         _UNITS,
         lambda run: f"experts' gradients sent in {run.expert_reduce_scatter}",
     ),
+    "exchange_dtype": (_UNITS, lambda run: f"tokens travel in {run.exchange_dtype}"),
     "overlap_exchanges": (_UNITS, lambda run: "halves take turns at exchanges"),
     "replicate": (_UNITS, lambda run: f"{', '.join(run.replicate)} replicated"),
     "optimizer": (_OPTIMIZER, lambda run: run.optimizer),
@@ -96,7 +97,8 @@ def describe(run: Run) -> tuple[str, str]:
 
 def is_lossy(run: Run) -> bool:
     """Whether ``run`` keeps or sends something in fewer bits than stock Titan ever does."""
-    return bool(run.expert_all_gather) or not isinstance(run.ac, str) or run.ac.startswith("fp8")
+    lossy = run.expert_all_gather or run.exchange_dtype
+    return bool(lossy) or not isinstance(run.ac, str) or run.ac.startswith("fp8")
 
 
 def _ranks(when: str | int) -> str:

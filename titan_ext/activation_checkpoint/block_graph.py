@@ -297,7 +297,7 @@ class _Tracer(TorchDispatchMode):
             reads = frozenset().union(*(makers.get(storage, set()) for storage in given))
             if foreign or not (made or writes):  # also what only writes to a buffer of the model
                 calls.append(call)
-                if not passes_values(call.func, call.out):
+                if not passes_values(call.func, call.args, call.out):
                     looked_at |= reads
                 continue
             index = len(nodes)
@@ -317,7 +317,7 @@ class _Tracer(TorchDispatchMode):
                     node,
                     policies=frozenset(policies),
                     reads=reads - {index},
-                    passes=passes_values(call.func, call.out),
+                    passes=passes_values(call.func, call.args, call.out),
                     is_read=any(storage in self._saved for storage in storage_ids((made, writes))),
                     is_attention=attends,
                 )

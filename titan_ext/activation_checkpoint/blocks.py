@@ -46,7 +46,7 @@ from titan_ext.activation_checkpoint.op_policies import (
     op_name,
 )
 from titan_ext.base.op_cost import count_flops
-from titan_ext.base.tensors import may_wrap, plain_tensors, storage_ids, tensors_in
+from titan_ext.base.tensors import has_values, may_wrap, plain_tensors, storage_ids, tensors_in
 from titan_ext.components.halves import SECOND_HALF
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
 from titan_ext.fp8.offload import HostGroup, Offload
@@ -309,7 +309,7 @@ class _Call:
     def pack(self, x: torch.Tensor) -> Any:
         """Store one tensor: torch passes every input of the block and every saved output."""
         policy, location = self._policy, self._location
-        if policy is OpPolicy.DISCARD and x.is_floating_point() and may_wrap(x):
+        if policy is OpPolicy.DISCARD and has_values(x) and may_wrap(x):
             entry: Any = self._discards.add(x, location, len(self._locator.left))
         elif (
             not (policy.is_float8 or policy.on_host or self._counting)

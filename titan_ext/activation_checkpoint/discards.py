@@ -58,7 +58,7 @@ from titan_ext.fp8.saved_tensors import StoredEntry
 # dispatched and so judged by name (torch.library's).
 _HARMLESS_FUNCTIONS = (
     "spmd_types.",
-    "titan_ext.components.dispatch.",
+    "titan_ext.components.exchange.",
     "torchtitan.models.gpt_oss.",
     "torch._library.autograd",
     "torch.distributed.fsdp._fully_shard.",
@@ -70,7 +70,7 @@ _HARMLESS_FUNCTIONS = (
 # And those that compute a GEMM inside and save its operands, not its result.
 _GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
 # And those around an operation that only passes values on: torch.library's, and an exchange's.
-_PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.components.dispatch.")
+_PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.components.exchange.")
 # How torch calls what the node of an operation has saved of its own results (sigmoid, softmax).
 _SAVED_OUTPUTS = ("_saved_result", "_saved_output", "_saved_out")
 _NOT_FOUND = "a custom autograd Function that does not lead to the block's outputs"
@@ -211,7 +211,7 @@ class DiscardTracker:
         if not entries:
             return
         name = op_name(func)
-        if not passes_values(func, out):
+        if not passes_values(func, args, out):
             _blame(entries, f"{name} in {module or 'the block'}")
             return
         if name.startswith(_COLLECTIVE):
@@ -305,7 +305,7 @@ def _stand_in(x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
     def make() -> torch.Tensor:
         flat = torch.empty(numel, dtype=dtype, device=device)
-        flat[:_NANS].fill_(torch.nan)
+        flat[:_NANS].fill_(255 if dtype == torch.uint8 else torch.nan)  # 255 is NaN in e4m3
         return wrap(flat.as_strided(size, stride))
 
     return make

@@ -10,35 +10,40 @@ from typing import Any
 import torch
 
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, op_name
-from titan_ext.base.tensors import tensors_in
+from titan_ext.base.tensors import PACKED, tensors_in
 
 READ_NO_VALUES = frozenset(
     """
     aten._to_copy aten._unsafe_view aten.add aten.add_ aten.alias aten.as_strided aten.cat
     aten.clone aten.constant_pad_nd aten.copy_ aten.detach aten.empty_like aten.expand
-    aten.flatten aten.index aten.index_put aten.index_put_ aten.narrow aten.neg aten.new_empty
-    aten.new_zeros aten.permute aten.reshape aten.select aten.slice aten.split
+    aten.flatten aten.index aten.index_put aten.index_put_ aten.index_select aten.narrow aten.neg
+    aten.new_empty aten.new_zeros aten.permute aten.reshape aten.select aten.slice aten.split
     aten.split_with_sizes aten.squeeze aten.stack aten.sub aten.sub_ aten.sum aten.t
     aten.transpose aten.unsqueeze aten.view aten.view_as_complex aten.view_as_real aten.zeros_like
     _c10d_functional.all_gather_into_tensor _c10d_functional.all_reduce
     _c10d_functional.all_to_all_single _c10d_functional.reduce_scatter_tensor
     _c10d_functional._wrap_tensor_autograd _c10d_functional.wait_tensor
-    torchtitan.deterministic_scatter_add
+    titan_ext.float8_quantize torchtitan.deterministic_scatter_add
     """.split()  # noqa: SIM905  one name a line would be a page
 )
 """Operations that neither read floats nor have a derivative that does: they pass them on."""
 _MUTABLE: dict[int, bool] = {}  # by id: operations are never freed, and slow to hash
 
 
-def passes_values(func: Any, out: Any) -> bool:
+def passes_values(func: Any, args: Any, out: Any) -> bool:
     """Whether an operation only passes on the values that it is given.
 
     Not if it makes integers or booleans of them: an index or a mask is read, by the operation that
-    gets it and by its derivative.
+    gets it and by its derivative. Bytes that are made of float8 or of bytes are packed rows
+    (``components.exchange``).
     """
-    made = tensors_in(out)
-    return op_name(func) in READ_NO_VALUES and all(
-        x.is_floating_point() or x.is_complex() for x in made
+    if op_name(func) not in READ_NO_VALUES:
+        return False
+    made, given = tensors_in(out), tensors_in(args)
+    is_packed = bool(given) and given[0].dtype in PACKED
+    return all(
+        x.is_floating_point() or x.is_complex() or (is_packed and x.dtype == torch.uint8)
+        for x in made
     )
 
 

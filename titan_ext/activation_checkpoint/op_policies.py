@@ -20,6 +20,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_ext.base.messages import did_you_mean, matches
+from titan_ext.base.tensors import has_values
 from titan_ext.components.halves import current_half
 
 GROUPED_GEMMS = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
@@ -440,8 +441,7 @@ def is_exchange(op: str) -> bool:
 
 def fixes_routing(op: str, out: Any) -> bool:
     """Whether ``out`` is always kept: the router's choice, exchanged counts and scores."""
-    exchanged = is_exchange(op) and not (out.is_floating_point() and out.dim() > 1)
-    return exchanged or op == "aten.topk"
+    return op == "aten.topk" or (is_exchange(op) and (out.dim() == 1 or not has_values(out)))
 
 
 def is_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

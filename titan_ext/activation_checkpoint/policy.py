@@ -32,7 +32,13 @@ from titan_ext.activation_checkpoint.op_policies import (
 )
 from titan_ext.activation_checkpoint.presets import Attention, Preset, make_plan
 from titan_ext.activation_checkpoint.solved import KEY, Budget, check_operations
-from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, table_flag
+from titan_ext.base.messages import (
+    BYTES,
+    did_you_mean,
+    parse_bytes,
+    set_known_key,
+    table_flag,
+)
 from titan_ext.components.early_scores import has_early_scores
 from titan_ext.fp8 import Codec
 from titan_ext.fp8.offload import Offload
@@ -132,6 +138,8 @@ class FP8AC(ActivationCheckpointing):
 
         seed: int = 0
         """The seed of stochastic rounding."""
+
+        __setattr__ = set_known_key
 
         def __post_init__(self) -> None:
             choices = {"mode": Mode, "preset": Preset, "attention": Attention, "fp32": Fp32}

@@ -99,8 +99,12 @@ _UNREAD_BY_SCORES = (
 )
 # Nor does anything read what the exchange brings back, if scores are applied before it.
 _UNREAD_TOKENS = Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=3)
-# Of the tokens that an exchange brings, their order by expert is kept instead.
+# Of the tokens that an exchange brings, their order by expert is kept instead. The first three pack
+# what is sent in float8.
 _PERMUTED = (
+    Rule(OpPolicy.DISCARD, _ROUTED, "titan_ext.float8_quantize"),
+    Rule(OpPolicy.DISCARD, _ROUTED, "aten.cat"),
+    Rule(OpPolicy.DISCARD, _ROUTED, "aten.index_select"),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index", occurrence=2),
     Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=2),
     Rule(OpPolicy.SAVE_FLOAT8, _ROUTED, "aten.index", occurrence=5),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A check of a training run, and how many ranks a run has.
+"""A check of a training run, which of its steps are checked, and how many ranks it has.
 
 A check stops a bad run with one clear error, or says something of a good one.
 ``run.checks.RUN_CHECKS`` lists all; ``run.trainer`` calls each at seven points.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-__all__ = ["ONE_PROCESS_MODES", "RunCheck", "world_size"]
+__all__ = ["ONE_PROCESS_MODES", "RunCheck", "is_logged_or_saved", "is_saved_anyway", "world_size"]
 
 ONE_PROCESS_MODES = ("fake_backend", "local_tensor")
 """Values of ``comm.mode`` that train in one process."""
@@ -25,6 +25,21 @@ def world_size(config: Any) -> int | None:
     """
     names = ("WORLD_SIZE", "NGPU") if config.comm.mode in ("default", "torchcomms") else ("NGPU",)
     return next((int(os.environ[name]) for name in names if name in os.environ), None)
+
+
+def is_saved_anyway(trainer: "Trainer") -> bool:
+    """Whether Titan's checkpointer saves the trainer's step without being asked."""
+    checkpoint, step = trainer.config.checkpoint, trainer.step
+    return checkpoint.enable and (
+        step % checkpoint.interval == 0
+        or step == trainer.config.training.steps
+        or (step == 1 and checkpoint.enable_first_step_checkpoint)
+    )
+
+
+def is_logged_or_saved(trainer: "Trainer") -> bool:
+    """Whether the trainer's step waits for the device anyway, the same on all ranks."""
+    return is_saved_anyway(trainer) or trainer.metrics_processor.should_log(trainer.step)
 
 
 class RunCheck:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The data behind a tensor: this rank's shard of a DTensor, its storages, its layout in them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,16 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+PACKED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of rows that travel packed (``components.exchange``)."""
 _NO_NEST = (type(None), int, float, str, torch.dtype, torch.device)
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether ``x`` holds numbers, or numbers packed as bytes, and no indices or masks."""
+    return x.is_floating_point() or x.dtype == torch.uint8
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,8 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
     """The plain tensors in ``x``: itself, or the parts of a tensor subclass; none if sparse."""
     if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
         return (x,) if x.layout is torch.strided else ()
+    if isinstance(x, WeightWithDynamicFloat8CastTensor):
+        return plain_tensors(x._tensor)  # its ``__tensor_flatten__`` reads a scale on the host
     names, _ = x.__tensor_flatten__()
     parts = [getattr(x, name) for name in names]
     # A DTensor names its mesh, too.
@@ -157,3 +167,12 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
 def in_backward() -> bool:
     """Whether autograd runs backward in this thread, a recompute included."""
     return torch._C._current_graph_task_id() != -1
+
+
+@torch.no_grad()
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all values that this rank holds of ``tensors`` are finite; waits for the device."""
+    parts = [part for x in tensors for part in plain_tensors(x)]
+    # torch refuses the largest of nothing, and a rank may have no row of a parameter.
+    some = [part for part in parts if part.numel()]
+    return bool(torch.isfinite(torch.nn.utils.get_total_norm(some, norm_type=float("inf"))))

@@ -21,10 +21,7 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed._functional_collectives import (
-    all_to_all_single,
-    wait_tensor,
-)
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.override import derive
@@ -34,13 +31,16 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.token_dispatcher import (
     AllToAllDispatchMetadata,
     AllToAllTokenDispatcher,
+    BaseEPTokenDispatcher,
     LocalDispatchMetadata,
 )
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.op_cost import ranks_per_node
+from titan_ext.components.exchange import Exchange, Finish, FinishSorted, Pack, Start, Turn
 
 SaveAllToAll = Literal["auto", "always", "never"]
 
@@ -61,10 +61,12 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """On which ranks tell each other how many tokens they send; None: that of the tokens."""
     shared_experts: "_SharedExperts | None" = None
     """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
+    sends_float8 = False
+    """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
     _layer_tokens: torch.Tensor | None = None
     _dispatched: LocalDispatchMetadata | None = None
     """What waits for ``send_scores``."""
-    _turn: "Turn | None" = None
+    _turn: Turn | None = None
     """While ``send`` and ``collect`` use Titan's functions without waiting in them."""
 
     def __init__(self, config: Config) -> None:
@@ -73,6 +75,9 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
 
     def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """As Titan's."""
+        if self.sends_float8 and self._turn is None and self.ep_mesh is not None:
+            turn = self.send(*args, **kwargs)
+            return *self.receive(turn), turn.metadata
         routed_RD, counts_E, metadata = super().dispatch(*args, **kwargs)
         if self._sends_scores:
             self._dispatched = metadata
@@ -95,41 +100,58 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
 
     # ``dispatch`` and ``combine`` in two steps each, for whoever computes while tokens travel.
 
-    def send(self, *args: Any) -> "Turn":
+    def send(self, *args: Any, **kwargs: Any) -> Turn:
         """Begin what ``dispatch`` does, with its arguments."""
         self._turn = turn = Turn()
         try:
-            turn.sent, turn.counts, turn.metadata = self.dispatch(*args)
+            turn.sent, turn.counts, turn.metadata = self.dispatch(*args, **kwargs)
         finally:
             self._turn = None
         return turn
 
-    def receive(self, turn: "Turn") -> tuple[torch.Tensor, torch.Tensor]:
+    def receive(self, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
         """The rest of ``dispatch``: tokens by expert ``(R, D)``, and counts ``(e,)``."""
+        exchange = turn.exchange
+        assert exchange is not None, "send() has run"
         with maybe_set_sparse_mesh():
-            received_RD = _Finish.apply(turn.sent, turn.exchange)
-            shape, routed_RD, indices, counts_e = self._permute(received_RD, turn.counts)
+            if exchange.float8 == "out":  # in the order of experts while they are still packed
+                packed_RW = exchange.arrived()
+                _, packed_RW, indices, counts_e = self._permute(packed_RW, turn.counts)
+                routed_RD = FinishSorted.apply(turn.sent, exchange, packed_RW, indices)
+                shape = routed_RD.shape
+            else:
+                received_RD = Finish.apply(turn.sent, exchange)
+                shape, routed_RD, indices, counts_e = self._permute(received_RD, turn.counts)
         turn.metadata = replace(turn.metadata, input_shape=shape, permuted_indices=indices)
         self._dispatched = turn.metadata if self._sends_scores else None
         return routed_RD, counts_e
 
-    def send_back(self, turn: "Turn", routed_output_RD: torch.Tensor) -> None:
+    def send_back(self, turn: Turn, routed_output_RD: torch.Tensor) -> None:
         """Begin what ``combine`` does with outputs of experts ``(R, D)``."""
         metadata = turn.metadata
         with maybe_set_sparse_mesh():
             rows_RD = self._unpermute(
                 routed_output_RD, metadata.input_shape, metadata.permuted_indices
             )
-            turn.exchange = _Exchange(self._ep_mesh, metadata.output_splits, metadata.input_splits)
-            turn.sent = _Start.apply(rows_RD, turn.exchange)
+            turn.exchange = self._exchange_back(metadata.input_splits, metadata.output_splits)
+            turn.sent = Start.apply(rows_RD, turn.exchange)
 
-    def collect(self, turn: "Turn", x_TD: torch.Tensor) -> torch.Tensor:
+    def collect(self, turn: Turn, x_TD: torch.Tensor) -> torch.Tensor:
         """The rest of ``combine``; ``x_TD`` are the tokens."""
         self._turn = turn
         try:
             return self.combine(turn.sent, turn.metadata, x_TD)
         finally:
             self._turn = None
+
+    def _local_reorder(self, x_TD, topk_scores_TK, topk_expert_ids_TK):
+        if self._turn is None or not self.sends_float8:
+            return super()._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
+        # Of the tokens only their order: each is packed once, however often it is sent.
+        _, indices_N, scores_N = super()._local_reorder(
+            x_TD[:, :0], topk_scores_TK, topk_expert_ids_TK
+        )
+        return Pack.apply(x_TD, indices_N, self._turn), indices_N, scores_N
 
     def _permute(self, routed_input_RD, num_global_tokens_per_local_expert_E):
         if self._turn is not None:  # nothing has come yet
@@ -188,6 +210,10 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     def _group(self) -> Any:
         return (current_spmd_mesh() or self._ep_mesh).get_group("ep")
 
+    def _exchange_back(self, input_splits: list[int], output_splits: list[int]) -> Exchange:
+        float8 = "back" if self.sends_float8 else ""
+        return Exchange(self._ep_mesh, output_splits, input_splits, float8=float8)
+
     def _token_count_exchange(
         self, num_local_tokens_per_expert_E: torch.Tensor, pg, ep_size: int
     ) -> torch.Tensor:
@@ -202,9 +228,11 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         self, routed_input_ND: torch.Tensor, pg, output_splits: list[int], input_splits: list[int]
     ) -> torch.Tensor:
         """Send tokens to the ranks of their experts: ``(N, D)`` -> ``(R, D)``, rank-major."""
-        if self._turn is not None:
-            self._turn.exchange = _Exchange(self._ep_mesh, input_splits, output_splits)
-            return _Start.apply(routed_input_ND, self._turn.exchange)
+        if (turn := self._turn) is not None:
+            packed_NW, turn.packed = turn.packed, None
+            float8 = "" if packed_NW is None else "out"
+            turn.exchange = Exchange(self._ep_mesh, input_splits, output_splits, float8=float8)
+            return Start.apply(routed_input_ND, turn.exchange, packed_NW)
         with _unchecked(routed_input_ND, pg):
             received_RD = all_to_all_single(
                 routed_input_ND, output_splits, input_splits, self._ep_mesh
@@ -216,80 +244,21 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     ) -> torch.Tensor:
         """Send the experts' outputs back: ``(R, D)``, rank-major -> ``(N, D)``."""
         if self._turn is not None:
-            return _Finish.apply(routed_output_RD, self._turn.exchange)
+            return Finish.apply(routed_output_RD, self._turn.exchange)
         if spmd.is_type_checking():  # not in a recompute, which must do as the forward did
             self.shared_experts = None
-        if self.shared_experts is not None:
-            assert self._layer_tokens is not None, "set while combine() runs"
-            exchange = _Exchange(self._ep_mesh, output_splits, input_splits)
-            sent_RD = _Start.apply(routed_output_RD, exchange)
-            self.shared_experts.run_ahead(self._layer_tokens)
-            return _Finish.apply(sent_RD, exchange)
+        if self.shared_experts is not None or self.sends_float8:
+            exchange = self._exchange_back(input_splits, output_splits)
+            sent_RD = Start.apply(routed_output_RD, exchange)
+            if self.shared_experts is not None:
+                assert self._layer_tokens is not None, "set while combine() runs"
+                self.shared_experts.run_ahead(self._layer_tokens)
+            return Finish.apply(sent_RD, exchange)
         with _unchecked(routed_output_RD, pg):
             received_ND = all_to_all_single(
                 routed_output_RD, input_splits, output_splits, self._ep_mesh
             )
         return _typed_like(routed_output_RD, received_ND)
-
-
-@dataclass(eq=False, slots=True)
-class Turn:
-    """Tokens of one layer that are on their way, to their experts or back."""
-
-    sent: Any = None
-    """What ``_Start`` returned."""
-    exchange: "_Exchange | None" = None
-    counts: Any = None
-    """Of the tokens that this rank's experts get, by rank and expert ``(E,)``."""
-    metadata: Any = None
-
-
-class _Exchange:
-    """An all-to-all of rows in two steps, ``start`` and ``wait_tensor``."""
-
-    def __init__(self, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> None:
-        self._mesh = mesh
-        self._sends, self._receives = sends, receives
-        self.arriving: torch.Tensor | None = None
-
-    def start(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        """What will have arrived after ``wait_tensor``. ``back``: to where rows came from."""
-        sends, receives = self._sends, self._receives
-        if back:
-            sends, receives = receives, sends
-        # The operation itself: torch's function waits at once under fake tensors, where a dry run
-        # would see nothing overlap (_are_we_tracing in torch/distributed/_functional_collectives).
-        group = self._mesh.get_group().group_name
-        exchange = torch.ops._c10d_functional.all_to_all_single
-        return exchange(rows.contiguous(), receives, sends, group)
-
-
-class _Start(torch.autograd.Function):
-    """Starts an exchange, returns what it sends. Backward waits for what ``_Finish`` started."""
-
-    @staticmethod
-    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
-        exchange.arriving = exchange.start(sent_RD)
-        return sent_RD.view_as(sent_RD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return wait_tensor(grad_RD), None
-
-
-class _Finish(torch.autograd.Function):
-    """Waits for an exchange. Its backward starts that of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, sent_RD: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        arriving_ND, exchange.arriving = exchange.arriving, None
-        assert arriving_ND is not None, "_Start has run"
-        return wait_tensor(arriving_ND)
-
-    @staticmethod
-    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.exchange.start(grad_ND, back=True), None
 
 
 class _SharedExperts:
@@ -373,6 +342,27 @@ def use_functional_all_to_all(spec: ModelSpec) -> int:
             setattr(parent, str(key), ours)
         swapped += 1
     return swapped
+
+
+def exchange_in_float8(model: nn.Module) -> int:
+    """Let the MoE layers of ``model`` send in float8 what exchange.py says; return how many do."""
+    found = [getattr(module, "token_dispatcher", None) for module in model.modules()]
+    ours = [d for d in found if isinstance(d, FunctionalAllToAllTokenDispatcher)]
+    for dispatcher in ours:
+        dispatcher.sends_float8 = True
+    return len(ours)
+
+
+def check_dispatchers(model: Module.Config, parallelism: Any) -> None:
+    """Raise ValueError for a key that the token dispatchers of a model config do not serve."""
+    for key, off in (("overlap_exchanges", "none"), ("exchange_dtype", None)):
+        value = getattr(parallelism, key, off)
+        for _, config, _, _ in model.traverse(BaseEPTokenDispatcher.Config):
+            if value != off and not isinstance(config, FunctionalAllToAllTokenDispatcher.Config):
+                raise ValueError(
+                    f"parallelism.{key} = {value!r} needs TorchTitan's all-to-all dispatcher; this "
+                    f"model has {type(config).__qualname__.removesuffix('.Config')}."
+                )
 
 
 def saves_all_to_all(parallelism: Any, ep: int, *, compiled: bool) -> bool:

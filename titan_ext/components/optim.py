@@ -36,7 +36,7 @@ from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.logging import logger
 
-from titan_ext.base.messages import and_more, did_you_mean
+from titan_ext.base.messages import and_more, did_you_mean, set_known_key
 
 __all__ = ["OptimizersContainer", "check_param_groups", "resolve_groups"]
 
@@ -55,7 +55,7 @@ class OptimizersContainer(TitanOptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanOptimizersContainer.Config):
-        pass
+        __setattr__ = set_known_key
 
     def __init__(
         self, config: TitanOptimizersContainer.Config, *, model_parts: list[nn.Module]

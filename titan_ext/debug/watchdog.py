@@ -3,7 +3,7 @@
 
 No rank sees what all have issued. Each adds up a hash of every collective, with a factor of its own
 in the group: the factors of a group add up to 0. So does the sum over all ranks, if on every group
-all have issued the same. It is one number, added up at logged steps and read a step later.
+all have issued the same. It is one number, added up at steps that are logged or saved.
 
 torch calls a process group's pre-hooks (``ProcessGroup.register_pre_hook``) on the calling thread,
 before the backend sees the collective. It does so in forward, backward and recompute, and from
@@ -12,7 +12,7 @@ tensors and no more. The Python stack tells who issues the collective, so we nee
 It also has the split lists of an all-to-all, so no dispatch mode slows every operation.
 
 A hook never reads a value: on an accelerator the host would wait. Sums of the gradients that a rank
-sends stay on the device until ``check_gradients`` reads them, once a step.
+sends stay on the device until ``check`` reads them, at those steps.
 
 It does not see what bypasses process groups (DeepEP, HybridEP and symmetric-memory kernels, the
 store), a replayed CUDA graph, and collectives inside torch's own ``monitored_barrier``.
@@ -44,7 +44,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.base.run_check import RunCheck
+from titan_ext.base.run_check import RunCheck, is_logged_or_saved
 from titan_ext.debug import hang_report
 from titan_ext.debug.records import RankInfo, Record, TraceWriter, describe, kind_of
 
@@ -70,7 +70,8 @@ _NEVER = 1 << 40
 
 
 class CollectiveWatchdog(RunCheck):
-    """Records this rank's collectives; all ranks learn at logged steps whether any differ.
+    """Records this rank's collectives; all ranks learn at steps that are logged or saved whether
+    any differ.
 
     Create it on every rank, once the default process group exists. The records go to
     ``collectives/<time of start>`` in the run's folder.
@@ -91,9 +92,9 @@ class CollectiveWatchdog(RunCheck):
         self._hooked: list[dist.ProcessGroup] = []
         self._names: dict[nn.Module, str] = {}
         self._sent: list[tuple[Record, torch.Tensor]] = []
+        self._unread: list[tuple[list[Record], torch.Tensor]] = []
         self._lock = threading.Lock()  # an asynchronous checkpoint has a thread and a group
         self._history, self._zero = 0, 0
-        self._sum_of_all: tuple[dist.Work, torch.Tensor] | None = None
 
         rank = dist.get_rank()
         self._folder = _agree_on_folder(Path(config.dump_folder) / "collectives")
@@ -112,16 +113,16 @@ class CollectiveWatchdog(RunCheck):
         logger.info(f"Collectives are recorded in {self._folder}")
 
     def after_build(self, trainer: Trainer) -> None:
-        """Let records name the modules of the model, and check gradients before they are used."""
+        """Let records name the modules of the model, and check before gradients are used."""
         for part in trainer.model_parts:
             self._names.update({m: canonical_fqn(name) for name, m in part.named_modules()})
         self._hook_new_groups()
-        trainer.optimizers.register_step_pre_hook(lambda *_: self.check_gradients(trainer.device))
+        trainer.optimizers.register_step_pre_hook(
+            lambda *_: self.check(trainer.device, compares=is_logged_or_saved(trainer))
+        )
 
     @contextlib.contextmanager
     def around_step(self, trainer: Trainer) -> Iterator[None]:
-        """Raises RuntimeError on all ranks, at the end of the step after a logged one, if they
-        had differed by then."""
         self._step = trainer.step
         self._hook_new_groups()
         try:
@@ -129,51 +130,58 @@ class CollectiveWatchdog(RunCheck):
         finally:
             self._sent.clear()
         self._checks_gradients = True
-        self._raise_if_ranks_differ()
-        if trainer.metrics_processor.should_log(trainer.step):
-            total = torch.tensor(_signed(self._zero), device=trainer.device)
-            work = dist.all_reduce(total, async_op=True)
-            assert work is not None
-            self._sum_of_all = work, total
 
-    def _raise_if_ranks_differ(self) -> None:
-        if self._sum_of_all is None:
+    def check(self, device: torch.device, *, compares: bool) -> None:
+        """Keep, on the device, whether the gradients that this rank sent in the step are finite.
+
+        On every rank, before the optimizer's step; ``device`` is that of the default process group.
+        Where it ``compares`` it adds up 16 bytes over the ranks, and reads the sum. Nothing else
+        waits for the device or for another rank.
+
+        Raises RuntimeError on every rank, at a step that ``compares``, if any two have issued
+        different collectives. Also if one has sent gradients that are not finite since the last
+        such step, and names the first rank that did. Gradients whose sum overflows count as such.
+        """
+        sent, self._sent = self._sent, []
+        if sent:
+            finite = torch.isfinite(torch.stack([total for _, total in sent])).to(device)
+            self._unread.append(([record for record, _ in sent], finite))
+        if not compares:
             return
-        work, total = self._sum_of_all
-        self._sum_of_all = None
-        work.wait()
-        if total.item() != 0:
+        unread, self._unread = self._unread, []
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for _, finite in unread:
+            wrong += (~finite).sum()
+        total = torch.stack([torch.tensor(_signed(self._zero), device=device), wrong])
+        dist.all_reduce(total)
+        difference, wrongs = total.tolist()
+        if difference:
             raise RuntimeError(
                 f"the ranks differ in the collectives that they have issued: {self._folder} has "
                 f"{hang_report.REPORT}, which says where."
             )
+        if wrongs:
+            self._raise_of_first(unread, device)
 
-    def check_gradients(self, device: torch.device) -> None:
-        """Read whether the gradients that the ranks sent in this step are finite.
-
-        On every rank, before the optimizer's step; ``device`` is that of the default process group.
-        It is the only place that waits for the device.
-
-        Raises RuntimeError on every rank, naming the first rank that sent gradients that are not
-        finite. Gradients whose sum overflows count as such.
-        """
-        sent, self._sent = self._sent, []
-        first = torch.full((), _NEVER, device=device)
-        if sent:
-            finite = torch.isfinite(torch.stack([total for _, total in sent])).to(device)
-            indices = torch.tensor([record.index for record, _ in sent], device=device)
-            first = torch.where(finite, _NEVER, indices).min()
-        world, rank = self._info.world_size, self._info.rank
-        earliest = first * world + rank
+    def _raise_of_first(
+        self, unread: list[tuple[list[Record], torch.Tensor]], device: torch.device
+    ) -> None:
+        """Name the rank that was the first to send gradients that are not finite."""
+        here = [
+            record
+            for records, finite in unread
+            for record, is_finite in zip(records, finite.tolist(), strict=True)
+            if not is_finite
+        ]
+        index = here[0].index if here else _NEVER
+        earliest = torch.tensor(index * self._info.world_size + self._info.rank, device=device)
         dist.all_reduce(earliest, dist.ReduceOp.MIN)
-        index, culprit = divmod(int(earliest.item()), world)
-        if index == _NEVER:
-            return
-        words = [next((describe(record) for record, _ in sent if record.index == index), "")]
+        culprit = int(earliest.item()) % self._info.world_size
+        words = [describe(here[0]) if here else ""]
         dist.broadcast_object_list(words, src=culprit)
         raise RuntimeError(
             f"rank {culprit} sent gradients that are not finite: {words[0]}. "
-            "The optimizer's step was not taken."
+            "Nothing was saved since."
         )
 
     @contextlib.contextmanager
@@ -182,7 +190,6 @@ class CollectiveWatchdog(RunCheck):
         ending = "finished"
         try:
             yield
-            self._raise_if_ranks_differ()
         except BaseException as error:
             ending = f"failed: {type(error).__name__}: {error}"[:500]
             raise

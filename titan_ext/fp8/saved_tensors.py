@@ -45,7 +45,7 @@ from titan_ext.base.tensors import (
     view_key,
     wrapping,
 )
-from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
+from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name, stored_as
 from titan_ext.fp8.offload import HostGroup, HostTensor
 
 Policy = Callable[[torch.Tensor], str | None]
@@ -90,7 +90,7 @@ class StoredEntry:
         raise NotImplementedError
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The plain tensors that are kept alive on the device."""
+        """The plain tensors that it keeps on the device."""
         raise NotImplementedError
 
 
@@ -256,10 +256,9 @@ class SavedTensorStore:
 
     def float8_nbytes(self, x: torch.Tensor) -> int | None:
         """The bytes that ``pack`` would keep of a plain tensor in float8; None if exactly."""
-        if not x.numel():
-            return None
         dense = as_in_memory(x)
-        return None if self._why_exact(x, dense, None) else self.codec.nbytes(dense.shape)
+        is_exact = not x.numel() or self._why_exact(x, dense, None)
+        return None if is_exact else self.codec.nbytes(dense.shape)
 
     def _store(self, x: torch.Tensor, exact: str | None, host: HostGroup | None) -> StoredEntry:
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
@@ -317,8 +316,9 @@ class SavedTensorStore:
 
         # Two dimensions, so that the kernel does not depend on their number.
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
-        step = self._next_step(dense.device)
-        stored = ops.float8_quantize(matrix, codec, step, one_kernel)
+        if (stored := stored_as(matrix, self.codec)) is None:  # an exchange brings float8
+            step = self._next_step(dense.device)
+            stored = ops.float8_quantize(matrix, codec, step, one_kernel)
         return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
 
     def _next_step(self, device: torch.device) -> torch.Tensor | None:

@@ -46,7 +46,7 @@ def set_collectives(model: nn.Module, plan: FSDPPlan) -> None:
         module = unit.fsdp_module(model)
         for planned, group in zip(unit.groups, param_groups([module]), strict=True):
             if plan.copies_out_directly and any(p.shard_dim for p in planned.params):
-                group._all_gather_output_fn = _copy_out
+                group._all_gather_output_fn = _copy_out  # pyrefly: ignore[missing-attribute]
             if not planned.sends_less:
                 continue
             modules = [param._module_info.module for param in group.fsdp_params]
@@ -70,7 +70,8 @@ def _copy_out(params: list[FSDPParam], result: Any, world: int) -> None:
         for param in params
     )
     if not is_plain or buffer.dtype == torch.uint8:  # extensions, or several dtypes as bytes
-        _fsdp_collectives._default_all_gather_output_fn(params, result, world)
+        copy_out = _fsdp_collectives._default_all_gather_output_fn  # pyrefly: ignore
+        copy_out(params, result, world)
         return
     shards = buffer.view(world, -1).split_with_sizes(splits, dim=1)
     for param, shard, its_numels, its_dtypes in zip(params, shards, numels, dtypes, strict=True):

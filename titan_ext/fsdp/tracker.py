@@ -107,9 +107,10 @@ class _Group:
         group._all_gather_comm = _WatchedAllGather(group._all_gather_comm, self, tracker)
         reduce_scatter = group._reduce_scatter_comm
         group._reduce_scatter_comm = _WatchedReduceScatter(reduce_scatter, self, tracker)
-        if any(param.fsdp_placement.dim != 0 for param in group.fsdp_params):
-            copy_out = group._all_gather_output_fn
-            group._all_gather_output_fn = _WatchedCopyOut(copy_out, self, tracker)
+        copy_out = getattr(group, "_all_gather_output_fn", None)  # torch 2.14 has none
+        if copy_out and any(param.fsdp_placement.dim != 0 for param in group.fsdp_params):
+            watched = _WatchedCopyOut(copy_out, self, tracker)
+            group._all_gather_output_fn = watched  # pyrefly: ignore[missing-attribute]
 
     def add_buffer(
         self, name: str, buffer: torch.Tensor, on_free: Callable[[], None] | None = None

@@ -29,10 +29,17 @@ from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_
 from titan_ext.base.agreement import leaves_files
 from titan_ext.base.titan import apply_cp_to_forward, context_mesh, keep_frozen, validate_config
 from titan_ext.components.dispatch import (
+    check_dispatchers,
+    exchange_in_float8,
     log_all_to_all,
     overlap_shared_experts,
     saves_all_to_all,
     use_functional_all_to_all,
+)
+from titan_ext.components.float8_linears import (
+    check_float8_gather,
+    make_scales_together,
+    note_steps,
 )
 from titan_ext.components.halves import overlap_in_halves, runs_in_halves
 from titan_ext.components.hf_export import for_replicated_weights
@@ -82,6 +89,8 @@ def parallelize(
     compiled = compiles_model(compile_config)
     check_parallelism(parallelism, training, compiled=compiled)
     check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
+    check_dispatchers(model.config, parallelism)
+    check_float8_gather(model.config, parallelism)
     refuse_fsdp1(model)
     if parallel_dims.cp_enabled and vision_modules(model):
         raise ValueError(
@@ -105,7 +114,10 @@ def parallelize(
     with keep_frozen(model):
         _shard_model_axes(model, parallel_dims)
 
-    # 2. Let the other half of a batch run while tokens travel, or shared experts.
+    # 2. Let tokens travel in fewer bytes, and the other half of a batch or shared experts run
+    #    meanwhile.
+    if getattr(parallelism, "exchange_dtype", None) is not None:
+        exchange_in_float8(model)
     if runs_in_halves(training, parallelism, parallel_dims):
         overlap_in_halves(model, parallel_dims.ep)
     elif overlaps:
@@ -137,6 +149,7 @@ def parallelize(
     if skip_dp:
         return model
     shard_decoder(model, parallel_dims, settings, units=units)
+    make_scales_together(model)
     return model
 
 
@@ -206,7 +219,7 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
         model=spec.model,
         parallelize_fn=parallelize,
         pipelining_fn=spec.pipelining_fn,
-        post_optimizer_build_fn=after_optimizer,
+        post_optimizer_build_fn=note_steps(after_optimizer),
         state_dict_adapter=for_replicated_weights(adapter) if adapter else None,
         stock_parallelize_fn=spec.parallelize_fn,
     )

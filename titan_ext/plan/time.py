@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.base.op_cost import SYNC_MS, Machine, group_ms, groups_of, moves_nothing, op_cost
-from titan_ext.base.tensors import in_backward, tensors_in
+from titan_ext.base.tensors import has_values, in_backward, tensors_in
 from titan_ext.plan.memory import PLAIN_TYPES, LiveBytes, MemoryKind
 from titan_ext.plan.streams import Item, Streams, Work
 
@@ -259,7 +259,7 @@ class StepClock(TorchDispatchMode):
         if not is_functional:
             self._streams.wait(stream, [end], why)
             self._use(communicator, sent, end)
-        if why is Part.EXCHANGES and not sent[0].is_floating_point():
+        if why is Part.EXCHANGES and not has_values(sent[0]):
             # The host reads the counts, and gives out nothing before.
             self._streams.wait("host", [end])
             self._host = (self._add("host", Part.HOST, SYNC_MS),)

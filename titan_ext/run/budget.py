@@ -24,7 +24,8 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget, has_budget
 from titan_ext.base import no_accelerator
-from titan_ext.base.messages import and_more
+from titan_ext.base.agreement import this_job
+from titan_ext.base.messages import and_more, format_bytes, ranks_in_words
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, world_size
 from titan_ext.run.planned import differences, dry_run_elsewhere, plain
@@ -45,15 +46,16 @@ class ActivationBudget(RunCheck):
     """Turns ``budget`` into the ``op_policies`` of all ranks, before the model is built."""
 
     _section: dict[str, Any] | None = None
+    _memory: int | None = None
 
     def before_start(self, config: Any) -> None:
         """Raise ValueError for a budget that cannot be met."""
         if not has_budget(config):
             return
         budget = Budget.parse(config.activation_checkpoint.budget)
-        memory = budget.memory or (None if budget.nbytes else _device_memory())
+        self._memory = budget.memory or (None if budget.nbytes else _device_memory())
         if os.environ.get("RANK", "0") == "0":
-            self._section = _solved_before(config, memory) or _solve(config, memory)
+            self._section = _solved_before(config, self._memory) or _solve(config, self._memory)
 
     def before_build(self, config: Any) -> None:
         """Give all ranks the table of rank 0."""
@@ -63,9 +65,24 @@ class ActivationBudget(RunCheck):
             sections = [self._section]
             dist.broadcast_object_list(sections, src=0)
             self._section = sections[0]
+            less = this_job().judged("memory", str(self._memory or 0), _less_than_rank_0)
+            if less and dist.get_rank() == 0:
+                logger.warning(f"{KEY}.budget: {less}")
         assert self._section is not None
         use(config, self._section)
         RanksAgree().before_build(config)
+
+
+def _less_than_rank_0(memories: list[tuple[str, list[int]]]) -> str:
+    """Which ranks have less memory than rank 0, which has solved for its own; "" if none."""
+    of_rank_0 = int(memories[0][0])
+    least, ranks = min((int(nbytes), ranks) for nbytes, ranks in memories)
+    if least == of_rank_0:
+        return ""
+    return (
+        f"solved for the {format_bytes(of_rank_0)} of rank 0's device, and {ranks_in_words(ranks)} "
+        f'can have {format_bytes(least)}. "{FIT} {least / 2**30:.1f}GiB" would do for all.'
+    )
 
 
 def use(config: Any, section: dict[str, Any]) -> None:

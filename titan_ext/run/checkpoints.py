@@ -29,7 +29,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
-from titan_ext.base.messages import and_more, did_you_mean, format_bytes
+from titan_ext.base.messages import and_more, did_you_mean, format_bytes, set_known_key
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan import ranks_of_data
@@ -51,6 +51,8 @@ class CheckpointManager(TitanCheckpointManager):
         Before a run loads a checkpoint of at most this many GiB, its ranks read all of it, each a
         part, and compare the checksums. 0: never; inf: always. See docs/checkpoints.md.
         """
+
+        __setattr__ = set_known_key
 
 
 class Checkpoints(RunCheck):
@@ -97,16 +99,6 @@ def why_refused(folder: str) -> str:
     except ValueError as error:
         return str(error)
     return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free in {folder}."
-
-
-def is_saved_anyway(trainer: Any) -> bool:
-    """Whether Titan's checkpointer saves the trainer's step without being asked."""
-    checkpoint, step = trainer.config.checkpoint, trainer.step
-    return checkpoint.enable and (
-        step % checkpoint.interval == 0
-        or step == trainer.config.training.steps
-        or (step == 1 and checkpoint.enable_first_step_checkpoint)
-    )
 
 
 def check_excluded(config: Trainer.Config) -> None:

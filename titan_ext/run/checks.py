@@ -14,13 +14,13 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
 from titan_ext.base.messages import duration
-from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
-from titan_ext.base.tensors import plain_tensors
+from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, is_logged_or_saved
+from titan_ext.base.tensors import are_finite
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.components.lora import check_lora_targets
 from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.run.budget import ActivationBudget
-from titan_ext.run.checkpoints import Checkpoints, is_saved_anyway
+from titan_ext.run.checkpoints import Checkpoints
 from titan_ext.run.planned import PlanCheck
 from titan_ext.run.record import RunRecord
 from titan_ext.run.start import Folder, Paths, RanksAgree
@@ -79,20 +79,10 @@ class FiniteGradients(RunCheck):
 
     def after_build(self, trainer: Any) -> None:
         def check(*_) -> None:
-            is_logged = trainer.metrics_processor.should_log(trainer.step)
-            if not (is_saved_anyway(trainer) or is_logged):
+            if not is_logged_or_saved(trainer):
                 return
-            gradients = [
-                local
-                for part in trainer.model_parts
-                for param in part.parameters()
-                if param.grad is not None
-                for local in plain_tensors(param.grad)
-                # torch refuses the largest of nothing, and a rank may have no row of a parameter.
-                if local.numel()
-            ]
-            largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
-            if torch.isfinite(largest):
+            parameters = (param for part in trainer.model_parts for param in part.parameters())
+            if are_finite(param.grad for param in parameters if param.grad is not None):
                 return
             try:
                 trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one

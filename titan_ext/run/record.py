@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,8 @@ from titan_ext.base.messages import format_bytes
 from titan_ext.base.run_check import RunCheck
 from titan_ext.components.dispatch import saves_all_to_all, stock_saves_all_to_all
 from titan_ext.components.halves import runs_in_halves
+from titan_ext.fsdp.plan import UnitPlan, plan_of
+from titan_ext.fsdp.units import UnitKind
 from titan_ext.toml.values import dump
 
 RECORD = "run.json"
@@ -126,7 +129,29 @@ def _commit(folder: Path) -> str:
 
 def gains(trainer: Any) -> list[str]:
     """Lines on what titan_ext changed for this rank; none for what is not known."""
-    return [*_exchanges(trainer), *_activations(trainer)]
+    return [*_units(trainer), *_activations(trainer), *_exchanges(trainer)]
+
+
+def _units(trainer: Any) -> list[str]:
+    """The largest unit of a block beside a whole block, where FSDP's units split blocks."""
+    blocks: dict[str, list[UnitPlan]] = defaultdict(list)
+    for part in trainer.model_parts:
+        if plan := plan_of(part):
+            for unit in plan.decoder_units:
+                blocks[unit.block].append(unit)
+    # The unit of routed experts is gathered while that of the rest of its block is.
+    split = [
+        [unit.gathered_nbytes for unit in units]
+        for units in blocks.values()
+        if len(units) > 1 and UnitKind.BLOCK not in {unit.kind for unit in units}
+    ]
+    if not split:
+        return []
+    largest, whole = format_bytes(max(map(max, split))), format_bytes(max(map(sum, split)))
+    return [
+        f"parameters of a block that FSDP gathers as one unit: at most {largest}; stock: {whole} "
+        "(predicted)"
+    ]
 
 
 def _exchanges(trainer: Any) -> list[str]:

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.agreement import LastStep, this_job
-from titan_ext.base.run_check import RunCheck
-from titan_ext.run.checkpoints import is_saved_anyway
+from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.run_check import RunCheck, is_saved_anyway
+from titan_ext.base.tensors import are_finite
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -123,6 +124,7 @@ class StopOnSignal(RunCheck):
         saved, checkpointer = "nothing was saved", trainer.checkpointer
         if _can_save(trainer) and trainer.step:
             if trainer.step != self._loaded_step and not is_saved_anyway(trainer):
+                _check_weights(trainer, name)
                 checkpointer.interval = 1  # whichever step it is
                 checkpointer.save(trainer.step)
             checkpointer.maybe_wait_for_saving()
@@ -175,6 +177,24 @@ class StopOnSignal(RunCheck):
         elif self._clock() - self._asked_at_s >= _ONE_REQUEST_S:
             signal.signal(signum, self._before[signum])
             signal.raise_signal(signum)
+
+
+def _check_weights(trainer: Any, signal_name: str) -> None:
+    """Raise RuntimeError on every rank if one has weights that are not finite.
+
+    Gradients are checked in steps that are logged or saved, and this step was to be neither.
+    """
+    parameters = (param for part in trainer.model_parts for param in part.parameters())
+    word = "" if are_finite(p for p in parameters if p.requires_grad) else "not finite"
+
+    def judge(words: list[tuple[str, list[int]]]) -> str:
+        return " and ".join(ranks_in_words(ranks) for said, ranks in words if said)
+
+    if ranks := this_job().judged("weights", word, judge):
+        raise RuntimeError(
+            f"{signal_name}: stopped after step {trainer.step}, whose weights are not finite on "
+            f"{ranks}. Nothing was saved since the last checkpoint."
+        )
 
 
 def _can_save(trainer: Any) -> bool:

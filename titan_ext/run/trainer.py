@@ -27,7 +27,9 @@ from titan_ext.base.messages import Mistakes, are_checked_later, set_known_key
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
 from titan_ext.base.titan import named_data
+from titan_ext.components.dispatch import check_dispatchers
 from titan_ext.components.early_scores import use_early_scores
+from titan_ext.components.float8_linears import check_float8_gather
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
 from titan_ext.parallelize.keys import (
     DebugConfig,
@@ -101,12 +103,14 @@ class Trainer(TitanTrainer):
                 ),
                 super(Trainer.Config, self).__post_init__,  # Titan's, and those of a subclass of it
                 self._check_cuda_graphs,
-                self._check_halves,
+                self._check_exchanges,
             ]
             if isinstance(policy, FP8AC.Config) and compiled:
                 checks.append(policy.check_compiled)
             if (spec := self.model_spec) is not None:
                 checks.append(lambda: check_model_limits(spec.name, self.parallelism))
+                checks.append(lambda: check_dispatchers(spec.model, self.parallelism))
+                checks.append(lambda: check_float8_gather(spec.model, self.parallelism))
                 checks.append(lambda: check_unit_names(spec.model, self.parallelism))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     groups = self.optimizer
@@ -121,15 +125,14 @@ class Trainer(TitanTrainer):
                     check()
             mistakes.raise_all()
 
-        def _check_halves(self) -> None:
+        def _check_exchanges(self) -> None:
             # A dry run of stock TorchTitan has its own section, without our keys.
-            overlap = getattr(self.parallelism, "overlap_exchanges", "none")
-            if overlap == "halves" and self.debug.spmd_typechecking:
-                raise ValueError(
-                    'parallelism.overlap_exchanges = "halves" does not go with '
-                    "debug.spmd_typechecking = true: the checker has no rule for a batch that is "
-                    'cut into halves; expected "none".'
-                )
+            for key, value in (("overlap_exchanges", "halves"), ("exchange_dtype", "float8")):
+                if getattr(self.parallelism, key, "") == value and self.debug.spmd_typechecking:
+                    raise ValueError(
+                        f'parallelism.{key} = "{value}" does not go with debug.spmd_typechecking = '
+                        "true: the checker has no rule for an exchange in two steps."
+                    )
 
         def _check_cuda_graphs(self) -> None:
             if self.training.disable_cuda_graphs:

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""An all-to-all of rows in two steps, so that something else runs while they travel; or in float8.
+
+``Start`` sends and ``Finish`` waits, in forward. In backward ``Finish`` sends the gradients and
+``Start`` waits for them. Whatever runs between the two in forward overlaps the exchange, and so
+does its backward.
+
+**In float8** (``parallelism.exchange_dtype``), as DeepSeek-V3's report (section 3.3) has it: tokens
+travel to their experts in e4m3 with a scale for 128 values, and so do the gradients of what comes
+back. What the experts return, and the gradients of tokens, stay in bf16: they are sums' terms. A
+row is packed as its values and then its scales, in one buffer of 0.508 of bf16's bytes::
+
+    packed_NW   uint8, W = D + ceil(D / 128)
+
+A token is packed once and copied for each of its experts, and what arrives is sorted by expert
+while it is packed. Checkpointing saves what arrived as it is: nothing is quantized twice.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed._functional_collectives import wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_ext.fp8.codec import Codec, Quantized, codec_name, note_decoded
+from titan_ext.fp8.saved_tensors import compiles_for
+
+ExchangeDtype = Literal["float8"]
+_CODEC = Codec()
+
+# Shape suffixes, as in dispatch.py: T = tokens, N = routed tokens that are sent, R = that arrive,
+# D = model dimension, W = bytes of a packed row.
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """Tokens of one layer that are on their way, to their experts or back."""
+
+    sent: Any = None
+    """What ``Start`` returned."""
+    exchange: "Exchange | None" = None
+    counts: Any = None
+    """Of the tokens that this rank's experts get, by rank and expert ``(E,)``."""
+    metadata: Any = None
+    packed: torch.Tensor | None = None
+    """Rows ``(N, W)`` that are sent in float8."""
+
+
+class Exchange:
+    """Rows that travel out, and whose gradients travel back.
+
+    Args:
+        mesh: The ranks that exchange.
+        sends: Rows for each rank.
+        receives: Rows from each rank.
+        float8: Which of the two ways is packed.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        sends: list[int],
+        receives: list[int],
+        *,
+        float8: Literal["", "out", "back"] = "",
+    ) -> None:
+        self._mesh = mesh
+        self._sends, self._receives = sends, receives
+        self.float8 = float8
+        self._arriving: torch.Tensor | None = None
+
+    def start(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """Send ``rows``; ``back``: to where rows came from. Returns what is on its way."""
+        sends, receives = self._sends, self._receives
+        if back:
+            sends, receives = receives, sends
+        # The operation itself: torch's function waits at once under fake tensors, where a dry run
+        # would see nothing overlap (_are_we_tracing in torch/distributed/_functional_collectives).
+        group = self._mesh.get_group().group_name
+        exchange = torch.ops._c10d_functional.all_to_all_single
+        self._arriving = exchange(rows.contiguous(), receives, sends, group)
+        return self._arriving
+
+    def arrived(self) -> torch.Tensor:
+        """What ``start`` sent last, as it is here; waits for it."""
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None, "start() has run"
+        return wait_tensor(arriving)
+
+
+class Pack(torch.autograd.Function):
+    """Packs rows of ``x_TD`` for an exchange, each once, and copies them in the order of ``Turn``.
+
+    What is returned has the place of ``x_TD[indices_N]`` in the graph, but no values. Ahead of the
+    exchange, which first waits for counts: the host then has something to give out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, indices_N: torch.Tensor, turn: Turn) -> torch.Tensor:
+        ctx.tokens = len(x_TD)
+        ctx.save_for_backward(indices_N)
+        turn.packed = pack(x_TD).index_select(0, indices_N)
+        return _placeholder(x_TD, len(indices_N))
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (indices_N,) = ctx.saved_tensors
+        # As autograd's for an index.
+        grad_TD = grad_ND.new_zeros(ctx.tokens, grad_ND.shape[-1])
+        return grad_TD.index_put_((indices_N,), grad_ND, accumulate=True), None, None
+
+
+class Start(torch.autograd.Function):
+    """Starts an exchange, returns what it sends. Backward waits for what ``Finish`` started."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent_ND: torch.Tensor, exchange: Exchange, packed_NW: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        ctx.exchange = exchange
+        exchange.start(sent_ND if packed_NW is None else packed_NW)
+        return sent_ND.view_as(sent_ND)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        arrived = ctx.exchange.arrived()
+        if ctx.exchange.float8 == "back":
+            arrived = unpack(arrived, grad_ND.shape[-1], grad_ND.dtype)
+        return arrived, None, None
+
+
+class Finish(torch.autograd.Function):
+    """Waits for an exchange. Its backward starts that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, sent_ND: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange, ctx.rows = exchange, len(sent_ND)
+        return exchange.arrived()
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        exchange = ctx.exchange
+        if exchange.float8 != "back":
+            return exchange.start(grad_RD, back=True), None
+        exchange.start(pack(grad_RD), back=True)
+        return _placeholder(grad_RD, ctx.rows), None  # ``Start`` takes what arrives
+
+
+class FinishSorted(torch.autograd.Function):
+    """``Finish`` for rows that arrived packed, and have been sorted by expert.
+
+    ``indices_R`` says where each sorted row was when it arrived. Backward starts the exchange of
+    the gradients, in bf16.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sent_ND: torch.Tensor,
+        exchange: Exchange,
+        packed_RW: torch.Tensor,
+        indices_R: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.exchange = exchange
+        ctx.save_for_backward(indices_R)
+        return unpack(packed_RW, sent_ND.shape[-1], sent_ND.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        (indices_R,) = ctx.saved_tensors
+        unsorted_RD = torch.empty_like(grad_RD)
+        unsorted_RD[indices_R] = grad_RD
+        return ctx.exchange.start(unsorted_RD, back=True), None, None, None
+
+
+def _placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:
+    return like.new_zeros(()).expand(rows, like.shape[-1])
+
+
+@torch.no_grad()
+def pack(x_TD: torch.Tensor) -> torch.Tensor:
+    """Rows ``(T, D)`` in bf16, fp16 or fp32 -> uint8 ``(T, W)``: values in e4m3, then scales."""
+    quantize = torch.ops.titan_ext.float8_quantize
+    data, scales = quantize(x_TD, codec_name(_CODEC), None, compiles_for(x_TD.device))
+    return torch.cat((data.view(torch.uint8), scales), dim=-1)
+
+
+@torch.no_grad()
+def unpack(packed_RW: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """The rows ``(R, D)``, D = ``width``, that ``pack`` packed; a store keeps them as they came."""
+    quantized = Quantized(packed_RW[:, :width].view(_CODEC.float8), packed_RW[:, width:])
+    dequantize = torch.ops.titan_ext.float8_dequantize
+    one_kernel = compiles_for(packed_RW.device)
+    rows_RD = dequantize(*quantized, codec_name(_CODEC), dtype, one_kernel)
+    note_decoded(rows_RD, quantized, _CODEC)
+    return rows_RD

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Float8 linears whose weights FSDP2 gathers in float8, as TorchTitan had them before 0.3.
+
+torchao's tensorwise float8 linears compute with weights of one scale each. FSDP2 can gather these
+in float8 already, in half of bf16's bytes. Titan 0.3 offers rowwise recipes only, which cannot: a
+scale would belong to a row of the whole weight. A file asks for them as a converter::
+
+    [[model.converters]]
+    component = "titan_ext.components.float8_linears.TensorwiseFloat8LinearConverter"
+    filter_fqns = ["lm_head", "router.gate"]
+
+A scale needs the largest value of the whole weight, of which a rank holds a part. So a forward that
+follows an optimizer's step begins with one all-reduce for the scales of all weights together.
+Source: torchao/float8/fsdp_utils.py, whose own function for that fails on a rank without rows.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+from torchtitan.components.quantization import float8 as titan_float8
+from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.config import derive
+from torchtitan.protocols.module import Module
+
+from titan_ext.base.tensors import Layout, local_tensor
+
+_Float8Linear: Any = titan_float8.Float8Linear  # None where there is no torchao
+_SMALLEST = 1e-12  # as torchao's EPS
+
+
+class GatheredFloat8Linear(_Float8Linear):
+    """Titan's float8 linear, with a weight that FSDP2 gathers in float8."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(_Float8Linear.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        # As torchao's Float8Linear.from_float, which Titan does not call.
+        dtype = self.config.cast_config_weight.target_dtype
+        weight = WeightWithDynamicFloat8CastTensor(self.weight, self.linear_mm_config, dtype)
+        self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+        self.register_state_dict_post_hook(_as_plain)
+
+
+def _as_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Checkpoints hold the weight as any other: torch cannot save a wrapper around it."""
+    weight = state_dict[f"{prefix}weight"]
+    inner = local_tensor(weight)
+    if isinstance(inner, WeightWithDynamicFloat8CastTensor):
+        is_sharded = isinstance(weight, DTensor)
+        plain = inner._tensor.detach()
+        state_dict[f"{prefix}weight"] = Layout.of(weight).wrap(plain) if is_sharded else plain
+
+
+class TensorwiseFloat8LinearConverter(Float8LinearConverter):
+    """Replaces linears by torchao's tensorwise float8 ones."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Float8LinearConverter.Config):
+        # Another recipe than the parent's.
+        recipe_name: Literal["tensorwise"] = "tensorwise"  # pyrefly: ignore
+        """Float8 recipe name."""
+
+        enable_fsdp_float8_all_gather: bool = True
+        """Whether FSDP gathers the weights in float8 instead of mixed_precision_param."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)  # refuses hardware without float8, by name
+        self._gathers = config.enable_fsdp_float8_all_gather
+        self.torchao_config = Float8LinearConfig(
+            emulate=config.emulate, enable_fsdp_float8_all_gather=self._gathers
+        )
+
+    def convert(self, model_config: Any) -> Any:
+        model_config = super().convert(model_config)
+        found = list(model_config.traverse(_Float8Linear.Config)) if self._gathers else []
+        for _, linear, parent, key in found:
+            ours = derive(linear, GatheredFloat8Linear.Config)
+            if isinstance(parent, list):
+                parent[int(key)] = ours
+            else:
+                setattr(parent, str(key), ours)
+        return model_config
+
+
+class Float8Scales:
+    """A forward pre-hook of a model: makes the scales of its gathered float8 weights.
+
+    ``stale`` says that the weights may have changed. Whoever builds the optimizer sets it after
+    each step (``note_steps``); without that, every forward makes them anew.
+    """
+
+    def __init__(self, weights: list[DTensor]) -> None:
+        self._weights = weights
+        self.stale, self.knows_steps = True, False
+
+    def __call__(self, *_: Any) -> None:
+        if self.stale or not self.knows_steps:
+            self.make()
+            self.stale = False
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """One all-reduce for each mesh that weights lie on: one, where all lie on the same."""
+        by_layout: dict[Any, list[DTensor]] = {}
+        for weight in self._weights:
+            by_layout.setdefault((weight.device_mesh, weight.placements), []).append(weight)
+        for (mesh, placements), weights in by_layout.items():
+            shards: list[Any] = [local_tensor(weight) for weight in weights]
+            values = [shard._tensor for shard in shards]
+            largest = torch.stack([x.abs().amax() if len(x) else x.new_zeros(()) for x in values])
+            of_ranks = [Partial("max") if p.is_shard() else Replicate() for p in placements]
+            whole = DTensor.from_local(largest, mesh, of_ranks).redistribute(
+                placements=[Replicate()] * mesh.ndim
+            )
+            for shard, amax in zip(shards, whole.to_local(), strict=True):
+                # In float64, so that compiled and eager code agree (torchao's amax_to_scale).
+                scale = torch.finfo(shard._dtype).max / amax.clamp(min=_SMALLEST).double()
+                shard._precomputed_scale = scale.float()
+
+
+def check_float8_gather(model: Module.Config, parallelism: Any) -> None:
+    """Raise ValueError for a layout in which such weights of a model config are not gathered so."""
+    tp = parallelism.tensor_parallel_degree
+    if tp > 1 and any(model.traverse(GatheredFloat8Linear.Config)):
+        raise ValueError(
+            "enable_fsdp_float8_all_gather of the converter TensorwiseFloat8LinearConverter needs "
+            f"parallelism.tensor_parallel_degree = 1, not {tp}: TorchTitan's sharding by tensor "
+            "parallelism takes torchao's weights for plain ones. Expected false."
+        )
+
+
+def make_scales_together(model: nn.Module) -> None:
+    """Register ``Float8Scales``, if ``model``, which FSDP2 has sharded, has such weights."""
+    found = [m.weight for m in model.modules() if isinstance(m, GatheredFloat8Linear)]
+    sharded: list[Any] = [weight for weight in found if isinstance(weight, DTensor)]
+    if sharded:
+        model.register_forward_pre_hook(Float8Scales(sharded), prepend=True)
+
+
+def note_steps(then: Callable[..., None] | None) -> Callable[..., None]:
+    """A model spec's ``post_optimizer_build_fn``: ``then``, and scales that follow the steps."""
+
+    def after_build(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+        if then is not None:
+            then(optimizers, model_parts, parallel_dims)
+        hooks = [hook for part in model_parts for hook in part._forward_pre_hooks.values()]
+        for scales in (hook for hook in hooks if isinstance(hook, Float8Scales)):
+            scales.knows_steps = True
+            optimizers.register_step_post_hook(lambda *_, s=scales: setattr(s, "stale", True))
+
+    return after_build
