@@ -190,7 +190,7 @@ def test_a_storage_backend_leaves_what_it_cannot_take():
         assert backend.put(tensor, None) is None
         assert backend.held == backend.original == 0
     out = torch.empty_like(x)
-    payload = float8.put(x, None)
+    payload: Any = float8.put(x, None)
     float8.get(payload, out, None)
     assert torch.equal(out, _through_float8(x))
     with pytest.raises(ValueError, match="stochastic"):

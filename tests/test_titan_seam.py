@@ -218,6 +218,7 @@ def test_a_step_is_whole_passes():
 
 
 class _Packed(CausalAttention):
+    rows: int = 1
     forward = with_packed_tokens(CausalAttention.forward)
 
 

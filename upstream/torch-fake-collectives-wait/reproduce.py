@@ -31,9 +31,10 @@ class Order(TorchDispatchMode):
 
 
 def order() -> list[str]:
-    x = torch.ones(8, 8)
+    x, world = torch.ones(8, 8), dist.group.WORLD
+    assert world is not None
     with Order() as noted:
-        gathered = all_gather_single(x, 0, dist.group.WORLD)
+        gathered = all_gather_single(x, 0, world)
         y = x @ x
         if isinstance(gathered, AsyncCollectiveTensor):
             noted.seen.append("wait")
