@@ -22,10 +22,10 @@ from tests import muon
 from tests.cluster import SCRIPT, run_line, run_ranks
 from tests.toml_files import DEBUG, Loader
 from titan_ext.base.stdlib_corpus import default_folder, make_corpus
+from titan_ext.base.titan import OTHER_UNIT, RENAMED
 from titan_ext.components.optim import resolve_groups
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.fsdp.unmanaged import replicate_undeclared
-from titan_ext.toml.convert import OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
 from titan_ext.toml.values import leaves
 
 ROOT = Path(__file__).parent.parent
@@ -412,7 +412,7 @@ def _keys_of_a_run() -> frozenset[str]:
     from titan_ext.activation_checkpoint import FP8AC
 
     config = config_registry.__getattr__("deepseek_v3_debugmodel")()
-    keys = {*leaves(config), *RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN}
+    keys = {*leaves(config), *RENAMED, *OTHER_UNIT}
     for policy in (FP8AC, FullAC, MemoryBudgetAC, SelectiveAC):
         keys |= {f"activation_checkpoint.{key}" for key in ("policy", *leaves(policy.Config()))}
     keys |= {f"model.{name}" for name in ("flavor", "attn_backend", "converters")}

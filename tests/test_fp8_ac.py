@@ -11,7 +11,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torchtitan.config.manager import ConfigManager
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    SelectiveAC,
+)
 
 from tests.fp8_activations import debug_model, tokens
 from tests.toml_files import DEBUG, resolve_text
@@ -272,6 +276,45 @@ def _routing_is_equal(config) -> bool:
     measure_block(block, _input(), None, None, config=config)
     forward, recompute = ids
     return torch.equal(forward, recompute)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Config(preset=preset) for preset in ("memory", "balanced", "speed", "gemms", "stock")]
+    + [Config(mode="full")],
+    ids=lambda config: f"{config.mode}-{config.preset}",
+)
+def test_a_router_that_rounds_otherwise_in_the_recompute_routes_alike(config):
+    """TorchTitan's issue 3336: a near tie flips, and experts get other tokens than in forward."""
+    model = debug_model(layers=2)
+    config.build(dump_folder="").apply(model)
+    forward, recompute = _routing_with_a_gate_that_differs(model)
+    assert torch.equal(forward, recompute)
+
+
+def test_full_recompute_of_stock_routes_otherwise_then():
+    """The test above can fail."""
+    model = debug_model(layers=2)
+    FullAC.Config().build().apply(model)
+    forward, recompute = _routing_with_a_gate_that_differs(model)
+    assert not torch.equal(forward, recompute)
+
+
+def _routing_with_a_gate_that_differs(model) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts of all tokens in a block's forward and recompute; its gate differs in the latter."""
+    router, ids = model.layers["1"].get_submodule("moe.router"), []
+    gate = router.gate.forward
+
+    def differs(x: torch.Tensor) -> torch.Tensor:
+        scores = gate(x)
+        noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0))
+        return scores + noise * (1.0 if ids else 0.0)
+
+    router.gate.forward = differs
+    router.register_forward_hook(lambda module, args, output: ids.append(output[1].clone()))
+    _forward(model, tokens()).backward()
+    forward, recompute = ids
+    return forward, recompute
 
 
 def test_tokens_are_counted_as_titan_expects():

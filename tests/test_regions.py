@@ -4,6 +4,8 @@ Titan's next release checkpoints with it. What a region keeps comes to the same 
 of the same form.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch.nn as nn
 
 from benchmarks.moe_blocks import BlockRun, Layout
 from titan_ext.activation_checkpoint.op_policies import OpPolicy
-from titan_ext.fp8 import SavedTensorStore
+from titan_ext.activation_checkpoint.regions import PRESETS, RegionPolicy
+from titan_ext.fp8 import Codec, SavedTensorStore, TreatedStorage, dequantize, quantize
 from titan_ext.fp8.offload import Offload
 from titan_ext.fp8.saved_tensors import MemoryRows
 
@@ -96,18 +99,124 @@ def test_float8_in_a_region_changes_gradients_a_little():
         assert cosine > 0.995, name
 
 
-_KEPT_REGIONS = ["attention.wo", *(f"moe.shared_experts.{name}" for name in ("w1", "w3", "w2"))]
-_EXACT_REGIONS = ("attention.inner_attention", "moe.router")
-_RECOMPUTED_REGIONS = [f"attention.{name}" for name in ("wq", "wkv_a", "wkv_b")]
+class _Routed:
+    """A stand-in of ``ActivationStorage`` (Titan's main, commit 0b434485): its calls of a backend.
+
+    What a forward saves is put when the forward ends. Backward gets each tensor once, into memory
+    of its own, and frees what was put.
+    """
+
+    def __init__(self, backend: TreatedStorage) -> None:
+        self._backend = backend
+        self._saved: dict[int, dict[str, Any]] = {}
+        self.kept = self.moved = 0
+
+    def _pack(self, x: torch.Tensor) -> Any:
+        is_view = x.untyped_storage().nbytes() != x.nbytes or not x.is_contiguous()
+        if is_view or x.numel() < 1024 or isinstance(x, nn.Parameter):
+            return x
+        return self._saved.setdefault(id(x), {"tensor": x})
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, dict):
+            return packed
+        if packed["tensor"] is None:
+            packed["tensor"] = torch.empty(packed["shape"], dtype=packed["dtype"])
+            self._backend.get(packed["payload"], packed["tensor"], None)
+            self._backend.free(packed["payload"])
+        return packed["tensor"]
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        with remat.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        for saved in self._saved.values():
+            x = saved["tensor"]
+            if (payload := self._backend.put(x, None)) is None:
+                self.kept += 1
+                continue
+            self.moved += 1
+            saved |= {"payload": payload, "shape": x.shape, "dtype": x.dtype, "tensor": None}
+        self._saved = {}
+
+
+def _train_routed(backend: TreatedStorage | None) -> tuple[dict[str, torch.Tensor], Any, float]:
+    """Gradients, the stand-in, and the share of their bytes that tensors wait in."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(_Block() for _ in range(_BLOCKS)).bfloat16()
+    h = x = torch.randn(64, 256).bfloat16().requires_grad_()
+    storage = None if backend is None else _Routed(backend)
+    with contextlib.nullcontext() if storage is None else storage.forward():
+        for i, block in enumerate(model):
+            checkpointed = remat.checkpoint(region_name=f"layers.{i}")(block)
+            h = checkpointed(h, lambda name: contextlib.nullcontext(), _EXACT)
+    share = 1.0 if backend is None else backend.held / max(backend.original, 1)
+    h.float().sum().backward()
+    assert x.grad is not None
+    return {"x": x.grad} | {n: _grad(p) for n, p in model.named_parameters()}, storage, share
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.mark.parametrize("codec", [None, Codec()], ids=["exact", "float8"])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_storage_backend_of_the_next_titan(codec: Codec | None, on_host: bool):
+    if codec is None and not on_host:
+        with pytest.raises(ValueError, match="would do nothing"):
+            TreatedStorage()
+        return
+    want, _, _ = _train_routed(None)
+    backend = TreatedStorage(codec, on_host=on_host)
+    got, storage, share = _train_routed(backend)
+    assert storage.moved >= 2 * _BLOCKS
+    assert backend.held == backend.original == 0, "freed by backward"
+    assert share == (1.0 if codec is None else pytest.approx(0.504, abs=1e-3))
+    for name, gradient in want.items():
+        if codec is None:
+            assert torch.equal(gradient, got[name]), name
+        else:
+            pair = (gradient.double().flatten(), got[name].double().flatten(), 0)
+            assert 0.995 < torch.cosine_similarity(*pair) < 1, name
+
+
+def test_a_storage_backend_leaves_what_it_cannot_take():
+    x = torch.randn(64, 256)
+    float8, host = TreatedStorage(Codec()), TreatedStorage(on_host=True, limit=0)
+    large = torch.empty(2**25)  # more than a slab that another test may have left
+    for backend, tensor in ((float8, x.double()), (float8, x.long()), (host, large)):
+        assert backend.put(tensor, None) is None
+        assert backend.held == backend.original == 0
+    out = torch.empty_like(x)
+    payload: Any = float8.put(x, None)
+    float8.get(payload, out, None)
+    assert torch.equal(out, _through_float8(x))
+    with pytest.raises(ValueError, match="would do nothing"):
+        TreatedStorage()
+
+
+def _through_float8(x: torch.Tensor) -> torch.Tensor:
+    return dequantize(quantize(x, Codec()), Codec(), x.dtype)
+
+
+_EXPERTS = "moe.routed_experts.inner_experts"
+_LINEARS = [f"attention.{name}" for name in ("wq", "wkv_a", "wkv_b", "wo")]
+_LINEARS += [f"moe.shared_experts.{name}" for name in ("w1", "w3", "w2")]
+_REGION_OF = {
+    **{name: f"{name}.linear" for name in _LINEARS},
+    "attention.inner_attention": "attention.inner_attention",
+    "moe.router": "moe.routing_decision",
+    _EXPERTS: "moe.routed_experts.w13.grouped_mm",  # and w2: one module has both here
+}
+"""Modules of a block of 0.3, and main's names of what they are."""
 
 
 def _declare_regions(
-    block: nn.Module, store: SavedTensorStore, kept: OpPolicy, recompute: bool
+    block: nn.Module, store: SavedTensorStore, policy: RegionPolicy, kept: OpPolicy
 ) -> None:
-    """As a model of Titan's next release does for itself; the grouped GEMMs may be recomputed."""
-    policies = dict.fromkeys(_KEPT_REGIONS, kept) | dict.fromkeys(_EXACT_REGIONS, OpPolicy.SAVE)
-    policies |= dict.fromkeys(_RECOMPUTED_REGIONS, OpPolicy.RECOMPUTE)
-    policies["moe.routed_experts.inner_experts"] = OpPolicy.RECOMPUTE if recompute else kept
+    """As a model of Titan's next release does for itself; ``kept`` is its input's policy."""
 
     def hooks(policy: OpPolicy) -> Any:
         exact = None if policy.is_float8 else "by policy"
@@ -123,9 +232,9 @@ def _declare_regions(
 
         return call
 
-    for name, policy in policies.items():
+    for name, named in _REGION_OF.items():
         module = block.get_submodule(name)
-        module.forward = region(module.forward, name, policy)
+        module.forward = region(module.forward, named, policy.answer(named))
     forward = remat.checkpoint(region_name="layers.0")(block.forward)
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -135,18 +244,26 @@ def _declare_regions(
     block.forward = checkpointed
 
 
+def _by_hand(kept: OpPolicy, recompute: bool) -> RegionPolicy:
+    """All but q, k and v kept alike; the experts perhaps not."""
+    always = ("*inner_attention", "*routing_decision")
+    patterns = ("attention.w[qk]*", *(("*routed_experts.*",) if recompute else ()))
+    exact = ("*",) if kept is OpPolicy.SAVE else always
+    return RegionPolicy(save_regions=exact, float8_regions=("*",), recompute_regions=patterns)
+
+
 def _train_titan_block(
-    kept: OpPolicy | None, recompute: bool = True
+    policy: RegionPolicy | None, kept: OpPolicy = OpPolicy.SAVE
 ) -> tuple[dict[str, torch.Tensor], MemoryRows]:
     """Gradients of a DeepSeek-V3 block of experts, and what its regions hold.
 
-    Without checkpointing and regions if ``kept`` is None.
+    Without checkpointing and regions if ``policy`` is None.
     """
     run = BlockRun("debug", Layout(), 256)
     model = run.build(None, stock=True)
     store = SavedTensorStore(modules=[model])
-    if kept is not None:
-        _declare_regions(model.layers["0"], store, kept, recompute)
+    if policy is not None:
+        _declare_regions(model.layers["0"], store, policy, kept)
     leaf_BLD = run.input_BLD.clone().requires_grad_()
     loss = run.forward(model, leaf_BLD)
     rows = store.memory_report
@@ -160,8 +277,9 @@ def _train_titan_block(
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_block_of_titans_that_declares_regions_trains_in_float8(recompute: bool):
     plain, _ = _train_titan_block(None)
-    exact, exact_rows = _train_titan_block(OpPolicy.SAVE, recompute)
-    float8, rows = _train_titan_block(OpPolicy.SAVE_FLOAT8, recompute)
+    exact, exact_rows = _train_titan_block(_by_hand(OpPolicy.SAVE, recompute))
+    in_float8 = _by_hand(OpPolicy.SAVE_FLOAT8, recompute)
+    float8, rows = _train_titan_block(in_float8, OpPolicy.SAVE_FLOAT8)
     for name, g in plain.items():
         assert torch.equal(g, exact[name]), name
         cosine = torch.cosine_similarity(g.double().flatten(), float8[name].double().flatten(), 0)
@@ -169,3 +287,34 @@ def test_a_block_of_titans_that_declares_regions_trains_in_float8(recompute: boo
     treated = [row.entries for row in rows if row.treatment.startswith("float8")]
     assert sum(treated) > (4 if recompute else 6)
     assert rows.nbytes < (0.78 if recompute else 0.65) * exact_rows.nbytes
+
+
+def test_the_presets_as_regions():
+    """Their bytes are in the order of the presets, and stock's are exact."""
+    plain, _ = _train_titan_block(None)
+    nbytes = {}
+    for name, policy in PRESETS.items():
+        gradients, rows = _train_titan_block(policy)
+        nbytes[name] = rows.nbytes
+        for key, g in plain.items():
+            if name == "stock":
+                assert torch.equal(g, gradients[key]), key
+            pair = (g.double().flatten(), gradients[key].double().flatten(), 0)
+            assert torch.cosine_similarity(*pair) > 0.99, (name, key)
+    everything, rows = _train_titan_block(RegionPolicy(save_regions=("*",)))
+    assert all(torch.equal(g, everything[key]) for key, g in plain.items())
+    in_order = [nbytes[name] for name in ("memory", "balanced", "speed", "gemms")]
+    assert in_order == sorted(set(in_order))
+    assert nbytes["gemms"] < rows.nbytes
+    assert nbytes["memory"] < nbytes["stock"] < rows.nbytes
+
+
+def test_the_strongest_answer_of_a_region_wins():
+    policy = PRESETS["memory"]
+    assert policy.answer("moe.routed_experts.w13.grouped_mm") is OpPolicy.RECOMPUTE
+    assert policy.answer("moe.routed_experts.token_dispatcher.combine") is OpPolicy.SAVE
+    assert policy.answer("moe.shared_experts.w2.linear") is OpPolicy.SAVE_FLOAT8
+    assert policy.answer("attention.inner_attention") is OpPolicy.SAVE
+    assert PRESETS["gemms"].answer("attention.inner_attention") is OpPolicy.SAVE
+    assert PRESETS["gemms"].answer("attention.wq.linear") is OpPolicy.SAVE_FLOAT8
+    assert RegionPolicy().answer("attention.wo.linear") is OpPolicy.RECOMPUTE

@@ -7,9 +7,9 @@ import pytest
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from tests.bad_tomls import BadToml, bad_tomls
+from titan_ext.base.titan import OTHER_UNIT, RENAMED
 from titan_ext.config_registry.resolve import load
 from titan_ext.run.trainer import Trainer
-from titan_ext.toml.convert import OTHER_UNIT_ON_MAIN, RENAMED_ON_MAIN
 from titan_ext.toml.files import TomlConfigError
 
 
@@ -70,5 +70,5 @@ def _keys_of_today() -> set[str]:
 
 def test_no_key_of_today_is_called_an_old_one_or_another_versions():
     today = _keys_of_today()
-    assert today.isdisjoint({*RENAMED_ON_MAIN, *OTHER_UNIT_ON_MAIN})
-    assert today >= set(RENAMED_ON_MAIN.values())
+    assert today.isdisjoint({*RENAMED, *OTHER_UNIT})
+    assert today >= set(RENAMED.values())

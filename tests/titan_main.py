@@ -3,9 +3,10 @@
     make main TITAN=path/to/torchtitan
 
 installs a checkout into an environment of its own (``.venv-main``, which sees what ``.venv`` has)
-and prints a table for upstream/titan_main.md. Two gloo ranks train the DeepSeek-V3 debug model with
-main's own trainer: with main's model spec, and with titan_ext's. Losses and weights are compared
-bit for bit where nothing is lossy.
+and prints a table for upstream/titan_main.md. Two gloo ranks train the DeepSeek-V3 debug model.
+First with a TOML file and the trainer of titan_ext, which is planned before and resumed after. Then
+with main's own trainer: with main's model spec, and with titan_ext's. Losses and weights are
+compared bit for bit where nothing is lossy.
 
     python -m tests.titan_main --names
 
@@ -14,7 +15,9 @@ prints every name of TorchTitan and every private name of torch that titan_ext u
 
 import ast
 import importlib
+import json
 import pkgutil
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,7 +25,7 @@ import tempfile
 import unittest.mock
 import venv
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from tests.on_cpu import list_all_to_all
+from titan_ext.base.run_folder import LOSS, read_scalar
 
 ROOT = Path(__file__).parents[1]
 TOKENS, STEPS, LAYERS = 256, 3, 3
@@ -58,11 +62,11 @@ LOSSY = ("submodule, float8 activations", "submodule, scores before the last GEM
 def missing_names(titan: Path) -> dict[str, list[str]]:
     """Names that titan_ext imports from TorchTitan and that a checkout does not define, by file.
 
-    The seam (``titan_ext/base/titan.py``), which asks for both, is left out.
+    The seam (``titan_ext/base/titan/``), which asks for both, is left out.
     """
     found = defaultdict(list)
     for path in sorted((ROOT / "titan_ext").rglob("*.py")):
-        if path.name == "titan.py":
+        if path.parent.name == "titan":
             continue
         for module, name in _imports(ast.parse(path.read_text())):
             if module.split(".")[0] == "torchtitan" and not _defines(titan, module, name):
@@ -163,7 +167,6 @@ def train(arm: str, folder: Path) -> None:
         use_early_scores(config.model_spec)
     if arm != "stock":
         config.model_spec = api.extend_model_spec(config.model_spec)
-    _use_cpu_attention(config.model_spec)
     no_accelerator.adapt_config(config)
     config.model_spec.model.layers = config.model_spec.model.layers[:LAYERS]
     config.hf_assets_path = str(stdlib_corpus.default_tokenizer_path())
@@ -203,26 +206,6 @@ def train(arm: str, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _use_cpu_attention(spec: Any) -> None:
-    """Attention over folded tokens as main calls it, which has no kernel for a CPU's backward."""
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-
-    class CausalAttention(ScaledDotProductAttention):
-        @dataclass(kw_only=True, slots=True)
-        class Config(ScaledDotProductAttention.Config):
-            pass
-
-        def forward(self, q_TNH, k_TNH, v_TNH, *, scale=None, **kwargs):  # type: ignore[override]
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_TNH, v_TNH))
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale
-            )
-            return out.squeeze(0).transpose(0, 1)
-
-    for _, _, parent, key in list(spec.model.traverse(FlexAttention.Config)):
-        setattr(parent, str(key), CausalAttention.Config())
-
-
 def _trained(arm: str, folder: Path) -> list[dict[str, torch.Tensor]] | str:
     """The results of both ranks, or the last line of what went wrong."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -249,6 +232,71 @@ def _verdict(stock: Any, ours: Any, lossy: bool) -> str:
         if a.numel() > 1
     )
     return f"{'trains' if lossy else 'DIFFERS'}; smallest cosine {cosine:.5f}"
+
+
+RUN = """
+extends = "moe_debug.toml"
+[training]
+local_batch_size = 2
+seq_len = 128
+steps = 4
+[checkpoint]
+interval = 2
+"""
+"""A TOML file with keys of 0.3, for the real trainer. Two ranks; both checkpoints are kept."""
+
+
+def _run(*words: str | Path, python: str | Path = sys.executable) -> str:
+    """What a command of this environment's Python prints; ValueError with its last line if not."""
+    run = subprocess.run([python, *words], capture_output=True, text=True, timeout=900)
+    if run.returncode:
+        said = run.stderr.splitlines()
+        lines = [x for word in ("traceback :", "Error") for x in said if word in x]
+        raise ValueError(f"{' '.join(map(str, words[1:3]))}: {[*lines, 'no message'][0][-300:]}")
+    return run.stdout + run.stderr
+
+
+def _first_line(told: str) -> str:
+    return " ".join(told.splitlines()[0].split())
+
+
+def _train_with_toml(file: Path, *flags: str | Path) -> str:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    names = ("-m", "torchtitan.train", "--module", "titan_ext", "--config", file)
+    return _run(*launch, *names, "--debug.deterministic", *flags)
+
+
+def trainer_rows(folder: Path) -> Iterator[str]:
+    """Rows for what users do: plan, train, resume and solve for a budget, all with a TOML file."""
+    file, run, again = folder / "run.toml", folder / "run", folder / "again"
+    file.write_text(RUN)
+    plan = ("-m", "titan_ext", "dry-run", file, "--ranks", "2", "--ranks-per-node", "2")
+    planned = (*plan, "--memory", "80GiB", "--machine", "h100", "--out")
+    told = _run(*planned, run, "--suggest", "2")
+    yield f"| dry run of a TOML file, and two changes of it | {_first_line(told)} |"
+    _run(*planned, folder / "on_0.3", python=ROOT / ".venv" / "bin" / "python")
+    plans = [json.loads((at / "plan_rank0.json").read_text()) for at in (run, folder / "on_0.3")]
+    pairs = [plan["moments"] for plan in plans]
+    others = [here["moment"] for here, there in zip(*pairs, strict=True) if here != there]
+    peak = f"peak {'as on 0.3' if plans[0]['peak'] == plans[1]['peak'] else 'DIFFERS from 0.3'}"
+    said = f"{peak}; of {len(pairs[0])} moments not as there: {', '.join(others) or 'none'}"
+    yield f"| its bytes | {said} |"
+    told = _train_with_toml(file, "--dump_folder", run)
+    losses = read_scalar(run, LOSS)
+    yield (
+        f"| training with the TOML file, {len(losses)} steps | loss {losses[1]:.3f} to "
+        f"{losses[max(losses)]:.3f} |"
+    )
+    kept = [line.partition("Plan of rank 0")[2] for line in told.splitlines()]
+    said = next(filter(None, kept), "broken: no comparison")
+    yield f"| the run beside its plan |{said.partition(':')[2].replace(';', ',')} |"
+    shutil.copytree(run / "checkpoint" / "step-2", again / "checkpoint" / "step-2")
+    _train_with_toml(file, "--dump_folder", again)
+    resumed = read_scalar(again, LOSS)
+    same = {step: losses[step] for step in (3, 4)} == resumed
+    yield f"| resumed after 2 steps | losses {'equal' if same else f'DIFFERS: {resumed}'} |"
+    told = _run(*plan, "--activations", "6MiB", "--on-cpu", "--out", again)
+    yield f"| best checkpointing for 6 MiB | {_first_line(told)} |"
 
 
 def _tokens_read() -> str:
@@ -288,6 +336,12 @@ def compare(titan: Path) -> int:
         lines.append("| names and imports of every module | all there |")
     lines.append(f"| tokens of a microbatch | {_tokens_read()} |")
     with tempfile.TemporaryDirectory() as folder:
+        try:
+            for row in trainer_rows(Path(folder)):
+                lines.append(row)
+                print(row, file=sys.stderr, flush=True)
+        except ValueError as error:
+            lines.append(f"| the trainer | broken: {error} |")
         stock = _trained("stock", Path(folder))
         for arm in ARMS:
             verdict = _verdict(stock, _trained(arm, Path(folder)), arm in LOSSY)

@@ -6,7 +6,9 @@ both, without a checkout: it builds a tree of links to the installed package, in
 files that the patch touches are copies, and puts it first on the path. A folder without a patch is
 a comment on somebody's issue: its ``reproduce.py`` has to show what the comment says.
 
-    python upstream/check.py [FOLDER ...]
+    python upstream/check.py [--any-version] [FOLDER ...]
+
+``make main`` tries the patches for TorchTitan on a checkout of its main (``--any-version``).
 """
 
 import argparse
@@ -223,13 +225,14 @@ class Verdict:
 HEADER = "| patch | on | tests | before | after |\n|---|---|---|---|---|"
 
 
-def check(patch: Patch, quick: bool = False) -> Verdict:
+def check(patch: Patch, quick: bool = False, any_version: bool = False) -> Verdict:
     """Apply ``patch`` to the installed sources, its tests first, and run them before and after.
 
     Args:
         quick: whether to apply it only.
+        any_version: whether to try it on another version than it was made for.
     """
-    if wrong := patch.wrong_version:
+    if (wrong := patch.wrong_version) and not any_version:
         return Verdict(patch, before=wrong)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -270,8 +273,10 @@ def reproduce(comment: Comment) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", help="folders beside this file; none: all")
+    parser.add_argument("--any-version", action="store_true", help="patches, on what is installed")
     found = {folder.name: folder for folder in [*patches(), *comments()]}
-    chosen = [found[Path(folder).name] for folder in parser.parse_args().folders]
+    given = parser.parse_args()
+    chosen = [found[Path(folder).name] for folder in given.folders]
     good = True
     print(HEADER, flush=True)
     for folder in chosen or found.values():
@@ -279,7 +284,7 @@ def main() -> int:
         for words in lacks:
             print(f"{folder.name}: {words}", file=sys.stderr)
         if isinstance(folder, Patch):
-            verdict = check(folder)
+            verdict = check(folder, any_version=given.any_version)
             good, row = good and verdict.good, verdict.row()
         else:
             seen = reproduce(folder)

@@ -24,7 +24,7 @@ from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.base.no_accelerator import reduce_without_premul_sum
-from titan_ext.base.titan import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
+from titan_ext.base.titan import EXPERT_SHARDS, dense_mesh, experts_mesh
 from titan_ext.fsdp.plan import GroupKind, ShardSizes
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 
@@ -47,16 +47,8 @@ class FSDPMeshes:
     @classmethod
     def resolve(cls, parallel_dims: ParallelDims) -> "FSDPMeshes":
         """The meshes of ``parallel_dims``."""
-        replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
-        experts, dense_axes, experts_axes = None, None, None
-        if parallel_dims.spmd_backend == "spmd_types":
-            dense, dense_axes = resolve_fsdp_mesh(parallel_dims)
-            if parallel_dims.ep_enabled:
-                experts, experts_axes = resolve_sparse_fsdp_mesh(parallel_dims)
-        else:
-            dense = parallel_dims.get_mesh([*replicate, "fsdp"])
-            if parallel_dims.ep_enabled:
-                experts = parallel_dims.get_mesh([*replicate, "efsdp"])
+        dense, dense_axes = dense_mesh(parallel_dims)
+        experts, experts_axes = experts_mesh(parallel_dims)
         return cls(
             dense=dense,
             dense_axes=dense_axes,
@@ -101,7 +93,7 @@ class FSDPMeshes:
         dense = self._dense_info.shard_mesh_size
         if self.experts is None:
             return ShardSizes(dense=dense, expert_ranks=self.dense.size())
-        experts = self.experts["efsdp"].size()
+        experts = self.experts[EXPERT_SHARDS].size()
         return ShardSizes(dense=dense, experts=experts, expert_ranks=experts * self.ep_degree)
 
     def placement_fn(self, experts: GroupedExperts | None) -> ShardPlacementFn | None:

@@ -38,7 +38,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
 from titan_ext.base.messages import and_more
-from titan_ext.base.titan import keep_frozen
+from titan_ext.base.titan import keep_frozen, mesh_with_axes
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import GroupKind, plan_of, set_plan
 from titan_ext.fsdp.prefetch import gather_unseen_in_recompute, prefetch_nothing_in_backward
@@ -277,9 +277,7 @@ def replicate_undeclared(
 
 def _annotate_replicated(module: nn.Module, parallel_dims: ParallelDims) -> None:
     layout = dense_param_placement(tp=spmd.R)
-    axes = [axis.value for axis in layout.axes()]
-    mesh = parallel_dims.get_optional_mesh(axes, include_singleton_axes=True)
-    assert mesh is not None
+    mesh = mesh_with_axes(parallel_dims, [axis.value for axis in layout.axes()])
     with set_current_spmd_mesh(mesh):
         for param in module.parameters(recurse=False):
             if not has_local_type(param):

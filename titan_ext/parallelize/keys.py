@@ -17,6 +17,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
 from titan_ext.base.messages import are_checked_later, set_known_key, table_flag
+from titan_ext.base.titan import refuse
 from titan_ext.components.exchange import ExchangeDtype
 from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll
 from titan_ext.fsdp.make_plan import make_plan
@@ -223,6 +224,7 @@ def check_parallelism(
         compiled: Whether the model is compiled.
     """
     settings = FSDPSettings.from_config(parallelism, training)
+    refuse(parallelism)
     if parallelism.spmd_backend not in _SPMD_BACKENDS:
         raise ValueError(
             f"parallelism.spmd_backend is {parallelism.spmd_backend!r}, which titan_ext does not "

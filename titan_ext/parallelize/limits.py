@@ -25,6 +25,7 @@ from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import and_more
+from titan_ext.base.titan import BATCH_KEYS, wrong_global_batch
 from titan_ext.components.optim import MUON
 from titan_ext.fsdp.settings import FSDPSettings
 
@@ -62,19 +63,25 @@ _DEGREES = (
 )
 _EXPERT = "expert_parallel_degree"
 _SHARD = "data_parallel_shard_degree"
+_BATCH = {
+    section: {key: _OrAuto if or_auto else _FromOne for key, or_auto in keys.items()}
+    for section, keys in BATCH_KEYS.items()
+}
 _kwargs = _section(lr=_Finite, betas=_Betas, eps=_Finite, weight_decay=_Finite)
 _group: Any = _section(optimizer_kwargs=_kwargs)
 _LIMITS = _section(
     dump_folder=Annotated[str, Field(min_length=1)],
     training=_section(
-        local_batch_size=_FromOne,
-        global_batch_size=_OrAuto,
-        seq_len=_FromOne,
+        **_BATCH["training"],
         steps=_FromOne,
         max_norm=Annotated[float, Field(gt=0)],
         gc_freq=_FromOne,
     ),
-    parallelism=_section(**dict.fromkeys((*_DEGREES, _EXPERT), _FromOne), **{_SHARD: _OrAuto}),
+    parallelism=_section(
+        **dict.fromkeys((*_DEGREES, _EXPERT), _FromOne),
+        **{_SHARD: _OrAuto},
+        **_BATCH["parallelism"],
+    ),
     optimizer=_section(param_groups=list[_group]),  # type: ignore[valid-type]
     lr_scheduler=_section(
         warmup_steps=_FromZero, total_steps=_FromOne, decay_ratio=_Share, min_lr_factor=_Share
@@ -115,7 +122,7 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
     ``config`` is a trainer's, without wrong values; ``ranks`` are those of the whole run, None if
     unknown.
     """
-    parallelism, training = config.parallelism, config.training
+    parallelism = config.parallelism
     degrees = {key: getattr(parallelism, key) for key in _DEGREES}
     shard = getattr(parallelism, _SHARD)
     without_shard = math.prod(degrees.values())
@@ -133,13 +140,8 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
     yield from _wrong_experts(config, shard)
     if shard < 0:
         return
-    step = training.local_batch_size * shard * parallelism.data_parallel_replicate_degree
-    if training.global_batch_size > 0 and training.global_batch_size % step:
-        yield (
-            f"training.global_batch_size is {training.global_batch_size}; expected a multiple of "
-            f"{step}: training.local_batch_size {training.local_batch_size} x "
-            f"{step // training.local_batch_size} data-parallel ranks."
-        )
+    if wrong := wrong_global_batch(config, shard * parallelism.data_parallel_replicate_degree):
+        yield wrong
 
 
 def _wrong_experts(config: Any, shard: int) -> Iterator[str]:

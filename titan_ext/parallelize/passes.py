@@ -27,7 +27,7 @@ from titan_ext.activation_checkpoint.compile import (
 )
 from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_to_all
 from titan_ext.base.agreement import leaves_files
-from titan_ext.base.titan import apply_cp_to_forward, keep_frozen, validate_config
+from titan_ext.base.titan import apply_cp_to_forward, context_mesh, keep_frozen, validate_config
 from titan_ext.components.dispatch import (
     check_dispatchers,
     exchange_in_float8,
@@ -155,7 +155,7 @@ def _shard_model_axes(model: Decoder, parallel_dims: ParallelDims) -> None:
         attention = [
             block.get_submodule("attention.inner_attention") for _, block in decoder_blocks(model)
         ]
-        apply_cp_to_forward(attention, parallel_dims.get_mesh("cp"))
+        apply_cp_to_forward(attention, context_mesh(parallel_dims))
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
 

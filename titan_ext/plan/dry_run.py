@@ -37,6 +37,12 @@ from titan_ext.base.op_cost import (
     ranks_per_node,
 )
 from titan_ext.base.tensors import plain_tensors
+from titan_ext.base.titan import (
+    microbatches_of_pass,
+    pipeline_mesh,
+    shape_of_tokens,
+    tokens_of_microbatch,
+)
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.plan.live import LASTING, LiveBytes
@@ -123,17 +129,13 @@ class DryRun(Trainer):
     def _tell_stages_their_shapes(self) -> None:
         """What stages would tell each other first: the shapes that they send and receive."""
         config, dims = self.config, self.parallel_dims
-        length = config.training.seq_len // dims.cp
-        if config.parallelism.enable_sequence_parallel:
-            length //= dims.tp
-        batch = config.parallelism.pipeline_parallel_microbatch_size
+        in_sequence = dims.tp if config.parallelism.enable_sequence_parallel else 1
+        shape = shape_of_tokens(*self._microbatch, dims.cp * in_sequence)
         model: Any = self.model_config
         dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
-        hidden = torch.empty(
-            batch, length, model.dim, dtype=dtype, device="meta", requires_grad=True
-        )
+        hidden = torch.empty(*shape, model.dim, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(
-            batch, config.training.seq_len // dims.cp, dtype=torch.int64, device="meta"
+            shape_of_tokens(*self._microbatch, dims.cp), dtype=torch.int64, device="meta"
         )
         is_chunked = isinstance(self.loss_fn, ChunkedLossWrapper)
         logits = tokens.new_empty(*tokens.shape, model.vocab_size, dtype=dtype)
@@ -149,6 +151,16 @@ class DryRun(Trainer):
                 group=stage.group,
             )
             stage._user_meta = told._user_meta
+
+    @property
+    def _microbatch(self) -> tuple[int, int]:
+        """Tokens of a microbatch and of a sequence."""
+        pipelined = self.config.parallelism if self.parallel_dims.pp_enabled else None
+        return tokens_of_microbatch(self.config.training, pipelined)
+
+    @property
+    def _microbatches(self) -> int:
+        return microbatches_of_pass(self.config.training, self.config.parallelism)
 
     @property
     def stages(self) -> Sequence[Any]:
@@ -216,7 +228,7 @@ class DryRun(Trainer):
             head.set_reshard_after_forward(True)
 
     def _step_time(self, clock: StepClock, machine: str) -> StepTime:
-        training, spec = self.config.training, self.config.model_spec
+        spec = self.config.model_spec
         assert spec is not None
         flops = self.metrics_processor.num_flops_per_token
         one = clock.passes[0].ms
@@ -225,7 +237,7 @@ class DryRun(Trainer):
         )
         idle = idle_share(actions_of(self.pp_schedule), forward) if self.stages else 0.0
         steps, dims = self.gradient_accumulation_steps, self.parallel_dims
-        tokens = training.local_batch_size * training.seq_len * steps
+        tokens = self._microbatch[0] * self._microbatches * steps
         return StepTime.of(
             clock.passes,
             accumulation=steps,
@@ -239,14 +251,17 @@ class DryRun(Trainer):
 
     def forward_backward(self) -> None:
         """Forward, loss and backward of one batch, with Titan's own function."""
-        training = self.config.training
-        rows = training.local_batch_size // self.num_pipeline_parallel_microbatches
+        count, length = self._microbatch
+        shape = shape_of_tokens(count, length)
         with self.fake:
-            tokens = torch.zeros(rows, training.seq_len, dtype=torch.int64, device=self.device)
-            positions = torch.arange(training.seq_len, device=self.device).expand(rows, -1)
+            tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            position = torch.arange(length, device=self.device)
             inputs = [
-                {"input": tokens.clone(), "positions": positions.contiguous()}
-                for _ in range(self.num_pipeline_parallel_microbatches)
+                {
+                    "input": tokens.clone(),
+                    "positions": position.repeat(-(-count // length))[:count].view(shape),
+                }
+                for _ in range(self._microbatches)
             ]
             labels = [tokens.clone() for _ in inputs]
             is_pipelined = self.parallel_dims.pp_enabled
@@ -264,7 +279,7 @@ class DryRun(Trainer):
                     some,
                     self.config.training.max_norm,
                     foreach=True,
-                    pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+                    pp_mesh=pipeline_mesh(self.parallel_dims),
                     ep_enabled=self.parallel_dims.ep_enabled,
                 )
 
@@ -308,19 +323,19 @@ class DryRun(Trainer):
         yield "layout", f"rank {self.rank} of {self.ranks}: {shown or 'one rank'} ({backend})"
         if self.stages:
             schedule = config.parallelism.pipeline_parallel_schedule
-            count = self.num_pipeline_parallel_microbatches
+            count = self._microbatches
             stages = self.stages[0].num_stages
             yield (
                 "stage",
                 f"{self._indices()} of {stages}, counted from 0; {schedule}, {count} microbatches",
             )
-        local, steps = config.training.local_batch_size, self.gradient_accumulation_steps
-        total = local * steps * dims.dp_replicate * dims.dp_shard
+        (tokens, length), steps = self._microbatch, self.gradient_accumulation_steps
+        tokens *= self._microbatches
+        total = tokens * steps * dims.dp_replicate * dims.dp_shard
         yield (
             "batch",
-            f"{local} x {config.training.seq_len} tokens a rank, {total} sequences "
-            f"({total * config.training.seq_len:,} tokens) a step"
-            + (f" in {steps} accumulation steps" if steps > 1 else ""),
+            f"{tokens // length} x {length} tokens a rank, {total // length} sequences "
+            f"({total:,} tokens) a step" + (f" in {steps} accumulation steps" if steps > 1 else ""),
         )
         if self.imbalance != 1:
             yield "", f"this rank's experts get {self.imbalance:g} times the balanced tokens"

@@ -19,6 +19,7 @@ from typing import Any
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.run_folder import read_scalar
+from titan_ext.base.titan import half_the_batch
 from titan_ext.plan.ledger import Ledger
 from titan_ext.plan.time import WAITS, Part
 from titan_ext.run.planned import dry_run_elsewhere, file_name
@@ -35,7 +36,6 @@ _Time = Mapping[str, Any]
 """The "time" of a plan's file."""
 _ANY_MEMORY = "1TiB"
 _KERNELS = [part for part in Part if part not in (*WAITS, Part.BUBBLE, Part.OTHER)]
-_BATCH, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
 _EP = "parallelism.expert_parallel_degree"
 _AC = "activation_checkpoint"
 
@@ -62,8 +62,7 @@ def _half_the_batch(now: _Config) -> dict[str, Any]:
     copies = now["ranks"]
     for axis in ("tensor", "context", "pipeline"):
         copies //= now[f"parallelism.{axis}_parallel_degree"]
-    total = now[_GLOBAL] if now[_GLOBAL] > 0 else now[_BATCH] * copies
-    return {} if now[_BATCH] % 2 else {_BATCH: now[_BATCH] // 2, _GLOBAL: total}
+    return half_the_batch(now, copies)
 
 
 CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (

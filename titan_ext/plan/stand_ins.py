@@ -36,7 +36,7 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.base.titan import BaseDataLoader
+from titan_ext.base.titan import BaseDataLoader, as_models_call, rows_of, tokens_of_microbatch
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 
 
@@ -55,6 +55,8 @@ def use_stand_ins(
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
     names = {type(at[1]).__qualname__: None for at in spec.traverse(BaseEPTokenDispatcher.Config)}
+    pipelined = parallelism if parallelism.pipeline_parallel_degree > 1 else None
+    rows = rows_of(*tokens_of_microbatch(config.training, pipelined))
     planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
     _replace(spec, BaseEPTokenDispatcher.Config, planned)
     if as_on_a_gpu:
@@ -62,18 +64,17 @@ def use_stand_ins(
         _replace(spec, TokenChoiceTopKRouter.Config, _router)
     if not context_parallel and as_on_a_gpu:
         for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
+            has_mask = kind is not ScaledDotProductAttention
             for _, _, parent, key in list(spec.traverse(kind.Config)):
-                has_mask = kind is not ScaledDotProductAttention
                 window = getattr(parent, "sliding_window_size", None) or 0
-                setattr(
-                    parent,
-                    str(key),
-                    AttentionShapes.Config(window=window, document=document if has_mask else 0),
+                shapes = AttentionShapes.Config(
+                    rows=rows, window=window, document=document if has_mask else 0
                 )
+                setattr(parent, str(key), shapes)
     elif (
         context_parallel and parallelism.spmd_backend == "spmd_types"
     ):  # with its masks, which are split too
-        flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
+        flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config, rows=rows)
         _replace(spec, FlexAttention.Config, flex)
     known = {kind.__qualname__ for kind in _PLANNED}
     return [name.removesuffix(".Config") for name in names if name not in known]
@@ -191,12 +192,15 @@ class _OneKernel:
 
     torch has it for backends out of tree: a shape function and a backward, and no kernel. A mask
     changes no shape: its operation gets the share of scores that the mask leaves out as
-    ``dropout_p``, where ``op_cost`` finds it. Shape suffixes: B = batch, L = sequence, N = heads,
-    H = head dimension.
+    ``dropout_p``, where ``op_cost`` finds it. Where models pack tokens, these are ``rows``
+    sequences. Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
     """
 
-    window = document = 0
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.rows, self.window, self.document = config.rows, config.window, config.document
 
+    @as_models_call
     def forward(
         self,
         q_BLNH: torch.Tensor,
@@ -229,19 +233,18 @@ class _OneKernel:
 class AttentionShapes(_OneKernel, ScaledDotProductAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
+        rows: int = 1
         window: int = 0
         """Positions that a query sees, itself included; 0 for all before it."""
         document: int = 0
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.window, self.document = config.window, config.document
 
 
 class FlexAttentionShapes(_OneKernel, FlexAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        pass
+        rows: int = 1
+        window: int = 0
+        document: int = 0
 
 
 class RMSNormShapes(RMSNorm):

@@ -32,7 +32,7 @@ from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import and_more, did_you_mean, format_bytes, set_known_key
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
-from titan_ext.base.titan import ParallelAwareDataloader
+from titan_ext.base.titan import ranks_of_data
 from titan_ext.run.start import check_folder
 
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
@@ -283,7 +283,7 @@ def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) ->
 
 
 def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
-    if not isinstance(trainer.dataloader, ParallelAwareDataloader):
+    if (ranks := ranks_of_data(trainer.dataloader)) is None:
         return
     if "dataloader" in trainer.config.checkpoint.exclude_from_loading:
         logger.warning(
@@ -291,8 +291,9 @@ def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> N
             "beginning, so this run repeats samples of the saved run."
         )
         return
-    ranks = trainer.dataloader.dp_world_size
-    saved_ranks = sum(name.startswith("dataloader.dp_rank_") for name in saved)
+    # One entry for each, or several below it.
+    names = [name.split(".")[1] for name in saved if name.startswith("dataloader.dp_rank_")]
+    saved_ranks = len(set(names))
     if saved_ranks != ranks:
         raise ValueError(
             f"{folder} has the data position of {saved_ranks} data-parallel rank(s), and this run "

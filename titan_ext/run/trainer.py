@@ -27,6 +27,7 @@ from titan_ext.base import no_accelerator
 from titan_ext.base.messages import Mistakes, are_checked_later, set_known_key
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
+from titan_ext.base.titan import named_data
 from titan_ext.components.dispatch import check_dispatchers
 from titan_ext.components.early_scores import use_early_scores
 from titan_ext.components.float8_linears import check_float8_gather
@@ -164,7 +165,7 @@ class Trainer(TitanTrainer):
         Mistakes(wrong_degrees(config, world_size(config))).raise_all()
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
-        if config.dataloader.dataset == STDLIB_CORPUS:
+        if getattr(config.dataloader, "dataset", "") == STDLIB_CORPUS:
             make_corpus()  # before anyone looks for the tokenizer
         self.checks = [check() for check in self.run_checks]
         for check in self.checks:
@@ -235,6 +236,7 @@ def extended_sections(config: TitanTrainer.Config) -> dict[str, Any]:
     if config.model_spec is None:
         raise ValueError("cannot extend a trainer config that has no model_spec.")
     changed: dict[str, Any] = {"model_spec": extend_model_spec(config.model_spec)}
+    changed |= named_data(config)
     for name, ours in _EXTENDED.items():
         section = getattr(config, name)
         if type(section) is ours.__base__:  # Titan's; another class's stays as it is

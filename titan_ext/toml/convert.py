@@ -23,6 +23,7 @@ from torchtitan.tools.logging import logger
 from tyro.conf import subcommand
 
 from titan_ext.base.messages import did_you_mean
+from titan_ext.base.titan import OTHER_TITAN, OTHER_UNIT, RENAMED
 from titan_ext.toml.files import (
     NONE,
     KeyLocation,
@@ -31,24 +32,6 @@ from titan_ext.toml.files import (
     nearest,
     to_toml,
 )
-
-RENAMED_ON_MAIN = {"training.max_context_length": "training.seq_len"}
-"""Key of TorchTitan's main branch -> the key of 0.3 with the same meaning and unit."""
-
-_TOKENS = (
-    "counts tokens; TorchTitan 0.3 has training.{}, which counts sequences: write the number of "
-    "tokens divided by training.seq_len"
-)
-OTHER_UNIT_ON_MAIN = {
-    "training.num_tokens_per_microbatch_per_dp_rank": _TOKENS.format("local_batch_size"),
-    "training.num_tokens_per_train_step": _TOKENS.format("global_batch_size"),
-    "parallelism.num_pp_microbatches": (
-        "counts microbatches; TorchTitan 0.3 has parallelism.pipeline_parallel_microbatch_size, "
-        "which counts sequences in one: write training.local_batch_size divided by the number of "
-        "microbatches"
-    ),
-}
-"""Key of TorchTitan's main branch -> how to convert its number, which is in another unit in 0.3."""
 
 COMPONENT = "component"
 POLICY = "policy"
@@ -121,14 +104,14 @@ def _known_key(name: str, at: KeyLocation, table: dict[str, Any], cls: type, kno
         raise below.error("is made by extends and [model]; a file cannot set it.")
     if name in known:
         return name
-    if today := RENAMED_ON_MAIN.get(below.key):
+    if today := RENAMED.get(below.key):
         short = today.rpartition(".")[2]
         if short in table:
             raise below.error(f"is another name of {today}, and both are given.")
-        logger.info(f"{at.file}: {below.key} is TorchTitan main's name; read as {today}.")
+        logger.info(f"{at.file}: {below.key} is {OTHER_TITAN}'s name; read as {today}.")
         return short
-    if below.key in OTHER_UNIT_ON_MAIN:
-        raise below.error(f"TorchTitan main's name, which {OTHER_UNIT_ON_MAIN[below.key]}.")
+    if below.key in OTHER_UNIT:
+        raise below.error(f"{OTHER_TITAN}'s name, which {OTHER_UNIT[below.key]}.")
     if name == COMPONENT:
         raise below.error(f"[{at.key}] has one class only; there is nothing to choose.")
     owner = cls.__qualname__.removesuffix(".Config")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from typing_extensions import is_protocol
+
 from titan_ext.toml.convert import COMPONENT, POLICY, named_choices, plain
 from titan_ext.toml.files import MODEL, to_toml
 
@@ -90,6 +92,8 @@ def _tree(value: Any, hint: Any = None) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         hints = typing.get_type_hints(type(value), include_extras=True)
         names = [f.name for f in fields(value) if f.name[0] != "_" and f.name != "model_spec"]
+        # Of any class with the right methods, such as a data set of main's: no file can name it.
+        names = [name for name in names if not is_protocol(plain(hints[name]))]
         section |= {name: _tree(getattr(value, name), hints[name]) for name in names}
     elif isinstance(value, dict):
         return {name: _tree(below) for name, below in value.items()}

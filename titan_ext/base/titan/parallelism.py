@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# pyrefly: ignore-errors
+"""The meshes of a job, by a function each, and what main has moved or mended around them.
+
+Everything else asks here for a mesh. Titan's main of October 2026 has a ``ParallelismContext`` in
+place of ``ParallelDims`` (read in a file after PARALLELISM_CONTEXT.md of commit 01b1925e): it has
+no ``spmd_backend`` and calls ``efsdp`` ``edp_shard``. These functions are where it will fit.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims
+from torchtitan.distributed import ParallelDims
+
+__all__ = [
+    "EXPERT_SHARDS",
+    "apply_cp_to_forward",
+    "context_mesh",
+    "dense_mesh",
+    "experts_mesh",
+    "keep_frozen",
+    "mesh_with_axes",
+    "pipeline_mesh",
+    "validate_config",
+]
+
+try:  # 0.3
+    from torchtitan.distributed.context_parallel import apply_cp_to_forward
+    from torchtitan.distributed.full_dtensor import (
+        resolve_fsdp_mesh,
+        resolve_sparse_fsdp_mesh,
+        validate_config,
+    )
+except ImportError:  # main
+    from torchtitan.distributed.fsdp import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
+
+    # Main refuses context parallelism under partial_dtensor, and both in the model's config.
+    apply_cp_to_forward: Any = None
+
+    def validate_config(parallel_dims: ParallelDims, model: Any) -> None: ...
+
+
+EXPERT_SHARDS = "efsdp"
+"""The axis of ``experts_mesh`` over which FSDP shards routed experts."""
+
+
+def dense_mesh(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DataParallelMeshDims | None]:
+    """The mesh for dense parameters, and its data-parallel axes; None where it has no others."""
+    if parallel_dims.spmd_backend == "spmd_types":
+        return resolve_fsdp_mesh(parallel_dims)
+    return parallel_dims.get_mesh([*_replicate(parallel_dims), "fsdp"]), None
+
+
+def experts_mesh(
+    parallel_dims: ParallelDims,
+) -> tuple[DeviceMesh | None, DataParallelMeshDims | None]:
+    """The same for routed experts; no mesh without expert parallelism."""
+    if not parallel_dims.ep_enabled:
+        return None, None
+    if parallel_dims.spmd_backend == "spmd_types":
+        return resolve_sparse_fsdp_mesh(parallel_dims)
+    return parallel_dims.get_mesh([*_replicate(parallel_dims), EXPERT_SHARDS]), None
+
+
+def _replicate(parallel_dims: ParallelDims) -> list[str]:
+    return ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+
+
+def context_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
+    """The axis of context parallelism, which is on."""
+    return parallel_dims.get_mesh("cp")
+
+
+def pipeline_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
+    """The axis of the pipeline; None without one."""
+    return parallel_dims.get_optional_mesh("pp")
+
+
+def mesh_with_axes(parallel_dims: ParallelDims, axes: Sequence[str]) -> DeviceMesh:
+    """The mesh with these axes, those of one rank too."""
+    mesh = parallel_dims.get_optional_mesh(list(axes), include_singleton_axes=True)
+    assert mesh is not None
+    return mesh
+
+
+@contextmanager
+def keep_frozen(model: nn.Module) -> Iterator[None]:
+    """Around a pass that replaces parameters: freeze again, by name, what was frozen.
+
+    With the SPMD backend ``spmd_types`` TorchTitan 0.3.0 replaces each parameter by a trainable one
+    when it distributes it, so LoRA would train the whole model. Later versions keep the flag (their
+    PR 4267); there this changes nothing.
+    """
+    frozen = [
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if not param.requires_grad
+    ]
+    yield
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
