@@ -54,7 +54,8 @@ def frontier(
     from titan_ext.components.early_scores import use_early_scores
     from titan_ext.config_registry import resolve_config
     from titan_ext.plan.budget import TracedBlocks, settings_of
-    from titan_ext.plan.dry_run import as_rank, dry_run
+    from titan_ext.plan.dry_run import dry_run
+    from titan_ext.plan.stand_ins import as_rank
 
     flags = ["--training.local_batch_size", "1", "--training.seq_len", "4096"]
     flags += ["--training.disable_cuda_graphs"]  # as EP's standard dispatcher needs it

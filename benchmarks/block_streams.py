@@ -48,8 +48,8 @@ def spans_of(arm: str) -> list[dict[str, Any]]:
 def print_spans(arm: str) -> None:
     from titan_ext.base import no_accelerator
     from titan_ext.config_registry import resolve_config
-    from titan_ext.plan.dry_run import as_rank, dry_run
-    from titan_ext.plan.stand_ins import as_stock
+    from titan_ext.plan.dry_run import dry_run
+    from titan_ext.plan.stand_ins import as_rank, as_stock
 
     name, ranks, flags = _JOB
     with as_rank(ranks, 0):

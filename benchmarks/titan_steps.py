@@ -229,8 +229,9 @@ def plan(arms: Sequence[str], base: Run) -> dict[str, dict[str, float]]:
 
     Also those of the optimizer: without them, runs that differ by a layer tell its time.
     """
-    from titan_ext.plan.dry_run import as_rank, dry_run
+    from titan_ext.plan.dry_run import dry_run
     from titan_ext.plan.memory import DeviceMemory
+    from titan_ext.plan.stand_ins import as_rank
     from titan_ext.plan.time import Part
 
     planned = {}

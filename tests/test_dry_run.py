@@ -21,7 +21,7 @@ from titan_ext.base.op_cost import MACHINES, group_ms, nvlink_domain, ranks_per_
 from titan_ext.base.tensors import is_plain
 from titan_ext.config_registry import resolve_config
 from titan_ext.config_registry.commands import main
-from titan_ext.plan.dry_run import as_rank
+from titan_ext.plan.stand_ins import as_rank
 
 ROOT = Path(__file__).parents[1]
 

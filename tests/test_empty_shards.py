@@ -20,7 +20,7 @@ from tests.training import Run, make_config, train
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 from titan_ext.components.lora import export_adapters
-from titan_ext.plan.dry_run import as_rank
+from titan_ext.plan.stand_ins import as_rank
 
 RUN = Run(world=4, experts=5, layers=2, narrow=True, steps=2, parallelize="submodule")
 ADAPTERS = replace(RUN, experts=6, ep=2, lora=2, ac="fp8")

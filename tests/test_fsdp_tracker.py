@@ -95,8 +95,9 @@ def test_measured_is_planned(run: Run, runs: Runs, tmp_path: Path):
 
 
 def _planned_unsharded(run: Run, rank: int, folder: Path) -> int:
-    from titan_ext.plan.dry_run import as_rank, dry_run
+    from titan_ext.plan.dry_run import dry_run
     from titan_ext.plan.memory import DeviceMemory
+    from titan_ext.plan.stand_ins import as_rank
 
     with as_rank(run.world, rank), patched(run):
         config = planned_config(run, folder)

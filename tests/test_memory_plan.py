@@ -24,9 +24,10 @@ from tests.cluster import run_ranks
 from tests.training import Run, planned_config, start_as_planned
 from titan_ext.plan import stand_ins
 from titan_ext.plan.budget import budget_in
-from titan_ext.plan.dry_run import as_rank, dry_run
+from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 from titan_ext.plan.memory import BAND, COMPILED_BAND, DeviceMemory, MemoryPlan
+from titan_ext.plan.stand_ins import as_rank
 
 BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=256, layers=4)
 RUNS = [replace(BASE, world=1, ep=1, parallelize="block", ac="none")]

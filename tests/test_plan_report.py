@@ -13,10 +13,11 @@ from tests.cluster import run_ranks
 from tests.toml_files import DEBUG, Loader
 from tests.training import Run, make_config, train
 from titan_ext.base.run_folder import read_scalar
-from titan_ext.plan.dry_run import as_rank, dry_run
+from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import MemoryKind, Peak
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.report import draw, to_json, write
+from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import Part, StepTime
 from titan_ext.run.planned import PlanCheck, file_name
 from titan_ext.toml.values import identity

@@ -26,7 +26,7 @@ from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
 RANKS_PER_NODE = 8
 """Where nobody says."""
 NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
-"""Of the job that a dry run stands for (``dry_run.as_rank``)."""
+"""Of the job that a dry run stands for (``plan.stand_ins.as_rank``)."""
 LAUNCH_MS = 0.015  # of a collective
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
 _TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node

@@ -199,11 +199,11 @@ class DryRun:
         from titan_ext.base import no_accelerator
         from titan_ext.base.op_cost import nodes_of
         from titan_ext.parallelize.limits import wrong_degrees
-        from titan_ext.plan.dry_run import as_rank, dry_run
+        from titan_ext.plan.dry_run import dry_run
         from titan_ext.plan.memory import DeviceMemory
         from titan_ext.plan.report import to_json, write
         from titan_ext.plan.search import suggest
-        from titan_ext.plan.stand_ins import as_stock
+        from titan_ext.plan.stand_ins import as_rank, as_stock
         from titan_ext.run.budget import solve_in_dry_run
         from titan_ext.toml.values import dump, identity
 

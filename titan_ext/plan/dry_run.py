@@ -11,7 +11,6 @@ would stop the job at its start stops here, with the same message.
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,8 +30,6 @@ from titan_ext.base import no_accelerator
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.op_cost import (
     MACHINES,
-    NVLINK_DOMAIN,
-    RANKS_PER_NODE,
     nvlink_domain,
     ranks_per_node,
 )
@@ -417,28 +414,6 @@ def dry_run(
     else:
         run.run_step()
     return run
-
-
-@contextlib.contextmanager
-def as_rank(
-    ranks: int, rank: int, ranks_per_node: int = RANKS_PER_NODE, nvlink_domain: int = 0
-) -> Iterator[None]:
-    """The environment of torchrun on the job's nodes: what checks, layout and clock read.
-
-    ``nvlink_domain`` 0 is a node. Nothing of the nodes of this machine's own launcher is left.
-    """
-    names = {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": 0}
-    names |= {"LOCAL_WORLD_SIZE": ranks_per_node, NVLINK_DOMAIN: nvlink_domain}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _leave_as_they_are(**_: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parts of a model and of a trainer that a dry run has instead of the real ones.
+"""Parts of a model, of a trainer and of a job that a dry run has instead of the real ones.
 
 Fake tensors have no values, so a dispatcher is told how many tokens go where. And a CPU runs some
 modules otherwise than a GPU: its attention has S x S buffers, its RMSNorm keeps fp32 copies, its
@@ -7,9 +7,11 @@ autocast leaves the router's gate in bf16. What stands in for them makes and kee
 shapes that the GPU's kernels make and keep, so that ``plan.live`` can count them.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base.op_cost import NVLINK_DOMAIN, RANKS_PER_NODE
 from titan_ext.base.titan import BaseDataLoader, as_models_call, rows_of, tokens_of_microbatch
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 
@@ -78,6 +81,28 @@ def use_stand_ins(
         _replace(spec, FlexAttention.Config, flex)
     known = {kind.__qualname__ for kind in _PLANNED}
     return [name.removesuffix(".Config") for name in names if name not in known]
+
+
+@contextlib.contextmanager
+def as_rank(
+    ranks: int, rank: int, ranks_per_node: int = RANKS_PER_NODE, nvlink_domain: int = 0
+) -> Iterator[None]:
+    """The environment of torchrun on the job's nodes: what checks, layout and clock read.
+
+    ``nvlink_domain`` 0 is a node. Nothing of the nodes of this machine's own launcher is left.
+    """
+    names = {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": 0}
+    names |= {"LOCAL_WORLD_SIZE": ranks_per_node, NVLINK_DOMAIN: nvlink_domain}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def as_stock(config: Any) -> None:
