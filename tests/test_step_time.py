@@ -22,12 +22,12 @@ from tests.cluster import run_ranks
 from tests.test_ledger import on_device, write_traces
 from tests.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.base.op_cost import MACHINES, collective_ms, op_cost
+from titan_ext.base.op_cost import MACHINES, collective_ms, nodes_of, op_cost
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LiveBytes, MemoryKind
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
 from titan_ext.plan.search import calibrate
-from titan_ext.plan.stand_ins import as_rank
+from titan_ext.plan.stand_ins import AttentionShapes, as_rank
 from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS, Part, Pass, StepClock, StepTime
 from titan_ext.run.record import CONFIG, RECORD
 
@@ -386,3 +386,47 @@ def test_operations_in_place_read_and_write_what_they_do():
     args = ([x], [y], [x.clone()], [x.clone()], [], [torch.ones(())])
     kwargs = {**options, "amsgrad": False, "maximize": False}
     assert op_cost(adamw, args, kwargs, adamw(*args, **kwargs), h100).nbytes == 4 + 4000 * 8
+
+
+@pytest.mark.parametrize(("rows", "share"), [(160, 1 / 2), (480, 3 / 4), (10**6, 1)])
+def test_a_grouped_product_is_slower_where_an_expert_has_few_rows(rows: int, share: float):
+    """Forward, and the gradient of the weights, which sums over the rows."""
+    h100, grouped = MACHINES["h100"], torch.ops.aten._grouped_mm.default
+    with FakeTensorMode():
+        x, y = (torch.empty(4 * rows, 8192, dtype=torch.bfloat16) for _ in range(2))
+        weight = torch.empty(4, 8192, 8192, dtype=torch.bfloat16)
+        ends = torch.empty(4, dtype=torch.int32)
+        for a, b in ((x, weight), (x.t(), y)):
+            cost = op_cost(grouped, (a, b, ends), {}, None, h100)
+            assert cost.flops == 2 * 4 * rows * 8192**2
+            assert cost.flops / cost.ms * 1e3 == pytest.approx(share * h100.grouped, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("window", "document", "computed"),
+    # Of 8,192 tokens: all; twice 128 and a tile, since causal is half; documents of an eighth.
+    [(0, 0, 1), (128, 0, 2 * 256 / 8192), (0, 1024, 1 / 8), (8192, 0, 1), (128, 64, 64 / 8192)],
+)
+def test_attention_takes_as_long_as_the_scores_that_it_computes(
+    window: int, document: int, computed: float
+):
+    attention = AttentionShapes(AttentionShapes.Config(window=window, document=document))
+    times = []
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16) for _ in range(3))
+        for masked in (0.0, attention._share_masked(8192)):
+            fused = torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default
+            out = fused(q, k, v, None, masked, True)
+            slow = replace(MACHINES["h100"], attention=1e12)  # not bound by its bytes
+            times.append(op_cost(fused, (q, k, v, None, masked, True), {}, out, slow).ms)
+    assert times[1] / times[0] == pytest.approx(computed)
+
+
+def test_a_machine_has_its_usual_nodes_unless_somebody_says():
+    assert nodes_of("gb300", 0, 0) == (4, 72)
+    assert nodes_of("gb300", 0, 8) == (4, 8)
+    assert nodes_of("gb300", 8, 0) == (8, 0)
+    assert nodes_of("h100", 0, 0) == (8, 8)
+    assert nodes_of("", 0, 0) == (8, 0)
+    with pytest.raises(ValueError, match="did you mean 'gb300'"):
+        nodes_of("gb30", 0, 0)
