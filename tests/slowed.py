@@ -29,9 +29,9 @@ _SLOW_RANKS = (2, 3)
 _NETWORK = """set -e
 ip link set lo up
 tc qdisc add dev lo root handle 1: htb
-tc class add dev lo parent 1: classid 1:3 htb rate 10mbit burst 2kb
+tc class add dev lo parent 1: classid 1:3 htb rate 20mbit burst 2kb
 """
-"""A network of its own, with a class for what is sent at 1.25 MB/s; nothing is in it yet."""
+"""A network of its own, with a class for what is sent at 2.5 MB/s; nothing is in it yet."""
 
 
 def can_slow_a_link() -> bool:
