@@ -358,7 +358,8 @@ def _unknown(command: str) -> Iterator[str]:
         words = words[ours:]
     elif program == "titan_ext" or words[:2] == ["-m", "titan_ext"]:
         words = words[2:] if program == "python" else words
-        text = (ROOT / "titan_ext" / "config_registry" / "commands.py").read_text()
+        folder = ROOT / "titan_ext" / "config_registry"
+        text = "".join(path.read_text() for path in sorted(folder.glob("*commands.py")))
         fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])
         yield from (word for word in words[:1] if word[0].islower() and f'"{word}": ' not in text)

@@ -8,7 +8,7 @@ communicates.
 """
 
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,8 +16,8 @@ from titan_ext.base.messages import ranks_in_words
 
 _NOTABLE = 0.1
 """Of a step: less is called neither late nor slow."""
-_LASTING = 3
-"""So many logged steps in a row make a warning."""
+_LASTING, _RECENT = 3, 5
+"""So many of the last logged steps make a warning."""
 _SLOW_LINK, _NOTABLE_LINK = 3.0, 0.005
 """Times what counts and tokens take elsewhere, and of a step: a link carries more than those."""
 _UNEVEN = 2.0
@@ -175,7 +175,7 @@ class Judge:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.latest: Findings | None = None
-        self._in_a_row: Counter[tuple[str, object]] = Counter()
+        self._recent: deque[set[tuple[str, object]]] = deque(maxlen=_RECENT)
         self._known: set[tuple[str, object]] = set()
         self._usual: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._slow: list[tuple[int, float]] = []
@@ -184,8 +184,8 @@ class Judge:
         """Judge what the ranks said of ``step``; return new warnings."""
         self.latest = findings = Findings.of(rows)
         words = findings.words()
-        self._in_a_row = Counter({key: self._in_a_row[key] + 1 for key in words})
-        lasting = {key for key, count in self._in_a_row.items() if count >= _LASTING}
+        self._recent.append(set(words))
+        lasting = {key for key in words if sum(key in of for of in self._recent) >= _LASTING}
         new = [f"step {step}: {words[key]}" for key in words if key in lasting - self._known]
         self._known |= lasting
         self.said += new
