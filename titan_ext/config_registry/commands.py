@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line tool: ``titan_ext list | new | show | dry-run | report | target | peft``.
+"""The command line tool: ``titan_ext list | new | show | dry-run | tune | report | ...``.
 
 Commands are dataclasses that tyro parses. What it does not know are Titan's flags, which tyro
 parses again over the config. Nothing here imports torch before a command needs it.
@@ -23,6 +23,7 @@ import tyro
 
 from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
 from titan_ext.config_registry import resolve_config
+from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.files import nearest, to_toml
 from titan_ext.toml.find import check_config, extends_in, listing
 
@@ -140,8 +141,6 @@ class DryRun:
     """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
     dump_folder it is compares itself with its plan. With --activations: budget.toml, and the
     budget in a picture beside others."""
-    suggest: int = 0
-    """How many of the nearest changes to try, best first; with --memory. Each is a dry run."""
     against: tuple[_Config, ...] = ()
     """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
     verbose: bool = False
@@ -163,7 +162,6 @@ class DryRun:
                 "--activations plans one rank: expected --rank, not --all-stages.",
             ),
             (self.out and no_plan, "--out needs --memory: without it there is no plan."),
-            (self.suggest and no_plan, "--suggest needs --memory: without it there is no plan."),
             (self.against and not memory, "--against needs --memory: without it there is no plan."),
             (
                 self.ranks_per_node < 1,
@@ -177,7 +175,6 @@ class DryRun:
                 self.nvlink_domain and not (self.machine or self.activations),
                 "--nvlink-domain needs --machine: only its clock knows links.",
             ),
-            (self.suggest < 0, f"--suggest is {self.suggest}; expected 0 or more."),
             (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
             (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
             (not 0 <= self.rank < self.ranks <= _MOST_RANKS, f"{ranks} ranks, and a rank below."),
@@ -192,9 +189,9 @@ class DryRun:
         from titan_ext.base import no_accelerator
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import as_rank, dry_run
+        from titan_ext.plan.elsewhere import compare
         from titan_ext.plan.memory import DeviceMemory
         from titan_ext.plan.report import to_json, write
-        from titan_ext.plan.search import suggest
         from titan_ext.plan.stand_ins import as_stock
         from titan_ext.run.budget import solve_in_dry_run
         from titan_ext.toml.values import dump, identity
@@ -241,22 +238,20 @@ class DryRun:
         fullest = min(plans, key=lambda plan: plan["spare"])
         if self.all_stages:
             print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
-        if self.suggest or self.against:
+        if self.against:
             with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "config.toml"
-                file.write_text(source)
                 options = self._words(("ranks", *chain(*_OPTIONS)))
-                others = {other: extends_in(file.parent, other) for other in self.against}
-                for line in suggest(file, fullest, options, self.suggest, others):
+                others = {other: extends_in(Path(folder), other) for other in self.against}
+                for line in compare(Path(folder), fullest, options, others):
                     print(line, flush=True)
         elif not (fullest["fits"] or self.all_stages):
-            print("            --suggest 5 tries the nearest changes, with a dry run for each")
+            print("            titan_ext tune, with the same options, finds what fits and is fast")
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
 
     def _calibrated(self) -> float:
         from titan_ext.base.op_cost import MACHINES
-        from titan_ext.plan.search import calibrate
+        from titan_ext.plan.elsewhere import calibrate
 
         if self.machine and self.machine not in MACHINES:
             raise ValueError(
@@ -381,6 +376,7 @@ _COMMANDS = {
     "new": New,
     "show": Show,
     "dry-run": DryRun,
+    "tune": Tune,
     "report": Report,
     "target": Target,
     "peft": Peft,
