@@ -23,12 +23,14 @@ import tyro
 
 from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
 from titan_ext.config_registry import resolve_config
+from titan_ext.config_registry.terminal import coloured, working
 from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.files import nearest, to_toml
 from titan_ext.toml.find import check_config, extends_in, listing
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
+    from titan_ext.plan.budget import BudgetPlan
     from titan_ext.plan.memory import DeviceMemory
 
 _DESCRIPTION = (
@@ -229,7 +231,7 @@ class DryRun:
                     slower=self.slower,
                     imbalance=self.imbalance,
                 )
-                print(run.report(), flush=True)
+                print(coloured(run.report()), flush=True)
                 plans = [] if run.memory is None else [to_json(run, asked)]
                 if self.out is not None:
                     write(plans[0], self.out)
@@ -285,8 +287,13 @@ class DryRun:
             as_on_a_gpu=not self.on_cpu,
         )
         print(plan.report())
-        if self.out is None:
-            return
+        if self.out is not None:
+            self._write_budget(plan, changed)
+        fit = f"fit {self.memory}" if self.activations == "fit" else self.activations
+        print(f'\nin a run: [activation_checkpoint] policy = "fp8", budget = "{fit}"')
+
+    def _write_budget(self, plan: "BudgetPlan", changed: list[str]) -> None:
+        assert self.out is not None
         file = self.out / "budget.toml"
         lines = [f"extends = {json.dumps(extends_in(self.out, self.config))}"]
         lines += [line for line in changed if not line.startswith("activation_checkpoint")]
@@ -392,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in _COMMANDS and name[:1] not in ("", "-"):
             raise ValueError(f"{name}: no such command{nearest(name, _COMMANDS)}")
         command, flags = _parse(arguments)
-        with quiet(getattr(command, "verbose", False)):
+        with quiet(getattr(command, "verbose", False)), working(name, command):
             command.run(flags)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: titan_ext list | head

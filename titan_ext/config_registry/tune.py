@@ -4,14 +4,12 @@
 The search itself is ``plan.search``. Nothing here imports torch before the command needs it.
 """
 
-import contextlib
 import gc
 import os
 import resource
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,6 +18,7 @@ import tyro
 
 from titan_ext.base.messages import Mistakes, did_you_mean, duration, size_of
 from titan_ext.config_registry import resolve_config
+from titan_ext.config_registry.terminal import progress_of
 from titan_ext.toml.files import to_toml
 from titan_ext.toml.find import extends_in
 
@@ -80,10 +79,10 @@ class Tune:
 
         nodes = self.ranks_per_node, self.nvlink_domain
         with tempfile.TemporaryDirectory() as folder, as_rank(self.ranks, self.rank, *nodes):
-            search, given = self._search(flags, Path(folder))
+            search, given = self.search(flags, Path(folder))
             stopped = False
             try:
-                with _progress(search):
+                with progress_of(search):
                     search.run()
             except KeyboardInterrupt:
                 stopped = True
@@ -137,7 +136,7 @@ class Tune:
                 raise ValueError(problem)
         self.memory = self.memory or default
 
-    def _search(self, flags: list[str], folder: Path) -> "tuple[Search, dict[str, str]]":
+    def search(self, flags: list[str], folder: Path) -> "tuple[Search, dict[str, str]]":
         """The search, and the keys that the command line gives."""
         from titan_ext.base import no_accelerator
         from titan_ext.config_registry.resolve import resolve
@@ -222,46 +221,3 @@ class Tune:
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-@contextlib.contextmanager
-def _progress(search: "Search") -> Iterator[None]:
-    """On a terminal: what is tried, i of n so far, time left and the best; nothing in a pipe.
-
-    Without rich's thread, for processes are forked here.
-    """
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[best]}"),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        bar = progress.add_task("", total=None, best="")
-
-        def tick() -> None:
-            best = ""
-            if search.tried and (time := search.best.time) is not None:
-                fits = "" if search.best.fits else ", does not fit"
-                best = f"best so far: {time.tokens_per_second:,.0f} tokens/s{fits}"
-            forks = search.forks
-            progress.update(bar, completed=forks.called, total=forks.planned, best=best)
-            progress.refresh()
-
-        search.say = lambda text: progress.update(bar, description=text)
-        search.forks.tick = tick
-        yield

@@ -142,7 +142,7 @@ class Search:
             raise ValueError(own.reason)
         self.own = own
         self.say("its best checkpointing")
-        self.forks.run([self._evaluate({}, own)])
+        self.forks.run([self.evaluate({}, own)])
         for number in range(1, _ROUNDS + 1):
             before = self.best
             self.say(f"round {number}")
@@ -195,7 +195,7 @@ class Search:
             keys[f"{KEY}.exempt"] = ["*"]
         return keys | getattr(one.level, name)({**self.job.values, **keys})
 
-    def _evaluate(self, choices: Choices, near: Tried) -> Steps:
+    def evaluate(self, choices: Choices, near: Tried) -> Steps:
         """A candidate with the best level that fits; ``near`` says about how much room there is."""
         keys = keys_of(choices, self.job.values)
         for key in dict.fromkeys([block_keys(keys), frozenset(keys.items())]):
@@ -230,7 +230,7 @@ class Search:
     def _round(self, base: Tried) -> None:
         moves = list(self._worth_trying(base))
         found = self.forks.run(
-            self._evaluate(with_move(base.choices, move, change), base) for move, change in moves
+            self.evaluate(with_move(base.choices, move, change), base) for move, change in moves
         )
         helped = []
         for (move, change), one in zip(moves, found, strict=True):
@@ -247,7 +247,7 @@ class Search:
                 choices = with_move(choices, move, change)
                 together.append(choices)
         best = self.best
-        self.forks.run(self._evaluate(choices, best) for choices in together[1:])
+        self.forks.run(self.evaluate(choices, best) for choices in together[1:])
 
     def _worth_trying(self, base: Tried) -> Iterator[tuple[Move, Mapping[str, Any]]]:
         """Moves that act on parts which take a while, and were not tried nearby."""
