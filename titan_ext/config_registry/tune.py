@@ -68,7 +68,7 @@ class Tune:
     processes: int = 0
     """Plans at a time; 0 for one on each core."""
     verbose: bool = False
-    """Print what each candidate takes, as it is found."""
+    """Print what the search does next."""
 
     def run(self, flags: list[str]) -> None:
         self._check()
@@ -81,6 +81,8 @@ class Tune:
         with tempfile.TemporaryDirectory() as folder, as_rank(self.ranks, self.rank, *nodes):
             search, given = self.search(flags, Path(folder))
             stopped = False
+            if self.verbose:
+                search.say = lambda text: print(f"-- {text}", flush=True)
             try:
                 with progress_of(search):
                     search.run()
