@@ -253,7 +253,7 @@ def table(runs: dict[str, dict[int, list[float]]]) -> str:
 
 
 def plot(runs: dict[str, dict[int, list[float]]], file: Path, window: int = 20) -> None:
-    """A panel for each arm: its loss minus the reference's by seed, a mean over ``window`` steps."""
+    """A panel for each arm: its loss minus that of the reference, a mean over ``window`` steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -416,7 +416,8 @@ def test_a_batch_keeps_the_tokens_of_a_step(config: Loader):
     same, free = Facts(8, 8, 8), Facts(8, 8, 8, is_batch_free=True)
     now = with_defaults(identity(config(text)))
     assert list(batches(now, same)) == [{LOCAL: 3, GLOBAL: 24}]
-    assert list(batches(now, free)) == [{LOCAL: 12, GLOBAL: 48}, {LOCAL: 3, GLOBAL: 24}]
+    more = [{LOCAL: local, GLOBAL: 4 * local} for local in (48, 24, 12)]
+    assert list(batches(now, free)) == [*more, {LOCAL: 3, GLOBAL: 24}]
     now = with_defaults(identity(config(text + "global_batch_size = 48\n")))
     assert list(batches(now, same)) == [{LOCAL: 12, GLOBAL: 48}, {LOCAL: 3, GLOBAL: 48}]
     now = with_defaults(identity(config(text.replace("6", "5"))))
@@ -426,9 +427,9 @@ def test_a_batch_keeps_the_tokens_of_a_step(config: Loader):
 def test_degrees_divide_experts_and_ranks():
     ep, copies = MOVES[1].changes, MOVES[2].changes
     now = {**_VALUES, EP: 8, REPLICATE: 2}
-    assert [change[EP] for change in ep(now, _FACTS)] == [4, 16]
-    assert [change[EP] for change in ep({**now, EP: 32}, _FACTS)] == [8, 16]
-    assert [change[EP] for change in ep(now, replace(_FACTS, experts=24))] == [4]
+    assert [change[EP] for change in ep(now, _FACTS)] == [1, 2, 4, 16, 32]
+    assert [change[EP] for change in ep({**now, EP: 32}, _FACTS)] == [4, 8, 16]
+    assert [change[EP] for change in ep(now, replace(_FACTS, experts=24))] == [1, 2, 4]
     assert list(ep(now, replace(_FACTS, experts=0))) == []
     assert [change[REPLICATE] for change in copies(now, _FACTS)] == [1, 4, 8]
     assert [change[REPLICATE] for change in copies({**now, EP: 32}, _FACTS)] == [1]

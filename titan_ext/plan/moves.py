@@ -23,6 +23,8 @@ REPLICATE, SHARD = (f"parallelism.data_parallel_{axis}_degree" for axis in ("rep
 OFFLOAD_LIMIT = "activation_checkpoint.offload_limit"
 SCORES = "activation_checkpoint.score_before_last_gemm"
 _HALVES = "parallelism.overlap_exchanges"
+_FACTORS = (8, 4, 2, 0.5, 0.25, 0.125)
+"""To the degrees and batches that are tried from one of them."""
 
 
 class Effect(IntEnum):
@@ -123,22 +125,23 @@ def _with_batch(now: Keys, facts: Facts, local: int) -> Iterator[Keys]:
 
 
 def _batches(now: Keys, facts: Facts) -> Iterator[Keys]:
-    yield from _with_batch(now, facts, 2 * now[LOCAL])
-    if now[LOCAL] % 2 == 0:
-        yield from _with_batch(now, facts, now[LOCAL] // 2)
+    for factor in _FACTORS:
+        if (local := int(now[LOCAL] * factor)) == now[LOCAL] * factor:
+            yield from _with_batch(now, facts, local)
 
 
 def _ep(now: Keys, facts: Facts) -> Iterator[Keys]:
     here, sharing = now[EP], facts.sharing(now)
-    for degree in sorted({2 * here, here // 2, facts.ranks_per_node} - {here, 0}):
+    degrees = {here * factor for factor in _FACTORS} | {facts.ranks_per_node}
+    for degree in sorted(int(d) for d in degrees - {here} if d >= 1):
         if facts.experts and facts.experts % degree == 0 and sharing % degree == 0:
             yield {EP: degree}
 
 
 def _replicate(now: Keys, facts: Facts) -> Iterator[Keys]:
     here, ranks = max(now[REPLICATE], 1), facts.sharing({**now, REPLICATE: 1})
-    nodes = facts.ranks // facts.ranks_per_node
-    for copies in sorted({2 * here, here // 2, nodes} - {here, 0}):
+    degrees = {here * factor for factor in _FACTORS} | {facts.ranks // facts.ranks_per_node}
+    for copies in sorted(int(d) for d in degrees - {here} if d >= 1):
         if ranks % copies == 0 and ranks // copies > 1 and (ranks // copies) % now[EP] == 0:
             yield {REPLICATE: copies, SHARD: -1}
 

@@ -9,10 +9,11 @@ budget for which the step leaves room is taken.
 **How.** A local search that follows the largest part of the step. A round tries every move that
 acts on enough: a move saves at most the parts that it shortens, and what the bytes that it frees
 are worth to the recompute. Then the round adds up the moves that helped, the best first, and the
-search goes on from the best of all. A move that did not help is not tried again until the batch or
-a degree has changed. A round that gains less than ``_GAIN`` is the last. Then come budgets between
-two that were tried, and every change that saves nothing is taken back. The winner, the runner-up
-and the user's config are planned as whole models.
+search goes on from the best of all. Rounds of degrees and batches take turns with rounds of all
+other keys, whose worth depends on them: a move that did not help is not tried again before a degree
+or the batch has changed. Two rounds that gain less than ``_GAIN`` are the last. Then come budgets
+between two that were tried, and every change that saves nothing is taken back. The winner, the
+runner-up and the user's config are planned as whole models.
 
 **Prices.** Two shortened models (``plan.shorten``), each in a fork (``plan.forks``).
 
@@ -45,7 +46,9 @@ from titan_ext.plan.time import StepTime
 
 _GAIN = 0.003
 """Of a step: what a change has to save."""
-_ADDED_UP = 5
+_WORTH = 0.01
+"""Of a step: what a move has to act on to be tried."""
+_ADDED_UP = 4
 """Moves of a round that are tried together, at most."""
 _ROUNDS = 8
 _TRIES = 3
@@ -143,11 +146,14 @@ class Search:
         self.own = own
         self.say("its best checkpointing")
         self.forks.run([self.evaluate({}, own)])
-        for number in range(1, _ROUNDS + 1):
-            before = self.best
-            self.say(f"round {number}")
-            self._round(before)
-            if before.fits == self.best.fits and self.best.saves(before) < _GAIN:
+        without_gain = 0
+        for number in range(_ROUNDS):
+            before, is_coarse = self.best, number % 2 == 0
+            self.say(f"round {number + 1}: {'degrees and batches' if is_coarse else 'other keys'}")
+            self._round(before, is_coarse)
+            is_better = before.fits != self.best.fits or self.best.saves(before) >= _GAIN
+            without_gain = 0 if is_better else without_gain + 1
+            if without_gain == 2:
                 break
         self._refine()
         self._confirm(self._take_back())
@@ -227,8 +233,12 @@ class Search:
 
     # -- the search
 
-    def _round(self, base: Tried) -> None:
-        moves = list(self._worth_trying(base))
+    def _round(self, base: Tried, is_coarse: bool) -> None:
+        moves = [
+            (move, change)
+            for move, change in self._worth_trying(base)
+            if change.keys().isdisjoint(_NEIGHBOURHOOD) is not is_coarse
+        ]
         found = self.forks.run(
             self.evaluate(with_move(base.choices, move, change), base) for move, change in moves
         )
@@ -260,7 +270,7 @@ class Search:
         for move, change in moves_from(now, self.job.facts, self.most):
             direct = sum(ms.get(part, 0.0) for part in move.parts)
             nbytes = sum(base.memory.peak.by_kind.get(kind, 0) for kind in move.frees)
-            if base.fits and direct + freed * nbytes < _GAIN * step_ms:
+            if base.fits and direct + freed * nbytes < _WORTH * step_ms:
                 continue
             keys = keys_of(with_move(base.choices, move, change), self.job.values)
             if _signature(keys) not in seen and _mark(now, change) not in self._lost:
