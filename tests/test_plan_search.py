@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import run_ranks
+from tests.cluster import run_command, run_ranks
 from tests.toml_files import DEBUG, Loader
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.plan import tuned
-from titan_ext.plan.candidates import Job, Level, block_keys, policy_keys, with_defaults
+from titan_ext.plan.candidates import Job, Level, block_keys, with_defaults
 from titan_ext.plan.dry_run import as_rank, dry_run
 from titan_ext.plan.forks import FailedError, Forks
 from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan, Peak
@@ -26,7 +27,6 @@ from titan_ext.plan.moves import (
     GLOBAL,
     LOCAL,
     MOVES,
-    OFFLOAD_LIMIT,
     REPLICATE,
     SCORES,
     Effect,
@@ -394,15 +394,41 @@ def test_every_change_is_a_file_that_loads(config: Loader, folder: Path):
     assert {move for move, _ in tried} >= {move for move in MOVES if _has(values, move)}
     assert len(tried) > 12
     for _, change in tried:
-        policy = policy_keys(values) if any(k.startswith("activation_") for k in change) else {}
-        budget = {"activation_checkpoint.budget": "1GiB"} if OFFLOAD_LIMIT in change else {}
-        keys = {**policy, **budget, **change}
+        level = Level(GIB, 0.0, {"*": "recompute"})
+        checkpointed = any(key.startswith("activation_") for key in change)
+        keys = {**(level.budget_keys(values) if checkpointed else {}), **change}
         lines = [f"{key} = {to_toml(value)}" for key, value in keys.items()]
         (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
         values_now = resolve("changed.toml").values
         assert {key: values_now[key] for key in change} == change
 
 
+@pytest.mark.parametrize("keys", ["mode = 'full'", "preset = 'speed'", "budget = '1GiB'", ""])
+@pytest.mark.parametrize(
+    "level", [Level(9, 1.0, {"*": "recompute"}), Level(9, 1.0, {}, "speed"), Level(9, 0.0, {})]
+)
+def test_a_level_is_a_file_that_loads_over_any_policy(
+    level: Level, keys: str, config: Loader, folder: Path
+):
+    """As a table, and as the budget that a person's file gets."""
+    now = config(DEBUG + f"[activation_checkpoint]\npolicy = 'fp8'\n{keys}\n")
+    (folder / "config.toml").write_text(dump(now))
+    values = with_defaults(identity(now))
+    for made in (level.keys(values), level.budget_keys(values)):
+        lines = [f"{key} = {to_toml(value)}" for key, value in made.items()]
+        (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
+        policy: Any = resolve("changed.toml").config.activation_checkpoint
+        if level.is_none:
+            assert policy is None
+        elif level.preset:
+            assert policy == FP8AC.Config(preset="speed")
+        elif made.get(_TABLE):
+            assert policy == FP8AC.Config(preset="stock", op_policies=dict(level.table))
+        else:
+            assert policy == FP8AC.Config(budget="1MiB")
+
+
+_TABLE = "activation_checkpoint.op_policies"
 _BATCH = "local_batch_size = 2\nglobal_batch_size = 32\n"
 
 
@@ -482,3 +508,23 @@ def test_figures_and_the_front(folder: Path):
                 nbytes <= one.memory.peak.nbytes and ms <= one.time.step_ms + 1e-6
                 for nbytes, ms in points
             )
+
+
+@pytest.mark.slow
+def test_the_command_from_end_to_end(folder: Path):
+    """The file that it writes is planned as it says: by a dry run, which solves its budget."""
+    options = ("--ranks", "4", "--memory", "4GiB")
+    done = run_command(
+        folder, "tune", "moe_debug_gpu", *options, "--exact", "--processes", "2", "--out", "my.toml"
+    )
+    assert (done.code, done.error) == (0, "")
+    assert sorted(path.name for path in folder.iterdir()) == ["my.json", "my.png", "my.toml"]
+    found = json.loads((folder / "my.json").read_text())
+    assert found["best"]["fits"]
+    assert found["best"]["is_whole"]
+    assert found["best"]["step_ms"] <= found["own"]["step_ms"] or not found["own"]["fits"]
+    planned = run_command(folder, "dry-run", "my.toml", *options, "--machine", "h100", "--out", "p")
+    assert planned.code == 0, planned.error
+    plan = json.loads((folder / "p" / "plan_rank0.json").read_text())
+    assert plan["time"]["step_ms"] == pytest.approx(found["best"]["step_ms"], rel=0.01)
+    assert plan["peak"]["sum"] == pytest.approx(found["best"]["peak"], rel=0.01)

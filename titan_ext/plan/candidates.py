@@ -57,7 +57,7 @@ class Level(NamedTuple):
         if self.is_none:
             return {f"{KEY}.policy": "none"}
         if self.preset:
-            return policy_keys(now) | {f"{KEY}.preset": self.preset}
+            return policy_keys(now, self.preset)
         return policy_keys(now) | {f"{KEY}.op_policies": self.table}
 
     def budget_keys(self, now: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,16 +65,19 @@ class Level(NamedTuple):
         keys = self.keys(now)
         if not self.table:
             return keys
-        budget = f"{-(-self.nbytes // 2**20)}MiB"  # no more than this was found to need
-        return policy_keys(now) | {f"{KEY}.budget": budget}
+        budget = f"{-(-self.nbytes // 2**20)}MiB"
+        return policy_keys(now, FP8AC.Config().preset) | {f"{KEY}.budget": budget}
 
 
-def policy_keys(now: Mapping[str, Any]) -> dict[str, Any]:
-    """Policy "fp8" as a base for a table, without what ``now`` has in the way."""
+def policy_keys(now: Mapping[str, Any], preset: str = "stock") -> dict[str, Any]:
+    """Policy "fp8" with a preset, without what ``now`` has in the way."""
     usual = {"mode": "selective", "budget": "", "op_policies": {}, "solved_for": {}}
     keys = {f"{KEY}.{name}": value for name, value in usual.items()}
-    in_the_way = {k: v for k, v in keys.items() if now.get(k, v) != v}
-    return {f"{KEY}.policy": "fp8", f"{KEY}.preset": "stock", **in_the_way}
+    keys |= {f"{KEY}.preset": preset}
+    in_the_way = {key: value for key, value in keys.items() if now.get(key, value) != value}
+    is_default = preset == FP8AC.Config().preset
+    always = {} if is_default else {f"{KEY}.preset": preset}
+    return {f"{KEY}.policy": "fp8", **in_the_way, **always}
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:

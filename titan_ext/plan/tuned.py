@@ -41,7 +41,7 @@ def table(search: Search) -> Iterator[str]:
     """The user's config and the winner side by side."""
     own, best = search.own, search.best
     assert own is not None
-    yield f"{'':42}{'yours':>12}{'tuned':>12}"
+    yield f"{'':48}{'yours':>12}{'tuned':>12}"
     yield _row("tokens/s a GPU", *(f"{_per_second(one):,.0f}" for one in (own, best)))
     yield _row("ms a step", *(f"{_ms(one):,.1f}" for one in (own, best)))
     yield _row("GiB counted at the peak", *(f"{_peak(one) / _GIB:.2f}" for one in (own, best)))
@@ -50,12 +50,14 @@ def table(search: Search) -> Iterator[str]:
         both = [one.time.ms.get(part, 0.0) if one.time else 0.0 for one in (own, best)]
         if max(both) >= 0.05:
             yield _row(f"  {part}", *(f"{ms:,.1f}" for ms in both))
-    if not own.fits:
+    if not best.fits:
+        yield f"nothing that was tried fits; the least lacks {format_bytes(-_spare(best))}."
+    elif not own.fits:
         yield "yours does not fit: its times are of a step that would run out of memory."
 
 
 def _row(name: str, *values: str) -> str:
-    return f"{name:<42.42}" + "".join(f"{value:>12}" for value in values)
+    return f"{name:<48.48}" + "".join(f"{value:>12}" for value in values)
 
 
 def changes(search: Search) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -82,8 +84,10 @@ def _saves(search: Search, move: Any) -> str:
     without = search.without.get(move)
     if without is None or without.time is None:
         return "needed by the others" if without is not None else "goes with the others"
-    if not without.fits and search.best.fits:
-        return f"saves {format_bytes(-_spare(without))}, without which it does not fit"
+    if not without.fits:
+        assert search.compared is not None
+        freed = format_bytes(max(_spare(search.compared) - _spare(without), 0))
+        return f"frees {freed}" + (", without which it does not fit" if search.best.fits else "")
     assert search.compared is not None
     ms = (without.us_per_token - search.compared.us_per_token) * without.time.tokens / 1e3
     return f"saves {ms:,.0f} ms" if ms >= 1 else f"saves {ms:.1f} ms"
