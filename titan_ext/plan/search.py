@@ -10,10 +10,11 @@ budget for which the step leaves room is taken.
 acts on enough: a move saves at most the parts that it shortens, and what the bytes that it frees
 are worth to the recompute. Then the round adds up the moves that helped, the best first, and the
 search goes on from the best of all. Rounds of degrees and batches take turns with rounds of all
-other keys, whose worth depends on them: a move that did not help is not tried again before a degree
-or the batch has changed. Two rounds that gain less than ``_GAIN`` are the last. Then come budgets
-between two that were tried, and every change that saves nothing is taken back. The winner, the
-runner-up and the user's config are planned as whole models.
+other keys, whose worth depends on them, and which start from the two best choices of degrees. A
+move that did not help is not tried again before a degree or the batch has changed. Two rounds that
+gain less than ``_GAIN`` are the last. Then come budgets between two that were tried, and every
+change that saves nothing is taken back. The winner, the runner-up and the user's config are planned
+as whole models.
 
 **Prices.** Two shortened models (``plan.shorten``), each in a fork (``plan.forks``).
 
@@ -48,6 +49,8 @@ _GAIN = 0.003
 """Of a step: what a change has to save."""
 _WORTH = 0.01
 """Of a step: what a move has to act on to be tried."""
+_CLOSE = 0.1
+"""Of a step: by how much other degrees may be slower whose other keys are tried, too."""
 _ADDED_UP = 4
 """Moves of a round that are tried together, at most."""
 _ROUNDS = 8
@@ -150,7 +153,8 @@ class Search:
         for number in range(_ROUNDS):
             before, is_coarse = self.best, number % 2 == 0
             self.say(f"round {number + 1}: {'degrees and batches' if is_coarse else 'other keys'}")
-            self._round(before, is_coarse)
+            for base in self._bases(is_coarse):
+                self._round(base, is_coarse)
             is_better = before.fits != self.best.fits or self.best.saves(before) >= _GAIN
             without_gain = 0 if is_better else without_gain + 1
             if without_gain == 2:
@@ -233,6 +237,22 @@ class Search:
 
     # -- the search
 
+    def _bases(self, is_coarse: bool) -> list[Tried]:
+        """The best; for other keys than degrees also the best of other degrees or another batch.
+
+        Keys that only one of two degrees allows may be worth more than the degrees differ.
+        """
+        best = self.best
+        here = _place(self.job.values, best)
+        others = [
+            one
+            for one in self.tried
+            if one.fits == best.fits
+            and one.saves(best) > -_CLOSE
+            and _place(self.job.values, one) != here
+        ]
+        return [best, *([] if is_coarse or not others else [min(others, key=lambda x: x.order)])]
+
     def _round(self, base: Tried, is_coarse: bool) -> None:
         moves = [
             (move, change)
@@ -256,8 +276,7 @@ class Search:
                 used.append(move)
                 choices = with_move(choices, move, change)
                 together.append(choices)
-        best = self.best
-        self.forks.run(self.evaluate(choices, best) for choices in together[1:])
+        self.forks.run(self.evaluate(choices, base) for choices in together[1:])
 
     def _worth_trying(self, base: Tried) -> Iterator[tuple[Move, Mapping[str, Any]]]:
         """Moves that act on parts which take a while, and were not tried nearby."""
@@ -375,3 +394,8 @@ def _signature(keys: Mapping[str, Any]) -> Any:
 
 def _mark(now: Mapping[str, Any], change: Mapping[str, Any]) -> Any:
     return tuple(now[key] for key in _NEIGHBOURHOOD), _signature(change)
+
+
+def _place(values: Mapping[str, Any], one: Tried) -> Any:
+    """Its degrees and batch."""
+    return tuple(one.keys.get(key, values[key]) for key in _NEIGHBOURHOOD)
