@@ -101,6 +101,15 @@ def _if_experts(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
     return changes
 
 
+def _if_moe(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
+    """Where there are experts, with expert parallelism or without."""
+
+    def changes(now: Keys, facts: Facts) -> Iterable[Keys]:
+        return change(now, facts) if facts.experts else ()
+
+    return changes
+
+
 def _if_sharded(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
     """Where FSDP gathers experts at all."""
 
@@ -223,7 +232,7 @@ MOVES = (
         _HELD,
         Effect.ROUNDING,
         "routing scores before the last GEMM of experts, whose output need not be kept",
-        _if_experts(_values(SCORES, True)),
+        _if_moe(_values(SCORES, True)),
     ),
     Move(
         (*_SENDS, Part.RECOMPUTE),
