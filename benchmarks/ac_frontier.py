@@ -39,8 +39,15 @@ PRESETS = {
 }
 
 
-_LABELS = {"memory": ("right", 3), "speed": ("left", -10), "no checkpointing": ("right", 6)}
-"""Where a label goes: its aligned side, and points above."""
+_MARKERS = {
+    "stock selective": "^",
+    "memory": "s",
+    "balanced": "D",
+    "speed": "P",
+    "gemms": "o",
+    "no checkpointing": "v",
+}
+"""Of policies in the picture, whose points lie too close for names beside them."""
 
 
 def frontier(
@@ -153,18 +160,9 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
             axes.plot(*zip(*points, strict=True), label=name, linewidth=1.8)
         for name, (mib, ms) in result["policies"].items():
             base, _, saves = name.partition(", ")
-            color, marker = ("k", "^") if base.startswith(("stock", "no ")) else ("r", "s")
+            color = "k" if base.startswith(("stock", "no ")) else "r"
             fill = "none" if saves else color
-            axes.plot(mib, ms, marker, color=color, markerfacecolor=fill, markersize=6)
-            side, height = _LABELS.get(base, ("left", 3))
-            axes.annotate(
-                base,
-                (mib, ms),
-                textcoords="offset points",
-                xytext=(6 if side == "left" else -6, height),
-                horizontalalignment=side,
-                fontsize=8,
-            )
+            axes.plot(mib, ms, _MARKERS[base], color=color, markerfacecolor=fill, markersize=7)
         axes.axhline(result["forward_ms"], color="grey", linestyle=":", linewidth=0.8)
         axes.text(500, result["forward_ms"] + 0.03, "one forward", color="grey", fontsize=8)
         axes.set_title(f"{result['title']}: one MoE block, 4096 tokens")
@@ -173,12 +171,14 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
         axes.set_ylim(0, 3.2)
         axes.grid(alpha=0.3)
     axes = panels[0][0]
-    axes.plot([], [], "k^", label="stock TorchTitan")
-    axes.plot([], [], "rs", label="presets of titan_ext")
+    for base, marker in _MARKERS.items():
+        is_stock = base.startswith(("stock", "no "))
+        label = base if is_stock else f'preset "{base}"'
+        axes.plot([], [], marker, color="k" if is_stock else "r", label=label)
     axes.plot([], [], "s", color="grey", markerfacecolor="none", label="hollow: all-to-alls saved")
     axes.set_ylabel("milliseconds of recompute and float8 codec (priced, H100)")
-    figure.legend(*axes.get_legend_handles_labels(), loc="lower center", ncol=6, fontsize=8)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.legend(*axes.get_legend_handles_labels(), loc="lower center", ncol=5, fontsize=8)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(file, dpi=110)
 
 

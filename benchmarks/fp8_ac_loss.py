@@ -261,29 +261,33 @@ def table(runs: dict[str, dict[int, list[float]]]) -> str:
 
 
 def plot(runs: dict[str, dict[int, list[float]]], file: Path, window: int = 20) -> None:
-    """Above the losses; below the difference to the reference, a mean over ``window`` steps."""
+    """A panel for each arm: its loss minus that of the reference, a mean over ``window`` steps."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(9.5, 7), layout="constrained")
-    for color, (arm, by_seed) in zip(pyplot.get_cmap("tab10").colors, runs.items(), strict=False):
-        for seed, losses in by_seed.items():
-            label = arm if seed == min(by_seed) else None
-            top.plot(losses, color=color, label=label, linewidth=0.6)
-            if arm == REFERENCE or seed not in runs.get(REFERENCE, {}):
-                continue
-            gaps = [a - b for a, b in zip(losses, runs[REFERENCE][seed], strict=True)]
+    arms = [arm for arm in runs if arm != REFERENCE]
+    figure, panels = pyplot.subplots(
+        len(arms),
+        sharex=True,
+        figsize=(9.5, 1 + 2 * len(arms)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axes, arm in zip(panels[:, 0], arms, strict=True):
+        axes.axhspan(-BOUND, BOUND, color="0.9", label=f"limit of the mean, {BOUND:g}")
+        for seed in sorted(runs[arm].keys() & runs[REFERENCE].keys()):
+            pairs = zip(runs[arm][seed], runs[REFERENCE][seed], strict=True)
+            gaps = [mine - reference for mine, reference in pairs]
             smooth = [statistics.fmean(gaps[max(0, i - window) : i + 1]) for i in range(len(gaps))]
-            bottom.plot(smooth, color=color, linewidth=0.8)
-    top.set_ylabel("loss (nats a token)")
-    bottom.axhspan(-BOUND, BOUND, color="0.9", label=f"limit of the mean, {BOUND:g}")
-    for axes in (top, bottom):
+            axes.plot(smooth, linewidth=1, label=f"seed {seed}")
+        axes.set_title(arm, loc="left")
+        axes.set_ylim(-0.1, 0.1)
+        axes.grid(alpha=0.3)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-    bottom.set_ylim(-0.1, 0.1)
-    bottom.set_ylabel(f"loss minus {REFERENCE}, mean of {window} steps")
-    bottom.set_xlabel("step")
+    panels[-1, 0].set_xlabel("step")
+    figure.supylabel(f"loss minus {REFERENCE}, nats a token, mean of {window} steps")
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 

@@ -1,5 +1,6 @@
 """The command line tool, apart from dry runs (test_dry_run.py)."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from titan_ext.config_registry.resolve import load
 from titan_ext.toml.find import find_config, titan_configs
 from titan_ext.toml.values import leaves
 
-COMMANDS = ("list", "new", "show", "dry-run", "report", "target", "peft")
+COMMANDS = ("list", "new", "show", "dry-run", "tune", "report", "target", "peft")
+ROOT = Path(__file__).parent.parent
 RICH = (
     DEBUG
     + """
@@ -193,13 +195,16 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         (["dry-run", "moe_debug", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
         (["dry-run", "moe_debug", "--ranks", "4", "--allowance", "1GiB"], "needs --memory"),
         (["dry-run", "moe_debug", "--ranks", "4", "--out", "plans"], "--out needs --memory"),
-        (["dry-run", "moe_debug", "--ranks", "4", "--suggest", "1"], "--suggest needs --memory"),
         (["dry-run", "moe_debug", "--ranks", "4", "--imbalance", "3"], "expected 0 to 2"),
         (["dry-run", "moe_debug", "--ranks", "1000000000"], "expected 1 to 1,048,576 ranks"),
-        (
-            ["dry-run", "moe_debug", "--ranks", "4", "--memory", "8GiB", "--suggest", "-1"],
-            "--suggest is -1; expected 0 or more.",
-        ),
+        (["tune", "moe_debug", "--ranks", "4", "--machine", "h10"], "did you mean 'h100'?"),
+        (["tune", "moe_debug", "--ranks", "4", "--rank", "4"], "--rank is 4"),
+        (["tune", "moe_debug", "--ranks", "4", "--out", "mine"], "whose name ends in .toml"),
+        (["tune", "moe_debug", "--ranks", "4", "--out", "run.toml"], "run.toml, which exists"),
+        (["tune", "moe_debug", "--ranks", "4", "--out", "no/a.toml"], "no such folder"),
+        (["tune", "moe_debug", "--ranks", "4", "--slower", "0"], "--slower is 0.0"),
+        (["tune", "moe_debug", "--ranks", "4", "--exact", "--batch", "free"], "--exact changes no"),
+        (["tune", "moe_debug", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
         (["dry-run", "moe_debug", "--ranks", "4", "--on-cpu"], "--on-cpu needs --activations"),
         (["dry-run", "moe_debug", "--ranks", "4", "--rank", "1", "--all-stages"], "no --rank"),
         (["dry-run", "moe_debug", "--ranks", "4", "--memry", "8GiB"], "did you mean '--memory'"),
@@ -226,3 +231,29 @@ def test_target_is_where_the_next_run_ends(folder: Path, capsys: pytest.CaptureF
     (folder / "checkpoint" / "step-10" / ".metadata").touch()
     assert main(["target", ".", "--steps", "30"]) == 0
     assert capsys.readouterr().out == "30\n"
+
+
+_SHOWS = """
+from titan_ext.config_registry.terminal import coloured, working
+with working("dry-run", None):
+    print(coloured("memory      does not fit in 80.00 GiB"))
+print("fits")
+"""
+
+
+def test_a_terminal_gets_colours_and_progress_and_a_pipe_none():
+    command = [sys.executable, "-c", _SHOWS]
+    piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert piped.stdout == "memory      does not fit in 80.00 GiB\nfits\n"
+    assert not piped.stderr
+    terminal, other_end = os.openpty()
+    subprocess.run(command, cwd=ROOT, stdout=other_end, env=os.environ | _A_TERMINAL, check=True)
+    os.close(other_end)
+    shown = os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    assert "\x1b[31mdoes not fit\x1b[0m in 80.00 GiB" in shown
+    assert "planning a step" in shown
+    assert shown.endswith("fits\r\n")
+
+
+_A_TERMINAL = {"TERM": "xterm", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}

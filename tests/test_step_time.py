@@ -24,9 +24,9 @@ from tests.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.base.op_cost import MACHINES, collective_ms, nodes_of, op_cost
 from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.elsewhere import calibrate
 from titan_ext.plan.live import LiveBytes, MemoryKind
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
-from titan_ext.plan.search import calibrate
 from titan_ext.plan.stand_ins import AttentionShapes, as_rank
 from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS, Part, Pass, StepClock, StepTime
 from titan_ext.run.record import CONFIG, RECORD

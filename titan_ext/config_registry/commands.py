@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line tool: ``titan_ext list | new | show | dry-run | report | target | ...``.
+"""The command line tool: ``titan_ext list | new | show | dry-run | tune | report | ...``.
 
 Commands are dataclasses that tyro parses. What it does not know are Titan's flags, which tyro
 parses again over the config. Nothing here imports torch before a command needs it.
@@ -24,11 +24,14 @@ import tyro
 from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
 from titan_ext.config_registry import resolve_config
 from titan_ext.config_registry.run_commands import Check, Ledger, Peft, Report, Target
+from titan_ext.config_registry.terminal import coloured, working
+from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.files import nearest, to_toml
 from titan_ext.toml.find import check_config, extends_in, listing
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
+    from titan_ext.plan.budget import BudgetPlan
     from titan_ext.plan.memory import DeviceMemory
 
 _DESCRIPTION = (
@@ -146,8 +149,6 @@ class DryRun:
     """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
     dump_folder it is compares itself with its plan. With --activations: budget.toml, and the
     budget in a picture beside others."""
-    suggest: int = 0
-    """How many of the nearest changes to try, best first; with --memory. Each is a dry run."""
     against: tuple[_Config, ...] = ()
     """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
     verbose: bool = False
@@ -169,7 +170,6 @@ class DryRun:
                 "--activations plans one rank: expected --rank, not --all-stages.",
             ),
             (self.out and no_plan, "--out needs --memory: without it there is no plan."),
-            (self.suggest and no_plan, "--suggest needs --memory: without it there is no plan."),
             (self.against and not memory, "--against needs --memory: without it there is no plan."),
             (
                 self.ranks_per_node < 0,
@@ -184,7 +184,6 @@ class DryRun:
                 self.nvlink_domain and not (self.machine or self.activations),
                 "--nvlink-domain needs --machine: only its clock knows links.",
             ),
-            (self.suggest < 0, f"--suggest is {self.suggest}; expected 0 or more."),
             (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
             (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
             (not 0 <= self.rank < self.ranks <= _MOST_RANKS, f"{ranks} ranks, and a rank below."),
@@ -200,9 +199,9 @@ class DryRun:
         from titan_ext.base.op_cost import nodes_of
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import dry_run
+        from titan_ext.plan.elsewhere import compare
         from titan_ext.plan.memory import DeviceMemory
         from titan_ext.plan.report import to_json, write
-        from titan_ext.plan.search import suggest
         from titan_ext.plan.stand_ins import as_rank, as_stock
         from titan_ext.run.budget import solve_in_dry_run
         from titan_ext.toml.values import dump, identity
@@ -244,7 +243,7 @@ class DryRun:
                     imbalance=self.imbalance,
                     document=self.document,
                 )
-                print(run.report(), flush=True)
+                print(coloured(run.report()), flush=True)
                 plans = [] if run.memory is None else [to_json(run, asked)]
                 if self.out is not None:
                     write(plans[0], self.out)
@@ -253,21 +252,19 @@ class DryRun:
         fullest = min(plans, key=lambda plan: plan["spare"])
         if self.all_stages:
             print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
-        if self.suggest or self.against:
+        if self.against:
             with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "config.toml"
-                file.write_text(source)
                 options = self._words(("ranks", *chain(*_OPTIONS)))
-                others = {other: extends_in(file.parent, other) for other in self.against}
-                for line in suggest(file, fullest, options, self.suggest, others):
+                others = {other: extends_in(Path(folder), other) for other in self.against}
+                for line in compare(Path(folder), fullest, options, others):
                     print(line, flush=True)
         elif not (fullest["fits"] or self.all_stages):
-            print("            --suggest 5 tries the nearest changes, with a dry run for each")
+            print("            titan_ext tune, with the same options, finds what fits and is fast")
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
 
     def _calibrated(self) -> float:
-        from titan_ext.plan.search import calibrate
+        from titan_ext.plan.elsewhere import calibrate
 
         if not self.machine and (self.measured is not None or self.slower != 1.0):
             raise ValueError("--measured and --slower need --machine: they slow its kernels down.")
@@ -296,8 +293,13 @@ class DryRun:
             as_on_a_gpu=not self.on_cpu,
         )
         print(plan.report())
-        if self.out is None:
-            return
+        if self.out is not None:
+            self._write_budget(plan, changed)
+        fit = f"fit {self.memory}" if self.activations == "fit" else self.activations
+        print(f'\nin a run: [activation_checkpoint] policy = "fp8", budget = "{fit}"')
+
+    def _write_budget(self, plan: "BudgetPlan", changed: list[str]) -> None:
+        assert self.out is not None
         file = self.out / "budget.toml"
         lines = [f"extends = {json.dumps(extends_in(self.out, self.config))}"]
         lines += [line for line in changed if not line.startswith("activation_checkpoint")]
@@ -339,6 +341,7 @@ _COMMANDS = {
     "new": New,
     "show": Show,
     "dry-run": DryRun,
+    "tune": Tune,
     "report": Report,
     "target": Target,
     "peft": Peft,
@@ -356,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in _COMMANDS and name[:1] not in ("", "-"):
             raise ValueError(f"{name}: no such command{nearest(name, _COMMANDS)}")
         command, flags = _parse(arguments)
-        with quiet(getattr(command, "verbose", False)):
+        with quiet(getattr(command, "verbose", False)), working(name, command):
             command.run(flags)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: titan_ext list | head

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,8 @@ class TracedBlocks:
         settings: ``settings_of`` its config.
         machine: A name in ``op_cost.MACHINES``.
         offload_limit: For what may wait on the host ("64GiB"); "" if nothing may.
+        stands_for: How many blocks of the job's model one of the run's stands for, by its index,
+            where that model was shortened (``plan.shorten``).
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class TracedBlocks:
         settings: FP8AC.Config,
         machine: str = "h100",
         offload_limit: str = "",
+        stands_for: Callable[[int], int] = lambda index: 1,
     ) -> None:
+        self._stands_for = stands_for
         self._settings, self._rates, self._machine = settings, MACHINES[machine], machine
         self.offload_limit = offload_limit
         self.blocks = list(self._trace(run))
@@ -103,16 +107,22 @@ class TracedBlocks:
     def _trace(self, run: DryRun) -> Iterator[_Block]:
         first: dict[Any, tuple[str, nn.Module]] = {}
         kinds: dict[nn.Module, Any] = {}
+        counts: Counter[Any] = Counter()
+        times: dict[nn.Module, int] = {}
         for part in run.model_parts:
             for name, block in part.get_submodule("layers").named_children():
                 kind = kinds[block] = _kind(block, f"layers.{name}", self._settings.exempt)
                 first.setdefault(kind, (f"layers.{name}", block))
+                times[block] = self._stands_for(int(name))
+                counts[kind] += times[block]
         waiting: Counter[Any] = Counter()
         most: Counter[Any] = Counter()
         traced = {}
         with contextlib.ExitStack() as stack:
             for block, kind in kinds.items():
-                stack.callback(block.register_forward_hook(_counting(kind, waiting, most)).remove)
+                stack.callback(
+                    block.register_forward_hook(_counting(kind, times[block], waiting, most)).remove
+                )
             for kind, (name, block) in first.items():
                 traced[kind] = stack.enter_context(
                     trace(
@@ -128,7 +138,7 @@ class TracedBlocks:
             run.forward_backward()
         for kind, (name, block) in first.items():
             (graph,) = traced[kind]
-            yield _Block(name, block, graph, list(kinds.values()).count(kind), most[kind])
+            yield _Block(name, block, graph, counts[kind], most[kind])
 
     def _kinds_elsewhere(self, run: DryRun) -> Sequence[str]:
         """The first block of each kind that only other pipeline stages have."""
@@ -407,14 +417,14 @@ def _kind(block: nn.Module, name: str, exempt: Sequence[str]) -> Any:
     )
 
 
-def _counting(kind: Any, waiting: Counter[Any], most: Counter[Any]) -> Any:
+def _counting(kind: Any, times: int, waiting: Counter[Any], most: Counter[Any]) -> Any:
     """A forward hook that counts the forwards of a kind that wait for their backward."""
 
     def end(gradient: torch.Tensor) -> None:
-        waiting[kind] -= 1
+        waiting[kind] -= times
 
     def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        waiting[kind] += 1
+        waiting[kind] += times
         most[kind] = max(most[kind], waiting[kind])
         out.register_hook(end)
 

@@ -32,7 +32,7 @@ _COLOURS = {
     MemoryKind.LOSS: "#c00000",
     MemoryKind.TEMPORARY: "#a6a6a6",
 }
-_LABELS_AT_MOST = 30
+_LABELS_AT_MOST = 14
 _SEEN = 0.002
 """Of the peak: a kind that is never more is not drawn."""
 _LIMIT_IN_SIGHT = 4
@@ -132,7 +132,9 @@ def draw(plan: Mapping[str, Any]) -> Any:
     axes.set_xlim(-0.5, len(moments) - 0.5)
     axes.set_ylim(0, max(1.2 * top, 1.05 * limit if limit <= _LIMIT_IN_SIGHT * top else 0))
     axes.set_ylabel("GiB, at the peak of each moment")
-    axes.set_title(plan["verdict"], loc="left", fontsize="medium")
+    name = plan["config"]["extends"].rpartition(".")[2] or "a model"
+    job = f"One step of {name} on {plan['ranks']} ranks"
+    axes.set_title(f"{job}: {plan['verdict']}", loc="left", fontsize="medium")
     axes.grid(axis="y", alpha=0.3)
     # The legend in the order in which the kinds lie on each other.
     axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)

@@ -1,248 +1,401 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tries changes of a config in dry runs of their own: which of them fit, and how fast they are.
+"""The search of ``titan_ext tune``: which keys make a step of a job fastest in a memory.
 
-``titan_ext dry-run CONFIG --ranks N --memory 80GiB --suggest 5`` tries five of ``CHANGES``, those
-that change anything first. With ``--machine`` each is timed, too, and of those that fit the fastest
-comes first. A config that does not start is an answer as well: with its reason. ``calibrate``
-learns from a finished run how slow kernels are.
+**What is searched.** A candidate is a set of changes (``plan.moves``) and a checkpointing. The
+latter is not searched with the others: an integer program (``activation_checkpoint.solver``) gives
+the best policies for some budgets, once for all candidates whose blocks run alike. The largest
+budget for which the step leaves room is taken.
+
+**How.** A local search that follows the largest part of the step. A round tries every move that
+acts on enough: a move saves at most the parts that it shortens, and what the bytes that it frees
+are worth to the recompute. Then the round adds up the moves that helped, the best first, and the
+search goes on from the best of all. Rounds of degrees and batches take turns with rounds of all
+other keys, whose worth depends on them, and which start from the two best choices of degrees. A
+move that did not help is not tried again before a degree or the batch has changed. Two rounds that
+gain less than ``_GAIN`` are the last. Then come budgets between two that were tried, and every
+change that saves nothing is taken back. The winner, the runner-up and the user's config are planned
+as whole models.
+
+**Prices.** Two shortened models (``plan.shorten``), each in a fork (``plan.forks``).
+
+benchmarks/tune_check.py holds it against all configs of a small grid.
 """
 
-import json
-import resource
-import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titan_ext.base.messages import format_bytes
-from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
-from titan_ext.base.run_folder import read_scalar
-from titan_ext.base.titan import half_the_batch
-from titan_ext.plan.ledger import Ledger
-from titan_ext.plan.time import WAITS, Part
-from titan_ext.run.planned import dry_run_elsewhere, file_name
-from titan_ext.run.record import CONFIG, RECORD
-from titan_ext.toml.files import to_toml
-
-_SECONDS = "time_metrics/end_to_end(s)"
-_REASON = 160
-"""Characters of a reason, at most."""
-
-_Config = Mapping[str, Any]
-"""Every value of a config by its dotted key, and "ranks"."""
-_Time = Mapping[str, Any]
-"""The "time" of a plan's file."""
-_ANY_MEMORY = "1TiB"
-_KERNELS = [part for part in Part if part not in (*WAITS, Part.BUBBLE, Part.OTHER)]
-_EP = "parallelism.expert_parallel_degree"
-_AC = "activation_checkpoint"
-
-
-def _float8(preset: str) -> dict[str, Any]:
-    return {f"{_AC}.policy": "fp8", f"{_AC}.preset": preset}
-
-
-def _best_that_fits(now: _Config) -> dict[str, Any]:
-    if any(key.startswith(f"{_AC}.op_policies.") for key in now):
-        return {}  # a table, solved or not
-    usual = {f"{_AC}.mode": "selective", f"{_AC}.preset": "memory"}
-    fit = {f"{_AC}.policy": "fp8", f"{_AC}.budget": "fit"}
-    return fit | {key: value for key, value in usual.items() if now.get(key, value) != value}
-
-
-def _scores_first(now: _Config) -> dict[str, Any]:
-    if now[_EP] == 1:
-        return {}  # perhaps a dense model
-    return _best_that_fits(now) | {f"{_AC}.policy": "fp8", f"{_AC}.score_before_last_gemm": True}
-
-
-def _half_the_batch(now: _Config) -> dict[str, Any]:
-    copies = now["ranks"]
-    for axis in ("tensor", "context", "pipeline"):
-        copies //= now[f"parallelism.{axis}_parallel_degree"]
-    return half_the_batch(now, copies)
-
-
-CHANGES: Sequence[tuple[Callable[[_Config], dict[str, Any]], str]] = (
-    (lambda _: _float8("balanced"), "activations in float8, a part recomputed"),
-    (_best_that_fits, "the fastest checkpointing for what is left"),
-    (_scores_first, "that, with routing scores before the last expert GEMM: other rounding"),
-    (_half_the_batch, "the same global batch in twice the passes"),
-    (lambda _: {"activation_checkpoint.policy": "full"}, "every block recomputed"),
-    (lambda now: {_EP: 2 * now[_EP]}, "tokens travel between twice the ranks"),
-    (lambda _: {"training.enable_cpu_offload": True}, "weights and optimizer on the host"),
-    (lambda _: _float8("memory"), "activations in float8, most recomputed"),
-    (lambda _: _float8("speed"), "activations in float8, little recomputed"),
-    (lambda _: {"parallelism.save_all_to_all": "never"}, "tokens sent again in the recompute"),
-    (lambda _: {"parallelism.fsdp_wrap": "submodule"}, "smaller collectives, and more of them"),
-    (lambda _: {"parallelism.fsdp_reshard_after_forward": "always"}, "gathered twice a step"),
+from titan_ext.activation_checkpoint.solved import KEY
+from titan_ext.plan.candidates import Job, Level, block_keys
+from titan_ext.plan.forks import FailedError, Forks, Steps
+from titan_ext.plan.memory import MemoryKind, MemoryPlan
+from titan_ext.plan.moves import (
+    EP,
+    GLOBAL,
+    LOCAL,
+    OFFLOAD_LIMIT,
+    REPLICATE,
+    Choices,
+    Effect,
+    Move,
+    keys_of,
+    moves_from,
+    with_move,
 )
-"""What is tried, in this order: keys and values for a config, and their price."""
+from titan_ext.plan.shorten import NotAlikeError
+from titan_ext.plan.time import StepTime
+
+_GAIN = 0.003
+"""Of a step: what a change has to save."""
+_WORTH = 0.01
+"""Of a step: what a move has to act on to be tried."""
+_CLOSE = 0.1
+"""Of a step: by how much other degrees may be slower whose other keys are tried, too."""
+_ADDED_UP = 4
+"""Moves of a round that are tried together, at most."""
+_ROUNDS = 8
+_TRIES = 3
+"""Levels of a candidate that are priced, at most."""
+_NEIGHBOURHOOD = (LOCAL, EP, REPLICATE)
+_SEEN = 0.01
+"""Of what blocks hold at most: moments with less do not limit it."""
+_HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL)
 
 
-def suggest(
-    file: Path,
-    plan: Mapping[str, Any],
-    options: Sequence[str],
-    count: int,
-    against: Mapping[str, str],
-) -> Iterator[str]:
-    """Try other configs and ``count`` changes: a line for each before it is tried, and the results,
-    best first.
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A candidate and its price.
 
-    Args:
-        file: A TOML file of the config; others go beside it.
-        plan: Of that config, as ``plan.report.to_json`` made it. The same rank is planned.
-        options: Of the command, such as ``--memory 80GiB --machine h100``.
-        count: How many changes.
-        against: Other configs by name, and as a TOML file extends them.
+    Attributes:
+        choices: Its changes, by the moves that made them.
+        keys: The same by key, without what the user has.
+        level: Its checkpointing; None for the user's own.
+        memory, time: Its price; None if it does not start.
+        reason: Why it does not.
+        is_whole: Whether the whole model was planned.
     """
-    before_s, found, failed = _cpu_s(), [], []
-    cases = [(name, [f"extends = {to_toml(other)}"]) for name, other in against.items()]
-    for change, price in _changes({**plan["config"], "ranks": plan["ranks"]}, count):
-        lines = [f"{key} = {to_toml(value)}" for key, value in change.items()]
-        cases.append((f"{', '.join(lines)} ({price})", [f"extends = {to_toml(file.name)}", *lines]))
-    yield f"-- what would fit on rank {plan['rank']}: {len(cases)} configs, a dry run each"
-    for text, lines in cases:
-        yield f"trying {text}"
-        changed, planned = file.with_name("changed.toml"), file.with_name(file_name(plan["rank"]))
-        planned.unlink(missing_ok=True)
-        changed.write_text("\n".join(lines) + "\n")
-        where = ["--rank", str(plan["rank"]), "--out", str(file.parent)]
-        done = dry_run_elsewhere(changed, [*options, *where])
-        if planned.exists():
-            found.append((json.loads(planned.read_text()), text))
+
+    choices: Choices
+    keys: Mapping[str, Any]
+    level: Level | None = None
+    memory: MemoryPlan | None = None
+    time: StepTime | None = None
+    reason: str = ""
+    is_whole: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.memory is not None and self.memory.spare >= 0
+
+    @property
+    def us_per_token(self) -> float:
+        """Microseconds of a GPU."""
+        return self.time.step_ms * 1e3 / self.time.tokens if self.time else float("inf")
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """The fastest that fits comes first; what does not by what it lacks."""
+        if self.memory is None or self.fits:
+            return self.memory is None, self.us_per_token
+        return True, -self.memory.spare * 1e9
+
+    def saves(self, other: "Tried") -> float:
+        """Of the time of a token with ``other``, the share that it saves."""
+        return 1 - self.us_per_token / other.us_per_token
+
+
+@dataclass(eq=False)
+class Search:
+    """Tunes ``job`` when ``run`` is called.
+
+    Attributes:
+        job: What to tune.
+        forks: Of ``job.ask``.
+        most: What changes may do to results.
+        say: Is told what the search does next.
+        tried: All candidates that were priced.
+        own: The user's config.
+        winner, runner_up: What was found, planned as whole models; None until then.
+        without: The best without one of its moves, and (None) with the user's checkpointing.
+        compared: The best with which those compare: prices of shortened models.
+    """
+
+    job: Job
+    forks: Forks
+    most: Effect
+    say: Callable[[str], None] = lambda text: None
+    tried: list[Tried] = field(default_factory=list)
+    own: Tried | None = None
+    winner: Tried | None = None
+    runner_up: Tried | None = None
+    without: dict[Move | None, Tried] = field(default_factory=dict)
+    compared: Tried | None = None
+    _levels: dict[Any, Sequence[Level] | FailedError] = field(default_factory=dict)
+    _lost: set[Any] = field(default_factory=set)
+
+    @property
+    def best(self) -> Tried:
+        """Of what was priced so far."""
+        found = self.winner or min(self.tried, key=lambda one: one.order, default=None)
+        assert found is not None, "the user's config comes first"
+        return found
+
+    def run(self) -> None:
+        """Search, and confirm what was found. Raises ValueError if the user's config is wrong."""
+        self.say("your config")
+        (own,) = self.forks.run([self._price({}, None)])
+        if own.memory is None:
+            raise ValueError(own.reason)
+        self.own = own
+        self.say("its best checkpointing")
+        self.forks.run([self.evaluate({}, own)])
+        without_gain = 0
+        for number in range(_ROUNDS):
+            before, is_coarse = self.best, number % 2 == 0
+            self.say(f"round {number + 1}: {'degrees and batches' if is_coarse else 'other keys'}")
+            for base in self._bases(is_coarse):
+                self._round(base, is_coarse)
+            is_better = before.fits != self.best.fits or self.best.saves(before) >= _GAIN
+            without_gain = 0 if is_better else without_gain + 1
+            if without_gain == 2:
+                break
+        self._refine()
+        self._confirm(self._take_back())
+
+    # -- prices
+
+    def _price(self, choices: Choices, level: Level | None, *, is_whole: bool = False) -> Steps:
+        """Of a candidate with a level, or with the user's checkpointing."""
+        keys = keys_of(choices, self.job.values)
+        one = Tried(choices=choices, keys=keys, level=level)
+        asked = self.all_keys(one)
+        is_whole = is_whole or self.job.depths is None
+        found = yield [("price", asked, n) for n in ((0,) if is_whole else self.job.layers)]
+        try:
+            priced = found[0] if is_whole else self.job.priced(found)
+        except NotAlikeError:
+            return (yield from self._price(choices, level, is_whole=True))
+        except FailedError as error:
+            priced = error
+        if isinstance(priced, FailedError):
+            one = replace(one, reason=str(priced))
         else:
-            failed.append(f"does not start: {text}: {_reason(done.stderr, changed)}")
-    for changed_plan, text in sorted(found, key=_order):
-        spare, time = changed_plan["spare"], changed_plan["time"]
-        saved = spare - plan["spare"]
-        moved = f"{'saves' if saved >= 0 else 'needs'} {format_bytes(abs(saved))}"
-        taken = f", {time['step_ms']:.0f} ms a step" if time else ""
-        yield f"{'fits' if spare >= 0 else 'does not fit'}, {moved}{taken}: {text}"
-    yield from failed
-    yield f"{len(found) + len(failed)} tried, {_cpu_s() - before_s:.0f} CPU seconds"
+            one = replace(one, memory=priced[0], time=priced[1], is_whole=is_whole)
+        self.tried.append(one)
+        return one
 
+    def all_keys(self, one: Tried) -> dict[str, Any]:
+        """What a candidate changes, its checkpointing as a table."""
+        keys = self._with_level(one, "keys")
+        if one.level is not None and not any("offload" in x for x in one.level.table.values()):
+            keys.pop(OFFLOAD_LIMIT, None)  # a config that offloads nothing must not have it
+        return keys
 
-def _order(found: tuple[Mapping[str, Any], str]) -> tuple[bool, float, float]:
-    """The fastest that fits first, or by bytes where no step was timed."""
-    plan, _ = found
-    fits, time = plan["spare"] >= 0, plan["time"]
-    return not fits, time["step_ms"] if fits and time else 0.0, -plan["spare"]
+    def keys_for_a_file(self, one: Tried) -> dict[str, Any]:
+        """What a candidate changes, its checkpointing as a budget that the run solves."""
+        return self._with_level(one, "budget_keys")
 
+    def _with_level(self, one: Tried, name: str) -> dict[str, Any]:
+        keys = dict(one.keys)
+        if one.level is None:
+            return keys
+        if one.level.is_none:  # it has no keys of its own
+            keys = {k: v for k, v in keys.items() if not k.startswith(f"{KEY}.")}
+        elif self.job.exact:
+            keys[f"{KEY}.exempt"] = ["*"]
+        return keys | getattr(one.level, name)({**self.job.values, **keys})
 
-def _changes(now: _Config, count: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """The first ``count`` of ``CHANGES`` that are not so ``now``."""
-    for make, price in CHANGES:
-        change = make(now)
-        if count and any(now.get(key) != value for key, value in change.items()):
-            count -= 1
-            yield change, price
+    def evaluate(self, choices: Choices, near: Tried) -> Steps:
+        """A candidate with the best level that fits; ``near`` says about how much room there is."""
+        keys = keys_of(choices, self.job.values)
+        for key in dict.fromkeys([block_keys(keys), frozenset(keys.items())]):
+            if key not in self._levels:
+                (found,) = yield [("levels", keys)]
+                self._levels[key] = found
+            levels = self._levels[key]
+            if isinstance(levels, FailedError):
+                return (yield from self._price(choices, near.level))
+            for is_preset in (False, True):
+                some = [level for level in levels if bool(level.preset) is is_preset]
+                one = yield from self._try_levels(choices, some, _room(near))
+                if one.memory is not None:
+                    return one
+        return one
 
+    def _try_levels(self, choices: Choices, levels: Sequence[Level], room: int) -> Steps:
+        tried: list[Tried] = []
+        levels = sorted(levels, key=lambda level: level.nbytes)
+        for _ in range(_TRIES):
+            level = max((x for x in levels if x.nbytes <= room), default=levels[0])
+            if any(one.level is level for one in tried) or _gains_nothing(level, tried):
+                break
+            tried.append((yield from self._price(choices, level)))
+            if tried[-1].memory is None:
+                break
+            room = _room(tried[-1])
+        return min(tried, key=lambda one: one.order)
 
-def _reason(error: str, file: Path) -> str:
-    """The first line of an error, without the file that nobody wrote."""
-    lines = [line for line in error.splitlines() if line.strip()] or ["no message"]
-    words = lines[0].removeprefix(f"{file}: ")
-    return words if len(words) <= _REASON else f"{words[: _REASON - 4]} ..."
+    # -- the search
 
+    def _bases(self, is_coarse: bool) -> list[Tried]:
+        """The best; for other keys than degrees also the best of other degrees or another batch.
 
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+        Keys that only one of two degrees allows may be worth more than the degrees differ.
+        """
+        best = self.best
+        here = _place(self.job.values, best)
+        others = [
+            one
+            for one in self.tried
+            if one.fits == best.fits
+            and one.saves(best) > -_CLOSE
+            and _place(self.job.values, one) != here
+        ]
+        return [best, *([] if is_coarse or not others else [min(others, key=lambda x: x.order)])]
 
-
-@dataclass(frozen=True)
-class Calibration:
-    """What the run in ``folder`` says about a machine: its kernels take ``slower`` times the ideal.
-
-    A step took ``measured_ms``; the same step is modelled at ``modelled_ms``, with kernels so slow.
-    ``waits`` has, for each kind of waits in a trace of the run, its ms measured and modelled.
-    """
-
-    folder: Path
-    slower: float
-    measured_ms: float
-    modelled_ms: float
-    waits: Mapping[Part, tuple[float, float]] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        where = "a trace of" if self.waits else "from"
-        waits = (f"{part} {ms:.1f}, not {model:.1f}" for part, (ms, model) in self.waits.items())
-        return (
-            f"kernels {self.slower:.2f} times slower than ideal, {where} {self.folder}: a step of "
-            f"{self.measured_ms:.1f} ms, so modelled at {self.modelled_ms:.1f} "
-            f"({self.modelled_ms / self.measured_ms - 1:+.1%})" + "".join(f"; {x}" for x in waits)
+    def _round(self, base: Tried, is_coarse: bool) -> None:
+        moves = [
+            (move, change)
+            for move, change in self._worth_trying(base)
+            if change.keys().isdisjoint(_NEIGHBOURHOOD) is not is_coarse
+        ]
+        found = self.forks.run(
+            self.evaluate(with_move(base.choices, move, change), base) for move, change in moves
         )
+        helped = []
+        for (move, change), one in zip(moves, found, strict=True):
+            if one.order < base.order and (not base.fits or one.saves(base) >= _GAIN / 3):
+                helped.append((one.order, move, change))
+            elif base.fits:
+                self._lost.add(_mark({**self.job.values, **base.keys}, change))
+        helped.sort(key=lambda one: one[0])
+        together: list[Choices] = []
+        choices, used = base.choices, list[Move]()
+        for _, move, change in helped:
+            if move not in used and len(used) < _ADDED_UP:
+                used.append(move)
+                choices = with_move(choices, move, change)
+                together.append(choices)
+        self.forks.run(self.evaluate(choices, base) for choices in together[1:])
+
+    def _worth_trying(self, base: Tried) -> Iterator[tuple[Move, Mapping[str, Any]]]:
+        """Moves that act on parts which take a while, and were not tried nearby."""
+        assert base.time is not None
+        assert base.memory is not None
+        ms, step_ms = base.time.ms, base.time.step_ms
+        freed = self._ms_of_a_byte(base)
+        seen = {_signature(one.keys) for one in self.tried}
+        now = {**self.job.values, **base.keys}
+        for move, change in moves_from(now, self.job.facts, self.most):
+            direct = sum(ms.get(part, 0.0) for part in move.parts)
+            nbytes = sum(base.memory.peak.by_kind.get(kind, 0) for kind in move.frees)
+            if base.fits and direct + freed * nbytes < _WORTH * step_ms:
+                continue
+            keys = keys_of(with_move(base.choices, move, change), self.job.values)
+            if _signature(keys) not in seen and _mark(now, change) not in self._lost:
+                yield move, change
+
+    def _ms_of_a_byte(self, base: Tried) -> float:
+        """What a byte more for activations would save of the recompute, by the next level."""
+        levels = self._levels.get(block_keys(base.keys))
+        if base.level is None or not isinstance(levels, Sequence):
+            return 0.0
+        larger = [x for x in levels if x.nbytes > base.level.nbytes and not x.preset]
+        if not larger:
+            return 0.0
+        return (base.level.ms - larger[0].ms) / (larger[0].nbytes - base.level.nbytes)
+
+    def _refine(self) -> None:
+        """Try budgets between the best one's and the next."""
+        best = self.best
+        levels = self._levels.get(block_keys(best.keys))
+        if best.level is None or not best.fits or not isinstance(levels, Sequence):
+            return
+        larger = [x for x in levels if x.nbytes > best.level.nbytes and not x.preset]
+        if best.level.preset or not larger or _gains_nothing(larger[0], [best]):
+            return
+        self.say("budgets between")
+        self.forks.run([self._between(best, best.level, larger[0].nbytes)])
+
+    def _between(self, best: Tried, level: Level, high: int) -> Steps:
+        (found,) = yield [("levels", dict(best.keys), level.nbytes, high)]
+        if not isinstance(found, FailedError) and found:
+            yield from self._try_levels(best.choices, [level, *found], _room(best))
+
+    def _take_back(self) -> Tried:
+        """The best without the changes that save nothing."""
+        best = self.compared = self.best
+        self.say("each change taken back")
+        choices: list[Choices] = [
+            {move: keys for move, keys in best.choices.items() if move is not other}
+            for other in best.choices
+        ]
+        steps = [self._price(without, best.level) for without in choices]
+        if best.level is not None:
+            steps.append(self._price(best.choices, None))
+        self.without = dict(zip([*best.choices, None], self.forks.run(steps), strict=False))
+        needless = [
+            move
+            for move, one in self.without.items()
+            if move is not None and one.fits == best.fits and best.saves(one) < _GAIN / 3
+        ]
+        kept = {move: keys for move, keys in best.choices.items() if move not in needless}
+        if not needless:
+            return best
+        (one,) = self.forks.run([self._price(kept, best.level)])
+        return one if one.fits == best.fits and best.saves(one) < _GAIN else best
+
+    def _confirm(self, best: Tried) -> None:
+        """Plan the best two, and the user's, as whole models."""
+        assert self.own is not None
+        others = [x for x in self.tried if (x.keys, x.level) != (best.keys, best.level)]
+        second = min(others, key=lambda one: one.order, default=self.own)
+        self.say("whole models")
+        for _ in range(_TRIES):
+            found = self.forks.run(
+                self._price(one.choices, one.level, is_whole=True)
+                for one in (best, second, self.own)
+            )
+            first, self.runner_up, self.own = found
+            if first.fits or not best.fits or best.level is None:
+                break
+            levels = self._levels.get(block_keys(best.keys))
+            assert isinstance(levels, Sequence)
+            less = [x for x in levels if x.nbytes < best.level.nbytes and not x.preset]
+            if not less:
+                break
+            best = replace(best, level=less[-1])
+        self.winner = min(found, key=lambda one: one.order)
 
 
-def calibrate(
-    folder: Path, machine: str, model: Callable[[Path, int, str, float], _Time] | None = None
-) -> Calibration:
-    """How much slower kernels were in a run than a dry run's clock takes them to be.
-
-    ``titan_ext dry-run --machine h100 --measured FOLDER`` dry-runs the config of a finished run,
-    holds the clock's step against the run's, and slows down all kernels until both are the same.
-    What the run waited for its links stays as modelled. If the run was profiled, its kernels are
-    held against the clock's by themselves, and waits of each kind stand beside those modelled.
-
-    Args:
-        folder: Of the run: its ``config.toml``, ``run.json`` and TensorBoard files.
-        machine: On which it ran.
-        model: Times a step of a config file, on so many ranks, with kernels so slow, as a plan's
-            file has it; by default a dry run of rank 0.
-
-    Raises:
-        ValueError: for a folder without these files, or a step shorter than its waits.
-    """
-    model = model or _timed_elsewhere
-    for name in (CONFIG, RECORD):
-        if not (folder / name).exists():
-            raise ValueError(f"--measured {folder}: expected the folder of a run, with {name}.")
-    ranks = json.loads((folder / RECORD).read_text())["starts"][-1]["ranks"]
-    _, *seconds = read_scalar(folder, _SECONDS).values()  # the first step makes kernels and plans
-    if not seconds:
-        raise ValueError(f"--measured {folder}: expected a run that logged two steps or more.")
-    measured_ms = statistics.median(seconds) * 1e3
-    ideal = model(folder / CONFIG, ranks, machine, 1.0)
-    waits_ms = sum(ideal["ms"].get(part.name.lower(), 0.0) for part in WAITS)
-    if measured_ms <= waits_ms:
-        raise ValueError(
-            f"--measured {folder}: a step took {measured_ms:.1f} ms, where {machine} waits "
-            f"{waits_ms:.1f} ms for its links; was it another machine?"
-        )
-    slower = (measured_ms - waits_ms) / (ideal["step_ms"] - waits_ms)
-    if traced := _traced_ms(folder):
-        kernels = [sum(ms.get(part, 0.0) for part in _KERNELS) for ms in (traced, _by_part(ideal))]
-        slower = kernels[0] / kernels[1]
-    modelled = model(folder / CONFIG, ranks, machine, slower)
-    then = _by_part(modelled)
-    waits = {part: (traced.get(part, 0.0), then.get(part, 0.0)) for part in WAITS if part in traced}
-    return Calibration(folder, slower, measured_ms, modelled["step_ms"], waits)
+def _gains_nothing(level: Level, tried: Sequence[Tried]) -> bool:
+    """Whether a level saves too little of the best step that was tried, which fits."""
+    best = min(tried, key=lambda one: one.order, default=None)
+    if best is None or not best.fits or best.level is None or best.time is None:
+        return False
+    return best.level.ms - level.ms < _GAIN * best.time.step_ms
 
 
-def _by_part(time: _Time) -> dict[Part, float]:
-    return {part: time["ms"].get(part.name.lower(), 0.0) for part in Part}
+def _room(one: Tried) -> int:
+    """Bytes that the blocks of a candidate could hold, by the room at each moment of its step."""
+    assert one.memory is not None
+    held = [
+        (sum(moment.by_kind.get(kind, 0) for kind in _HELD), one.memory.room(moment))
+        for moment in one.memory.moments
+    ]
+    most = one.level.nbytes if one.level else max(nbytes for nbytes, _ in held)
+    times = [1 + room / nbytes for nbytes, room in held if nbytes > _SEEN * most]
+    return int(most * min(times, default=1.0))
 
 
-def _traced_ms(folder: Path) -> Mapping[Part, float]:
-    """Of rank 0 in the newest trace of a run on accelerators; empty without one."""
-    try:
-        ledger = Ledger.read(folder)
-    except ValueError:
-        return {}
-    return ledger.ms[0] if ledger.traces[0].on_device else {}
+def _signature(keys: Mapping[str, Any]) -> Any:
+    return frozenset((key, value) for key, value in keys.items() if key != GLOBAL)
 
 
-def _timed_elsewhere(config: Path, ranks: int, machine: str, slower: float) -> _Time:
-    options = ["--ranks", str(ranks), "--machine", machine, "--slower", str(slower)]
-    options += ["--ranks-per-node", str(ranks_per_node())]
-    options += ["--nvlink-domain", str(nvlink_domain())]
-    with tempfile.TemporaryDirectory() as folder:  # only a plan's file has times
-        done = dry_run_elsewhere(config, [*options, "--memory", _ANY_MEMORY, "--out", folder])
-        planned = Path(folder, file_name(0))
-        if not planned.exists():
-            raise ValueError(f"--measured {config.parent}: {_reason(done.stderr, config)}")
-        return json.loads(planned.read_text())["time"]
+def _mark(now: Mapping[str, Any], change: Mapping[str, Any]) -> Any:
+    return tuple(now[key] for key in _NEIGHBOURHOOD), _signature(change)
+
+
+def _place(values: Mapping[str, Any], one: Tried) -> Any:
+    """Its degrees and batch."""
+    return tuple(one.keys.get(key, values[key]) for key in _NEIGHBOURHOOD)

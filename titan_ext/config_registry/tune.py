@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``titan_ext tune``: the options of the command, what it shows while it searches, and its files.
+
+The search itself is ``plan.search``. Nothing here imports torch before the command needs it.
+"""
+
+import gc
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from titan_ext.base.messages import Mistakes, did_you_mean, duration, size_of
+from titan_ext.config_registry import resolve_config
+from titan_ext.config_registry.terminal import progress_of
+from titan_ext.toml.files import to_toml
+from titan_ext.toml.find import extends_in
+
+if TYPE_CHECKING:
+    from titan_ext.plan.search import Search
+
+_MEMORY = {"h100": "79GiB", "h200": "139GiB", "b200": "178GiB", "mi300x": "191GiB"}
+"""What torch finds on one, about."""
+_DOES_NOT_FIT, _INTERRUPTED = 3, 130
+
+
+@dataclass
+class Tune:
+    """Find the keys with which a job is fastest, on a machine that you do not have yet.
+
+    It plans hundreds of configs of the job: batch, degrees, FSDP units, checkpointing, exchanges of
+    tokens. It prints the best beside yours and says what each change saves. Nothing is written
+    without --out. Ctrl-C gives the best so far.
+    """
+
+    config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
+    """What to tune; Titan's flags may follow. Keys that no move changes stay as they are."""
+    ranks: int
+    """How many GPUs the job has."""
+    machine: str = "h100"
+    """What they are: h100, h200, b200 or mi300x."""
+    memory: str = ""
+    """Of each GPU, such as 80GiB; by default what torch finds on one."""
+    exact: bool = False
+    """Only what changes no result: no rounding, no float8, the same degrees and batches."""
+    batch: Literal["same", "free"] = "same"
+    """Tokens of a step: the same as yours, in as many passes as is best, or any number."""
+    host_memory: str = ""
+    """Of a node, such as 1TiB, for activations that wait there; by default none do."""
+    out: Path | None = None
+    """A TOML file to write, which extends yours; with it a JSON file and a picture of all tried."""
+    rank: int = 0
+    """The rank to plan."""
+    ranks_per_node: int = 8
+    """GPUs of a node."""
+    nvlink_domain: int = 0
+    """Neighbouring GPUs that NVLink joins: 72 on GB200 and GB300; 0 for a node's."""
+    slower: float = 1.0
+    """How many times slower kernels are than ideal ones (dry-run --measured says)."""
+    imbalance: float = 1.0
+    """How many times their balanced share of tokens the rank's experts get."""
+    processes: int = 0
+    """Plans at a time; 0 for one on each core."""
+    verbose: bool = False
+    """Print what the search does next."""
+
+    def run(self, flags: list[str]) -> None:
+        self._check()
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+        gc.disable()  # imports alone make it walk millions of objects
+        started = time.monotonic()
+        from titan_ext.plan.stand_ins import as_rank
+
+        nodes = self.ranks_per_node, self.nvlink_domain
+        with tempfile.TemporaryDirectory() as folder, as_rank(self.ranks, self.rank, *nodes):
+            search, given = self.search(flags, Path(folder))
+            stopped = False
+            if self.verbose:
+                search.say = lambda text: print(f"-- {text}", flush=True)
+            try:
+                with progress_of(search):
+                    search.run()
+            except KeyboardInterrupt:
+                stopped = True
+                if not search.tried:
+                    raise SystemExit(_INTERRUPTED) from None
+        self._report(search, given, stopped)
+        took = duration(time.monotonic() - started)
+        print(f"{len(search.tried)} plans in {took}, {_cpu_s():.0f} CPU seconds")
+        if not search.best.fits:
+            raise SystemExit(_DOES_NOT_FIT)
+
+    def _check(self) -> None:
+        from titan_ext.base.op_cost import MACHINES
+
+        default = _MEMORY.get(self.machine, "")
+        for is_wrong, problem in (
+            (not 0 <= self.rank < self.ranks, f"--rank is {self.rank}; expected one of --ranks."),
+            (
+                self.machine not in MACHINES,
+                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
+                f"{did_you_mean(self.machine, MACHINES)}",
+            ),
+            (
+                not (self.memory or default),
+                f"--machine {self.machine} needs --memory, such as 80GiB.",
+            ),
+            (
+                self.ranks_per_node < 1,
+                f"--ranks-per-node is {self.ranks_per_node}; expected 1 or more.",
+            ),
+            (not self.slower > 0, f"--slower is {self.slower}; expected a positive factor: 1.3."),
+            (self.processes < 0, f"--processes is {self.processes}; expected 0 or more."),
+            (
+                self.exact and self.batch == "free",
+                "--exact changes no result, and --batch free does.",
+            ),
+            (
+                self.out is not None and self.out.suffix != ".toml",
+                f"--out is {self.out}; expected a file whose name ends in .toml.",
+            ),
+            (
+                self.out is not None and not self.out.parent.is_dir(),
+                f"--out is {self.out}: there is no such folder.",
+            ),
+            (
+                self.out is not None and self.out.exists(),
+                f"--out is {self.out}, which exists; choose another name.",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(problem)
+        self.memory = self.memory or default
+
+    def search(self, flags: list[str], folder: Path) -> "tuple[Search, dict[str, str]]":
+        """The search, and the keys that the command line gives."""
+        from titan_ext.base import no_accelerator
+        from titan_ext.config_registry.resolve import resolve
+        from titan_ext.parallelize.limits import wrong_degrees
+        from titan_ext.plan.candidates import Job, with_defaults
+        from titan_ext.plan.forks import Forks
+        from titan_ext.plan.memory import DeviceMemory
+        from titan_ext.plan.moves import Effect, Facts
+        from titan_ext.plan.search import Search
+        from titan_ext.plan.shorten import Depths
+        from titan_ext.toml.values import dump, identity
+
+        with no_accelerator.as_with_an_accelerator():
+            resolved = resolve_config(self.config, flags)
+        config = resolved.config
+        Mistakes(wrong_degrees(config, self.ranks)).raise_all()
+        given = {key: value for key, value, _ in resolved.given()}
+        base = folder / "config.toml"
+        base.write_text(dump(config))
+
+        def make(keys: Mapping[str, Any]) -> Any:
+            lines = [f"extends = {to_toml(base.name)}"]
+            lines += [f"{key} = {to_toml(value)}" for key, value in keys.items()]
+            file = folder / f"{os.getpid()}.toml"
+            file.write_text("\n".join(lines) + "\n")
+            try:
+                with no_accelerator.as_with_an_accelerator():
+                    return resolve(file).config
+            except ValueError as error:
+                raise ValueError(str(error).replace(f"{file}: ", "")) from None
+
+        layers = getattr(config.model_spec.model, "layers", [])
+        moes = [moe for layer in layers if (moe := getattr(layer, "moe", None)) is not None]
+        memory, host = size_of("--memory", self.memory), size_of("--host-memory", self.host_memory)
+        assert memory is not None
+        job = Job(
+            make=make,
+            values=with_defaults(identity(config)),
+            facts=Facts(
+                self.ranks,
+                self.ranks_per_node,
+                experts=moes[0].num_experts if moes else 0,
+                is_batch_free=self.batch == "free",
+                host_nbytes=(host or 0) // self.ranks_per_node,
+            ),
+            memory=DeviceMemory(memory=memory),
+            machine=self.machine,
+            rank=self.rank,
+            slower=self.slower,
+            imbalance=self.imbalance,
+            exact=self.exact,
+            depths=Depths.of(config),
+        )
+        forks = Forks(job.ask, self.processes or len(os.sched_getaffinity(0)))
+        return Search(job, forks, Effect.NONE if self.exact else Effect.LOSSY), given
+
+    def _report(self, search: "Search", given: Mapping[str, str], stopped: bool) -> None:
+        from titan_ext.plan import tuned
+
+        if stopped:
+            print("stopped: the best so far, by plans of shortened models")
+        print(*tuned.table(search), sep="\n")
+        lines = [
+            f"{', '.join(f'{k} = {to_toml(v)}' for k, v in keys.items())}\n    {words}"
+            for keys, words in tuned.changes(search)
+        ]
+        print("", *(lines or ["yours is the fastest that was found."]), "", sep="\n")
+        print(*tuned.words(search), sep="\n")
+        if self.out is None:
+            return
+        extends = extends_in(self.out.parent, self.config)
+        about = f"titan_ext tune {self.config} --ranks {self.ranks} --machine {self.machine}"
+        about += f" --memory {self.memory}{' --exact' if self.exact else ''}"
+        self.out.write_text("\n".join(tuned.file_lines(search, extends, given, about)) + "\n")
+        title = f"{self.config} on {self.ranks} {self.machine}, {self.memory} each"
+        tuned.write(search, self.out.parent, self.out.stem, title)
+        print(
+            f"\n{self.out} extends {extends}; {self.out.with_suffix('.png')} has all that was tried"
+        )
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(one.ru_utime + one.ru_stime for one in used)

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which keys act on which part of a step: what ``tune`` may change, and what that costs.
+
+A move is a change of one or two keys. It names the parts of the step (``plan.time.Part``) that it
+can shorten, and the memory that it can free. It saves no more than those take, and what the bytes
+are worth to the recompute: what acts on little need not be tried.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from titan_ext.plan.memory import LASTING, MemoryKind
+from titan_ext.plan.time import Part
+
+Keys = Mapping[str, Any]
+"""Values of a config by dotted key."""
+
+LOCAL, GLOBAL = "training.local_batch_size", "training.global_batch_size"
+EP = "parallelism.expert_parallel_degree"
+REPLICATE, SHARD = (f"parallelism.data_parallel_{axis}_degree" for axis in ("replicate", "shard"))
+OFFLOAD_LIMIT = "activation_checkpoint.offload_limit"
+SCORES = "activation_checkpoint.score_before_last_gemm"
+_HALVES = "parallelism.overlap_exchanges"
+_FACTORS = (8, 4, 2, 0.5, 0.25, 0.125)
+"""To the degrees and batches that are tried from one of them."""
+
+
+class Effect(IntEnum):
+    """What a move does to results; none changes the optimizer's mathematics."""
+
+    NONE = 0
+    ROUNDING = 1
+    LOSSY = 2
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a job, beside its config.
+
+    Attributes:
+        ranks: GPUs.
+        ranks_per_node: Of them, on a node.
+        experts: Routed ones of a MoE layer; 0 for a dense model.
+        is_batch_free: Whether the tokens of a step may change.
+        host_nbytes: Memory of the host for each rank; 0 where nobody said.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    experts: int
+    is_batch_free: bool = False
+    host_nbytes: int = 0
+
+    def copies(self, now: Keys) -> int:
+        """Ranks that get sequences of their own."""
+        ranks = self.ranks
+        for axis in ("tensor", "context", "pipeline"):
+            ranks //= now[f"parallelism.{axis}_parallel_degree"]
+        return ranks
+
+    def sharing(self, now: Keys) -> int:
+        """Ranks over which expert parallelism can spread experts."""
+        return self.ranks // now["parallelism.pipeline_parallel_degree"] // max(now[REPLICATE], 1)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Changes to try.
+
+    Attributes:
+        parts: What they can shorten.
+        frees: The memory that they can free, for activations.
+        effect: On results.
+        words: What they do, for the line of a TOML file.
+        changes: Of a config as it is now; each is tried by itself.
+    """
+
+    parts: tuple[Part, ...]
+    frees: tuple[MemoryKind, ...]
+    effect: Effect
+    words: str
+    changes: Callable[[Keys, Facts], Iterable[Keys]]
+
+
+def _values(key: str, *values: Any) -> Callable[[Keys, Facts], Iterator[Keys]]:
+    """``key`` with each of ``values``, where the config has it."""
+
+    def changes(now: Keys, _: Facts) -> Iterator[Keys]:
+        if key in now:
+            yield from ({key: value} for value in values if now[key] != value)
+
+    return changes
+
+
+def _if_experts(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
+    def changes(now: Keys, facts: Facts) -> Iterable[Keys]:
+        return change(now, facts) if facts.experts and now[EP] > 1 else ()
+
+    return changes
+
+
+def _if_moe(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
+    """Where there are experts, with expert parallelism or without."""
+
+    def changes(now: Keys, facts: Facts) -> Iterable[Keys]:
+        return change(now, facts) if facts.experts else ()
+
+    return changes
+
+
+def _if_sharded(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
+    """Where FSDP gathers experts at all."""
+
+    def changes(now: Keys, facts: Facts) -> Iterable[Keys]:
+        return change(now, facts) if facts.experts and facts.sharing(now) > now[EP] > 1 else ()
+
+    return changes
+
+
+def _with_batch(now: Keys, facts: Facts, local: int) -> Iterator[Keys]:
+    """``local`` sequences at once: as many in a step as now, or as ``--batch free`` allows."""
+    copies = facts.copies(now)
+    total = now[GLOBAL] if now[GLOBAL] > 0 else now[LOCAL] * copies
+    microbatch = now["parallelism.pipeline_parallel_microbatch_size"]
+    is_pipelined = now["parallelism.pipeline_parallel_degree"] > 1
+    if local < 1 or (is_pipelined and local % microbatch):
+        return
+    if total % (local * copies) == 0:
+        yield {LOCAL: local, GLOBAL: total}
+    elif facts.is_batch_free:
+        yield {LOCAL: local, GLOBAL: local * copies}
+
+
+def _batches(now: Keys, facts: Facts) -> Iterator[Keys]:
+    for factor in _FACTORS:
+        if (local := int(now[LOCAL] * factor)) == now[LOCAL] * factor:
+            yield from _with_batch(now, facts, local)
+
+
+def _ep(now: Keys, facts: Facts) -> Iterator[Keys]:
+    here, sharing = now[EP], facts.sharing(now)
+    degrees = {here * factor for factor in _FACTORS} | {facts.ranks_per_node}
+    for degree in sorted(int(d) for d in degrees - {here} if d >= 1):
+        if facts.experts and facts.experts % degree == 0 and sharing % degree == 0:
+            yield {EP: degree}
+
+
+def _replicate(now: Keys, facts: Facts) -> Iterator[Keys]:
+    here, ranks = max(now[REPLICATE], 1), facts.sharing({**now, REPLICATE: 1})
+    degrees = {here * factor for factor in _FACTORS} | {facts.ranks // facts.ranks_per_node}
+    for copies in sorted(int(d) for d in degrees - {here} if d >= 1):
+        if ranks % copies == 0 and ranks // copies > 1 and (ranks // copies) % now[EP] == 0:
+            yield {REPLICATE: copies, SHARD: -1}
+
+
+def _halves(now: Keys, facts: Facts) -> Iterator[Keys]:
+    if now.get(_HALVES) != "none":
+        return
+    if now[LOCAL] > 1:
+        yield {_HALVES: "halves"}
+    else:
+        yield from ({**batch, _HALVES: "halves"} for batch in _with_batch(now, facts, 2))
+
+
+def _offload(now: Keys, facts: Facts) -> Iterator[Keys]:
+    if facts.host_nbytes and not now.get(OFFLOAD_LIMIT):
+        yield {OFFLOAD_LIMIT: f"{facts.host_nbytes >> 30}GiB"}
+
+
+_SENDS = (Part.EXCHANGES, Part.HOST)
+_FSDP = (Part.GATHERS, Part.REDUCTIONS, Part.COPIES, Part.COLLECTIVES)
+_KERNELS = (Part.FORWARD, Part.BACKWARD, Part.LOSS)
+_FSDP_KEY = "parallelism.fsdp_"
+
+_UNSHARDED = (MemoryKind.UNSHARDED, MemoryKind.REDUCE)
+_HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL, MemoryKind.TEMPORARY)
+
+MOVES = (
+    Move(
+        (*_SENDS, *_FSDP, *_KERNELS, Part.RECOMPUTE, Part.BUBBLE),
+        _HELD,
+        Effect.ROUNDING,
+        "sequences at once on a rank: more of them are fewer passes for the same tokens",
+        _batches,
+    ),
+    Move(
+        (*_SENDS, *_FSDP, *_KERNELS, Part.OPTIMIZER),
+        (*LASTING, *_UNSHARDED),
+        Effect.ROUNDING,
+        "ranks among which tokens travel to their experts",
+        _ep,
+    ),
+    Move(
+        (*_FSDP, Part.OPTIMIZER),
+        (*LASTING, *_UNSHARDED),
+        Effect.ROUNDING,
+        "copies of the model, each sharded over fewer ranks",
+        _replicate,
+    ),
+    Move(
+        _SENDS,
+        (),
+        Effect.ROUNDING,
+        "half of a batch computes while tokens of the other travel",
+        _if_experts(_halves),
+    ),
+    Move(
+        _SENDS,
+        (),
+        Effect.LOSSY,
+        "tokens travel in float8",
+        _if_experts(_values("parallelism.exchange_dtype", "float8")),
+    ),
+    Move(
+        (Part.GATHERS, Part.REDUCTIONS),
+        _UNSHARDED,
+        Effect.LOSSY,
+        "experts are gathered in float8",
+        _if_sharded(_values(f"{_FSDP_KEY}expert_all_gather", "float8")),
+    ),
+    Move(
+        (Part.GATHERS, Part.REDUCTIONS),
+        _UNSHARDED,
+        Effect.ROUNDING,
+        "gradients of experts travel in bfloat16, and are summed in float32",
+        _if_sharded(_values(f"{_FSDP_KEY}expert_reduce_scatter", "bfloat16")),
+    ),
+    Move(
+        (Part.RECOMPUTE, Part.EXCHANGES),
+        _HELD,
+        Effect.ROUNDING,
+        "routing scores before the last GEMM of experts, whose output need not be kept",
+        _if_moe(_values(SCORES, True)),
+    ),
+    Move(
+        (*_SENDS, Part.RECOMPUTE),
+        (MemoryKind.ALL_TO_ALL,),
+        Effect.NONE,
+        "whether a recompute sends tokens again",
+        _if_experts(_values("parallelism.save_all_to_all", "always", "never")),
+    ),
+    Move(
+        _SENDS,
+        (),
+        Effect.NONE,
+        "shared experts run while tokens travel back",
+        _if_experts(_values("parallelism.overlap_shared_experts", True)),
+    ),
+    Move(
+        (Part.GATHERS, Part.REDUCTIONS, Part.COPIES),
+        _UNSHARDED,
+        Effect.NONE,
+        "what one FSDP unit is",
+        _values(f"{_FSDP_KEY}wrap", "auto", "submodule", "experts", "block"),
+    ),
+    Move(
+        (Part.GATHERS, Part.COPIES),
+        _UNSHARDED,
+        Effect.NONE,
+        "whether units are gathered again in backward",
+        _values(f"{_FSDP_KEY}reshard_after_forward", "default", "never", "always"),
+    ),
+    Move(
+        (Part.GATHERS,),
+        _UNSHARDED,
+        Effect.NONE,
+        "how many units are gathered ahead",
+        _values(f"{_FSDP_KEY}prefetch", "auto", 1, 2),
+    ),
+    Move(
+        (Part.REDUCTIONS,),
+        _UNSHARDED,
+        Effect.NONE,
+        "reduce-scatters that run behind backward",
+        _values(f"{_FSDP_KEY}reduce_scatter_buffers", "auto", 1, 2),
+    ),
+    Move(
+        (Part.RECOMPUTE, Part.CODEC),
+        _HELD,
+        Effect.NONE,
+        "activations wait on the host",
+        _offload,
+    ),
+)
+
+
+def moves_from(now: Keys, facts: Facts, most: Effect) -> Iterator[tuple[Move, Keys]]:
+    """Every move and change of a config, of an ``Effect`` that is allowed."""
+    for move in MOVES:
+        if move.effect <= most:
+            yield from ((move, change) for change in move.changes(now, facts))
+
+
+Choices = Mapping[Move, Keys]
+"""The changes of a candidate; each move has one at most."""
+
+
+def with_move(choices: Choices, move: Move, change: Keys) -> Choices:
+    """``choices`` and one more, which wins where two change a key."""
+    others = {
+        other: kept
+        for other, keys in choices.items()
+        if other is not move and (kept := {k: v for k, v in keys.items() if k not in change})
+    }
+    return {**others, move: change}
+
+
+def keys_of(choices: Choices, without: Keys) -> dict[str, Any]:
+    """All values that ``choices`` change, but for those that the config has already."""
+    changed = {key: value for keys in choices.values() for key, value in keys.items()}
+    return {key: value for key, value in changed.items() if without.get(key) != value}

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A plan of a whole model from two plans of a shortened one: blocks of a kind are alike.
+
+``tune`` plans hundreds of configs, and a plan of 61 layers takes 25 CPU seconds. Layers repeat with
+a period (1, or 2 where attention alternates) after a few first ones (dense ones). So two short
+models that differ by one or more periods give what a period adds: milliseconds, and bytes at every
+moment. Held against whole models in tests/test_plan_search.py and benchmarks/LOG.md.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+from titan_ext.plan.memory import MemoryPlan, Peak
+from titan_ext.plan.time import StepTime
+
+_LAYER = re.compile(r"\blayers\.(\d+)")
+_PERIODS = 2
+"""That the shortest model has; the longer one has as many more."""
+
+
+class NotAlikeError(ValueError):
+    """Steps of two depths differ by more than their layers explain."""
+
+
+class Depths(NamedTuple):
+    """Two depths of a model, and what is needed to go from them to its own.
+
+    Attributes:
+        whole: Layers of the model.
+        short, longer: Of the two that are planned.
+        head: So many of the first layers are followed by those that the short one lacks.
+        period: Layers repeat after so many.
+    """
+
+    whole: int
+    short: int
+    longer: int
+    head: int
+    period: int
+
+    @classmethod
+    def of(cls, config: Any) -> "Depths | None":
+        """Of a trainer's config; None where a model cannot be shortened, or is a pipeline's: its
+        stages are short, and cut by the names of their layers."""
+        layers = getattr(config.model_spec.model, "layers", None)
+        if config.parallelism.pipeline_parallel_degree > 1 or not isinstance(layers, list):
+            return None
+        kinds = [_kind(layer) for layer in layers]
+        whole = len(kinds)
+        for period in range(1, whole // 4 + 1):
+            first = next(
+                (i + 1 for i in reversed(range(whole - period)) if kinds[i] != kinds[i + period]),
+                0,
+            )
+            more = _PERIODS * period
+            short = first + more + (whole - first) % period
+            if short + 2 * more <= whole:
+                return cls(whole, short, short + more, first + period, period)
+        return None
+
+    @property
+    def times(self) -> float:
+        """How often what the longer model has more is missing in the short one."""
+        return (self.whole - self.short) / (self.longer - self.short)
+
+    def stands_for(self, layer: int) -> int:
+        """How many layers of the model one of the short model stands for."""
+        is_repeated = self.head - self.period <= layer < self.head
+        return 1 + (self.whole - self.short) // self.period if is_repeated else 1
+
+
+def cut(config: Any, layers: int) -> None:
+    """Leave the first ``layers`` of a trainer's config, in place."""
+    config.model_spec.model.layers = config.model_spec.model.layers[:layers]
+
+
+def _kind(value: Any) -> Any:
+    """Equal for layers that run alike: initialisers, which scale with depth, do not count."""
+    if is_dataclass(value) and not isinstance(value, type):
+        names = (f.name for f in fields(value) if f.name != "param_init")
+        return type(value), tuple(_kind(getattr(value, name)) for name in names)
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    return repr(value) if isinstance(value, dict) else value
+
+
+def whole_time(short: StepTime, longer: StepTime, depths: Depths) -> StepTime:
+    """A step of the whole model, from those of the two short ones."""
+    return _line(short, longer, depths.times)
+
+
+def whole_memory(short: MemoryPlan, longer: MemoryPlan, depths: Depths) -> MemoryPlan:
+    """The memory of a step of the whole model, from those of the two short ones.
+
+    Moments of its middle layers are left out: bytes change evenly there, so the ends have the peak.
+    Raises NotAlikeError.
+    """
+    added = depths.longer - depths.short
+    kept = [
+        moment
+        for moment in longer.moments
+        if not depths.head <= _layer(moment.moment, -1) < depths.head + added
+    ]
+    names = [_renamed(moment.moment, depths.head, added) for moment in short.moments]
+    if [moment.moment for moment in kept] != names:
+        raise NotAlikeError("other moments than the layers explain")
+    missing = depths.whole - depths.short
+
+    def whole(one: Peak, other: Peak) -> Peak:
+        return Peak(
+            _line(one.nbytes, other.nbytes, depths.times),
+            _renamed(one.moment, depths.head, missing),
+            _line(one.by_kind, other.by_kind, depths.times),
+        )
+
+    moments = [whole(one, other) for one, other in zip(short.moments, kept, strict=True)]
+    peak = max(moments, key=lambda moment: moment.nbytes)
+    if _renamed(short.peak.moment, depths.head, added) == longer.peak.moment:
+        exact = whole(short.peak, longer.peak)
+        peak = exact if exact.moment == peak.moment else peak
+    others = {
+        f.name: _line(getattr(short, f.name), getattr(longer, f.name), depths.times)
+        for f in fields(MemoryPlan)
+        if f.name not in ("peak", "moments")
+    }
+    return MemoryPlan(peak=peak, moments=moments, **others)
+
+
+def _layer(moment: str, otherwise: int) -> int:
+    found = _LAYER.search(moment)
+    return int(found[1]) if found else otherwise
+
+
+def _renamed(moment: str, head: int, added: int) -> str:
+    """A moment of a short model, where ``added`` layers follow the first ``head``."""
+    layer = _layer(moment, -1)
+    return moment if layer < head else _LAYER.sub(f"layers.{layer + added}", moment)
+
+
+def _line(short: Any, longer: Any, times: float) -> Any:
+    """``short`` and ``times`` what ``longer`` has more, number by number; others as they are."""
+    if isinstance(short, bool) or short == longer:
+        return short
+    if isinstance(short, int) and isinstance(longer, int):
+        return round(short + times * (longer - short))
+    if isinstance(short, int | float) and isinstance(longer, int | float):
+        return short + times * (longer - short)
+    if isinstance(short, Mapping):
+        keys = dict.fromkeys([*short, *longer])
+        return {key: _line(short.get(key, 0), longer.get(key, 0), times) for key in keys}
+    if isinstance(short, tuple) and hasattr(short, "_fields"):
+        return type(short)(*(_line(*pair, times) for pair in zip(short, longer, strict=True)))
+    if isinstance(short, Sequence) and not isinstance(short, str) and len(short) == len(longer):
+        return [_line(*pair, times) for pair in zip(short, longer, strict=True)]
+    if is_dataclass(short) and not isinstance(short, type):
+        pairs = {f.name: (getattr(short, f.name), getattr(longer, f.name)) for f in fields(short)}
+        return replace(short, **{name: _line(*pair, times) for name, pair in pairs.items()})
+    return short

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``titan_ext tune`` shows: a table before and after, a file, figures, a picture, and words.
+
+Nothing here searches or plans. ``plan.search.Search`` has all candidates and their prices.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from titan_ext.base.messages import format_bytes
+from titan_ext.plan.moves import Effect
+from titan_ext.plan.search import Search, Tried
+from titan_ext.plan.time import Part
+from titan_ext.toml.files import to_toml
+
+_GIB = 2**30
+_EFFECTS = {Effect.NONE: "no result changes", Effect.ROUNDING: "rounds otherwise"}
+_SEEN = 0.02
+"""Of a step: smaller parts are not spoken of."""
+_KERNELS = "faster kernels: torch.compile, float8 or MXFP8 converters, which are not tried here"
+_FURTHER = {
+    Part.EXCHANGES: "a faster network, or experts on fewer nodes: more memory, or fewer experts",
+    Part.HOST: "a dispatcher that keeps token counts on the GPU",
+    Part.RECOMPUTE: "more memory: more GPUs, a shorter sequence, or --host-memory for offload",
+    Part.FORWARD: _KERNELS,
+    Part.BACKWARD: _KERNELS,
+    Part.LOSS: "a smaller vocabulary, or a fused loss",
+    Part.GATHERS: "more tokens a step on each GPU (--batch free), or a faster network",
+    Part.REDUCTIONS: "more tokens a step on each GPU (--batch free), or a faster network",
+    Part.COLLECTIVES: "fewer tensor- or context-parallel ranks",
+    Part.BUBBLE: "more microbatches, or another pipeline schedule",
+    Part.OPTIMIZER: "more ranks to share the optimizer's states",
+}
+"""What would shorten a part that is large still."""
+
+
+def table(search: Search) -> Iterator[str]:
+    """The user's config and the winner side by side."""
+    own, best = search.own, search.best
+    assert own is not None
+    yield f"{'':48}{'yours':>12}{'tuned':>12}"
+    yield _row("tokens/s a GPU", *(f"{_per_second(one):,.0f}" for one in (own, best)))
+    yield _row("ms a step", *(f"{_ms(one):,.1f}" for one in (own, best)))
+    yield _row("GiB counted at the peak", *(f"{_peak(one) / _GIB:.2f}" for one in (own, best)))
+    yield _row("GiB to spare", *(f"{_spare(one) / _GIB:.2f}" for one in (own, best)))
+    for part in Part:
+        both = [one.time.ms.get(part, 0.0) if one.time else 0.0 for one in (own, best)]
+        if max(both) >= 0.05:
+            yield _row(f"  {part}", *(f"{ms:,.1f}" for ms in both))
+    if not best.fits:
+        yield f"nothing that was tried fits; the least lacks {format_bytes(-_spare(best))}."
+    elif not own.fits:
+        yield "yours does not fit: its times are of a step that would run out of memory."
+
+
+def _row(name: str, *values: str) -> str:
+    return f"{name:<48.48}" + "".join(f"{value:>12}" for value in values)
+
+
+def changes(search: Search) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The winner's changes: keys of a file, and what they save and do."""
+    best, own = search.best, search.own
+    assert own is not None
+    keys = search.keys_for_a_file(best)
+    for move in best.choices:
+        mine = {key: keys.pop(key) for key in best.choices[move] if key in keys}
+        if mine:
+            effect = _EFFECTS.get(move.effect, "lossy: loss curves are in docs/")
+            yield mine, f"{_saves(search, move)}: {move.words}; {effect}"
+    if keys:
+        assert best.level is not None
+        held = format_bytes(best.level.nbytes)
+        exact = search.job.exact or best.level.is_none
+        words = f"{held} of activations are kept, and {best.level.ms:.0f} ms recomputed"
+        words = "no checkpointing: there is room for everything" if best.level.is_none else words
+        effect = _EFFECTS[Effect.NONE] if exact else "what is kept in float8 is rounded"
+        yield keys, f"{_saves(search, None)}: {words}; {effect}"
+
+
+def _saves(search: Search, move: Any) -> str:
+    without = search.without.get(move)
+    if without is None or without.time is None:
+        return "needed by the others" if without is not None else "goes with the others"
+    if not without.fits:
+        assert search.compared is not None
+        freed = format_bytes(max(_spare(search.compared) - _spare(without), 0))
+        return f"frees {freed}" + (", without which it does not fit" if search.best.fits else "")
+    assert search.compared is not None
+    ms = (without.us_per_token - search.compared.us_per_token) * without.time.tokens / 1e3
+    return f"saves {ms:,.0f} ms" if ms >= 1 else f"saves {ms:.1f} ms"
+
+
+def file_lines(search: Search, extends: str, given: Mapping[str, str], about: str) -> list[str]:
+    """A TOML file with the winner's changes, and the flags that were ``given`` to the command."""
+    best, own = search.best, search.own
+    assert own is not None
+    reaches = f"{_per_second(best):,.0f} tokens/s a GPU, {_ms(best):,.0f} ms a step"
+    lines = [
+        f"# {about}",
+        f"# Planned, not measured: {reaches}, {_peak(best) / _GIB:.1f} GiB.",
+        f"# Without the changes: {_per_second(own):,.0f} tokens/s, {_ms(own):,.0f} ms,"
+        f" {_peak(own) / _GIB:.1f} GiB{'' if own.fits else ', which does not fit'}.",
+        f"extends = {to_toml(extends)}",
+    ]
+    found = list(changes(search))
+    changed = {key for keys, _ in found for key in keys}
+    lines += [f"{key} = {value}" for key, value in given.items() if key not in changed]
+    for keys, words in found:
+        lines += ["", f"# {words}", *(f"{key} = {to_toml(value)}" for key, value in keys.items())]
+    return lines
+
+
+def words(search: Search) -> Iterator[str]:
+    """Where the time goes now, and what would have to change to go further."""
+    time = search.best.time
+    assert time is not None
+    parts = sorted(time.ms.items(), key=lambda item: -item[1])
+    large = [(part, ms) for part, ms in parts if ms >= _SEEN * time.step_ms]
+    shares = ", ".join(f"{ms / time.step_ms:.0%} {part}" for part, ms in large[:4])
+    yield f"where the time goes now: {shares}."
+    seen: set[str] = set()
+    for part, _ in large[:4]:
+        further = _FURTHER.get(part, "")
+        if further and further not in seen:
+            seen.add(further)
+            yield f"  less {part} takes {further}."
+    if not search.job.facts.host_nbytes:
+        yield "not tried: offload to the host; --host-memory says how much a node has."
+    yield "not tried: torch.compile, and training.enable_cpu_offload, whose time no plan knows."
+
+
+def to_json(search: Search) -> dict[str, Any]:
+    """Every candidate, in the order in which it was tried."""
+    return {
+        "machine": search.job.machine,
+        "ranks": search.job.facts.ranks,
+        "memory": search.job.memory.memory,
+        "exact": search.job.exact,
+        "own": _candidate(search, search.own),
+        "best": _candidate(search, search.best),
+        "changes": search.keys_for_a_file(search.best),
+        "tried": [_candidate(search, one) for one in search.tried],
+    }
+
+
+def _candidate(search: Search, one: Tried | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    held = {} if one.level is None else {"activations": one.level.nbytes}
+    if one.memory is None or one.time is None:
+        return {"keys": dict(one.keys), **held, "reason": one.reason}
+    return {
+        "keys": dict(one.keys),
+        **held,
+        "is_whole": one.is_whole,
+        "fits": one.fits,
+        "spare": one.memory.spare,
+        "peak": one.memory.peak.nbytes,
+        "step_ms": one.time.step_ms,
+        "tokens_per_second": one.time.tokens_per_second,
+        "ms": {part.name.lower(): ms for part, ms in one.time.ms.items()},
+    }
+
+
+def front(search: Search) -> list[Tried]:
+    """Candidates than which none is both smaller and faster, the smallest first."""
+    priced = [one for one in search.tried if one.time is not None]
+    by_bytes = sorted(priced, key=lambda one: (_peak(one), -_per_second(one)))
+    fastest = accumulate((_per_second(one) for one in by_bytes), max)
+    return [
+        one
+        for index, (one, most) in enumerate(zip(by_bytes, fastest, strict=True))
+        if _per_second(one) >= most
+        and all(_per_second(x) < _per_second(one) for x in by_bytes[:index])
+    ]
+
+
+def draw(search: Search, title: str) -> Any:
+    """A matplotlib figure: GiB at the peak and tokens/s of every candidate, with the front."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    priced = [one for one in search.tried if one.time is not None]
+    for fits, colour, name in ((True, "#4f81bd", "fits"), (False, "#bfbfbf", "does not fit")):
+        points = [(_peak(x) / _GIB, _per_second(x)) for x in priced if x.fits is fits]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", color=colour, ms=4, label=name)
+    best = front(search)
+    line = [(_peak(one) / _GIB, _per_second(one)) for one in best]
+    axes.plot(
+        *zip(*line, strict=True), color="#1f4e79", lw=1, label="front: none is better in both"
+    )
+    for one, name, marker in ((search.own, "yours", "s"), (search.best, "tuned", "*")):
+        if one is not None and one.time is not None:
+            size = 14 if marker == "*" else 8
+            at = (_peak(one) / _GIB, _per_second(one))
+            axes.plot(*at, marker, color="#c00000", ms=size, label=f"{name}: {at[1]:,.0f} tokens/s")
+    axes.set(xlabel="GiB counted at the peak", ylabel="tokens/s a GPU, planned", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return figure
+
+
+def write(search: Search, folder: Path, stem: str, title: str) -> None:
+    """``STEM.json`` and ``STEM.png`` in ``folder``."""
+    (folder / f"{stem}.json").write_text(json.dumps(to_json(search), indent=1) + "\n")
+    draw(search, title).savefig(folder / f"{stem}.png", dpi=100)
+
+
+def _ms(one: Tried) -> float:
+    return one.time.step_ms if one.time else 0.0
+
+
+def _per_second(one: Tried) -> float:
+    return one.time.tokens_per_second if one.time else 0.0
+
+
+def _peak(one: Tried) -> int:
+    return one.memory.peak.nbytes if one.memory else 0
+
+
+def _spare(one: Tried) -> int:
+    return one.memory.spare if one.memory else 0
