@@ -303,7 +303,8 @@ class Search:
         larger = [x for x in levels if x.nbytes > base.level.nbytes and not x.preset]
         if not larger:
             return 0.0
-        return (base.level.ms - larger[0].ms) / (larger[0].nbytes - base.level.nbytes)
+        more = min(larger, key=lambda level: level.nbytes)
+        return (base.level.ms - more.ms) / (more.nbytes - base.level.nbytes)
 
     def _refine(self) -> None:
         """Try budgets between the best one's and the next."""
@@ -320,6 +321,10 @@ class Search:
     def _between(self, best: Tried, level: Level, high: int) -> Steps:
         (found,) = yield [("levels", dict(best.keys), level.nbytes, high)]
         if not isinstance(found, FailedError) and found:
+            key = block_keys(best.keys)
+            known = self._levels[key]
+            assert isinstance(known, Sequence)
+            self._levels[key] = [*known, *found]
             yield from self._try_levels(best.choices, [level, *found], _room(best))
 
     def _take_back(self) -> Tried:
@@ -364,7 +369,7 @@ class Search:
             less = [x for x in levels if x.nbytes < best.level.nbytes and not x.preset]
             if not less:
                 break
-            best = replace(best, level=less[-1])
+            best = replace(best, level=max(less, key=lambda level: level.nbytes))
         self.winner = min(found, key=lambda one: one.order)
 
 
