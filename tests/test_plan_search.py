@@ -53,7 +53,7 @@ def _two_depths(folder: Path) -> Any:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     def config() -> Any:
-        made = resolve(folder / "run.toml").config
+        made: Any = resolve(folder / "run.toml").config
         layers = made.model_spec.model.layers
         made.model_spec.model.layers = layers + [copy.deepcopy(layers[-1]) for _ in range(4)]
         return made
@@ -64,7 +64,7 @@ def _two_depths(folder: Path) -> Any:
         run = dry_run(made, 8, 0, budget=DeviceMemory(memory=GIB), machine="h100")
         return run.memory, run.time
 
-    depths = Depths.of(config())
+    depths: Any = Depths.of(config())
     assert depths is not None
 
     def steps() -> Any:
@@ -289,8 +289,8 @@ def _price(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Any:
     return MemoryPlan(budget, peak, [peak], 0, frozenset()), time
 
 
-def _search(most: Effect = Effect.LOSSY, **changed: Any) -> Search:
-    values = with_defaults(_VALUES) | changed
+def _search(most: Effect = Effect.LOSSY, changed: Mapping[str, Any] | None = None) -> Search:
+    values = with_defaults(_VALUES) | dict(changed or {})
     job = Job(
         make=lambda keys: None,
         values=values,
@@ -336,7 +336,7 @@ def _best_of_all(values: Mapping[str, Any]) -> float:
 
 @pytest.mark.parametrize("start", [{}, {EP: 64, LOCAL: 1}, {REPLICATE: 8}, {LOCAL: 2, EP: 16}])
 def test_nothing_of_a_grid_is_better(start: dict[str, Any]):
-    search = _search(**start)
+    search = _search(Effect.LOSSY, start)
     assert search.winner is not None
     assert search.winner.fits
     least = _best_of_all(search.job.values)
@@ -348,7 +348,7 @@ def test_nothing_of_a_grid_is_better(start: dict[str, Any]):
 
 def test_what_does_not_fit_is_made_to(tmp_path: Path):
     """A start that lacks memory ends with a config that fits."""
-    search = _search(**{REPLICATE: 8})
+    search = _search(Effect.LOSSY, {REPLICATE: 8})
     assert search.own is not None
     assert not search.own.fits
     assert search.best.fits
@@ -373,7 +373,7 @@ def test_a_move_that_acts_on_nothing_is_not_tried():
     search = _search()
     tried = {key for one in search.tried for key in one.keys}
     assert {LOCAL, EP, REPLICATE, "parallelism.exchange_dtype"} <= tried
-    one = _search(**{"parallelism.exchange_dtype": "float8", EP: 1})
+    one = _search(Effect.LOSSY, {"parallelism.exchange_dtype": "float8", EP: 1})
     assert not any("exchange_dtype" in key for x in one.tried for key in x.keys)
 
 

@@ -14,10 +14,10 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 
 from titan_ext.base.no_accelerator import CausalAttention
 from titan_ext.base.titan import (
-    half_the_batch,
     own_keys,
     shape_of_tokens,
     tokens_of_microbatch,
+    unit_of_batch,
     wrong_global_batch,
 )
 from titan_ext.base.titan.attention import with_packed_tokens
@@ -209,12 +209,7 @@ def test_a_step_is_whole_passes():
     config = SimpleNamespace(training=training, parallelism=ParallelismConfig())
     assert not wrong_global_batch(config, 3)
     assert "is 24; expected a multiple of 16" in wrong_global_batch(config, 4)
-    now = {"training.local_batch_size": 4, "training.global_batch_size": -1}
-    assert half_the_batch(now, 3) == {
-        "training.local_batch_size": 2,
-        "training.global_batch_size": 12,
-    }
-    assert half_the_batch({**now, "training.local_batch_size": 3}, 3) == {}
+    assert unit_of_batch({"training.local_batch_size": 4, "training.seq_len": 128}) == 1
 
 
 class _Packed(CausalAttention):

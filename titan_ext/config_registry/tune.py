@@ -170,6 +170,7 @@ class Tune:
             except ValueError as error:
                 raise ValueError(str(error).replace(f"{file}: ", "")) from None
 
+        assert config.model_spec is not None
         layers = getattr(config.model_spec.model, "layers", [])
         moes = [moe for layer in layers if (moe := getattr(layer, "moe", None)) is not None]
         memory, host = size_of("--memory", self.memory), size_of("--host-memory", self.host_memory)

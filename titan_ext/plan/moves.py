@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from titan_ext.base.titan import GLOBAL_BATCH as GLOBAL
+from titan_ext.base.titan import LOCAL_BATCH as LOCAL
+from titan_ext.base.titan import unit_of_batch
 from titan_ext.plan.memory import LASTING, MemoryKind
 from titan_ext.plan.time import Part
 
 Keys = Mapping[str, Any]
 """Values of a config by dotted key."""
 
-LOCAL, GLOBAL = "training.local_batch_size", "training.global_batch_size"
 EP = "parallelism.expert_parallel_degree"
 REPLICATE, SHARD = (f"parallelism.data_parallel_{axis}_degree" for axis in ("replicate", "shard"))
 OFFLOAD_LIMIT = "activation_checkpoint.offload_limit"
@@ -120,12 +122,13 @@ def _if_sharded(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
 
 
 def _with_batch(now: Keys, facts: Facts, local: int) -> Iterator[Keys]:
-    """``local`` sequences at once: as many in a step as now, or as ``--batch free`` allows."""
+    """``local`` at once, in whole sequences: as many a step as now, or any with --batch free."""
     copies = facts.copies(now)
     total = now[GLOBAL] if now[GLOBAL] > 0 else now[LOCAL] * copies
-    microbatch = now["parallelism.pipeline_parallel_microbatch_size"]
+    microbatch = now.get("parallelism.pipeline_parallel_microbatch_size", 1)
     is_pipelined = now["parallelism.pipeline_parallel_degree"] > 1
-    if local < 1 or (is_pipelined and local % microbatch):
+    unit = unit_of_batch(now)
+    if local < unit or local % unit or (is_pipelined and local % microbatch):
         return
     if total % (local * copies) == 0:
         yield {LOCAL: local, GLOBAL: total}
@@ -158,10 +161,10 @@ def _replicate(now: Keys, facts: Facts) -> Iterator[Keys]:
 def _halves(now: Keys, facts: Facts) -> Iterator[Keys]:
     if now.get(_HALVES) != "none":
         return
-    if now[LOCAL] > 1:
+    if now[LOCAL] > (unit := unit_of_batch(now)):
         yield {_HALVES: "halves"}
     else:
-        yield from ({**batch, _HALVES: "halves"} for batch in _with_batch(now, facts, 2))
+        yield from ({**batch, _HALVES: "halves"} for batch in _with_batch(now, facts, 2 * unit))
 
 
 def _offload(now: Keys, facts: Facts) -> Iterator[Keys]:

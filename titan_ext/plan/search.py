@@ -207,7 +207,7 @@ class Search:
 
     def evaluate(self, choices: Choices, near: Tried) -> Steps:
         """A candidate with the best level that fits; ``near`` says about how much room there is."""
-        keys = keys_of(choices, self.job.values)
+        keys, one = keys_of(choices, self.job.values), None
         for key in dict.fromkeys([block_keys(keys), frozenset(keys.items())]):
             if key not in self._levels:
                 (found,) = yield [("levels", keys)]
@@ -220,6 +220,7 @@ class Search:
                 one = yield from self._try_levels(choices, some, _room(near))
                 if one.memory is not None:
                     return one
+        assert one is not None, "there is a key"
         return one
 
     def _try_levels(self, choices: Choices, levels: Sequence[Level], room: int) -> Steps:

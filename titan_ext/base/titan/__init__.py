@@ -13,15 +13,17 @@ that both have in one place are imported directly. When 0.3 is no longer served,
 from titan_ext.base.titan.attention import PlainAttention, as_models_call, rows_of
 from titan_ext.base.titan.batch import (
     BATCH_KEYS,
+    GLOBAL_BATCH,
+    LOCAL_BATCH,
     OTHER_TITAN,
     OTHER_UNIT,
     RENAMED,
-    half_the_batch,
     microbatches_of_pass,
     own_keys,
     refuse,
     shape_of_tokens,
     tokens_of_microbatch,
+    unit_of_batch,
     wrong_global_batch,
 )
 from titan_ext.base.titan.data import (
@@ -45,6 +47,8 @@ from titan_ext.base.titan.parallelism import (
 __all__ = [
     "BATCH_KEYS",
     "EXPERT_SHARDS",
+    "GLOBAL_BATCH",
+    "LOCAL_BATCH",
     "OTHER_TITAN",
     "OTHER_UNIT",
     "RENAMED",
@@ -55,7 +59,6 @@ __all__ = [
     "context_mesh",
     "dense_mesh",
     "experts_mesh",
-    "half_the_batch",
     "keep_frozen",
     "mesh_with_axes",
     "microbatches_of_pass",
@@ -68,6 +71,7 @@ __all__ = [
     "rows_of",
     "shape_of_tokens",
     "tokens_of_microbatch",
+    "unit_of_batch",
     "validate_config",
     "wrong_global_batch",
 ]

@@ -24,15 +24,17 @@ from torchtitan.config import TrainingConfig
 
 __all__ = [
     "BATCH_KEYS",
+    "GLOBAL_BATCH",
+    "LOCAL_BATCH",
     "OTHER_TITAN",
     "OTHER_UNIT",
     "RENAMED",
-    "half_the_batch",
     "microbatches_of_pass",
     "own_keys",
     "refuse",
     "shape_of_tokens",
     "tokens_of_microbatch",
+    "unit_of_batch",
     "wrong_global_batch",
 ]
 
@@ -146,22 +148,13 @@ def wrong_global_batch(config: Any, ranks: int) -> str:
     )
 
 
-def half_the_batch(now: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Changes of a config for the same step in twice the passes; none where that is uneven.
+LOCAL_BATCH, GLOBAL_BATCH = f"{_TRAINING}.{_LOCAL}", f"{_TRAINING}.{_GLOBAL}"
+"""Dotted keys of a rank's batch and of a step's."""
 
-    Args:
-        now: Every value of the config by its dotted key.
-        ranks: Of data parallelism.
-    """
-    local, total = f"{_TRAINING}.{_LOCAL}", f"{_TRAINING}.{_GLOBAL}"
-    unit, in_pass = 1, now[local]
-    if _COUNTS_TOKENS:  # of whole sequences
-        unit = now[f"{_TRAINING}.{_LENGTH}"]
-        if now[f"{_PARALLELISM}.{_DEGREE}"] > 1:
-            in_pass *= now[f"{_PARALLELISM}.{_MICROBATCH}"]
-    if now[local] % (2 * unit):
-        return {}
-    return {local: now[local] // 2, total: now[total] if now[total] > 0 else in_pass * ranks}
+
+def unit_of_batch(now: Mapping[str, Any]) -> int:
+    """What ``LOCAL_BATCH`` counts for a sequence, in a config's values by dotted key."""
+    return now[f"{_TRAINING}.{_LENGTH}"] if _COUNTS_TOKENS else 1
 
 
 def refuse(parallelism: Any) -> None:
