@@ -83,13 +83,13 @@ def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
     (tmp_path / "run.toml").write_text(_RUN)
     (found,) = run_ranks(_two_depths, 1, tmp_path, log_folder=tmp_path)
     depths, (short, longer, whole) = found
-    assert (depths.whole, depths.short, depths.longer) == (10, 3, 5)
+    assert (depths.whole, depths.short, depths.longer) == (10, 4, 6)
     memory, time = (
         whole_memory(short[0], longer[0], depths),
         whole_time(short[1], longer[1], depths),
     )
     assert time.step_ms == pytest.approx(whole[1].step_ms, rel=0.025)
-    assert short[1].step_ms < 0.6 * whole[1].step_ms
+    assert short[1].step_ms < 0.7 * whole[1].step_ms
     for part in (Part.FORWARD, Part.BACKWARD, Part.RECOMPUTE):
         assert time.ms[part] == pytest.approx(whole[1].ms[part], rel=0.01)
     assert memory.peak.nbytes == pytest.approx(whole[0].peak.nbytes, rel=0.001)
@@ -128,10 +128,10 @@ class _Layer:
 @pytest.mark.parametrize(
     ("kinds", "short", "longer", "stands_for"),
     [
-        ("d" * 3 + "m" * 58, 5, 7, [1, 1, 1, 57, 1]),
-        ("m" * 48, 2, 4, [47, 1]),
-        ("sf" * 12, 4, 8, [11, 11, 1, 1]),
-        ("d" + "sf" * 12 + "s", 6, 10, [1, 11, 11, 1, 1, 1]),
+        ("d" * 3 + "m" * 58, 6, 8, [1, 1, 1, 56, 1, 1]),
+        ("m" * 48, 3, 5, [46, 1, 1]),
+        ("sf" * 12, 6, 10, [10, 10, 1, 1, 1, 1]),
+        ("d" + "sf" * 12 + "s", 8, 12, [1, 10, 10, 1, 1, 1, 1, 1]),
     ],
 )
 def test_layers_repeat(kinds: str, short: int, longer: int, stands_for: list[int]):

@@ -16,8 +16,9 @@ from titan_ext.plan.memory import MemoryPlan, Peak
 from titan_ext.plan.time import StepTime
 
 _LAYER = re.compile(r"\blayers\.(\d+)")
-_PERIODS = 2
-"""That the shortest model has; the longer one has as many more."""
+_PERIODS, _MORE = 3, 2
+"""That the short model has, and how many more the longer one has: with fewer than three, not all
+of FSDP's buffers of neighbours live at once."""
 
 
 class NotAlikeError(ValueError):
@@ -54,8 +55,8 @@ class Depths(NamedTuple):
                 (i + 1 for i in reversed(range(whole - period)) if kinds[i] != kinds[i + period]),
                 0,
             )
-            more = _PERIODS * period
-            short = first + more + (whole - first) % period
+            more = _MORE * period
+            short = first + _PERIODS * period + (whole - first) % period
             if short + 2 * more <= whole:
                 return cls(whole, short, short + more, first + period, period)
         return None
