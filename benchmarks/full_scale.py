@@ -59,20 +59,20 @@ _WIRE = ("collectives",)
 Figures = dict[str, Any]
 
 
-def _config(job: str, depth: int, arm: str, own: Sequence[str]) -> tuple[Any, int]:
-    """The job's config, cut to its first layers, and how many ranks it has.
+def _config(job: str, depth: int, arm: str, own: Sequence[str]) -> Any:
+    """The job's config, cut to its first layers.
 
     ``own`` are flags of this program; a policy's name stands last.
     """
     from titan_ext.config_registry import resolve_config
 
-    name, _, ranks, *flags = job.split()
+    name, _, _, *flags = job.split()
     more = ["--debug.moe_force_load_balance", *own, *ARMS[arm].split()]
     config: Any = resolve_config(name, [*more, *flags]).config
     model = config.model_spec.model
     assert len(model.layers) >= depth
     model.layers = model.layers[:depth]
-    return config, int(ranks)
+    return config
 
 
 def plan(job: str, depth: int, arm: str, machine: str) -> Figures:
@@ -86,7 +86,7 @@ def plan(job: str, depth: int, arm: str, machine: str) -> Figures:
     ranks = int(job.split()[2])
     with as_rank(ranks, 0):
         with no_accelerator.as_with_an_accelerator():
-            config, _ = _config(job, depth, arm, ())
+            config = _config(job, depth, arm, ())
         run = dry_run(config, ranks, budget=DeviceMemory(memory=80 * _GIB), machine=machine)
         planned = to_json(run, {})
     return {
@@ -98,13 +98,23 @@ def plan(job: str, depth: int, arm: str, machine: str) -> Figures:
     }
 
 
+def trained_config(job: str, depth: int, arm: str, folder: str) -> Any:
+    """The job's config for one process, which writes nothing but into ``folder``."""
+    from titan_ext.base.stdlib_corpus import default_tokenizer_path
+
+    own = f"--comm.mode fake_backend --dump_folder {folder} --training.steps 100 "
+    own += f"--dataloader.dataset python_stdlib --hf_assets_path {default_tokenizer_path()} "
+    own += "--checkpoint.no-enable --metrics.no-enable_tensorboard"
+    return _config(job, depth, arm, own.split())
+
+
 def measure(job: str, depth: int, arm: str) -> Figures:
     """Of the second and the third step of Titan's trainer, in the units of ``plan``."""
     import torch
     from torchtitan.tools import utils as titan_utils
 
     from benchmarks.device_events import busy_in, events_of, idle_share, kernel_ms
-    from titan_ext.base.stdlib_corpus import default_tokenizer_path, make_corpus
+    from titan_ext.base.stdlib_corpus import make_corpus
     from titan_ext.plan.stand_ins import as_rank
 
     make_corpus()
@@ -112,11 +122,7 @@ def measure(job: str, depth: int, arm: str) -> Figures:
     os.environ["NGPU"] = ranks  # where fake_backend's init_distributed reads it
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder, as_rank(int(ranks), 0):
-        own = f"--comm.mode fake_backend --dump_folder {folder} --training.steps 100 "
-        own += f"--dataloader.dataset python_stdlib --hf_assets_path {default_tokenizer_path()} "
-        own += "--checkpoint.no-enable --metrics.no-enable_tensorboard"
-        config, _ = _config(job, depth, arm, own.split())
-        trainer = config.build()
+        trainer = trained_config(job, depth, arm, folder).build()
         trainer.metrics_processor.log = lambda *_, **__: None  # it would begin a new peak
         batches = trainer.batch_generator(trainer.dataloader)
         device = titan_utils.device_module
@@ -192,7 +198,7 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 yield f"{name}: {words}, of the plan's = {measured[key] / planned[key]:.3f}"
         for key, words in (
             ("step_ms", "ms a step, no wire"),
-            ("host_ms", "ms of the host"),
+            ("host_ms", "host ms a step"),
             ("launched", "kernels a step"),
             ("idle", "idle share of the device"),
         ):
@@ -231,7 +237,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             row["name"], "ms, all but collectives", _computing(measured), _computing(planned), 1
         )
         # A plan's step has a wire and no host, so the two have no ratio.
-        yield from _line(row["name"], "ms of the host", measured.get("host_ms"), None, 1)
+        yield from _line(row["name"], "host ms", measured.get("host_ms"), None, 1)
 
 
 def _of(key: str, unit: float, *sides: Mapping[str, Any]) -> list[float | None]:

@@ -12,10 +12,12 @@ what it has. The same command goes on after the last item that succeeded.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -200,23 +202,31 @@ def figures(output: str) -> list[dict[str, Any]]:
 def measure(item: Item, out: Path, *, dry: bool, seconds: float) -> dict[str, Any]:
     """Run ``item`` and say how it went; it may fail or be stopped."""
     arguments = (item.dry if dry else item.command).format(out=out).split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # What was there stays: torch may lie there.
+    before = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    environment = {**os.environ, "PYTHONPATH": path}
     if dry and "--compile" not in arguments:  # a CPU's compiler says nothing of a GPU's
         environment["TORCH_COMPILE_DISABLE"] = "1"
     begin = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # to end it with the processes that it starts: they hold the GPU
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-        )
-        ending, output = f"exit code {done.returncode}", done.stdout
-    except subprocess.TimeoutExpired as expired:
-        ending, output = f"stopped after {seconds:.0f} s", (expired.stdout or b"").decode()
+        output, _ = process.communicate(timeout=seconds)
+        ending = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        _end(process)
+        output, _ = process.communicate()
+        ending = f"stopped after {seconds:.0f} s"
+    finally:
+        _end(process)
     return {
         "command": " ".join(["python", *arguments]).replace(str(out), "OUT"),
         "ending": ending,
@@ -224,6 +234,11 @@ def measure(item: Item, out: Path, *, dry: bool, seconds: float) -> dict[str, An
         "figures": figures(output),
         "output": output[-20_000:],
     }
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def machine() -> str:

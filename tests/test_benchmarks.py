@@ -282,6 +282,19 @@ def test_kernels_are_classed_by_the_operations_around_them() -> None:
     )
 
 
+@pytest.mark.parametrize("name", full_scale.JOBS)
+def test_jobs_on_one_card_are_as_shipped(name: str, tmp_path: Path) -> None:
+    job, depths = full_scale.JOBS[name]
+    for arm in full_scale.ARMS:
+        config = full_scale.trained_config(job, depths[-1], arm, str(tmp_path))
+        assert config.comm.mode == "fake_backend"
+        assert config.debug.moe_force_load_balance
+        assert config.parallelism.overlap_exchanges == ("halves" if arm == "halves" else "none")
+        layers = config.model_spec.model.layers
+        assert len(layers) == depths[-1] > depths[0] > 0
+        assert sum(layer.moe is not None for layer in layers[: depths[0]]) >= 2
+
+
 def test_a_job_on_one_card_beside_its_plan(tmp_path: Path) -> None:
     def side(layers: int, ms: float, **more: float) -> dict[str, Any]:
         sizes = dict.fromkeys(("allocated", "reserved", "reserved_aside"), layers << 30)
