@@ -322,17 +322,6 @@ def test_a_job_on_one_card_beside_its_plan(tmp_path: Path) -> None:
     assert {"kind": "ms of all kernels, of the plan's", "name": "J 5", "value": 1.5} in found
 
 
-def test_a_plan_is_read_back() -> None:
-    first, second = (1.5, 20.0, 4.0), (1.25, 24.5, 4.5)
-    units = ("GiB", "ms", "optimizer ms")
-    planned = {
-        "fp8-memory": dict(zip(units, first, strict=True)),
-        "stock-full": dict(zip(units, second, strict=True)),
-    }
-    said = "\n".join(["a warning: x", *titan_steps.beside_plan({}, planned)])
-    assert titan_steps.parse(said) == planned
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_gpu_receipts_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("sys.argv", ["gpu_receipts"])
