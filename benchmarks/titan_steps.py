@@ -119,6 +119,7 @@ def train(run: Run, largest: int) -> Steps:
 
             def peak_of(sequences: int) -> int:
                 device.reset_peak_memory_stats()
+                trainer.step += 1
                 trainer.train_step(iter([of_size(batch, sequences)]))
                 device.synchronize()
                 return allocated_peak()
