@@ -1,16 +1,20 @@
 """What a device did during some calls: kernels, copies from and to the host, idle time.
 
-torch's profiler says it; these are sums over its intervals, and a picture of them. torch alone is
-needed. On a CPU each operation counts as a kernel, and each ``copy_`` as a copy from the host.
+torch's profiler says it; these are sums over its intervals, and a picture of them. On a
+CPU each operation counts as a kernel, and each ``copy_`` as a copy from the host.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
+
+from titan_ext.base.op_cost import kernel_class
 
 Interval = tuple[float, float]
 
@@ -54,15 +58,24 @@ def copies_beside_kernels(busy: Sequence[Busy]) -> float | None:
     return both / length(copies) if copies else None
 
 
-def device_busy(function: Callable[[], object], cuda: bool) -> list[Busy]:
-    """Everything that the device does in one call."""
+def events_of(function: Callable[[], object], cuda: bool) -> Sequence[Any]:
+    """What torch's profiler sees of one call."""
     activities = [ProfilerActivity.CUDA] if cuda else []
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, *activities]) as profiler:
         function()
         if cuda:
             torch.cuda.synchronize()
+    return profiler.events() or []
+
+
+def device_busy(function: Callable[[], object], cuda: bool) -> list[Busy]:
+    """Everything that the device does in one call."""
+    return busy_in(events_of(function, cuda), cuda)
+
+
+def busy_in(events: Iterable[Any], cuda: bool) -> list[Busy]:
     found = []
-    for event in profiler.events() or []:
+    for event in events:
         if cuda:
             wanted = event.device_type == DeviceType.CUDA and not event.is_user_annotation
             is_copy = "DtoH" in event.name or "HtoD" in event.name
@@ -72,6 +85,31 @@ def device_busy(function: Callable[[], object], cuda: bool) -> list[Busy]:
             span = event.time_range
             found.append(Busy(span.start, span.end, event.device_resource_id, is_copy))
     return found
+
+
+def kernel_ms(events: Iterable[Any], cuda: bool) -> dict[str, float]:
+    """Milliseconds of kernels by ``kernel_class``; "of no operation" is what nothing launched.
+
+    The operations around the one that launched a kernel count, too: the codec's is one of Triton's.
+    """
+    found: dict[str, float] = defaultdict(float)
+    everything = 0.0
+    for event in events:
+        if event.device_type == DeviceType.CUDA:
+            everything += 0.0 if event.is_user_annotation else event.time_range.elapsed_us()
+            continue
+        took = [(k.name, k.duration) for k in event.kernels]
+        if not cuda:
+            took = [("", event.self_cpu_time_total)]
+        around, outer = [], event
+        while took and outer is not None:
+            around.append(outer.name)
+            outer = outer.cpu_parent
+        for name, us in took:
+            found[kernel_class(name, *around)] += us / 1e3
+    if cuda and (left := everything / 1e3 - sum(found.values())) > 0:
+        found["of no operation"] = left
+    return dict(found)
 
 
 def draw(timelines: Mapping[str, Sequence[Busy]], path: Path) -> None:

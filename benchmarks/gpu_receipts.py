@@ -12,10 +12,12 @@ what it has. The same command goes on after the last item that succeeded.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -69,18 +71,34 @@ ITEMS = (
         "benchmarks/codec_bandwidth.py --device cpu --rows 64 --cols 256 192 --rounds 1",
     ),
     Item(
+        "full scale",
+        "one card as a rank of 8 to 512: bytes and kernel time of the plan's, by class: 1",
+        300,
+        "-m benchmarks.full_scale --out {out}/full_scale",
+        "-m benchmarks.full_scale --out {out}/full_scale --dry",
+        trains=True,
+    ),
+    Item(
         "block of 8k tokens",
         "step time of stock's: memory 1.03, speed 0.96, early scores 0.90, no recompute 0.88",
-        220,
+        200,
         f"benchmarks/step_time.py --cuda --blocks --layers 1 --batch 2 --graph --arms {_ARMS}",
         "benchmarks/step_time.py --toy --blocks --rounds 1 --graph --arms fp8-speed-early",
     ),
     Item(
         "trainer, 4 layers, 4 x 4096 tokens",
         "tokens a second with early scores 1.10 of stock's; a batch 1.2 times as large; its losses",
-        280,
+        240,
         f"{_STEPS} --arms fp8-memory fp8-speed-early --largest-batch 64",
         f"{_TOY} --arms fp8-memory --largest-batch 3",
+        trains=True,
+    ),
+    Item(
+        "exchanges",
+        "halves of a batch on one card: ms of all kernels as whole's; idle share as whole's",
+        70,
+        "-m benchmarks.full_scale --out {out}/halves --jobs 16B --shallow --arms whole halves",
+        "-m benchmarks.full_scale --out {out}/halves --dry --shallow --arms whole halves",
         trains=True,
     ),
     Item(
@@ -102,30 +120,22 @@ ITEMS = (
     Item(
         "host offload, timeline",
         "copies beside computation: 1; the picture shows them",
-        60,
+        50,
         "benchmarks/step_profile.py --out {out}/offload --layers 4 --arms fp8-offload",
         "benchmarks/step_profile.py --out {out}/offload --toy --layers 2 --arms fp8-offload",
     ),
     Item(
         "units",
         "the allocator gave to FSDP what the tracker counts; losses as stock's",
-        130,
+        100,
         f"{_STEPS} --steps 6 --arms units",
         f"{_TOY} --arms units",
         trains=True,
     ),
     Item(
-        "plan",
-        "max_memory_allocated of the planned bytes: 1; ms a step of the modelled ones",
-        150,
-        f"{_STEPS} --steps 6 --plan --arms fp8-memory stock-full",
-        f"{_TOY} --plan --arms fp8-memory",
-        trains=True,
-    ),
-    Item(
         "compiled",
         "as many graphs as stock, no recompile in a steady step; tokens a second above eager's",
-        250,
+        230,
         f"{_STEPS} --steps 8 --compile inductor --arms fp8-memory stock-memory-budget",
         f"{_TOY} --compile aot_eager --arms fp8-memory",
         trains=True,
@@ -133,7 +143,7 @@ ITEMS = (
     Item(
         "block of 16k tokens",
         "as the block of 8k tokens",
-        160,
+        80,
         f"benchmarks/step_time.py --cuda --blocks --layers 1 --batch 4 --arms {_ARMS}",
         "benchmarks/step_time.py --toy --blocks --layers 1 --rounds 1 --arms stock-full",
     ),
@@ -156,7 +166,7 @@ ITEMS = (
     Item(
         "training",
         "the shipped config and launcher, with units per sub-module: it trains",
-        60,
+        40,
         f"{_TRAIN}training --training.steps 10",
         f"{_TRAIN}training --training.steps 2 --training.seq_len 64 --training.local_batch_size 1",
         trains=True,
@@ -192,23 +202,31 @@ def figures(output: str) -> list[dict[str, Any]]:
 def measure(item: Item, out: Path, *, dry: bool, seconds: float) -> dict[str, Any]:
     """Run ``item`` and say how it went; it may fail or be stopped."""
     arguments = (item.dry if dry else item.command).format(out=out).split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # What was there stays: torch may lie there.
+    before = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    environment = {**os.environ, "PYTHONPATH": path}
     if dry and "--compile" not in arguments:  # a CPU's compiler says nothing of a GPU's
         environment["TORCH_COMPILE_DISABLE"] = "1"
     begin = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # to end it with the processes that it starts: they hold the GPU
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-        )
-        ending, output = f"exit code {done.returncode}", done.stdout
-    except subprocess.TimeoutExpired as expired:
-        ending, output = f"stopped after {seconds:.0f} s", (expired.stdout or b"").decode()
+        output, _ = process.communicate(timeout=seconds)
+        ending = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        _end(process)
+        output, _ = process.communicate()
+        ending = f"stopped after {seconds:.0f} s"
+    finally:
+        _end(process)
     return {
         "command": " ".join(["python", *arguments]).replace(str(out), "OUT"),
         "ending": ending,
@@ -216,6 +234,11 @@ def measure(item: Item, out: Path, *, dry: bool, seconds: float) -> dict[str, An
         "figures": figures(output),
         "output": output[-20_000:],
     }
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def machine() -> str:

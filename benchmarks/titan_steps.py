@@ -11,8 +11,8 @@ what each is of stock selective checkpointing's, which comes first and once more
 - ``--largest-batch N``: then more and more sequences in a step, until memory ends, or N.
 - ``--compile BACKEND``: also graphs and recompiles of each arm.
 - ``--float8 experts``: Titan's float8 grouped GEMMs (``linear``: its linears, emulated).
-- ``--plan``: the bytes and the milliseconds of a dry run beside the measured ones.
-- ``--plan-only``: those of the dry run; needs no GPU.
+- ``--plan-only``: the bytes and the milliseconds of a dry run; needs no GPU. full_scale.py holds
+  plans against what is measured.
 - Arm ``units``: sub-module units, with what FSDP's memory tracker counts beside what the allocator
   gave to FSDP.
 
@@ -23,7 +23,6 @@ import argparse
 import gc
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -120,6 +119,7 @@ def train(run: Run, largest: int) -> Steps:
 
             def peak_of(sequences: int) -> int:
                 device.reset_peak_memory_stats()
+                trainer.step += 1
                 trainer.train_step(iter([of_size(batch, sequences)]))
                 device.synchronize()
                 return allocated_peak()
@@ -284,18 +284,11 @@ def lines(done: Mapping[str, Steps], tokens: int) -> Iterator[str]:
         yield f"{arm} losses {' '.join(f'{loss:.4f}' for loss in steps.losses)}"
 
 
-def beside_plan(
-    done: Mapping[str, Steps], planned: Mapping[str, Mapping[str, float]]
-) -> Iterator[str]:
+def plan_lines(planned: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     for arm, figures in planned.items():
         yield f"{arm}: GiB at the peak, planned = {figures['GiB']:.3f}"
         yield f"{arm}: ms a step, modelled at an H100's rates = {figures['ms']:.1f}"
         yield f"{arm}: optimizer ms of these = {figures['optimizer ms']:.1f}"
-        if arm in done:
-            ms = 1e3 * statistics.median(done[arm].seconds)
-            peak = done[arm].peak / GIB
-            yield f"{arm}: max_memory_allocated of the plan = {peak / figures['GiB']:.3f}"
-            yield f"{arm}: ms a step of those modelled = {ms / figures['ms']:.3f}"
 
 
 def main() -> None:
@@ -310,7 +303,6 @@ def main() -> None:
     parser.add_argument("--compile", metavar="BACKEND", help="inductor or aot_eager")
     parser.add_argument("--float8", choices=("experts", "linear"))
     parser.add_argument("--largest-batch", type=int, default=0, metavar="N")
-    parser.add_argument("--plan", action="store_true", help="and a dry run of each arm")
     parser.add_argument("--plan-only", action="store_true", help="a dry run of each arm, no more")
     args = parser.parse_args()
     if not (args.toy or args.plan_only or torch.cuda.is_available()):
@@ -332,7 +324,7 @@ def main() -> None:
         converters=(f"float8_{args.float8}",) if args.float8 else (),
     )
     if args.plan_only:
-        print("\n".join(beside_plan({}, plan(arms, base))))
+        print("\n".join(plan_lines(plan(arms, base))))
         return
     make_corpus()
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
@@ -354,24 +346,6 @@ def main() -> None:
     if not is_first:
         return
     print("\n".join(lines(done, args.batch * base.seq_len // args.cp)))
-    if args.plan:
-        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "WORLD_SIZE": str(world)}
-        words = [word for word in sys.argv[1:] if word != "--plan"]
-        child = [sys.executable, __file__, *words, "--plan-only"]
-        said = subprocess.run(child, env=hidden, stdout=subprocess.PIPE, text=True, check=True)
-        print("\n".join(beside_plan(done, parse(said.stdout))))
-
-
-def parse(said: str) -> dict[str, dict[str, float]]:
-    """What ``--plan-only`` printed."""
-    planned: dict[str, dict[str, float]] = {}
-    for line in said.splitlines():
-        arm, separator, rest = line.partition(": ")
-        figure, equals, value = rest.rpartition(" = ")
-        if separator and equals:
-            unit = next(unit for unit in ("GiB", "ms", "optimizer ms") if figure.startswith(unit))
-            planned.setdefault(arm, {})[unit] = float(value)
-    return planned
 
 
 if __name__ == "__main__":

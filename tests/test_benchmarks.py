@@ -2,12 +2,22 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from benchmarks import device_events, fp8_ac_loss, gpu_receipts, published, step_time, titan_steps
+from benchmarks import (
+    device_events,
+    fp8_ac_loss,
+    full_scale,
+    gpu_receipts,
+    published,
+    step_time,
+    titan_steps,
+)
 from benchmarks.activation_bytes import Measured, measure, table
 from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import Layout
@@ -159,7 +169,8 @@ def test_every_gpu_receipt_runs_tiny(
 def test_gpu_receipts_fit_their_minutes() -> None:
     seconds = [item.seconds for item in gpu_receipts.ITEMS]
     assert sum(seconds) <= 30 * 60
-    assert sum(seconds[:3]) <= 10 * 60, "codec, block and trainer, with --quick"
+    assert [item.name for item in gpu_receipts.ITEMS[:2]] == ["codec", "full scale"]
+    assert sum(seconds[:3]) <= 10 * 60, "codec, full scale and block, with --quick"
 
 
 def test_gpu_receipts_leave_out_what_an_older_torch_cannot_train(
@@ -226,15 +237,89 @@ def test_idle_share_and_overlap() -> None:
     assert device_events.copies_beside_kernels(kernels) is None
 
 
-def test_a_plan_is_read_back() -> None:
-    first, second = (1.5, 20.0, 4.0), (1.25, 24.5, 4.5)
-    units = ("GiB", "ms", "optimizer ms")
-    planned = {
-        "fp8-memory": dict(zip(units, first, strict=True)),
-        "stock-full": dict(zip(units, second, strict=True)),
-    }
-    said = "\n".join(["a warning: x", *titan_steps.beside_plan({}, planned)])
-    assert titan_steps.parse(said) == planned
+def test_kernels_are_classed_by_the_operations_around_them() -> None:
+    def ran(names: str, *kernels: tuple[str, float]) -> Any:
+        event = None
+        for name in names.split():
+            found = [SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels]
+            event = SimpleNamespace(
+                name=name,
+                cpu_parent=event,
+                device_type=DeviceType.CPU,
+                kernels=found if name == names.split()[-1] else [],
+            )
+        return event
+
+    def on_the_gpu(us: float, is_user_annotation: bool = False) -> Any:
+        span = SimpleNamespace(elapsed_us=lambda: us)
+        kind = DeviceType.CUDA
+        return SimpleNamespace(
+            device_type=kind, time_range=span, is_user_annotation=is_user_annotation
+        )
+
+    events = [
+        ran("aten::linear aten::mm", ("nvjet", 1000)),
+        ran("aten::_grouped_mm aten::mm", ("nvjet", 2000), ("cutlass", 500)),
+        ran("titan_ext::float8_quantize aten::copy_", ("triton_per", 300)),
+        ran("c10d::_allgather_base_ aten::copy_", ("Memcpy DtoD", 70)),
+        ran("fsdp::all_gather_copy_in", ("copy", 40)),
+        ran("Torch-Compiled", ("triton_tem_fused_flex_attention", 9)),
+        ran("aten::add", ("add", 2)),
+        on_the_gpu(4000),
+        on_the_gpu(5000, is_user_annotation=True),
+    ]
+    assert device_events.kernel_ms(events, cuda=True) == pytest.approx(
+        {
+            "GEMM": 1.0,
+            "grouped GEMM": 2.5,
+            "codec": 0.3,
+            "collectives": 0.07,
+            "copies": 0.04,
+            "attention": 0.009,
+            "elementwise": 0.002,
+            "of no operation": 4.0 - 3.921,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", full_scale.JOBS)
+def test_jobs_on_one_card_are_as_shipped(name: str, tmp_path: Path) -> None:
+    job, depths = full_scale.JOBS[name]
+    for arm in full_scale.ARMS:
+        config = full_scale.trained_config(job, depths[-1], arm, str(tmp_path))
+        assert config.comm.mode == "fake_backend"
+        assert config.debug.moe_force_load_balance
+        assert config.parallelism.overlap_exchanges == ("halves" if arm == "halves" else "none")
+        layers = config.model_spec.model.layers
+        assert len(layers) == depths[-1] > depths[0] > 0
+        assert sum(layer.moe is not None for layer in layers[: depths[0]]) >= 2
+
+
+def test_a_job_on_one_card_beside_its_plan(tmp_path: Path) -> None:
+    def side(layers: int, ms: float, **more: float) -> dict[str, Any]:
+        sizes = dict.fromkeys(("allocated", "reserved", "reserved_aside"), layers << 30)
+        return {**sizes, "kernels": {"GEMM": layers * ms} | more}
+
+    names = {"job": "J", "arm": "whole"}
+    rows: list[dict[str, Any]] = [
+        names
+        | {"depth": n, "name": f"J {n}", "measured": side(n, 3, collectives=99.0)}
+        | {"planned": side(n, 2)}
+        for n in (2, 5)
+    ]
+    rows.append(names | {"depth": 9, "name": "J 9", "measured": {"error": "a | b"}})
+    rows[-1]["planned"] = side(9, 2)
+    full_scale.write(rows, "h100", tmp_path)
+    lines = (tmp_path / "full_scale.md").read_text().splitlines()
+    assert "| J 5 | ms, GEMM | 15.0 | 10.0 | 1.50 |" in lines
+    assert "| J 5 | ms, all but collectives | 15.0 | 10.0 | 1.50 |" in lines
+    assert "| J, whole, a layer | ms, GEMM | 3.0 | 2.0 | 1.50 |" in lines
+    assert "| J, whole, a layer | GiB reserved | 1.00 | 1.00 | 1.00 |" in lines
+    assert "| J 9 | a / b | | | |" in lines
+    assert json.loads((tmp_path / "full_scale.json").read_text())["rows"] == rows
+    found = gpu_receipts.figures("\n".join(full_scale.lines(rows)))
+    assert {"kind": "GiB reserved, of the plan's", "name": "J 2", "value": 1.0} in found
+    assert {"kind": "ms of all kernels, of the plan's", "name": "J 5", "value": 1.5} in found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 from triton.compiler.errors import CompilationError
 
 from tests.gpu_kernels import GpuCompiler, Kernel
@@ -132,3 +133,54 @@ def test_amd(arch: str, converts: bool, most: float):
         code = min(configurations, key=lambda code: code.instructions_per_value)
         assert code.instructions_per_value < most
         assert any(op.startswith("global_") and "dwordx" in op for op in code.opcodes), "wide"
+
+
+class _OnlyWrites(GpuCompiler):
+    """A graph's results have shapes and no values, so that tensors of gigabytes are never read."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        super().__call__(graph, inputs)
+
+        def run(*arguments: Any) -> Any:
+            shapes = graph(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
+            return tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype), shapes)
+
+        return run
+
+
+def test_indices_beyond_2_31():
+    """A kernel for small tensors has int32 indices, and is not the one that large tensors get.
+
+    16 x 4096 tokens of 7168 for 8 experts are 3.8e9 values. What arrives packed lies in rows of
+    values and scales: there, offsets pass 2^31 before the number of values does.
+    """
+    width, packed = 2048, 2048 + 16
+    counts = [512, 2**31 // packed + 1, 2**31 // width + 1]
+    assert counts[1] * width < 2**31 < counts[1] * packed
+    name = codec.codec_name(Codec())
+
+    def of_rows(rows: int) -> list[list[Kernel]]:
+        compiler = codec._BACKEND
+        assert isinstance(compiler, GpuCompiler)
+        before = len(compiler.graphs)
+        x = torch.empty(rows, width, dtype=torch.bfloat16)
+        stored = torch.ops.titan_ext.float8_quantize(x, name, True)
+        torch.ops.titan_ext.float8_dequantize(*stored, name, x.dtype, True)
+        arrived = torch.empty(rows, packed, dtype=torch.uint8)
+        rows_of_it = arrived[:, :width].view(torch.float8_e4m3fn), arrived[:, width:]
+        torch.ops.titan_ext.float8_dequantize(*rows_of_it, name, x.dtype, True)
+        return compiler.graphs[before:]
+
+    with (
+        mock.patch(f"{__name__}.GpuCompiler", _OnlyWrites),
+        # Eager operations would fill gigabytes.
+        mock.patch.object(codec, "_warn_of_eager", side_effect=AssertionError),
+    ):
+        small, between, large = with_compiler(lambda: [of_rows(rows) for rows in counts])
+
+    def are_long(graphs: list[list[Kernel]]) -> list[bool]:
+        return [any(".to(tl.int64) * XBLOCK" in k.source for k in graph) for graph in graphs]
+
+    assert are_long(small) == [False, False, False]
+    assert are_long(between) == [True], "of packed rows alone"
+    assert are_long(large) == [True, True], "the last has its kernel"

@@ -108,6 +108,11 @@ def test_the_one_step_is_steady(tmp_path: Path):
 def test_the_codec_reads_and_writes_what_is_kept_in_float8(tmp_path: Path):
     time, float8 = _timed(replace(ONE, ac="fp8"), tmp_path)
     assert time.nbytes[Part.CODEC] == 2 * float8 > 0  # once in forward, once in backward
+    assert time.kernels["codec"] == pytest.approx(time.ms[Part.CODEC])
+    aside = sum(time.kernels.values()) - time.step_ms  # one rank waits for nobody
+    assert 0 < aside < time.kernels["copies"], "FSDP copies on streams of its own"
+    classes = {"GEMM", "grouped GEMM", "attention", "elementwise", "copies", "codec"}
+    assert set(time.kernels) == classes
     assert time.ms[Part.CODEC] > 0
 
 

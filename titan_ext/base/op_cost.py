@@ -9,6 +9,7 @@ checkpointing choose by it.
 import functools
 import math
 import os
+import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -193,6 +194,26 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
             rate /= max(1 - _share_masked(func, args), 1e-3)
         seconds = max(seconds, flops / rate)
     return OpCost(flops, made + read, seconds * 1e3)
+
+
+_KERNELS = {
+    "codec": r"titan_ext::float8_",
+    "collectives": r"c10d",  # of a fake process group: copies in place of messages
+    "grouped GEMM": r"_grouped_mm",
+    "attention": r"scaled_dot_product|flash_attn|flex_attention",
+    "GEMM": r"::(mm|addmm|bmm|baddbmm|_scaled_mm)\b",
+    "copies": r"fsdp::|::(copy_|_foreach_copy_|clone|_to_copy|cat)\b|Memcpy",
+}
+
+
+@functools.cache
+def kernel_class(*names: str) -> str:
+    """Of a kernel, by the operation that launched it and those around that, in any order.
+
+    The names may be a plan's (``aten::mm``) or a profile's, where operations lie in operations.
+    """
+    found = (kind for kind, at in _KERNELS.items() if any(re.search(at, name) for name in names))
+    return next(found, "elementwise")
 
 
 @functools.cache

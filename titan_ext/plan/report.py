@@ -52,6 +52,7 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "fits": plan.spare >= 0,
         "uncertain": plan.is_uncertain,
         "reserved": sum(plan.reserved.values()),
+        "reserved_aside": sum(n for stream, n in plan.reserved.items() if stream),
         "memory": plan.budget.memory,
         "allowance": plan.allowance,
         "spare": plan.spare,
@@ -82,7 +83,7 @@ def _time(time: StepTime) -> dict[str, Any]:
     keys = ("machine", "slower", "step_ms", "tokens_per_second", "mfu")
     keys += ("expected_ms", "expected_tokens_per_second")
     by_part = {part.name.lower(): ms for part, ms in time.ms.items()}
-    return {key: getattr(time, key) for key in keys} | {"ms": by_part}
+    return {key: getattr(time, key) for key in keys} | {"ms": by_part, "kernels": {**time.kernels}}
 
 
 def write(plan: Mapping[str, Any], folder: Path) -> None:

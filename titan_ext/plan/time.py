@@ -27,7 +27,15 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
-from titan_ext.base.op_cost import SYNC_MS, Machine, group_ms, groups_of, moves_nothing, op_cost
+from titan_ext.base.op_cost import (
+    SYNC_MS,
+    Machine,
+    group_ms,
+    groups_of,
+    kernel_class,
+    moves_nothing,
+    op_cost,
+)
 from titan_ext.base.tensors import has_values, in_backward, tensors_in
 from titan_ext.plan.live import PLAIN_TYPES, LiveBytes, MemoryKind, fsdp_kind
 from titan_ext.plan.streams import Item, Streams, Work
@@ -81,6 +89,8 @@ class Pass:
     ms: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
     flops: Counter[Part] = field(default_factory=Counter)
     nbytes: Counter[Part] = field(default_factory=Counter)
+    kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Milliseconds on all streams, by ``kernel_class``."""
 
 
 class Span(NamedTuple):
@@ -173,8 +183,10 @@ class StepClock(TorchDispatchMode):
             name = str(queue) if isinstance(queue, str) else "stream of FSDP's"
             name = "compute" if queue is self._compute else name
             for work in works:
-                now, part, moment = work.label
+                now, part, moment, kernel = work.label
                 assert work.end is not None
+                if kernel:
+                    now.kernels[kernel] += work.ms
                 if queue is self._compute:
                     now.ms[part] += work.ms
                     for why, ms in self._streams.waits(work):
@@ -207,8 +219,8 @@ class StepClock(TorchDispatchMode):
 
     # -- what runs
 
-    def _add(self, queue: Any, part: Part, ms: float, **on_link: Any) -> Item:
-        label = (self.passes[-1], part, self._moment)
+    def _add(self, queue: Any, part: Part, ms: float, kernel: str = "", **on_link: Any) -> Item:
+        label = (self.passes[-1], part, self._moment, kernel)
         return self._streams.add(queue, Work(ms, label=label, **on_link))
 
     def _run(self, func: Any, stream: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -216,7 +228,7 @@ class StepClock(TorchDispatchMode):
         self._wait_for(stream, used)
         cost = op_cost(func, args, kwargs, out, self._machine)
         part, now = self._part(func._schema.name), self.passes[-1]
-        end = self._add(stream, part, cost.ms * self.slower)
+        end = self._add(stream, part, cost.ms * self.slower, kernel_class(func._schema.name))
         if stream is self._compute:
             parts = self._live.fused(func, (*used, *tensors_in(out)))
             if parts is not None and not cost.flops:
@@ -346,6 +358,7 @@ class StepTime:
         flops_per_token: By Titan's formula; None where Titan reports no MFU either.
         slower: Factor on the ideal time of kernels.
         is_compiled: Whether the job compiles its blocks.
+        kernels: Milliseconds of kernels on all streams, by ``kernel_class``.
     """
 
     machine: str
@@ -356,6 +369,7 @@ class StepTime:
     flops_per_token: int | None
     slower: float = 1.0
     is_compiled: bool = False
+    kernels: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -367,8 +381,10 @@ class StepTime:
         repeated = [*forward_backward[:1], *forward_backward[1:] * (accumulation - 1), last]
         ms = {part: math.fsum(one.ms.get(part, 0.0) for one in repeated) for part in Part}
         ms[Part.BUBBLE] = idle * (sum(ms.values()) - sum(last.ms.values()))
+        kinds = dict.fromkeys(kind for one in repeated for kind in one.kernels)
         return cls(
             ms=ms,
+            kernels={k: math.fsum(one.kernels.get(k, 0.0) for one in repeated) for k in kinds},
             flops=sum((one.flops for one in repeated), Counter()),
             nbytes=sum((one.nbytes for one in repeated), Counter()),
             **others,

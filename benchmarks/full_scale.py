@@ -1,0 +1,337 @@
+"""One card as a rank of a large job: what its step takes, beside what a dry run plans for it.
+
+    python -m benchmarks.full_scale --out outputs/full_scale         # a GPU; about 5 minutes
+    python -m benchmarks.full_scale --out outputs/halves --jobs 16B --shallow --arms whole halves
+    python -m benchmarks.full_scale --out outputs/dry --dry          # a debug model on a CPU
+
+Titan's fake process group (``comm.mode`` "fake_backend") makes one process a rank of any mesh, with
+real kernels, a real allocator and FSDP's own hooks. There is no wire: what would arrive is filled
+with copies of what is sent. These are the kernels "collectives", which a plan does not have, and
+which are left out of the ratios. Routing is forced to be balanced, as a plan takes it, and every
+rank then sends what this one does.
+
+Each job runs at two depths, so that slopes show what a layer adds, in processes of its own: one for
+the plan and one for three steps. The first makes states and tunes kernels. The second is timed, and
+its peaks are read. The third is profiled. ``full_scale.json`` and ``full_scale.md`` have all of it.
+A job that ends in an error, such as too little memory, has its last line there.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.exchanges import EXCHANGES
+
+ROOT = Path(__file__).parents[1]
+
+# The depths of 671B are cut: three dense layers and two or six with experts.
+JOBS = {
+    "16B, 8 GPUs": (EXCHANGES["16B, 8 GPUs"], (8, 27)),
+    "Qwen3-30B, 16 GPUs": (EXCHANGES["Qwen3-30B, 16 GPUs"], (12, 48)),
+    "gpt_oss-20B, 64 GPUs": (EXCHANGES["gpt_oss-20B, 64 GPUs"], (8, 24)),
+    "671B, 512 GPUs": (EXCHANGES["671B, 512 GPUs"], (5, 9)),
+}
+DRY_JOBS = {
+    "debug, 8 ranks": (
+        "moe_debug.toml --ranks 8 --parallelism.expert_parallel_degree 4 "
+        "--training.local_batch_size 2 --training.seq_len 64",
+        (2, 3),
+    )
+}
+ARMS = {"whole": "", "halves": "--parallelism.overlap_exchanges halves"}
+_GIB = 2**30
+_BYTES = {
+    "allocated": "GiB allocated at most",
+    "reserved": "GiB reserved",
+    "reserved_aside": "GiB reserved by other streams",
+}
+_WIRE = ("collectives",)
+"""Classes of kernels that stand for messages."""
+
+Figures = dict[str, Any]
+
+
+def _config(job: str, depth: int, arm: str, own: Sequence[str]) -> Any:
+    """The job's config, cut to its first layers.
+
+    ``own`` are flags of this program; a policy's name stands last.
+    """
+    from titan_ext.config_registry import resolve_config
+
+    name, _, _, *flags = job.split()
+    more = ["--debug.moe_force_load_balance", *own, *ARMS[arm].split()]
+    config: Any = resolve_config(name, [*more, *flags]).config
+    model = config.model_spec.model
+    assert len(model.layers) >= depth
+    model.layers = model.layers[:depth]
+    return config
+
+
+def plan(job: str, depth: int, arm: str, machine: str) -> Figures:
+    """Of a dry run, in bytes and ms; CUDA has to be hidden from the process."""
+    from titan_ext.base import no_accelerator
+    from titan_ext.plan.dry_run import dry_run
+    from titan_ext.plan.memory import DeviceMemory
+    from titan_ext.plan.report import to_json
+    from titan_ext.plan.stand_ins import as_rank
+
+    ranks = int(job.split()[2])
+    with as_rank(ranks, 0):
+        with no_accelerator.as_with_an_accelerator():
+            config = _config(job, depth, arm, ())
+        run = dry_run(config, ranks, budget=DeviceMemory(memory=80 * _GIB), machine=machine)
+        planned = to_json(run, {})
+    return {
+        "allocated": planned["peak"]["sum"],
+        "reserved": planned["reserved"],
+        "reserved_aside": planned["reserved_aside"],
+        "kernels": planned["time"]["kernels"],
+        "step_ms": planned["time"]["step_ms"],
+    }
+
+
+def trained_config(job: str, depth: int, arm: str, folder: str) -> Any:
+    """The job's config for one process, which writes nothing but into ``folder``."""
+    from titan_ext.base.stdlib_corpus import default_tokenizer_path
+
+    own = f"--comm.mode fake_backend --dump_folder {folder} --training.steps 100 "
+    own += f"--dataloader.dataset python_stdlib --hf_assets_path {default_tokenizer_path()} "
+    own += "--checkpoint.no-enable --metrics.no-enable_tensorboard"
+    return _config(job, depth, arm, own.split())
+
+
+def measure(job: str, depth: int, arm: str) -> Figures:
+    """Of the second and the third step of Titan's trainer, in the units of ``plan``."""
+    import torch
+    from torchtitan.tools import utils as titan_utils
+
+    from benchmarks.device_events import busy_in, events_of, idle_share, kernel_ms
+    from titan_ext.base.stdlib_corpus import make_corpus
+    from titan_ext.plan.stand_ins import as_rank
+
+    make_corpus()
+    ranks = job.split()[2]
+    os.environ["NGPU"] = ranks  # where fake_backend's init_distributed reads it
+    cuda = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder, as_rank(int(ranks), 0):
+        trainer = trained_config(job, depth, arm, folder).build()
+        trainer.metrics_processor.log = lambda *_, **__: None  # it would begin a new peak
+        batches = trainer.batch_generator(trainer.dataloader)
+        device = titan_utils.device_module
+
+        def step() -> None:
+            trainer.step += 1
+            trainer.train_step(batches)
+
+        step()
+        device.synchronize()
+        device.empty_cache()
+        device.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        step()
+        host = time.perf_counter() - begin
+        device.synchronize()
+        whole = time.perf_counter() - begin
+        stats = device.memory_stats()
+        segments = torch.cuda.memory_snapshot() if cuda else []
+        events = events_of(step, cuda)
+        busy = busy_in(events, cuda)
+        trainer.close()
+    return {
+        # A CPU has only the resident set of the process.
+        "allocated": stats.get("allocated_bytes.all.peak", stats["active_bytes.all.peak"]),
+        "reserved": stats["reserved_bytes.all.peak"],
+        "reserved_aside": sum(s["total_size"] for s in segments if s["stream"]),
+        "kernels": kernel_ms(events, cuda),
+        "step_ms": 1e3 * whole,
+        "host_ms": 1e3 * host,
+        "launched": sum(not b.is_copy for b in busy),
+        "idle": idle_share(busy),
+    }
+
+
+def _start(task: str, job: str, depth: int, arm: str, dry: bool, machine: str) -> Any:
+    """A process of its own, since Titan allows one layout in each; its result is its last line."""
+    words = [task, "--job", job, "--depth", str(depth), "--arms", arm, "--machine", machine]
+    usual = {"OMP_NUM_THREADS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    environment = {**usual, **os.environ}  # as Titan's run script
+    if task == "--plan":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.full_scale", *words, *(["--dry"] if dry else [])],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _result(process: subprocess.Popen[str]) -> Figures:
+    said, errors = process.communicate()
+    if process.returncode == 0:
+        return json.loads(said.splitlines()[-1])
+    lines = [line for line in errors.splitlines() if line.strip()] or [""]
+    raised = [line for line in lines if "Error" in line.partition(":")[0]]
+    return {"error": (raised or lines)[-1][:300]}
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """``name: figure = value``, which benchmarks/gpu_receipts.py reads."""
+    for row in rows:
+        name, measured, planned = row["name"], row["measured"], row["planned"]
+        for side, found in (("measured", measured), ("planned", planned)):
+            if "error" in found:
+                yield f"{name}: not {side}: {found['error']}"
+        for key, words in _BYTES.items():
+            if key in measured:
+                yield f"{name}: {words} = {measured[key] / _GIB:.3f}"
+            if measured.get(key) and planned.get(key):
+                yield f"{name}: {words}, of the plan's = {measured[key] / planned[key]:.3f}"
+        for key, words in (
+            ("step_ms", "ms a step, no wire"),
+            ("host_ms", "host ms a step"),
+            ("launched", "kernels a step"),
+            ("idle", "idle share of the device"),
+        ):
+            if key in measured:
+                yield f"{name}: {words} = {measured[key]:g}"
+        ratio = _ratio(_computing(measured), _computing(planned))
+        if ratio is not None:
+            yield f"{name}: ms of all kernels, of the plan's = {ratio:.3f}"
+
+
+def _computing(figures: Mapping[str, Any]) -> float | None:
+    kernels = figures.get("kernels")
+    return kernels and sum(ms for kind, ms in kernels.items() if kind not in _WIRE)
+
+
+def _ratio(measured: float | None, planned: float | None) -> float | None:
+    return measured / planned if measured and planned else None
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Measured, planned and their ratio, of each job, depth and arm; then of what a layer adds."""
+    yield "| job | of | measured | planned | ratio |"
+    yield "|---|---|---|---|---|"
+    for row in [*rows, *_slopes(rows)]:
+        measured, planned = row["measured"], row["planned"]
+        for found in (measured, planned):
+            if "error" in found:
+                yield f"| {row['name']} | {found['error'].replace('|', '/')} | | | |"
+        for key, words in _BYTES.items():
+            yield from _line(row["name"], words, *_of(key, _GIB, measured, planned), 2)
+        kinds = {**planned.get("kernels", {}), **measured.get("kernels", {})}
+        for kind in kinds:
+            sides = (side.get("kernels", {}).get(kind) for side in (measured, planned))
+            yield from _line(row["name"], f"ms, {kind}", *sides, 1)
+        yield from _line(
+            row["name"], "ms, all but collectives", _computing(measured), _computing(planned), 1
+        )
+        # A plan's step has a wire and no host, so the two have no ratio.
+        yield from _line(row["name"], "host ms", measured.get("host_ms"), None, 1)
+
+
+def _of(key: str, unit: float, *sides: Mapping[str, Any]) -> list[float | None]:
+    return [side[key] / unit if key in side else None for side in sides]
+
+
+def _line(
+    name: str, words: str, measured: float | None, planned: float | None, digits: int
+) -> Iterator[str]:
+    if measured is None and planned is None:
+        return
+    ratio = _ratio(measured, planned)
+    cells = [
+        "" if value is None else f"{value:.{n}f}"
+        for value, n in ((measured, digits), (planned, digits), (ratio, 2))
+    ]
+    yield f"| {name} | {words} | {' | '.join(cells)} |"
+
+
+def _slopes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """What a layer adds, by two depths of a job and arm."""
+    for low in rows:
+        for high in rows:
+            same = all(low[key] == high[key] for key in ("job", "arm"))
+            sides = [row[side] for row in (low, high) for side in ("measured", "planned")]
+            if same and low["depth"] < high["depth"] and not any("error" in s for s in sides):
+                layers = high["depth"] - low["depth"]
+                yield {
+                    "name": f"{low['job']}, {low['arm']}, a layer",
+                    **{k: _slope(low[k], high[k], layers) for k in ("measured", "planned")},
+                }
+
+
+def _slope(low: Mapping[str, Any], high: Mapping[str, Any], layers: int) -> Figures:
+    kernels = {
+        kind: (high["kernels"].get(kind, 0.0) - low["kernels"].get(kind, 0.0)) / layers
+        for kind in {**low["kernels"], **high["kernels"]}
+    }
+    return {key: (high[key] - low[key]) / layers for key in _BYTES} | {"kernels": kernels}
+
+
+def write(rows: Sequence[Mapping[str, Any]], machine: str, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "full_scale.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+    (out / "full_scale.md").write_text("\n".join([f"Plans for {machine}.", "", *table(rows), ""]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "full_scale")
+    parser.add_argument("--jobs", default="", help="only those with this in their name")
+    parser.add_argument("--arms", nargs="+", default=["whole"], choices=list(ARMS))
+    parser.add_argument("--machine", default="h100", help="whose plan stands beside")
+    parser.add_argument("--shallow", action="store_true", help="only the first of two depths")
+    parser.add_argument("--dry", action="store_true", help="a debug model, on a CPU")
+    task = parser.add_mutually_exclusive_group()  # what a process of its own does
+    task.add_argument("--plan", action="store_true", help=argparse.SUPPRESS)
+    task.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.plan or args.measure:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = (
+                plan(args.job, args.depth, args.arms[0], args.machine)
+                if args.plan
+                else measure(args.job, args.depth, args.arms[0])
+            )
+        print(json.dumps(found))
+        return
+    if not args.dry:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("torch sees no GPU here; --dry takes a debug model on the CPU.")
+    jobs = DRY_JOBS if args.dry else {k: v for k, v in JOBS.items() if args.jobs in k}
+    wanted = [
+        (name, job, depth, arm)
+        for name, (job, depths) in jobs.items()
+        for depth in depths[: 1 if args.shallow else None]
+        for arm in args.arms
+    ]
+    plans = [_start("--plan", *of, args.dry, args.machine) for _, *of in wanted]
+    rows = []
+    for (name, job, depth, arm), planning in zip(wanted, plans, strict=True):
+        measured = _result(_start("--measure", job, depth, arm, args.dry, args.machine))
+        row = {"job": name, "depth": depth, "arm": arm, "measured": measured}
+        row |= {"name": f"{name}, {depth} layers, {arm}", "planned": _result(planning)}
+        rows.append(row)
+        write(rows, args.machine, args.out)
+        print("\n".join(lines([row])), flush=True)
+    if all("error" in row["measured"] for row in rows):
+        raise SystemExit("no job was measured")
+
+
+if __name__ == "__main__":
+    main()
