@@ -94,7 +94,8 @@ def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
         assert time.ms[part] == pytest.approx(whole[1].ms[part], rel=0.01)
     assert memory.peak.nbytes == pytest.approx(whole[0].peak.nbytes, rel=0.001)
     assert memory.peak.moment == whole[0].peak.moment
-    assert memory.spare == pytest.approx(whole[0].spare, rel=0.001)
+    # The allocator reserves segments of 2 MiB and 20 MiB in each pool, not bytes in a line.
+    assert memory.spare == pytest.approx(whole[0].spare, abs=40 * 2**20)
     for kind in (MemoryKind.EXACT, MemoryKind.GRADIENTS, MemoryKind.STATES):
         assert memory.peak.by_kind[kind] == pytest.approx(whole[0].peak.by_kind[kind], rel=0.001)
 
