@@ -78,7 +78,7 @@ def test_a_file_is_checked_once_and_tyro_and_build_do_not_check_it_again(checked
     dataclasses.replace(config)
     assert [seen.training.steps for seen in checked] == [30, 17]  # the file; with the flags
     config.parallelism.pipeline_parallel_microbatch_size = 0
-    with pytest.raises(ValueError, match="microbatch_size must be greater than 0"):
+    with pytest.raises(ValueError, match="microbatch_size is 0; expected 1 or more"):
         dataclasses.replace(config)
 
 

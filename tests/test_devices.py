@@ -12,6 +12,11 @@ _PACKAGE = Path(__file__).parents[1] / "titan_ext"
 _NAMED = {
     # It hides the accelerator from a dry run; ROCm reads it, too.
     ("config_registry/commands.py", "CUDA_VISIBLE_DEVICES"),
+    ("config_registry/tune.py", "CUDA_VISIBLE_DEVICES"),
+    # The version of NCCL, or RCCL, where it is the backend; and how a trace names its operations.
+    ("run/receipts.py", "nccl"),
+    ("run/receipts.py", "cuda"),
+    ("plan/trace.py", "nccl:"),
 }
 """Names of CUDA that may stand in the code, by file; messages and docstrings may name it."""
 

@@ -11,10 +11,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves
-from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 PACKED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of rows that travel packed (``components.exchange``)."""
+_FLOAT8_WEIGHT = "WeightWithDynamicFloat8CastTensor"
+"""torchao's, by name: to import torchao takes long. Its ``__tensor_flatten__`` reads a scale."""
 _NO_NEST = (type(None), int, float, str, torch.dtype, torch.device)
 
 
@@ -156,8 +157,8 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
     """The plain tensors in ``x``: itself, or the parts of a tensor subclass; none if sparse."""
     if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
         return (x,) if x.layout is torch.strided else ()
-    if isinstance(x, WeightWithDynamicFloat8CastTensor):
-        return plain_tensors(x._tensor)  # its ``__tensor_flatten__`` reads a scale on the host
+    if type(x).__name__ == _FLOAT8_WEIGHT:
+        return plain_tensors(x._tensor)  # pyrefly: ignore[missing-attribute]
     names, _ = x.__tensor_flatten__()
     parts = [getattr(x, name) for name in names]
     # A DTensor names its mesh, too.

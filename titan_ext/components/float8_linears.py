@@ -127,10 +127,15 @@ class Float8Scales:
                 shard._precomputed_scale = scale.float()
 
 
+def gathers_float8(model: Module.Config) -> bool:
+    """Whether a model config has linears whose weights FSDP2 gathers in float8."""
+    return any(model.traverse(GatheredFloat8Linear.Config))
+
+
 def check_float8_gather(model: Module.Config, parallelism: Any) -> None:
     """Raise ValueError for a layout in which such weights of a model config are not gathered so."""
     tp = parallelism.tensor_parallel_degree
-    if tp > 1 and any(model.traverse(GatheredFloat8Linear.Config)):
+    if tp > 1 and gathers_float8(model):
         raise ValueError(
             "enable_fsdp_float8_all_gather of the converter TensorwiseFloat8LinearConverter needs "
             f"parallelism.tensor_parallel_degree = 1, not {tp}: TorchTitan's sharding by tensor "

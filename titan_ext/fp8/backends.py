@@ -111,7 +111,7 @@ class TreatedStorage:
         # Two dimensions, so that the kernel does not depend on their number.
         matrix = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.reshape(1, 1)
         encode = torch.ops.titan_ext.float8_quantize
-        return encode(matrix, codec_name(codec), None, compiles_for(tensor.device))
+        return encode(matrix, codec_name(codec), compiles_for(tensor.device))
 
     def _move(self, payload: _Payload, stream: Any) -> bool:
         """Copy the parts to the host; whether there was room for all."""

@@ -37,6 +37,7 @@ from titan_ext.components.dispatch import (
 from titan_ext.components.exchange_policy import ExchangePolicy
 from titan_ext.components.float8_linears import (
     check_float8_gather,
+    gathers_float8,
     make_scales_together,
     note_steps,
 )
@@ -205,13 +206,15 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
             logger.info("LoRA: load balancing is off, the routers' bias is frozen with the base.")
     if isinstance(spec, ExtendedModelSpec):
         return spec
+    if gathers_float8(spec.model):
+        after_optimizer = note_steps(after_optimizer)
     return ExtendedModelSpec(
         name=spec.name,
         flavor=spec.flavor,
         model=spec.model,
         parallelize_fn=parallelize,
         pipelining_fn=spec.pipelining_fn,
-        post_optimizer_build_fn=note_steps(after_optimizer),
+        post_optimizer_build_fn=after_optimizer,
         state_dict_adapter=for_replicated_weights(adapter) if adapter else None,
         stock_parallelize_fn=spec.parallelize_fn,
     )

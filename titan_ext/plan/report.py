@@ -133,7 +133,7 @@ def draw(plan: Mapping[str, Any]) -> Any:
     axes.set_xlim(-0.5, len(moments) - 0.5)
     axes.set_ylim(0, max(1.2 * top, 1.05 * limit if limit <= _LIMIT_IN_SIGHT * top else 0))
     axes.set_ylabel("GiB, at the peak of each moment")
-    name = plan["config"]["extends"].rpartition(".")[2] or "a model"
+    name = plan["config"].get("extends", "").rpartition(".")[2] or "a model"
     job = f"One step of {name} on {plan['ranks']} ranks"
     axes.set_title(f"{job}: {plan['verdict']}", loc="left", fontsize="medium")
     axes.grid(axis="y", alpha=0.3)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import ranks_in_words
 from titan_ext.base.op_cost import MACHINES, nvlink_domain, ranks_per_node
+from titan_ext.run.receipts import communication
 from titan_ext.run.record import versions
 
 _REPEATS = 3
@@ -66,12 +67,12 @@ def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         log = _have_nccl_log(Path(folder))
         device = torch.device("cpu")
-        if torch.cuda.is_available():
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl", timeout=timedelta(minutes=5)
-        )
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:
+            device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+            torch.accelerator.set_device_index(device)
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, timeout=timedelta(minutes=5))
         try:
             job = this_job()
             found = f"{', '.join(f'{k} {v}' for k, v in versions().items())}; {_library(device)}"
@@ -106,9 +107,8 @@ def _have_nccl_log(folder: Path) -> Path:
 
 
 def _library(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "gloo"
-    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    version = communication().get("version", "")
+    return f"{dist.get_default_backend_for_device(device)} {version}".strip()
 
 
 def _differences(words: Sequence[tuple[str, list[int]]]) -> str:
