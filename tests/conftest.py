@@ -29,7 +29,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_matmul() -> None:
-    from tests.on_cpu import fast_bfloat16_matmul
+    from titan_ext.base.no_accelerator import fast_bfloat16_matmul
 
     fast_bfloat16_matmul()
 

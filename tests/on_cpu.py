@@ -1,6 +1,6 @@
 """What a CPU lacks, in plain torch: for stock Titan and for ours alike.
 
-FlexAttention's backward, gloo's all-to-all of uneven lists, and a bfloat16 matmul that is not slow.
+FlexAttention's backward, gloo's all-to-all of uneven lists.
 """
 
 import contextlib
@@ -18,38 +18,6 @@ from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
 
 from titan_ext.base import no_accelerator
-
-_overrides: list[torch.library.Library] = []
-
-
-def fast_bfloat16_matmul() -> None:
-    """Multiply bfloat16 matrices on the CPU in float32, and round once, from now on.
-
-    Without AVX-512 torch's own kernel takes up to a hundred times as long; with its bfloat16
-    instructions it takes a quarter, and stays. Dispatch modes, autograd and profilers see the same
-    operations as before.
-    """
-    if _overrides or torch.cpu._is_avx512_bf16_supported():
-        return
-    library = torch.library.Library("aten", "IMPL")
-    for name in ("mm", "bmm", "addmm", "baddbmm"):
-        functional = torch.library.get_kernel(f"aten::{name}", "CPU")
-        into = torch.library.get_kernel(f"aten::{name}.out", "CPU")
-
-        def multiply(keys, *tensors, functional=functional, **factors):
-            if tensors[-1].dtype is torch.bfloat16:
-                wide = [tensor.float() for tensor in tensors]
-                return functional.call_boxed(keys, *wide, **factors).bfloat16()
-            return functional.call_boxed(keys, *tensors, **factors)
-
-        def multiply_into(keys, *tensors, out, multiply=multiply, into=into, **factors):
-            if tensors[-1].dtype is torch.bfloat16:
-                return out.copy_(multiply(keys, *tensors, **factors))
-            return into.call_boxed(keys, *tensors, out=out, **factors)
-
-        library.impl(name, multiply, "CPU", with_keyset=True, allow_override=True)
-        library.impl(f"{name}.out", multiply_into, "CPU", with_keyset=True, allow_override=True)
-    _overrides.append(library)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from typing import Any
 import torchtitan.trainer
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
-from tests.on_cpu import fast_bfloat16_matmul
 from tests.training import titan_config
+from titan_ext.base.no_accelerator import fast_bfloat16_matmul
 
 titan_config("deepseek_v3")  # imports the models
 get_torch_obj_rule_map()

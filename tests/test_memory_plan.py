@@ -142,7 +142,7 @@ def test_planned_is_measured(run: Run, tmp_path: Path):
             off_by = abs(planned.by_kind.get(kind, 0) - expected)
             assert off_by <= 0.01 * expected + 2**16, kind
         assert planned.nbytes == pytest.approx(measured.peak.nbytes, rel=0.002)
-        # A bf16 product makes fp32 copies here (tests.on_cpu.fast_bfloat16_matmul), and gloo's
+        # A bf16 product makes fp32 copies here (no_accelerator.fast_bfloat16_matmul), and gloo's
         # threads free their copy of a reduce-scatter's input when they come to it.
         copies = 0.03 * planned.nbytes + planned.by_kind.get(MemoryKind.REDUCE, 0)
         assert 0.99 * planned.nbytes < _allocated(measured) < 1.01 * planned.nbytes + copies
