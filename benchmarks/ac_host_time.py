@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 
-from tests.fp8_activations import debug_model
+from tests.helpers.fp8_activations import debug_model
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.fp8 import saved_tensors
 

@@ -50,10 +50,10 @@ from torchtitan.distributed.activation_checkpoint import (
 from benchmarks.fused_attention import FLOP_FORMULAS
 from benchmarks.kept_bytes import KeptBytes, KeptClass, kept_total
 from benchmarks.moe_blocks import GEOMETRIES, BlockRun, Layout
-from tests.cluster import run_ranks
-from tests.collectives import CollectiveTrace
-from tests.on_cpu import fast_bfloat16_matmul
+from tests.helpers.cluster import run_ranks
+from tests.helpers.collectives import CollectiveTrace
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base.no_accelerator import fast_bfloat16_matmul
 
 MIB = 2**20
 GFLOP = 1e9

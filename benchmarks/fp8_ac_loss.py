@@ -48,8 +48,8 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.tools.logging import init_logger
 
-from tests.cluster import run_ranks
-from tests.training import Run, make_config
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, make_config
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base import no_accelerator
 from titan_ext.base.run_folder import LOSS, read_scalar

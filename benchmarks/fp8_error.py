@@ -4,9 +4,9 @@
 
 Random values are normal, or Student's t with 2 degrees of freedom (infinite variance). Real ones
 are what the MoE blocks of TorchTitan's DeepSeek-V3 debug model save after a few training steps
-(tests/fp8_activations.py). The reference is fp64. Error is taken by block of 128 and averaged: in
-the norm of a heavy-tailed tensor a few values are all that counts. ``--no-real`` does without
-TorchTitan.
+(tests/helpers/fp8_activations.py). The reference is fp64. Error is taken by block of 128 and
+averaged: in the norm of a heavy-tailed tensor a few values are all that counts. ``--no-real`` does
+without TorchTitan.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     data = {"normal": [normal.bfloat16()], "heavy": [(normal / other).bfloat16()]}
     activations = {}
     if not args.no_real:
-        from tests.fp8_activations import block_activations
+        from tests.helpers.fp8_activations import block_activations
 
         activations = block_activations()
         data["real"] = list(activations.values())

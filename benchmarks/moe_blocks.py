@@ -22,7 +22,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import set_default_dtype
 
 from benchmarks.fused_attention import observed_logits, use_fused_attention
-from tests.on_cpu import list_all_to_all
+from tests.helpers.on_cpu import list_all_to_all
 from titan_ext.api import ParallelismConfig, extend_model_spec
 from titan_ext.base import no_accelerator
 from titan_ext.components.early_scores import use_early_scores

@@ -43,8 +43,8 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.tools import utils as titan_utils
 
 from benchmarks.activation_bytes import ARMS
-from tests.cluster import free_port
-from tests.training import Run, make_config, patched
+from tests.helpers.cluster import free_port
+from tests.helpers.training import Run, make_config, patched
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import run_ranks
-from tests.training import Run, make_config
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, make_config
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.debug import watchdog

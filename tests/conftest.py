@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.toml_files import Loader
-    from tests.training import Runs
+    from tests.helpers.toml_files import Loader
+    from tests.helpers.training import Runs
     from titan_ext.run.trainer import Trainer
 
 
@@ -37,7 +37,7 @@ def _quick_matmul() -> None:
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
     """Of the whole session: the workers of pytest-xdist have a folder each in a common one."""
-    from tests.training import Runs
+    from tests.helpers.training import Runs
 
     folder = tmp_path_factory.getbasetemp()
     return Runs((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "runs")

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.on_cpu import list_all_to_all
+from tests.helpers.on_cpu import list_all_to_all
 from titan_ext.base.run_folder import LOSS, read_scalar
 
 ROOT = Path(__file__).parents[1]

@@ -17,8 +17,8 @@ from typing import Any
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools.logging import init_logger
 
-from tests.cluster import kill_ranks, run_ranks, start_ranks
-from tests.training import Run, make_config
+from tests.helpers.cluster import kill_ranks, run_ranks, start_ranks
+from tests.helpers.training import Run, make_config
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.run.checkpoints import corrupt_items

@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cluster import free_port
+from tests.helpers.cluster import free_port
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 STEPS, INTERVAL = 16, 4
 FLAGS = (

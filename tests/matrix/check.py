@@ -5,10 +5,10 @@ import re
 import unittest.mock
 from pathlib import Path
 
-from tests.cluster import RankError
+from tests.helpers.cluster import RankError
+from tests.helpers.training import Result, Run, Runs, make_config
 from tests.matrix.refused import Refusal
 from tests.matrix.rows import reference_of
-from tests.training import Result, Run, Runs, make_config
 
 
 def differences(ours: Result, stock: Result) -> list[str]:

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from tests.checkpointing import Leg, differing, read_checkpoint, run_leg
+from tests.helpers.checkpointing import Leg, differing, read_checkpoint, run_leg
+from tests.helpers.training import Run
 from tests.matrix.checkpoints import EXPORTS, PAIRS, Pair, stock_export
-from tests.training import Run
 
 __all__ = ["WEIGHTS", "Sources", "check_export", "check_pair", "export"]
 

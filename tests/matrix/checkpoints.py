@@ -8,7 +8,7 @@ safetensors must equal stock TorchTitan's and come back.
 
 from dataclasses import dataclass, replace
 
-from tests.training import Run
+from tests.helpers.training import Run
 from titan_ext.activation_checkpoint import FP8AC
 
 __all__ = ["EXPORTS", "FAST", "PAIRS", "Pair", "stock_export"]

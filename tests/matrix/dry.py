@@ -17,11 +17,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import set_default_dtype
 
-from tests.cluster import run_ranks
-from tests.converters import any_gpu
+from tests.helpers.cluster import run_ranks
+from tests.helpers.converters import any_gpu
+from tests.helpers.on_cpu import flex_on_cpu
+from tests.helpers.training import Run, make_config
 from tests.matrix.rows import reference_of
-from tests.on_cpu import flex_on_cpu
-from tests.training import Run, make_config
 from titan_ext.base import no_accelerator
 
 __all__ = ["compare", "dry_differences", "shards"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from tests.training import Run
+from tests.helpers.training import Run
 
 __all__ = ["BACKENDS", "HEADINGS", "describe", "is_lossy"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from tests.training import Run
+from tests.helpers.training import Run
 
 __all__ = ["BACKENDS", "EACH_ONCE", "FLEX", "GROUPS", "SUBMODULE", "WRAPS", "ZERO_BUBBLE"]
 
@@ -188,7 +188,7 @@ _RESHARD_AND_PREFETCH += [
 _ADAPTERS = [
     Run(world=2, ep=2, lora=8, backend=backend, parallelize="submodule") for backend in BACKENDS
 ]
-# The others have Titan's default, fused AdamW. Stock is told what ours finds out (tests.muon).
+# The others have Titan's default, fused AdamW. Stock is told what ours finds out (helpers.muon).
 _OPTIMIZER = [
     Run(optimizer="muon", world=2, ep=ep, backend=backend, parallelize=wrap)
     for ep, backend, wrap in product((1, 2), BACKENDS, WRAPS)
@@ -235,7 +235,7 @@ _CONTEXT = [
     for layout, backend, wrap in product(_CONTEXT_LAYOUTS, BACKENDS, WRAPS)
     if wrap == "submodule" or layout["world"] == 2
 ]
-# Compiled sub-module units fuse other operations than compiled blocks do: see test_compile.py.
+# Compiled sub-module units fuse other operations than compiled blocks do (test_compile.py).
 _COMPILED = [
     Run(model=model, world=2, ep=2, ac=ac, compiled=True, parallelize="block")
     for model, ac in product(("deepseek_v3", "qwen3_moe"), ("none", "selective"))

@@ -7,8 +7,8 @@ test turns red and the layout can move back.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tests.helpers.training import Run
 from tests.matrix.layouts import BACKENDS, WRAPS
-from tests.training import Run
 
 __all__ = ["REFUSALS", "Refusal"]
 

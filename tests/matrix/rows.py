@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from tests.helpers.training import Run
 from tests.matrix.features import is_lossy
 from tests.matrix.layouts import BACKENDS, GROUPS, SUBMODULE, WRAPS
-from tests.training import Run
 
 
 def _row(run: Run) -> Run:

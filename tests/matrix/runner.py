@@ -15,12 +15,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from tests.helpers.training import Run, Runs
 from tests.matrix.check import differences, wrong_refusals
 from tests.matrix.dry import dry_differences
 from tests.matrix.refused import REFUSALS
 from tests.matrix.rows import DRY, ROWS, reference_of
 from tests.matrix.table import counts
-from tests.training import Run, Runs
 
 _Check = Callable[[], list[str]]
 

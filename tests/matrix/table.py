@@ -9,10 +9,10 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.helpers.training import Run
 from tests.matrix.features import BACKENDS, HEADINGS, describe, is_lossy
 from tests.matrix.refused import REFUSALS, Refusal
 from tests.matrix.rows import DRY, ROWS, reference_of
-from tests.training import Run
 
 __all__ = ["DOCUMENT", "counts", "document", "share_that_fails"]
 
@@ -87,7 +87,7 @@ def _introduction() -> str:
 - An empty cell was not tried.
 {"".join(_other_references())}
 `block`, `submodule` and `experts` are what one FSDP unit is (`parallelism.fsdp_wrap`). CP trains
-here with FlexAttention as plain operations, for stock and ours alike (`tests/on_cpu.py`).
+here with FlexAttention as plain operations, for stock and ours alike (`tests/helpers/on_cpu.py`).
 """
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What operations read of the values that they get, and what they write to.
 
-One table, for runs and for plans; ``tests/test_discard.py`` compares it with torch's derivatives.
+One table, for runs and for plans. ``tests/activation_checkpoint/test_discard.py`` compares it with
+torch's derivatives.
 """
 
 import functools

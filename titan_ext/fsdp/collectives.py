@@ -2,8 +2,8 @@
 """Collectives and copies of ours for FSDP2's parameter groups.
 
 FSDP2 lets a parameter group bring the object that allocates its buffers and runs its collectives,
-and a function that copies out (private; tests/test_contracts.py). Only groups whose plan says so
-get ours; sharded parameters, optimizer states and checkpoints are as before.
+and a function that copies out (private; tests/project/test_contracts.py). Only groups whose plan
+says so get ours; sharded parameters, optimizer states and checkpoints are as before.
 
 **Copy out directly.** Where routed experts have more ranks than there are experts, they are sharded
 along dim 1. FSDP2 copies such parameters into a temporary of the whole group, and concatenates that

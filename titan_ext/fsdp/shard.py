@@ -127,7 +127,7 @@ def _ignore_view_warning(model: Decoder) -> None:
 
     An operation in place on such a view would drop the hook that gathers the unit for backward.
     Titan's MoE without shared experts returns a view, and Titan's blocks add it out of place
-    (tests/test_view_warning.py). Of other blocks we cannot know.
+    (tests/fp8/test_view_warning.py). Of other blocks we cannot know.
     """
     blocks = [
         getattr(block, "_checkpoint_wrapped_module", block) for _, block in decoder_blocks(model)

@@ -4,7 +4,7 @@
 ``tune`` plans hundreds of configs, and a plan of 61 layers takes 25 CPU seconds. Layers repeat with
 a period (1, or 2 where attention alternates) after a few first ones (dense ones). So two short
 models that differ by one or more periods give what a period adds: milliseconds, and bytes at every
-moment. Held against whole models in tests/test_plan_search.py and benchmarks/LOG.md.
+moment. Held against whole models in tests/plan/test_plan_search.py and benchmarks/LOG.md.
 """
 
 import re

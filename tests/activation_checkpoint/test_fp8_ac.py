@@ -1,0 +1,651 @@
+"""FP8 activation checkpointing, eagerly, on one process: what is stored, and the gradients."""
+
+import dataclasses
+import gc
+import logging
+import unittest.mock
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torchtitan.config.manager import ConfigManager
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    SelectiveAC,
+)
+
+from tests.helpers.fp8_activations import debug_model, tokens
+from tests.helpers.toml_files import DEBUG, resolve_text
+from titan_ext.activation_checkpoint import (
+    FP8AC,
+    BlockMemoryReport,
+    OpPolicy,
+    discards,
+    enable_fp8_activation_checkpointing,
+    measure_block,
+    memory_report_of,
+)
+from titan_ext.activation_checkpoint.blocks import OpLocator
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies
+from titan_ext.fp8 import Codec
+
+Config = FP8AC.Config
+
+
+def _forward(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    h = model.get_submodule("tok_embeddings")(inputs)
+    for block in model.get_submodule("layers").children():
+        h = block(h, None, None)
+    logits = model.get_submodule("lm_head")(model.get_submodule("norm")(h)).float()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs[:, 1:].flatten())
+
+
+def _gradients(
+    config: ActivationCheckpointing.Config | None,
+    batches: int = 1,
+    interleaved: bool = False,
+    backwards: int = 1,
+    converters: tuple[str, ...] = (),
+    name: str = "deepseek_v3",
+) -> dict[str, torch.Tensor]:
+    model = debug_model(layers=2, converters=converters, name=name)
+    if config is not None:
+        config.build(dump_folder="").apply(model)
+    inputs = tokens(batch=2 * batches).chunk(batches)
+    if interleaved:
+        losses = [_forward(model, x) for x in inputs]
+        with torch.no_grad():  # a validation
+            _forward(model, inputs[0])
+        for loss in losses:
+            for again in reversed(range(backwards)):
+                loss.backward(retain_graph=again > 0)
+    else:
+        for x in inputs:
+            _forward(model, x).backward()
+    names = (
+        name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters()
+    )
+    return {n: p.grad for n, p in zip(names, model.parameters(), strict=True) if p.grad is not None}
+
+
+def _worst(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, str]:
+    assert reference.keys() == other.keys()
+    return min((_cosine(reference[name], other[name]), name) for name in reference)
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
+
+
+def _block(index: str = "1") -> nn.Module:
+    return debug_model(layers=2).layers[index]
+
+
+def _input() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.fixture(scope="module")
+def stock() -> dict[str, torch.Tensor]:
+    return _gradients(SelectiveAC.Config())
+
+
+def test_the_stock_preset_is_stock(stock):
+    ours = _gradients(Config(preset="stock"))
+    assert all(torch.equal(stock[name], ours[name]) for name in stock)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(),
+        Config(preset="speed"),
+        Config(preset="balanced"),
+        Config(preset="gemms"),
+        Config(mode="no_recompute"),
+        Config(mode="full"),
+        Config(mode="no_recompute", fp32="save_float8"),
+    ],
+    ids=lambda c: f"{c.mode}-{c.preset}-{c.attention}-{c.fp32}",
+)
+def test_gradients_point_where_those_of_bf16_do(config, stock):
+    cosine, name = _worst(stock, _gradients(config))
+    assert cosine >= 0.999, name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Config(), Config(preset="gemms"), Config(mode="full"), Config(mode="no_recompute")],
+    ids=lambda c: f"{c.mode}-{c.preset}",
+)
+def test_several_forwards_before_the_first_backward(config):
+    """As under a pipeline, and a validation between: all state belongs to one forward."""
+    apart, together = _gradients(config, 2), _gradients(config, 2, interleaved=True)
+    assert all(torch.equal(apart[name], together[name]) for name in apart)
+
+
+def test_a_second_backward():
+    """Torch's selective checkpoint refuses one, ours with it; without recompute it is the same."""
+    config = Config(mode="no_recompute")
+    once, twice = (_gradients(config, interleaved=True, backwards=n) for n in (1, 2))
+    assert all(torch.equal(2 * once[name], twice[name]) for name in once)
+    for config in (SelectiveAC.Config(), Config()):
+        with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
+            _gradients(config, interleaved=True, backwards=2)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.utils.checkpoint, "_is_cacheable_effect"), reason="torch 2.14 looks up none"
+)
+def test_torch_looks_up_the_side_effects_of_few_operations(monkeypatch):
+    """It takes long, and torch does it for every operation that stock checkpointing recomputes."""
+
+    def asked(config: ActivationCheckpointing.Config) -> int:
+        effects = unittest.mock.Mock(return_value=False)
+        monkeypatch.setattr(torch.utils.checkpoint, "_is_cacheable_effect", effects)
+        model = debug_model(layers=2)
+        config.build(dump_folder="").apply(model)
+        model.layers["1"](_input(), None, None)
+        return effects.call_count
+
+    assert asked(SelectiveAC.Config()) > 100 > 10 * asked(Config(preset="stock"))
+
+
+# One MoE block of the debug model, 128 tokens, top 3 of 8: bytes, packs and operations of it.
+_T, _D, _ROUTED = 128, 256, 3 * 128
+_FLOAT8 = Codec().nbytes
+
+
+def _in_float8(report: BlockMemoryReport) -> tuple[int, int]:
+    """Bytes and number of the tensors that a block keeps in float8."""
+    rows = [row for row in report.stored if row.treatment.startswith("float8")]
+    return sum(row.nbytes for row in rows), sum(row.entries for row in rows)
+
+
+def _bytes(*shape: int) -> int:
+    return _FLOAT8(torch.Size(shape))
+
+
+@pytest.mark.parametrize(
+    ("config", "float8", "tensors", "packs"),
+    [
+        (Config(preset="stock"), 0, 0, 9),
+        # wo, shared w1 and w3
+        (Config(), _bytes(_T, _D) + 2 * _bytes(_T, 512), 3, 16),
+        (Config(mode="full"), _bytes(_T, _D), 1, 3),
+        # wo, experts' w1 and w3, shared w1 and w3
+        (
+            Config(preset="speed"),
+            _bytes(_T, _D) + 2 * _bytes(_ROUTED, 256) + 2 * _bytes(_T, 512),
+            5,
+            18,
+        ),
+    ],
+    ids=["stock", "memory", "full", "speed"],
+)
+def test_bytes_of_a_block(config, float8: int, tensors: int, packs: int):
+    report = measure_block(_block(), _input(), None, None, config=config)
+    assert _in_float8(report) == (float8, tensors)
+    assert report.packs == packs
+    assert report.nbytes == sum(row.nbytes for row in report.stored)
+
+
+def test_flops_of_a_block():
+    gemms = {"wq": 3072 * 256, "wkv_a": 576 * 256, "wkv_b": 4096 * 512, "wo": 256 * 2048}
+    experts, shared, gate = 256 * 256, 512 * 256, 8 * 256
+    attention = 2 * 2 * 16 * 64 * 64 * (192 + 128)
+    forward = 2 * _T * (sum(gemms.values()) + 3 * shared + gate) + attention
+    forward += 2 * _ROUTED * 3 * experts
+    full = measure_block(_block(), _input(), None, None, config=Config(mode="full"))
+    assert (full.flops, full.recomputed_flops) == (forward, forward)
+    memory = measure_block(_block(), _input(), None, None)
+    # Attention and wo stay; q, k and v come from the input; the shared w2 is discarded.
+    qkv = gemms["wq"] + gemms["wkv_a"] + gemms["wkv_b"]
+    assert memory.recomputed_flops == 2 * _T * qkv + 2 * _ROUTED * 3 * experts
+    none = measure_block(_block(), _input(), None, None, config=Config(mode="no_recompute"))
+    assert none.recomputed_ops == 0
+
+    balanced = measure_block(_block(), _input(), None, None, config=Config(preset="balanced"))
+    assert balanced.recomputed_flops == 2 * _T * (qkv + shared) + 2 * _ROUTED * 2 * experts
+    all_gemms = measure_block(_block(), _input(), None, None, config=Config(preset="gemms"))
+    assert all_gemms.recomputed_flops == 2 * _T * gemms["wkv_b"] + 2 * _ROUTED * experts
+    assert memory.nbytes < balanced.nbytes < all_gemms.nbytes < none.nbytes
+
+
+def test_attention_is_exact_by_default():
+    report = measure_block(_block(), _input(), None, None)
+    treatments = {row.name: row.treatment for row in report.stored}
+    assert treatments["attention.inner_attention:aten.bmm"] == "exact: attention"
+    assert treatments["input"] == "exact: by policy"  # and q, k and v again from it
+    grads = _gradients(None), _gradients(Config())
+    for name in ("wq", "wkv_a", "wkv_b"):
+        key = f"layers.1.attention.{name}.weight"
+        # What reaches it from float8 comes through the feed-forward of the block only.
+        assert _cosine(grads[0][key], grads[1][key]) > 0.9998
+
+
+def test_grouped_query_attention_is_computed_again_from_an_exact_input():
+    """Exactly, and for fewer bytes than stock's, which saves q, k and v."""
+    exact, ours = (_gradients(config, name="qwen3_moe") for config in (None, Config()))
+    for name, grad in exact.items():
+        assert torch.equal(grad, ours[name]), name
+    reports = {
+        preset: measure_block(
+            debug_model(layers=1, name="qwen3_moe").layers["0"],
+            _input(),
+            None,
+            None,
+            config=Config(preset=preset),
+        )
+        for preset in ("stock", "memory", "balanced")
+    }
+    by_policy = {row.name: row.policy for row in reports["memory"].ops}
+    assert by_policy["attention.qkv_linear.wqkv:aten.mm:weight"] == "recompute"
+    assert reports["memory"].nbytes < 0.6 * reports["stock"].nbytes
+    assert _in_float8(reports["memory"]) == (0, 0)
+    assert _in_float8(reports["balanced"])[1] > 0  # nothing in float8 is no error of the model's
+
+
+@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="full")])
+def test_the_recompute_routes_as_the_forward_did(config):
+    assert _routing_is_equal(config)
+
+
+def test_forgetting_the_top_k_changes_the_routing():
+    """The test above can fail."""
+    keeps = BlockPolicies.base_policy
+
+    def forget(self, location, out, *, stock_saves):
+        policy = keeps(self, location, out, stock_saves=stock_saves)
+        return OpPolicy.RECOMPUTE if location.op == "aten.topk" else policy
+
+    with unittest.mock.patch.object(BlockPolicies, "base_policy", forget):
+        assert not _routing_is_equal(Config(mode="full"))
+
+
+def _routing_is_equal(config) -> bool:
+    block = _block()
+    ids: list[torch.Tensor] = []
+    block.get_submodule("moe.router").register_forward_hook(
+        lambda module, args, output: ids.append(output[1].clone())
+    )
+    measure_block(block, _input(), None, None, config=config)
+    forward, recompute = ids
+    return torch.equal(forward, recompute)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Config(preset=preset) for preset in ("memory", "balanced", "speed", "gemms", "stock")]
+    + [Config(mode="full")],
+    ids=lambda config: f"{config.mode}-{config.preset}",
+)
+def test_a_router_that_rounds_otherwise_in_the_recompute_routes_alike(config):
+    """TorchTitan's issue 3336: a near tie flips, and experts get other tokens than in forward."""
+    model = debug_model(layers=2)
+    config.build(dump_folder="").apply(model)
+    forward, recompute = _routing_with_a_gate_that_differs(model)
+    assert torch.equal(forward, recompute)
+
+
+def test_full_recompute_of_stock_routes_otherwise_then():
+    """The test above can fail."""
+    model = debug_model(layers=2)
+    FullAC.Config().build().apply(model)
+    forward, recompute = _routing_with_a_gate_that_differs(model)
+    assert not torch.equal(forward, recompute)
+
+
+def _routing_with_a_gate_that_differs(model) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts of all tokens in a block's forward and recompute; its gate differs in the latter."""
+    router, ids = model.layers["1"].get_submodule("moe.router"), []
+    gate = router.gate.forward
+
+    def differs(x: torch.Tensor) -> torch.Tensor:
+        scores = gate(x)
+        noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0))
+        return scores + noise * (1.0 if ids else 0.0)
+
+    router.gate.forward = differs
+    router.register_forward_hook(lambda module, args, output: ids.append(output[1].clone()))
+    _forward(model, tokens()).backward()
+    forward, recompute = ids
+    return forward, recompute
+
+
+def test_tokens_are_counted_as_titan_expects():
+    """Titan halves the counts of blocks that say NO_REENTRANT."""
+    for mode, times in (("selective", 2), ("full", 2), ("no_recompute", 1)):
+        model = debug_model(layers=2)
+        Config(mode=mode).build(dump_folder="").apply(model)
+        _forward(model, tokens()).backward()
+        block = model.layers["1"]
+        assert block.get_submodule("moe").get_buffer("tokens_per_expert_E").sum() == times * _ROUTED
+        halves = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
+        assert halves == (times == 2)
+
+
+def test_parameters_are_called_as_under_stock():
+    def names(config) -> list[str]:
+        model = debug_model(layers=2)
+        config.build(dump_folder="").apply(model)
+        return [name for name, _ in model.named_parameters()]
+
+    for mode in ("selective", "full", "no_recompute"):
+        assert names(Config(mode=mode)) == names(SelectiveAC.Config())
+
+
+def test_a_discard_that_backward_reads_is_refused():
+    config = Config(op_policies={"attention.wo": "discard"})
+    with pytest.raises(ValueError, match=r"attention\.wo:aten\.mm.*cannot be discarded.*norm"):
+        measure_block(_block(), _input(), None, None, config=config)
+
+
+def test_a_discard_of_a_preset_that_backward_reads_is_passed_over():
+    """With one rank the routed experts' output is read for the gradient of the scores."""
+    with unittest.mock.patch(
+        "titan_ext.activation_checkpoint.presets._has_exchange", return_value=True
+    ):
+        gradients = _gradients(Config())
+        report = measure_block(_block(), _input(), None, None)
+    assert all(g.isfinite().all() for g in gradients.values())
+    assert any("read by" in row.treatment for row in report.stored)
+
+
+def test_a_wrong_discard_shows_as_nan():
+    """Were the proof wrong, the loss would say so: the dummy is NaN."""
+    block = _block()
+    with unittest.mock.patch.object(discards, "_blame"):
+        measure_block(
+            block, _input(), None, None, config=Config(op_policies={"attention.wo": "discard"})
+        )
+    gradient = block.get_parameter("ffn_norm.weight").grad
+    assert gradient is not None
+    assert gradient.isnan().all()
+
+
+def _live_float8() -> list[torch.Tensor]:
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return [t for t in tensors if t.dtype == torch.float8_e4m3fn]
+
+
+def test_nothing_of_a_block_outlives_its_backward():
+    before = _live_float8()  # compiled graphs of other tests keep fake ones
+    model = debug_model(layers=2)
+    Config().build(dump_folder="").apply(model)
+    loss = _forward(model, tokens())
+    assert len(_live_float8()) > len(before)
+    loss.backward()
+    assert len(_live_float8()) == len(before)
+
+
+def test_nothing_in_float8_is_an_error():
+    block = _block().float()
+    with pytest.raises(RuntimeError, match=r"nothing was stored in it.*exact: float32"):
+        measure_block(block, _input().float(), None, None)
+    report = measure_block(
+        _block().float(), _input().float(), None, None, config=Config(fp32="save_float8")
+    )
+    assert _in_float8(report)[1] == 3
+
+
+@torch.library.custom_op("titan_ext_tests::flash_attention", mutates_args=())
+def _cuda_like_attention(
+    q_BHLD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-sum-exp as CUDA kernels lay it out: (B, H, L), contiguous."""
+    out, lse = _CPU_ATTENTION(q_BHLD, k_BHLD, v_BHLD, 0.0, True)
+    return out.contiguous(), lse.contiguous()
+
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_cuda_like_attention.register_autograd(
+    lambda ctx, grad, _: _CPU_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, 0.0, True),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
+
+
+class _AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(256, 3 * 256)
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x_BLD).unflatten(-1, (3, 16, 16)).permute(2, 0, 3, 1, 4)
+        out, _ = _cuda_like_attention(q, k, v)
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("mode", ["selective", "no_recompute"])
+def test_log_sum_exps_stay_exact_whatever_their_layout(mode: Any):
+    """16 heads x 256 tokens in fp32, in rows of 256."""
+    config = Config(mode=mode, fp32="save_float8", attention="save_float8")
+    if mode == "selective":
+        config.op_policies = {"*:titan_ext_tests.flash_attention": "save_float8"}
+    torch.manual_seed(0)
+    x_BLD = torch.randn(1, 256, 256, requires_grad=True)
+    report = measure_block(_AttentionBlock(), x_BLD, config=config)
+    assert "exact: log-sum-exp" in {row.treatment for row in report.stored}
+    assert {row.nbytes for row in report.stored if "log-sum-exp" in row.treatment} == {4 * 16 * 256}
+
+
+def test_exempt_layers_and_modules_are_exact():
+    def float8(config) -> dict[str, int]:
+        model = debug_model(layers=3)
+        enable_fp8_activation_checkpointing(model, config)
+        _forward(model, tokens()).backward()
+        return {r.block: _in_float8(r)[1] for r in memory_report_of([model]).blocks}
+
+    assert float8(Config(exempt=["layers.0"])) == {"layers.0": 0, "layers.1": 3, "layers.2": 3}
+    assert float8(Config(exempt=["layers.2"])) == {"layers.0": 3, "layers.1": 3, "layers.2": 0}
+    assert float8(Config(exempt=["layers.1.moe"])) == {"layers.0": 3, "layers.1": 1, "layers.2": 3}
+
+
+def test_fp32_copies_of_bf16_are_kept_as_bf16():
+    """Without a loss: with everything else exact, the gradients are those of no policy."""
+    exact = Config(mode="no_recompute", op_policies={"*": "save", "input": "save_float8"})
+    with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
+        report = measure_block(_block(), _input(), None, None, config=exact)
+        ours = _gradients(exact)
+    narrowed = [row for row in report.stored if row.treatment == "exact: as bfloat16"]
+    assert any(2 * row.nbytes == row.original_nbytes for row in narrowed)
+    assert sum(row.nbytes for row in narrowed) >= 2 * _ROUTED * _D
+    reference = _gradients(None)
+    assert all(torch.equal(reference[name], ours[name]) for name in reference)
+
+
+def test_op_policies_by_name():
+    config = Config(
+        preset="stock",
+        op_policies={
+            "moe.routed_experts:aten._grouped_mm:w1*": "save_float8",
+            "*:aten.mm:*:1": "recompute",
+            "moe.shared_experts.w2": "discard",
+        },
+    )
+    report = measure_block(_block(), _input(), None, None, config=config)
+    by_name = {row.name: row.policy for row in report.ops if row.flops}
+    assert by_name["moe.routed_experts.inner_experts:aten._grouped_mm:w1_EFD"] == "save_float8"
+    assert by_name["moe.routed_experts.inner_experts:aten._grouped_mm:w3_EFD"] == "recompute"
+    assert by_name["moe.shared_experts.w2:aten.mm:weight"] == "discard"
+    assert by_name["attention.wq:aten.mm:weight"] == "recompute"  # the first aten.mm
+    assert by_name["attention.wkv_b:aten.mm:weight"] == "save"
+
+
+def test_occurrences_count_every_operation_that_matches():
+    """Also those that an earlier rule has decided."""
+    policies = {"*:aten.mm:*:1": "save", "*:aten.mm:*:2": "save", "*:aten.mm": "recompute"}
+    config = Config(preset="stock", op_policies=policies)
+    report = measure_block(_block(), _input(), None, None, config=config)
+    gemms = [row for row in report.ops if ":aten.mm:" in row.name]
+    assert [row.policy for row in gemms] == ["save"] * 2 + ["recompute"] * (len(gemms) - 2)
+
+
+def test_a_policy_that_decides_nothing_is_said(caplog):
+    policies = {"moe:aten.mm:w9*": "save", "moe.shared_experts.w1": "save"}
+    with caplog.at_level(logging.WARNING):
+        measure_block(_block(), _input(), None, None, config=Config(op_policies=policies))
+    said = [record.message for record in caplog.records if "has no effect in" in record.message]
+    assert len(said) == 1
+    assert "moe:aten.mm:w9*" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mode": "selektive"}, r"activation_checkpoint\.mode is 'selektive'; .*mean 'selective'"),
+        ({"preset": "speedy"}, r"activation_checkpoint\.preset is 'speedy'.*mean 'speed'"),
+        ({"dtype": "e4m4"}, r"activation_checkpoint\.dtype"),
+        ({"block": 100}, r"activation_checkpoint\.block"),
+        ({"mode": "full", "preset": "speed"}, r"preset is 'speed'; it has no meaning with"),
+        (
+            {"mode": "full", "attention": "save_float8"},
+            r"attention is 'save_float8'; it has no meaning",
+        ),
+        ({"mode": "no_recompute", "attention": "recompute"}, r"recomputes nothing"),
+        ({"debug": True}, r"debug is on"),
+        (
+            {"op_policies": {"moe": "save_flaot8"}},
+            r"op_policies\.'moe' is 'save_flaot8'.*mean 'save_float8'",
+        ),
+        ({"op_policies": {"moe::x": "save_float8"}}, r"'moe::x' is not a pattern"),
+        ({"op_policies": {"*:aten.mm:*:x": "save"}}, r"the occurrence in '\*:aten\.mm:\*:x'"),
+        ({"op_policies": {"*:aten.mmm": "save"}}, r"no operation 'aten\.mmm'; .*mean 'aten\.mm'"),
+        (
+            {"op_policies": {"input": "discard"}},
+            r'op_policies\."input" is .discard.; a block cannot',
+        ),
+        (
+            {"mode": "no_recompute", "op_policies": {"moe": "discard"}},
+            r"autograd decides what is saved",
+        ),
+    ],
+)
+def test_bad_values(keys, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**keys)
+
+
+def test_unknown_exempt():
+    with pytest.raises(ValueError, match=r"exempt: no module of the model is called 'layers\.7'"):
+        enable_fp8_activation_checkpointing(debug_model(layers=2), Config(exempt=["layers.7"]))
+
+
+def test_op_policies_by_the_name_in_the_model():
+    model = debug_model(layers=3)
+    config = Config(op_policies={"layers.1.attention.wq": "save"})
+    enable_fp8_activation_checkpointing(model, config)
+    _forward(model, tokens())
+    kept = {
+        block.block
+        for block in memory_report_of([model]).blocks
+        if any(row.name.startswith("attention.wq:") for row in block.stored)
+    }
+    assert kept == {"layers.1"}
+    # Compiled code is not shared with a block that decides otherwise.
+    policy, blocks = FP8AC(config), debug_model(layers=3).layers
+    plans = [policy.compiled_policies(blocks["1"], f"layers.{i}") for i in range(3)]
+    names = [name for name, _ in blocks["1"].named_modules()]
+    first, second, third = (plan.key(names) for plan in plans)
+    assert first == third != second
+
+
+def test_unknown_module():
+    with pytest.raises(ValueError, match=r"no module of a block is called 'moe\.shared_expert'"):
+        enable_fp8_activation_checkpointing(
+            debug_model(layers=2), Config(op_policies={"moe.shared_expert": "save"})
+        )
+
+
+def test_command_line():
+    line = (
+        "--module titan_ext --config deepseek_v3_debugmodel activation_checkpoint:fp8 "
+        "--activation_checkpoint.preset speed --activation_checkpoint.exempt layers.0,layers.1"
+    )
+    config: Any = ConfigManager().parse_args([str(word) for word in line.split()])
+    assert config.activation_checkpoint == Config(preset="speed", exempt=["layers.0", "layers.1"])
+
+
+def test_toml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    section = """
+    [activation_checkpoint]
+    policy = "fp8"
+    preset = "speed"
+    block = 64
+    [activation_checkpoint.op_policies]
+    "moe.shared_experts" = "save"
+    "*:aten.mm" = "save_float8"
+    """
+    config = resolve_text(tmp_path, DEBUG + section).config.activation_checkpoint
+    policies = {"moe.shared_experts": "save", "*:aten.mm": "save_float8"}
+    assert config == Config(preset="speed", block=64, op_policies=policies)
+    assert [rule.module for rule in config.rules()] == ["moe.shared_experts", "*"]
+
+
+def test_what_compiled_code_cannot_do_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compiled = "[compile]\nenable = true\n"
+    section = '[activation_checkpoint]\npolicy = "fp8"\n'
+    resolve_text(tmp_path, DEBUG + section + compiled)
+    key = 'mode = "no_recompute"\nfp32 = "save_float8"\n'
+    resolve_text(tmp_path, DEBUG + section + key)
+    with pytest.raises(ValueError, match=r'fp32 is .save_float8.; expected "save" under'):
+        resolve_text(tmp_path, DEBUG + section + key + compiled)
+
+
+def test_every_key_of_the_codec_is_a_key():
+    names = {f.name for f in dataclasses.fields(Config)}
+    assert {f.name for f in dataclasses.fields(Codec)} <= names
+
+
+def test_a_freed_cast_of_a_weight_lends_its_name_to_no_other_tensor():
+    """FSDP's all-gather in bf16 makes such casts; the storage after the next has their address."""
+    linear = nn.Linear(8, 8)
+    locator = OpLocator(nn.Sequential(nn.Linear(8, 8), linear))
+    cast = linear.weight.detach().bfloat16()
+    locator.begin(with_operands=True)
+    locator.see_cast(linear.weight, cast)
+    mm = torch.ops.aten.mm.default
+    assert locator.locate(mm, (cast,)).operand == "1.weight"
+    del cast
+    others = [torch.ones(8, 8, dtype=torch.bfloat16) for _ in range(100)]
+    assert {locator.locate(mm, (x,)).operand for x in others} == {""}
+
+
+_FLOAT8_LINEARS = ("float8_linear",)
+
+
+@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="no_recompute")])
+def test_float8_linears_get_the_op_policies_of_bf16_linears(config):
+    """The same modules keep the same bytes; Float8's scales (an aten.max each) come on top.
+
+    Only the sum of the routed experts is not discarded: Float8 linears may run after it.
+    """
+
+    def stored(converters: tuple[str, ...]) -> set[tuple[str, str, int]]:
+        model = debug_model(layers=2, converters=converters)
+        config.build(dump_folder="").apply(model)
+        _forward(model, tokens()).backward()
+        return {
+            (":".join(row.name.split(":")[:2]), row.treatment, row.nbytes)
+            for block in memory_report_of([model]).blocks
+            for row in block.stored
+            if row.nbytes >= 64 or row.treatment == "discarded"
+            if not row.name.startswith("moe.routed_experts:") or row.nbytes
+        }
+
+    assert stored(_FLOAT8_LINEARS) == stored(())
+
+
+@pytest.mark.parametrize("config", [Config(), Config(preset="speed"), Config(mode="no_recompute")])
+def test_float8_activations_cost_float8_linears_less_than_they_cost_themselves(config, stock):
+    linears = _gradients(SelectiveAC.Config(), converters=_FLOAT8_LINEARS)
+    both = _gradients(config, converters=_FLOAT8_LINEARS)
+    assert _worst(linears, both) > _worst(stock, linears)

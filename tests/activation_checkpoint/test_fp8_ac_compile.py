@@ -1,0 +1,490 @@
+"""Policies in compiled code: what is saved how, what runs again, and what gradients come of it."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn as nn
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
+from torchtitan.models.common.decoder import Decoder
+
+from tests.helpers.compiled_op_policies import EXACT, OP_POLICIES
+from tests.helpers.fp8_activations import debug_model
+from tests.helpers.training import Run, operations_in, train
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.compile import (
+    apply_activation_checkpointing,
+    compiled_checkpoint,
+    parts,
+)
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies, parse_rules
+from titan_ext.activation_checkpoint.partition import (
+    Float8Partitioner,
+    Saved,
+    compile_arguments,
+)
+from titan_ext.fp8 import Codec
+from titan_ext.fsdp.units import Wrap, plan_units
+
+B, L, D = 2, 64, 256
+TOKENS = B * L
+
+
+@dataclass
+class Outcome:
+    """One step of the blocks of the debug model."""
+
+    saved: list[list[Saved]]
+    """By graph."""
+    nbytes: int
+    """In storages that wait for backward, those of parameters and buffers not counted."""
+    operations: Counter[str]
+    graphs: int
+    gradients: dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _compiler_settings():
+    """What Titan's apply_compile sets, and nothing left of other tests."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(
+        capture_scalar_outputs=True, skip_fwd_side_effects_in_bwd_under_checkpoint=True
+    ):
+        yield
+    torch._dynamo.reset()
+
+
+def without_kernels(gm: Any, inputs: Any, *, options: dict[str, Any] | None = None) -> Any:
+    """Inductor with its passes, partitioner and settings; but its graphs run as they are."""
+
+    def keep(gm: Any, inputs: Any, **_: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    return compile_fx(gm, inputs, inner_compile=cast(Any, keep), config_patches=options)
+
+
+def run(
+    policy: ActivationCheckpointing,
+    wrap: Wrap,
+    *,
+    backend: str | None = "aot_eager",
+    kernels: bool = True,
+    layers: int = 2,
+    lengths: tuple[int, ...] = (L, L),
+    at: Callable[[str], None] = lambda moment: None,
+) -> Outcome:
+    """Forward and backward of a dense and MoE blocks, for each length; None: eager.
+
+    ``at`` is called where another module could run: before, between, and after them.
+    """
+    model = debug_model(layers=layers)
+    units = plan_units(model, wrap)
+    apply_activation_checkpointing(model, policy, units, compiled=backend is not None)
+    saved: list[list[Saved]] = []
+    counters.clear()
+    if backend is not None:
+        arguments = compile_arguments(Float8Partitioner(Codec(), report=saved.append), backend)
+        if not kernels:
+            arguments["backend"] = without_kernels
+        for part in parts(model, units):
+            part.main.compile(fullgraph=True, **arguments)
+    for seq_len in lengths:
+        waiting: dict[int, int] = {}
+        model.zero_grad()
+        torch.manual_seed(1)
+        x_BLD = torch.randn(B, seq_len, D).bfloat16().requires_grad_()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            at("before")
+            h_BLD = x_BLD
+            with torch.autograd.graph.saved_tensors_hooks(_count_into(waiting, model), _same):
+                for block in model.layers.values():
+                    h_BLD = block(h_BLD, None, None)
+            at("between")
+            h_BLD.float().square().mean().backward()
+            at("after")
+    return Outcome(
+        saved=saved,
+        nbytes=sum(waiting.values()),
+        operations=operations_in(profiler),
+        graphs=counters["stats"]["unique_graphs"],
+        gradients={
+            canonical_fqn(name): cast(Any, p.grad).double()
+            for name, p in model.layers.named_parameters()
+        },
+    )
+
+
+@functools.cache
+def outcome_of(*, exact: bool, wrap: Wrap) -> Outcome:
+    """Of ``run``, once for all tests."""
+    return run(FP8AC(EXACT if exact else OP_POLICIES), wrap)
+
+
+def _count_into(waiting: dict[int, int], model: Decoder) -> Callable[[torch.Tensor], Any]:
+    state = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    alive = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in state:
+            waiting[storage._cdata] = storage.nbytes()
+            alive.append(storage)  # no other tensor gets its address
+        return x
+
+    return pack
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def activations(saved: list[Saved]) -> list[tuple]:
+    """Without parameters and buffers: those are inputs that are exact."""
+    return [
+        (s.source, s.shape, s.treatment)
+        for s in saved
+        if not (s.source == "input" and s.treatment.startswith("exact"))
+    ]
+
+
+def worst_cosine(a: Outcome, b: Outcome) -> float:
+    assert a.gradients.keys() == b.gradients.keys()
+    return min(
+        torch.cosine_similarity(a.gradients[name].flatten(), b.gradients[name].flatten(), 0).item()
+        for name in a.gradients
+    )
+
+
+INPUT = ("input", (B, L, D), "float8 e4m3")
+ATTENTION = [
+    ("aten.mm", (TOKENS, 3072), "exact"),
+    ("aten.mm", (TOKENS, 576), "exact"),
+    ("aten.mm", (TOKENS, 4096), "exact"),
+]
+WO = ("aten.mm", (TOKENS, D), "exact")  # for the residual stream, which a unit is given
+MOE = [
+    ("aten.topk", (B, L, 3), "exact"),
+    ("aten._grouped_mm", (TOKENS * 3, 256), "float8 e4m3"),
+    ("aten._grouped_mm", (TOKENS * 3, 256), "exact"),
+    ("aten.mm", (TOKENS, 512), "float8 e4m3"),
+    ("aten.mm", (TOKENS, 512), "float8 e4m3"),
+]
+EXPECTED: dict[Wrap, list[list]] = {
+    "block": [[INPUT, *ATTENTION, WO], [INPUT, *ATTENTION, WO, *MOE]],
+    "submodule": [[INPUT, *ATTENTION], [INPUT], [INPUT, *MOE]],
+}
+
+
+@pytest.mark.parametrize("wrap", ["block", "submodule"])
+def test_op_policies_tensor_by_tensor(wrap: Wrap):
+    """One graph for each kind of unit; the router and every GEMM whose output is saved run once."""
+    outcome = outcome_of(exact=False, wrap=wrap)
+    assert [activations(saved) for saved in outcome.saved] == EXPECTED[wrap]
+    assert outcome.graphs == len(EXPECTED[wrap])
+    assert outcome.operations["aten::topk"] == 1
+
+    exact = outcome_of(exact=True, wrap=wrap)
+    assert exact.operations["aten::mm"] == outcome.operations["aten::mm"]
+    assert worst_cosine(outcome, exact) > 0.999
+    assert worst_cosine(outcome, exact) < 1
+
+    halved = {"block": 2, "submodule": 4}[wrap] * TOKENS * D
+    halved += TOKENS * (3 * 256 + 2 * 512)
+    assert exact.nbytes - outcome.nbytes == 2 * halved - halved * 129 // 128
+
+
+@pytest.mark.parametrize("wrap", [pytest.param("block", marks=pytest.mark.slow), "submodule"])
+def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
+    """And runs no matrix multiplication more often: the checkpoint is inside compiled code."""
+    compiled = run(SelectiveAC(SelectiveAC.Config()), wrap)
+    eager = run(RespectingSelectiveAC(SelectiveAC.Config()), wrap, backend=None)
+    assert 0.95 * eager.nbytes < compiled.nbytes <= eager.nbytes
+    assert compiled.operations["aten::topk"] == 1
+    assert compiled.operations["aten::mm"] < eager.operations["aten::mm"]
+    assert worst_cosine(compiled, eager) > 0.9999
+
+
+def test_without_float8_nothing_changes():
+    """The partitioner is torch's own for graphs that do not ask for float8."""
+    ours = outcome_of(exact=True, wrap="block")
+    model = debug_model(layers=2)
+    units = plan_units(model, "block")
+    apply_activation_checkpointing(model, FP8AC(EXACT), units, compiled=True)
+    for part in parts(model, units):
+        part.main.compile(backend="aot_eager", fullgraph=True)
+    torch.manual_seed(1)
+    h_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+    for block in model.layers.values():
+        h_BLD = block(h_BLD, None, None)
+    h_BLD.float().square().mean().backward()
+    for name, param in model.layers.named_parameters():
+        assert torch.equal(cast(Any, param.grad).double(), ours.gradients[name]), name
+
+
+class _Stranger(nn.Module):
+    """A module of the user's own: a checkpoint that prefers to save what its first layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256))
+        self.layers.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False, context_fn=_prefer_to_save_matmuls)
+
+
+def _prefer_to_save_matmuls() -> Any:
+    def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+            return CheckpointPolicy.PREFER_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _strange_gradient(rows: int) -> torch.Tensor:
+    """Compiled anew for each number of rows."""
+    stranger = _Stranger()
+    stranger.compile(backend=without_kernels, fullgraph=True, dynamic=False)
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    stranger(x.requires_grad_()).float().square().mean().backward()
+    weight: Any = stranger.layers[0].weight
+    return weight.grad
+
+
+@pytest.mark.parametrize(
+    ("kernels", "layers"),
+    [(False, 2), *(pytest.param(True, layers, marks=pytest.mark.slow) for layers in (1, 2))],
+)
+def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(
+    kernels: bool, layers: int
+):
+    """Other modules run before, between, and after ours.
+
+    Inductor takes a minute for the kernels of the first layer, which is dense, and longer for the
+    second. They round otherwise, which a router may turn into another choice.
+    """
+    rows = {"before": 64, "between": 96, "after": 128}
+    alone = {moment: _strange_gradient(n) for moment, n in rows.items()}
+    torch._dynamo.reset()
+    moments = []
+
+    def check(moment: str) -> None:
+        moments.append(moment)
+        assert torch.equal(_strange_gradient(rows[moment]), alone[moment]), moment
+
+    policy = FP8AC(OP_POLICIES)
+    inductor = run(
+        *(policy, "submodule"),
+        backend="inductor",
+        kernels=kernels,
+        layers=layers,
+        lengths=(L,),
+        at=check,
+    )
+    assert moments == list(rows)
+    kinds = 2 if layers == 1 else 3
+    assert [activations(saved) for saved in inductor.saved] == EXPECTED["submodule"][:kinds]
+    aot_eager = run(policy, "submodule", layers=layers, lengths=(L,))
+    assert inductor.nbytes == aot_eager.nbytes
+    assert worst_cosine(inductor, aot_eager) > 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "kinds"), [(1, 2), (2, 3)])
+def test_another_length_is_one_more_graph_of_each_kind(layers: int, kinds: int):
+    lengths = (64, 96, 80, 64)
+    outcome = run(FP8AC(OP_POLICIES), "submodule", layers=layers, lengths=lengths)
+    assert outcome.graphs == 2 * kinds
+
+
+def test_blocks_that_decide_differently_share_no_code():
+    """Dynamo would give the second block the code of the first: it does not guard on policies."""
+
+    class SecondLess(FP8AC):
+        def compiled_policies(self, block: nn.Module, name: str) -> BlockPolicies:
+            plan = super().compiled_policies(block, name)
+            rules = parse_rules({"input": "save_float8", "*": "recompute"})
+            return replace(plan, user_rules=rules) if name == "layers.2" else plan
+
+    outcome = run(SecondLess(OP_POLICIES), "block", layers=3, lengths=(L,))
+    assert [activations(saved) for saved in outcome.saved] == [
+        *EXPECTED["block"],
+        [INPUT, ("aten.topk", (B, L, 3), "exact")],
+    ]
+
+
+def test_nothing_is_computed_again_if_asked():
+    """The compiler saves what it would save without a checkpoint, much of it in float8."""
+
+    class NoAC(ActivationCheckpointing):
+        def apply(self, model: nn.Module) -> None: ...
+
+    outcome = run(FP8AC(FP8AC.Config(mode="no_recompute")), "block")
+    free = run(NoAC(SelectiveAC.Config()), "block")
+    assert outcome.graphs == 2
+    for gemm in ("aten::mm", "aten::_grouped_mm", "aten::topk"):
+        assert outcome.operations[gemm] == free.operations[gemm]
+    for mine, its in zip(outcome.saved, free.saved, strict=True):
+        assert Counter((s.source, s.shape) for s in mine) == Counter(
+            (s.source, s.shape) for s in its
+        )
+        weights = [s for s in mine if s.source == "input" or s.shape == (8, 256, 256)]
+        assert [s.shape for s in weights if s.treatment != "exact"] == [(B, L, D)]
+    assert outcome.nbytes < 0.85 * free.nbytes
+    assert 0.999 < worst_cosine(outcome, free) < 1
+
+
+class _SavesItsInput(torch.autograd.Function):
+    """A fused norm or activation is such: what its backward reads, no operation shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, how: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view(-1) if how == "view" else x.clone().view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return (gradients[0].view_as(x) * x.cos()), None
+
+
+class _ReadsADiscard(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w1, self.w2 = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.stat: torch.Tensor
+        self.register_buffer("stat", torch.zeros(()))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.w2(self.w1(x).sigmoid())
+        if self.how == "buffer":
+            self.stat.add_(out.detach().sum())
+        elif self.how == "in place":
+            out.add_(x)
+        else:
+            out = _SavesItsInput.apply(out, self.how).view_as(x)
+        return out.sin()
+
+
+@pytest.mark.parametrize("how", ["view", "clone", "in place", "buffer"])
+def test_a_discarded_output_that_is_read_is_computed_again(how: str):
+    """No stand-in takes its place, as in eager code: gradients are those without a checkpoint."""
+    outcomes = []
+    for discards in (False, True):
+        module = _ReadsADiscard(how)
+        if discards:
+            rules = {"*:aten.mm": "discard", "*": "recompute"}
+            plan = FP8AC.Config(preset="stock", op_policies=rules).policies_of(module, "")
+            forward = module.forward
+            wrap = compiled_checkpoint({"": module}, "", plan)
+            cast(Any, module).forward = lambda x: wrap(forward, x)  # noqa: B023
+            module.compile(
+                fullgraph=True, **compile_arguments(Float8Partitioner(Codec()), "aot_eager")
+            )
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        module(x).square().sum().backward()
+        outcomes.append([x.grad, module.w1.weight.grad, module.w2.weight.grad, module.stat])
+    for mine, its in zip(*outcomes, strict=True):
+        assert mine is not None
+        assert torch.equal(mine, its)
+
+
+def test_a_backend_that_ignores_partitioners_is_refused():
+    with pytest.raises(ValueError, match=r"compile.backend is .eager.; .* inductor, aot_eager"):
+        compile_arguments(Float8Partitioner(Codec()), "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["learned", "one_expert"])
+def test_expert_parallel_exchanges_are_not_run_again(routing: str, tmp_path: Path):
+    """Three all-to-alls in the forward of the MoE layer and two in its backward; float8 outputs.
+
+    With one_expert, all tokens go to the experts of one rank: the other computes on none.
+    """
+    result = train(
+        Run(
+            world=2,
+            ep=2,
+            ac="op_policies",
+            compiled=True,
+            compile_backend="aot_eager",
+            parallelize="submodule",
+            layers=2,
+            seq_len=32,
+            steps=2,
+            profiled_step=2,
+            routing=routing,
+        ),
+        tmp_path,
+    )
+    for rank in result.ranks:
+        assert rank.graphs == 3
+        assert rank.operations["_c10d_functional::all_to_all_single"] == 5
+        assert rank.operations["aten::topk"] == 1
+    assert all(0 < norm < 100 for norm in result.grad_norms)
+
+
+class RespectingSelectiveAC(SelectiveAC):
+    """Shows what it saves to the hooks that count."""
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapper = cast(Any, super()._wrap_block(module, base_fqn=base_fqn))
+        wrapper.checkpoint_fn.keywords["respect_saved_tensors_hooks"] = True
+        return wrapper
+
+
+@pytest.mark.parametrize(
+    ("preset", "wrap"),
+    [
+        ("memory", "block"),
+        ("speed", "submodule"),
+        *(
+            pytest.param(name, wrap, marks=pytest.mark.slow)
+            for name, wrap in [
+                ("memory", "submodule"),
+                ("speed", "block"),
+                ("balanced", "block"),
+                ("gemms", "block"),
+            ]
+        ),
+    ],
+)
+def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
+    """Within 2 % of the bytes, in one graph for each kind of unit, with the same gradients."""
+    policies = [FP8AC(FP8AC.Config(preset=preset)) for _ in range(2)]
+    eager = run(policies[0], wrap, backend=None)
+    compiled = run(policies[1], wrap)  # the second forward: compiled already
+    report = sum(block.nbytes for block in policies[0].memory_report.blocks)
+    assert 0.98 * report < compiled.nbytes < 1.02 * report
+    assert compiled.graphs == len(EXPECTED[wrap])
+    assert compiled.operations["aten::mm"] <= eager.operations["aten::mm"]
+    # A unit's own input is float8 too; a block has only one.
+    assert worst_cosine(compiled, eager) > (0.9999 if wrap == "block" else 0.998)
+
+
+def test_a_compiled_run_that_stores_nothing_in_float8_fails():
+    policy = FP8AC(FP8AC.Config())
+    run(policy, "block", layers=1, lengths=(L,))
+    policy.reporter.graphs.clear()
+    with pytest.raises(RuntimeError, match="stores in float8, but nothing was stored in it"):
+        policy.reporter.check_graphs()

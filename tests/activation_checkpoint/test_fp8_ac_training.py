@@ -1,0 +1,181 @@
+"""FP8 activation checkpointing under the trainer: several ranks, exchanges, pipelines, units."""
+
+import dataclasses
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.training import RankResult, Result, Run, Runs, observed, train
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base.run_folder import read_scalar
+
+Config = FP8AC.Config
+
+_MOE_BLOCKS = 2
+_EP2 = observed(Run(world=2, ep=2, parallelize="submodule"))
+
+
+def _slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def _exchanges_in_backward(rank: RankResult) -> int:
+    return sum(e.kind == "all_to_all" and e.in_backward for e in rank.collectives)
+
+
+def _routes_alike(rank: RankResult) -> bool:
+    """Every recompute of a router chose the experts that one of its forwards chose."""
+    forward: dict[str, list[np.ndarray]] = defaultdict(list)
+    recomputed: dict[str, list[np.ndarray]] = defaultdict(list)
+    for name, in_backward, ids in rank.routing:
+        (recomputed if in_backward else forward)[name].append(ids)
+    assert forward
+    assert forward.keys() == recomputed.keys()
+    return all(
+        len(forward[name]) == len(again)
+        and all(np.array_equal(a, b) for a, b in zip(forward[name], again, strict=True))
+        for name, again in recomputed.items()
+    )
+
+
+@pytest.fixture
+def selective(runs: Runs) -> Result:
+    return runs.get(_EP2)
+
+
+def test_the_stock_preset_trains_as_stock_selective_does(selective: Result, tmp_path: Path):
+    ours = train(dataclasses.replace(_EP2, ac=Config(preset="stock")), tmp_path)
+    # It saves the counts of tokens, which tell each rank what to expect, whatever is sent again.
+    assert [_exchanges_in_backward(r) for r in ours.ranks] == [4 * _MOE_BLOCKS] * 2
+    assert [_exchanges_in_backward(r) for r in selective.ranks] == [5 * _MOE_BLOCKS] * 2
+    assert ours.losses == selective.losses
+    assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in selective.ranks]
+    others = [[e for e in r.collectives if e.kind != "all_to_all"] for r in ours.ranks]
+    assert others == [[e for e in r.collectives if e.kind != "all_to_all"] for r in selective.ranks]
+
+
+@pytest.mark.parametrize(
+    ("run", "exchanges"),
+    [
+        (dataclasses.replace(_EP2, ac=Config(), save_all_to_all="always"), 2),
+        # As stock on one node: dispatch and combine again, but not the numbers of tokens.
+        (dataclasses.replace(_EP2, ac=Config()), 4),
+        _slow(dataclasses.replace(_EP2, ac=Config(), backend="partial_dtensor"), 2),
+        _slow(dataclasses.replace(_EP2, ac=Config(preset="speed"), parallelize="block"), 4),
+        _slow(
+            dataclasses.replace(
+                _EP2, ac=Config(), world=4, ep=4, routing="one_expert", save_all_to_all="always"
+            ),
+            2,
+        ),
+        # Full exchanges the tokens again, but not their numbers.
+        _slow(dataclasses.replace(_EP2, ac=Config(mode="full")), 4),
+    ],
+    ids=lambda value: str(value),
+)
+def test_under_expert_parallelism(run: Run, exchanges: int, selective: Result, tmp_path: Path):
+    result = train(dataclasses.replace(run, watch_routing=True), tmp_path)
+    for rank in result.ranks:
+        assert _exchanges_in_backward(rank) == exchanges * _MOE_BLOCKS
+        assert _routes_alike(rank)
+    assert np.isfinite(result.losses + result.grad_norms).all()
+    if run.routing == "learned":
+        # What was quantised before it had arrived would show here.
+        assert result.grad_norms[:2] == pytest.approx(selective.grad_norms[:2], rel=0.003)
+    else:
+        chosen = {int(i) for _, _, ids in result.ranks[0].routing for i in ids.ravel()}
+        assert chosen == {0, 1, 2}, "experts of ranks 0 and 1; two ranks get no token"
+
+
+@pytest.mark.parametrize(
+    "backend", ["spmd_types", pytest.param("partial_dtensor", marks=pytest.mark.slow)]
+)
+def test_without_recompute_nothing_is_exchanged_twice(backend: str, tmp_path: Path):
+    result = train(
+        dataclasses.replace(_EP2, ac=Config(mode="no_recompute"), backend=backend), tmp_path
+    )
+    assert {_exchanges_in_backward(rank) for rank in result.ranks} == {2 * _MOE_BLOCKS}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(world=2, pp=2, parallelize="block", ac=Config(), layers=2),
+        _slow(
+            Run(
+                world=2,
+                pp=2,
+                schedule="Interleaved1F1B",
+                parallelize="block",
+                ac=Config(),
+                global_batch=4,
+                layers=4,
+            )
+        ),
+        _slow(
+            Run(world=2, ep=2, parallelize="submodule", ac=Config(), reshard="never", prefetch=3)
+        ),
+        _slow(Run(world=2, tp=2, parallelize="block", ac=Config())),
+        _slow(Run(model="deepseek_v3_mtp", parallelize="block", ac=Config(), layers=2)),
+        _slow(Run(model="qwen3_moe", parallelize="block", ac=Config(preset="speed"), layers=1)),
+        _slow(Run(model="muse_glimmer", parallelize="block", ac=Config(), layers=2)),
+    ],
+    ids=str,
+)
+def test_other_layouts_and_models(run: Run, tmp_path: Path):
+    """The first step's gradient norm is bf16's, nearly; the loss falls."""
+    run = dataclasses.replace(run, steps=3)
+    ours = train(run, tmp_path / "ours")
+    stock = train(
+        dataclasses.replace(run, ac="selective", steps=1, reshard="default"), tmp_path / "stock"
+    )
+    assert ours.losses[0] == stock.losses[0]
+    assert ours.grad_norms[0] == pytest.approx(stock.grad_norms[0], rel=0.01)
+    assert ours.losses[-1] < ours.losses[0]
+
+
+@pytest.mark.slow
+def test_compiled_units_in_the_trainer(tmp_path: Path):
+    """Two all-to-alls a MoE layer in backward, as eager; the log says what each graph saves."""
+    run = Run(
+        world=2,
+        ep=2,
+        layers=2,
+        parallelize="submodule",
+        ac=Config(),
+        compiled=True,
+        compile_backend="aot_eager",
+        steps=3,
+        profiled_step=3,
+    )
+    result = train(run, tmp_path, timeout_s=300)
+    assert result.losses[-1] < result.losses[0]
+    assert {rank.graphs for rank in result.ranks} == {3}  # attention, feed-forward, MoE
+    exchanges = {rank.operations["gloo:all_to_all"] for rank in result.ranks}
+    assert exchanges == {3 + 2}
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count(" saves for backward:") == 3
+    assert "float8 e4m3" in log
+    graphs = json.loads((tmp_path / "activation_checkpoint" / "graphs_rank0.json").read_text())
+    by_class = {(row["source"], row["treatment"]): row for graph in graphs for row in graph}
+    # Tokens in the experts' order and those that came back: 256 values of a byte, and two scales.
+    for source in ("aten.index", "_c10d_functional.wait_tensor"):
+        exchanged = by_class[source, "float8 e4m3"]
+        assert (exchanged["tensors"], exchanged["nbytes"]) == (1, 0)
+        assert exchanged["nbytes_a_token"] == 256 + 2
+
+
+def test_the_memory_report_is_in_the_folder_and_in_the_metrics(tmp_path: Path):
+    run = Run(parallelize="block", ac=Config(), steps=1)
+    train(run, tmp_path)
+    (file,) = (tmp_path / "activation_checkpoint").glob("*.json")
+    report = json.loads(file.read_text())
+    assert file.name == "rank0_layers_0.json"
+    assert [block["block"] for block in report["blocks"]] == ["layers.0", "layers.1", "layers.2"]
+    for name, value in report["totals"].items():
+        assert read_scalar(tmp_path, name) == {1: pytest.approx(value)}
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("Kept for backward (3 blocks, one forward):") == 1

@@ -1,0 +1,117 @@
+"""Ranks that would run different things find out before training, by name."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import titan_ext
+from tests.helpers.cluster import RankError, run_ranks
+from tests.helpers.training import titan_config
+from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.stdlib_corpus import default_tokenizer_path, make_corpus
+from titan_ext.run.start import RanksAgree, describe
+from titan_ext.run.trainer import extend_config
+
+
+def _check(odd_rank: int | None) -> str:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    config = extend_config(titan_config("deepseek_v3"))
+    if int(os.environ["RANK"]) == odd_rank:
+        config.parallelism.fsdp_wrap = "submodule"
+        config.model_spec.model.layers[2].moe.router.top_k = 5  # type: ignore[union-attr]
+    try:
+        RanksAgree().before_build(config)
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def test_equal_ranks_agree(tmp_path: Path):
+    assert run_ranks(_check, 2, None, log_folder=tmp_path) == ["", ""]
+
+
+def test_every_rank_names_the_keys_and_the_ranks(tmp_path: Path):
+    errors = run_ranks(_check, 3, 1, log_folder=tmp_path)
+    assert set(errors) == {
+        "the ranks disagree on what to run:\n"
+        "  model_spec.model.layers.2.moe.router.top_k: 3 on ranks 0, 2; 5 on rank 1\n"
+        "  parallelism.fsdp_wrap: auto on ranks 0, 2; submodule on rank 1"
+    }
+
+
+def _decide() -> tuple:
+    """What decides how often a rank communicates, where nodes have 4 and 2 ranks."""
+    import torch
+    import torch.distributed as dist
+    from torchtitan.config import TrainingConfig
+
+    from titan_ext.base.op_cost import ranks_per_node
+    from titan_ext.components.exchange_policy import ExchangePolicy
+    from titan_ext.fsdp.auto import choose
+    from titan_ext.fsdp.settings import FSDPSettings
+    from titan_ext.parallelize.keys import ParallelismConfig
+
+    sizes: dict[str, Any] = {"dp_shard": 4, "cp": 1, "tp": 1, "pp_enabled": False}
+    dims: Any = SimpleNamespace(ep=2, **sizes)
+    wide: Any = SimpleNamespace(ep=4, tp_enabled=False, **sizes)
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if os.environ["RANK"] == "3" else "4"
+    dist.init_process_group("gloo")
+    with torch.device("meta"):
+        model: Any = cast(Any, titan_config("deepseek_v3").model_spec).model.build()
+    keys, training = ParallelismConfig(), TrainingConfig()
+    try:
+        return (
+            ranks_per_node(),
+            ExchangePolicy.decide(keys, training, wide, compiled=False).saved,
+            choose(model, FSDPSettings(), dims).wrap,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_of_unequal_nodes_decide_the_same(tmp_path: Path):
+    assert set(run_ranks(_decide, 4, log_folder=tmp_path)) == {(2, True, "experts")}
+
+
+def test_only_one_function_reads_how_many_ranks_this_node_has():
+    """Any other decision that reads it has to be made for all ranks as well. A dry run sets it."""
+    folder = Path(titan_ext.__file__).parent
+    readers = [file.name for file in folder.rglob("*.py") if "LOCAL_WORLD_SIZE" in file.read_text()]
+    assert sorted(readers) == ["op_cost.py", "stand_ins.py"]
+
+
+def test_many_ranks_are_named_as_ranges():
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([8, 0, 1, 2]) == "ranks 0-2, 8"
+    assert ranks_in_words(range(0, 24, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 4 more"
+
+
+def test_description_has_versions_and_no_addresses():
+    description = describe(extend_config(titan_config("qwen3")))
+    assert {f"version of {p}" for p in ("torch", "torchtitan", "titan_ext")} <= description.keys()
+    assert description["training.seq_len"] == "2048"
+    assert not any("0x" in value for value in description.values())
+    assert description == describe(extend_config(titan_config("qwen3")))
+
+
+def _train(odd_rank: int) -> None:
+    config = extend_config(titan_config("deepseek_v3"))
+    config.debug.enable_structured_logging = False
+    config.hf_assets_path = str(default_tokenizer_path())
+    if int(os.environ["RANK"]) == odd_rank:
+        config.training.seq_len = 128
+    config.build()
+
+
+def test_the_trainer_checks_before_it_builds_a_model(tmp_path: Path):
+    make_corpus()
+    with pytest.raises(RankError, match=r"training\.seq_len: 2048 on rank 0; 128 on rank 1"):
+        run_ranks(_train, 2, 1, log_folder=tmp_path)
+    assert "Building" not in (tmp_path / "rank_0.log").read_text()

@@ -1,0 +1,229 @@
+"""The functional all-to-alls: the same exchange as Titan's, swapped in where they belong."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torchtitan.config import TrainingConfig
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+    TorchAOTokenDispatcher,
+)
+from torchtitan.protocols import BaseModel
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.on_cpu import list_all_to_all
+from tests.helpers.training import titan_config
+from titan_ext.components.dispatch import (
+    FunctionalAllToAllTokenDispatcher,
+    overlap_shared_experts,
+    use_functional_all_to_all,
+)
+from titan_ext.components.exchange_policy import ExchangePolicy
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.passes import extend_model_spec, parallelize
+
+
+def _dispatcher_types(spec) -> list[type]:
+    return [type(config) for _, config, _, _ in spec.traverse(LocalTokenDispatcher.Config)]
+
+
+def test_swaps_the_stock_dispatcher_of_every_moe_layer_once():
+    spec = titan_config("deepseek_v3_mtp").model_spec
+    assert spec is not None
+    assert use_functional_all_to_all(spec) == 6  # 5 MoE layers and one MTP layer
+    assert use_functional_all_to_all(spec) == 0
+    assert set(_dispatcher_types(spec)) == {FunctionalAllToAllTokenDispatcher.Config}
+    for _, config, _, _ in spec.traverse(LocalTokenDispatcher.Config):
+        dispatcher = cast(AllToAllTokenDispatcher.Config, config)
+        assert (dispatcher.num_experts, dispatcher.top_k) == (8, 3)
+        assert isinstance(dispatcher.build(), FunctionalAllToAllTokenDispatcher)
+
+
+def test_leaves_other_dispatchers_alone():
+    spec = titan_config("deepseek_v3").model_spec
+    assert spec is not None
+    layer = cast(Decoder.Config, spec.model).layers[1]
+    padded = TorchAOTokenDispatcher.Config(num_experts=8, top_k=3, pad_multiple=16)
+    layer.moe.routed_experts.token_dispatcher = padded
+    use_functional_all_to_all(spec)
+    assert layer.moe.routed_experts.token_dispatcher is padded
+
+
+def test_extended_spec_keeps_everything_but_the_parallelize_function():
+    spec = titan_config("qwen3_moe").model_spec
+    assert spec is not None
+    ours = extend_model_spec(spec)
+    assert ours.parallelize_fn is parallelize
+    for kept in (
+        "name",
+        "flavor",
+        "model",
+        "pipelining_fn",
+        "post_optimizer_build_fn",
+    ):
+        assert getattr(ours, kept) is getattr(spec, kept), kept
+    assert ours.state_dict_adapter is not None
+    assert spec.state_dict_adapter is not None
+    assert issubclass(ours.state_dict_adapter, spec.state_dict_adapter)
+    assert extend_model_spec(ours) == ours
+
+
+def test_refuses_a_model_by_name():
+    spec = titan_config("qwen3").model_spec
+    assert spec is not None
+    spec = dataclasses.replace(spec, name="flux", model=BaseModel.Config())
+    with pytest.raises(ValueError, match=r"does not serve the model 'flux': its config is"):
+        extend_model_spec(spec)
+
+
+def _exchange(ours: bool, splits: list[list[int]]) -> dict[str, Any]:
+    """One dispatch and combine exchange of distinct rows, forward and backward."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+
+    setattr(dist, "all_to_all", list_all_to_all)  # noqa: B010
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    kind = FunctionalAllToAllTokenDispatcher if ours else AllToAllTokenDispatcher
+    dispatcher = kind.Config(num_experts=2 * world, top_k=1).build()
+    dispatcher.ep_mesh = mesh
+    sent, received = splits[rank], [row[rank] for row in splits]
+
+    rows_ND = (100.0 * rank + torch.arange(3.0 * sum(sent)).view(-1, 3)).requires_grad_()
+    counts_E = torch.arange(2 * world) + 10 * rank
+    with set_current_spmd_mesh(mesh):
+        pg = mesh.get_group()
+        counts = dispatcher._token_count_exchange(counts_E, pg, world)
+        there_RD = dispatcher._dispatch_token_exchange(rows_ND, pg, received, sent)
+        back_ND = dispatcher._combine_token_exchange(there_RD * 2, pg, sent, received)
+        (back_ND * torch.arange(3.0)).sum().backward()
+    assert rows_ND.grad is not None
+    result = {
+        "counts": (counts + 0).tolist(),
+        "there": (there_RD + 0).tolist(),
+        "back": (back_ND + 0).tolist(),
+        "grad": rows_ND.grad.tolist(),
+    }
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [[[2, 1], [3, 4]], [[0, 2], [0, 3]], [[0, 0], [5, 0]]],
+    ids=["uneven", "a rank that receives nothing", "a rank that sends nothing"],
+)
+def test_exchanges_what_titan_exchanges(splits: list[list[int]], tmp_path: Path):
+    ours = run_ranks(_exchange, 2, True, splits, log_folder=tmp_path / "ours")
+    titan = run_ranks(_exchange, 2, False, splits, log_folder=tmp_path / "titan")
+    assert ours == titan
+    assert len(ours[0]["there"]) == splits[0][0] + splits[1][0]
+
+
+def _moe_layer(overlaps: bool, checkpoints: bool) -> dict[str, Any]:
+    """A step of a layer whose experts lie on two ranks; what ran between all-to-all and wait."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import checkpoint
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+
+    class Order(TorchDispatchMode):
+        names: list[str]
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.__name__.partition(".")[0]
+            if name in ("all_to_all_single", "wait_tensor") or name == "mm":
+                self.names.append(name)
+            return func(*args, **(kwargs or {}))
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    spec = titan_config("deepseek_v3").model_spec
+    assert spec is not None
+    use_functional_all_to_all(spec)
+    torch.manual_seed(0)
+    layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
+    experts = layer.routed_experts.inner_experts
+    for param in layer.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    for param in experts.parameters():
+        param.data = param.data.chunk(2)[rank].clone()
+    dispatcher = layer.routed_experts.token_dispatcher
+    dispatcher.ep_mesh = mesh
+    assert overlap_shared_experts(layer if overlaps else torch.nn.Module()) == overlaps
+    x_BLD = torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(rank))
+    x_BLD.requires_grad_()
+    order = Order()
+    phases = {}
+    with set_current_spmd_mesh(mesh), order:
+        order.names = phases["forward"] = []
+        out = checkpoint(layer, x_BLD, use_reentrant=False) if checkpoints else layer(x_BLD)
+        order.names = phases["backward"] = []
+        (out * torch.arange(256.0)).sum().backward()
+        with torch.no_grad():
+            order.names = []
+            again = layer(x_BLD)  # nothing is left over from the step before
+    assert x_BLD.grad is not None
+    grads = [param.grad for param in layer.parameters()]
+    result = {
+        "values": [t.tolist() for t in (out.detach(), again, x_BLD.grad, *grads)],
+        "overlapped": {phase: _between(names) for phase, names in phases.items()},
+    }
+    dist.destroy_process_group()
+    return result
+
+
+def _between(names: list[str]) -> list[int]:
+    """GEMMs between each all-to-all and a wait that follows them."""
+    exchanges = " ".join(names).split("all_to_all_single")[1:]
+    return [text.partition("wait_tensor")[0].count("mm") * ("wait" in text) for text in exchanges]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_shared_experts_run_while_outputs_travel_back(checkpoints: bool, tmp_path: Path):
+    arms = [
+        run_ranks(_moe_layer, 2, overlaps, checkpoints, log_folder=tmp_path / str(overlaps))
+        for overlaps in (False, True)
+    ]
+    for plain, overlapped in zip(*arms, strict=True):
+        assert plain["values"] == overlapped["values"]
+        # Counts, tokens out, tokens back; in backward the last first. Three GEMMs, and their six.
+        again = [0, 0, 3] if checkpoints else []
+        assert overlapped["overlapped"] == {"forward": [0, 0, 3], "backward": [*again, 6, 0]}
+        assert {n for counts in plain["overlapped"].values() for n in counts} == {0}
+
+
+@pytest.mark.parametrize(
+    ("value", "backend", "compiled", "ep", "saves"),
+    [
+        ("auto", "spmd_types", False, 4, False),  # as stock
+        ("auto", "spmd_types", True, 4, True),
+        ("auto", "partial_dtensor", False, 4, True),
+        ("auto", "spmd_types", False, 8, True),  # across nodes
+        ("always", "spmd_types", False, 4, True),
+        ("never", "partial_dtensor", True, 8, False),
+    ],
+)
+def test_what_saves_all_to_alls(
+    value: Any, backend: Any, compiled: bool, ep: int, saves: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    parallelism = ParallelismConfig(save_all_to_all=value, spmd_backend=backend)
+    dims: Any = SimpleNamespace(ep=ep, tp_enabled=False)
+    exchanges = ExchangePolicy.decide(parallelism, TrainingConfig(), dims, compiled=compiled)
+    assert exchanges.saved is saves

@@ -1,0 +1,175 @@
+"""Scores before the last expert GEMM: equal but for rounding, and one output less to keep."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torchtitan.config import derive
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+from tests.helpers.training import Run, Runs, observed, titan_config, train
+from titan_ext.activation_checkpoint import FP8AC, measure_block
+from titan_ext.base import no_accelerator
+from titan_ext.components.early_scores import has_early_scores, use_early_scores
+from titan_ext.plan.stand_ins import use_stand_ins
+from titan_ext.run.trainer import extend_config
+
+Config = FP8AC.Config
+EARLY = Config(preset="speed", score_before_last_gemm=True)
+B, L, D = 2, 64, 256
+
+
+class _OtherDispatcher(AllToAllTokenDispatcher):
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+
+def _block(early: bool) -> Any:
+    """A MoE block of the debug model; equal for both but for the class of its routed experts."""
+    spec = titan_config("deepseek_v3").model_spec
+    assert spec is not None
+    if early:
+        use_early_scores(spec)
+        use_early_scores(spec)  # twice is harmless
+    no_accelerator.adapt_spec(spec)
+    model = cast(Any, spec.model.build())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    return model.layers["1"].bfloat16()
+
+
+def _run(experts: RoutedExperts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    x_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+    scores_BLK = torch.rand(B, L, 3).requires_grad_()
+    ids_BLK = torch.stack([torch.randperm(8)[:3] for _ in range(B * L)]).view(B, L, 3)
+    counts_E = torch.bincount(ids_BLK.flatten(), minlength=8)
+    out_BLD = experts(x_BLD, scores_BLK, ids_BLK, counts_E)
+    out_BLD.float().square().sum().backward()
+    grads = {name: cast(torch.Tensor, p.grad) for name, p in experts.named_parameters()}
+    return out_BLD, grads | {"x": cast(Any, x_BLD.grad), "scores": cast(Any, scores_BLK.grad)}
+
+
+def test_it_computes_what_titan_computes():
+    ours, our_grads = _run(_block(early=True).moe.routed_experts)
+    titans, titan_grads = _run(_block(early=False).moe.routed_experts)
+    assert not torch.equal(ours, titans)  # another rounding
+    assert (ours - titans).float().norm() < 0.01 * titans.float().norm()
+    assert our_grads.keys() == titan_grads.keys()
+    for name, grad in our_grads.items():
+        other = titan_grads[name]
+        cosine = torch.cosine_similarity(grad.double().flatten(), other.double().flatten(), 0)
+        assert cosine > 0.9999, name
+        assert grad.float().norm() == pytest.approx(other.float().norm().item(), rel=0.01), name
+
+
+def test_no_copy_in_fp32_is_kept():
+    """Without checkpointing, of an expert's hidden values or of its output."""
+    kept: dict[bool, list[torch.Size]] = {}
+    for early in (True, False):
+        shapes = kept[early] = []
+
+        def keep(x: torch.Tensor, shapes: list[torch.Size] = shapes) -> torch.Tensor:
+            if x.dtype is torch.float32 and x.dim() == 2 and x.shape[1] > 1:
+                shapes.append(x.shape)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            _run(_block(early).moe.routed_experts)
+    assert kept[True] == [], "stock keeps its output"
+    assert kept[False] == [(B * L * 3, D)]
+
+
+def test_the_last_gemm_is_neither_kept_nor_run_again():
+    reports = {}
+    for early in (False, True):
+        torch.manual_seed(1)
+        x_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+        config = EARLY if early else replace(EARLY, score_before_last_gemm=False)
+        reports[early] = measure_block(_block(early), x_BLD, None, None, config=config)
+    last_gemm = 2 * (B * L * 3) * 256 * 256
+    assert reports[False].recomputed_flops - reports[True].recomputed_flops == last_gemm
+    assert reports[True].nbytes == reports[False].nbytes
+    (dropped,) = [row for row in reports[True].ops if "w2_EDF" in row.name]
+    assert dropped.policy == "discard"
+
+
+def test_it_trains(tmp_path: Path):
+    run = Run(parallelize="block", ac=EARLY, steps=3, layers=2)
+    ours = train(run, tmp_path / "ours")
+    stock = train(replace(run, ac="selective", steps=1), tmp_path / "stock")
+    assert ours.losses[0] == pytest.approx(stock.losses[0], rel=1e-3)
+    assert ours.losses[-1] < ours.losses[0]
+
+
+def test_a_dry_run_checks_its_stand_ins_too():
+    config = replace(extend_config(titan_config("deepseek_v3")), activation_checkpoint=EARLY)
+    use_stand_ins(config)
+    replace(config)
+
+
+def _layout(run: Run, *again: int) -> Any:
+    marks = () if (run.world, run.ep, run.tp) == (2, 2, 1) else (pytest.mark.slow,)
+    return pytest.param(run, again, marks=marks, id=str(run))
+
+
+@pytest.mark.parametrize(
+    ("run", "all_to_alls"),
+    [
+        # Of counts, tokens, scores and back; of tokens again, and of three gradients.
+        _layout(Run(world=2, ep=2), 4, 1 + 3),
+        _layout(Run(world=2, ep=2, save_all_to_all="always"), 4, 3),
+        # Under type checking nothing is discarded: what comes back is kept instead.
+        _layout(Run(world=2, ep=2, tp=2, typechecked=True), 4, 1 + 3),
+        _layout(Run(world=2, tp=2), 0, 0),
+        _layout(Run(world=4, ep=4, backend="partial_dtensor"), 4, 3),
+        _layout(Run(world=4, ep=2, pp=2), 4, 1 + 3),
+    ],
+)
+def test_scores_travel_with_the_tokens(run: Run, all_to_alls: tuple[int, int], runs: Runs):
+    run = replace(observed(replace(run, parallelize="submodule", keep_gradients=True)), steps=1)
+    run = replace(run, layers=2, traced_step=0 if run.pp > 1 else 1)
+    ours, stock = runs.get(replace(run, ac="fp8_early")), runs.get(run)
+    assert math.isclose(ours.losses[0], stock.losses[0], rel_tol=3e-5)
+    assert math.isclose(ours.grad_norms[0], stock.grad_norms[0], rel_tol=1e-4)
+    assert ours.losses != stock.losses, "another rounding"
+    for name, gradient in ours.ranks[0].gradients.items():
+        other = stock.ranks[0].gradients[name]
+        cosine = (gradient * other).sum() / math.sqrt((gradient**2).sum() * (other**2).sum())
+        assert cosine > 0.999, name
+    if run.pp > 1:
+        return
+    exchanges = [e.in_backward for e in ours.ranks[0].collectives if e.kind == "all_to_all"]
+    assert (exchanges.count(False), exchanges.count(True)) == all_to_alls
+    if run.ep > 1 and not run.typechecked:
+        folder = runs.folder(replace(run, ac="fp8_early")) / "activation_checkpoint"
+        report = json.loads(next(folder.glob("rank0_*.json")).read_text())
+        (block,) = [block for block in report["blocks"] if block["block"] == "layers.1"]
+        discarded = {row["name"] for row in block["stored"] if row["treatment"] == "discarded"}
+        assert "moe.routed_experts.inner_experts:aten._grouped_mm:w2_EDF" in discarded
+        assert "moe.routed_experts:_c10d_functional.all_to_all_single" in discarded
+
+
+def test_a_block_of_another_library_has_a_config_of_another_kind():
+    block = torch.nn.Linear(2, 2)
+    block.config = cast(Any, {"hidden_size": 2})
+    assert not has_early_scores(block)
+
+
+def test_where_it_cannot_be_it_is_refused():
+    with pytest.raises(ValueError, match="has no routed experts"):
+        replace(extend_config(titan_config("llama3")), activation_checkpoint=EARLY)
+    config = extend_config(titan_config("deepseek_v3"))
+    experts = cast(Any, config.model_spec).model.layers[1].moe.routed_experts
+    experts.token_dispatcher = derive(experts.token_dispatcher, _OtherDispatcher.Config)
+    with pytest.raises(ValueError, match="or a dispatcher of another kind"):
+        replace(config, activation_checkpoint=EARLY)
+    with pytest.raises(ValueError, match="was not built for it"):
+        measure_block(_block(early=False), torch.randn(B, L, D), None, None, config=EARLY)

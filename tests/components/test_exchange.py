@@ -1,0 +1,189 @@
+"""Tokens travel in float8: what arrives, bytes on the wire, codec calls, and what is refused."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, Runs, make_config, observed, start_as_planned
+from titan_ext.components.exchange import pack, unpack
+from titan_ext.fp8.codec import Codec, Quantized, dequantize, quantize
+from titan_ext.fp8.saved_tensors import SavedTensorStore
+
+PLAIN = observed(Run(world=2, ep=2, global_batch=8, layers=3, parallelize="submodule"))
+_DIM = 256  # of the debug model
+_COUNTS = 1024
+"""Bytes that the exchange of token counts stays below, and that of tokens does not."""
+_QUANTIZE, _DEQUANTIZE = "titan_ext::float8_quantize", "titan_ext::float8_dequantize"
+
+
+def _float8(run: Run) -> Run:
+    return replace(run, exchange_dtype="float8")
+
+
+class _CodecCalls(TorchDispatchMode):
+    """Counts them; the profiler would see twice what runs under another dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+ROWS = {
+    "normal": lambda width: torch.randn(5, width),
+    "zero": lambda width: torch.zeros(3, width),
+    "inf": lambda width: torch.randn(2, width).index_fill_(1, torch.tensor([1]), torch.inf),
+    "nan": lambda width: torch.randn(2, width).index_fill_(1, torch.tensor([0]), torch.nan),
+    "subnormal": lambda width: torch.full((2, width), 1e-40),
+    "huge": lambda width: torch.randn(2, width) * 1e38,
+    "none": lambda width: torch.zeros(0, width),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("width", [64, 256, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_arrive_as_the_codec_has_them(kind: str, width: int, dtype: torch.dtype):
+    rows = ROWS[kind](width).to(dtype)
+    packed = pack(rows)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (len(rows), width + -(-width // 128))
+    sorted_rows = torch.arange(len(rows)).flip(0)
+    expected = dequantize(quantize(rows, Codec()), Codec(), dtype)[sorted_rows]
+    arrived = unpack(packed[sorted_rows], width, dtype)
+    assert torch.equal(arrived.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert arrived.dtype == dtype
+
+
+def test_a_store_keeps_what_arrived_as_it_came():
+    rows = torch.randn(64, _DIM, dtype=torch.bfloat16)
+    arrived = unpack(pack(rows), _DIM, torch.bfloat16)
+    store = SavedTensorStore(Codec())
+    entry = store.pack(arrived)
+    with _CodecCalls() as calls:
+        again = store.pack(arrived.view(8, 8, _DIM))
+        restored = store.unpack(entry)
+    assert torch.equal(restored, arrived)
+    assert torch.equal(store.unpack(again), arrived.view(8, 8, _DIM))
+    assert (calls.found[_QUANTIZE], calls.found[_DEQUANTIZE]) == (0, 1)
+    assert store.memory_report.nbytes == 64 * (_DIM + 2)
+    arrived.mul_(2)  # no longer what came
+    assert torch.equal(store.unpack(store.pack(arrived)), arrived)
+
+
+def test_a_storage_that_is_used_again_is_not_what_arrived():
+    arrived = unpack(pack(torch.randn(64, _DIM)), _DIM, torch.float32)
+    other = Quantized(*quantize(torch.ones(64, _DIM), Codec()))
+    del arrived
+    fresh = torch.ones(64, _DIM)
+    kept = SavedTensorStore(Codec(), policy=lambda _: None)
+    assert torch.equal(kept.unpack(kept.pack(fresh)), dequantize(other, Codec(), torch.float32))
+
+
+def _tokens(run: Run, runs: Runs) -> dict[bool, list[int]]:
+    """Bytes of the exchanges of tokens, in forward and in backward (with its recompute)."""
+    events = runs.get(run).ranks[0].collectives
+    found: dict[bool, list[int]] = {False: [], True: []}
+    for event in events:
+        if event.kind == "all_to_all" and event.nbytes > _COUNTS:
+            found[event.in_backward].append(event.nbytes)
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["none", "halves"])
+def test_bytes_on_the_wire(overlap: str, runs: Runs):
+    """Tokens and gradients of what comes back are packed; experts' outputs and tokens' are not."""
+    run = replace(PLAIN, overlap_exchanges=overlap, save_all_to_all="always", ac="fp8")
+    packed, plain = (_tokens(each, runs) for each in (_float8(run), run))
+    for in_backward in (False, True):
+        ours, its = (sorted(sizes[in_backward]) for sizes in (packed, plain))
+        assert len(ours) == len(its) > 0
+        # A packed row is 256 values and 2 scales, a plain one 512 bytes; one of two exchanges.
+        assert 0.74 < sum(ours) / sum(its) < 0.77
+    losses, plain_losses = (runs.get(each).losses for each in (_float8(run), run))
+    assert losses != plain_losses
+    assert losses == pytest.approx(plain_losses, rel=2e-3)
+
+
+def _codec_calls(run: Run, folder: Path) -> tuple[int, int]:
+    trainer, batches = start_as_planned(run, folder)
+    with _CodecCalls() as calls:
+        trainer.train_step(batches)
+    trainer.close()
+    return calls.found[_QUANTIZE], calls.found[_DEQUANTIZE]
+
+
+@pytest.mark.parametrize("ac", ["none", "fp8", "fp8_no_recompute"])
+def test_codec_calls(ac: str, tmp_path: Path):
+    """A layer packs and unpacks its tokens, and gradients of what comes back: 2 calls each way.
+
+    What a store would quantize of it comes in float8 and stays so, and no recompute packs again.
+    """
+    run = replace(PLAIN, ac=ac, save_all_to_all="always", layers=2)  # one with experts
+    ours, its = (
+        run_ranks(_codec_calls, 2, each, tmp_path, log_folder=tmp_path)[0]
+        for each in (_float8(run), run)
+    )
+    stored = 0 if ac == "none" else 1
+    assert ours[0] - its[0] == 2 - stored
+    assert ours[1] - its[1] == 2
+
+
+def test_gradients_are_close(runs: Runs):
+    run = replace(PLAIN, steps=1, traced_step=0, keep_gradients=True)
+    ours, plain = (runs.get(each).ranks[0].gradients for each in (_float8(run), run))
+    assert ours.keys() == plain.keys()
+    differ = 0
+    for name, mine in ours.items():
+        x, y = mine.astype(np.float64).ravel(), plain[name].astype(np.float64).ravel()
+        assert x @ y / (np.linalg.norm(x) * np.linalg.norm(y)) > 0.98, name
+        differ += not np.array_equal(mine, plain[name])
+    assert differ > len(plain) / 2
+
+
+FOUR = replace(PLAIN, world=4, global_batch=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(PLAIN, ac="none", backend="partial_dtensor", parallelize="block"),
+        replace(PLAIN, ac="full", overlap_exchanges="halves"),
+        replace(PLAIN, ac="fp8_early", save_all_to_all="always"),
+        replace(PLAIN, model="gpt_oss", save_all_to_all="never"),
+        replace(PLAIN, model="qwen3_moe", ac="on_host_all"),
+        replace(PLAIN, model="deepseek_v3", routing="one_expert"),
+        replace(FOUR, tp=2, global_batch=8),
+        replace(FOUR, pp=2, microbatch_size=2, global_batch=8, overlap_exchanges="halves"),
+        replace(FOUR, ep=4, experts=8, accumulate=2),
+        replace(FOUR, experts=6, expert_all_gather="float8", overlap_exchanges="halves"),
+    ],
+    ids=str,
+)
+def test_layouts(run: Run, runs: Runs):
+    run = replace(run, traced_step=0)
+    ours, plain = (runs.get(each) for each in (_float8(run), run))
+    assert ours.losses == pytest.approx(plain.losses, rel=5e-3)
+    assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=5e-2)
+
+
+def test_what_it_does_not_serve_is_refused_by_key(tmp_path: Path):
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(ValueError, match="exchange_dtype") as refused:
+            make_config(_float8(replace(PLAIN, **changes)), tmp_path)
+        return str(refused.value)
+
+    assert "does not go with compile.enable = true" in refusal(compiled=True)
+    assert "needs parallelism.expert_parallel_degree > 1" in refusal(ep=1)
+    assert "debug.spmd_typechecking = true" in refusal(typechecked=True)

@@ -1,0 +1,125 @@
+"""Linears that FSDP2 gathers in float8: the same results, fewer bytes, one all-reduce of scales."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, Runs, make_config, observed
+from titan_ext.components.float8_linears import Float8Scales, TensorwiseFloat8LinearConverter
+
+PLAIN = observed(Run(world=2, ep=2, parallelize="submodule", global_batch=8, layers=2))
+GATHERED = replace(PLAIN, converters=("float8_gather",))
+IN_BF16 = replace(PLAIN, converters=("float8_tensorwise",))
+_LINEARS = 14
+"""Float8 linears of two layers: all but the head's."""
+
+
+def _sent(run: Run, runs: Runs, kind: str) -> list[int]:
+    return [e.nbytes for e in runs.get(run).ranks[0].collectives if e.kind == kind]
+
+
+def test_the_same_results_as_gathered_in_full(runs: Runs):
+    """In fp32, where a weight is rounded once; from bf16 it would be rounded twice."""
+    run = replace(GATHERED, param_dtype="float32", exact_sums=True)
+    ours, whole = (runs.get(each) for each in (run, replace(run, converters=IN_BF16.converters)))
+    assert ours.losses == whole.losses
+    assert ours.grad_norms == whole.grad_norms
+    assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in whole.ranks]
+
+
+def test_bytes_of_gathers_and_one_all_reduce_of_scales(runs: Runs):
+    ours, whole = (_sent(each, runs, "all_gather") for each in (GATHERED, IN_BF16))
+    assert len(ours) == len(whole)
+    assert 0.5 < sum(ours) / sum(whole) < 0.6  # norms, router, embedding and head stay in bf16
+    scales = _sent(GATHERED, runs, "all_reduce")
+    assert len(scales) == len(_sent(IN_BF16, runs, "all_reduce")) + 1
+    assert scales.count(4 * _LINEARS) == 1
+    twice = replace(GATHERED, accumulate=2)
+    assert _sent(twice, runs, "all_reduce").count(4 * _LINEARS) == 1  # a step, not a forward
+    losses, in_full = (runs.get(each).losses for each in (GATHERED, IN_BF16))
+    assert losses == pytest.approx(in_full, rel=1e-3)
+
+
+def _scales_of_uneven_shards() -> list[float]:
+    import os
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    weights = []
+    for rows in (2, 5):  # on 4 ranks: some hold no row of the first, the last none of both
+        whole = torch.arange(1.0, 1 + 16 * rows).view(rows, 16)
+        weight = distribute_tensor(whole, mesh, [Shard(0)])
+        no_gemm: Any = None
+        inner: Any = WeightWithDynamicFloat8CastTensor(
+            weight._local_tensor, no_gemm, torch.float8_e4m3fn
+        )
+        weight._local_tensor = inner
+        weights.append(weight)
+    Float8Scales(weights).make()
+    inners: list[Any] = [weight._local_tensor for weight in weights]
+    scales = [float(inner._precomputed_scale) for inner in inners]
+    dist.destroy_process_group()
+    return scales
+
+
+def test_ranks_without_rows_take_part(tmp_path: Path):
+    expected = [448 / 32, 448 / 80]
+    found = run_ranks(_scales_of_uneven_shards, 4, log_folder=tmp_path)
+    assert found == [pytest.approx(expected)] * 4
+
+
+def test_scales_follow_the_optimizer():
+    made = []
+    scales = Float8Scales([])
+    scales.make = lambda: made.append(1)  # type: ignore[method-assign]
+    for _ in range(2):
+        scales()
+    assert len(made) == 2  # nobody tells of steps
+    scales.knows_steps = True
+    scales()
+    scales.stale = True
+    scales()
+    scales()
+    assert len(made) == 3
+
+
+def test_hardware_without_float8_is_refused_by_name():
+    with pytest.raises(ValueError, match="float8 is only supported on"):
+        TensorwiseFloat8LinearConverter.Config().build()
+
+
+def test_tensor_parallelism_is_refused_by_key(tmp_path: Path):
+    run = replace(GATHERED, world=4, tp=2, ep=1, parallelize="block")
+    with pytest.raises(ValueError, match=r"needs parallelism.tensor_parallel_degree = 1, not 2"):
+        make_config(run, tmp_path)
+    make_config(replace(run, converters=IN_BF16.converters), tmp_path)
+
+
+FOUR = replace(GATHERED, world=4, global_batch=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(FOUR, pp=2, parallelize="block"),
+        replace(FOUR, dp_replicate=2, ac="fp8"),
+        replace(GATHERED, backend="partial_dtensor", ac="full"),
+        replace(GATHERED, cpu_offload=True),
+    ],
+    ids=str,
+)
+def test_layouts(run: Run, runs: Runs):
+    run = replace(run, traced_step=0)
+    ours, whole = (runs.get(each) for each in (run, replace(run, converters=IN_BF16.converters)))
+    assert ours.losses == pytest.approx(whole.losses, rel=2e-3)
+    assert ours.grad_norms == pytest.approx(whole.grad_norms, rel=2e-2)

@@ -1,0 +1,151 @@
+"""Two halves of a batch take turns at the exchanges of tokens: the same sums, the same FSDP."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Result, Run, Runs, make_config, observed
+from titan_ext.run.trainer import Trainer
+
+PLAIN = observed(Run(world=2, ep=2, global_batch=8, layers=3))
+_COUNTS = 1024
+"""Bytes that the exchange of token counts stays below, and that of tokens does not."""
+
+
+def _halves(run: Run) -> Run:
+    return replace(run, overlap_exchanges="halves")
+
+
+def _assert_close(halves: Result, plain: Result) -> None:
+    """Weight gradients are sums of two halves, so losses differ in their last digits.
+
+    Those of the first step do where a product's rows depend on how many there are, as a bf16 one of
+    1,024 columns does on a CPU with AMX.
+    """
+    assert halves.losses[0] == pytest.approx(plain.losses[0], rel=1e-4)
+    assert halves.losses == pytest.approx(plain.losses, rel=1e-3)
+    assert halves.grad_norms == pytest.approx(plain.grad_norms, rel=1e-2)
+
+
+@pytest.mark.parametrize("wrap", ["block", "submodule", "experts"])
+def test_units_gather_and_reduce_once(wrap: str, runs: Runs):
+    plain = runs.get(replace(PLAIN, parallelize=wrap))
+    halves = runs.get(_halves(replace(PLAIN, parallelize=wrap)))
+    _assert_close(halves, plain)
+    for mine, its in zip(halves.ranks, plain.ranks, strict=True):
+        ours, stock = (Counter(e.kind for e in rank.collectives) for rank in (mine, its))
+        assert ours["all_to_all"] == 2 * stock["all_to_all"] > 0
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            assert ours[kind] == stock[kind] > 0
+
+
+@pytest.mark.parametrize("ac", ["selective", "fp8"])
+def test_tokens_travel_while_the_other_half_computes(ac: str, runs: Runs):
+    """In forward, in the recompute and in backward; counted by what ran between start and wait.
+
+    Float8 stores what an exchange brings, but only when it has come.
+    """
+    saved = replace(PLAIN, ac=ac, save_all_to_all="always" if ac == "fp8" else "auto")
+
+    def alone(run: Run) -> list[tuple[bool, bool]]:
+        events = runs.get(replace(run, parallelize="submodule")).ranks[0].collectives
+        tokens = [e for e in events if e.kind == "all_to_all" and e.nbytes > _COUNTS]
+        return [(e.in_backward, not e.meanwhile) for e in tokens]
+
+    halves, plain = Counter(alone(_halves(saved))), Counter(alone(saved))
+    assert halves.keys() == {(False, False), (True, False)}
+    assert plain[False, True] > 0
+    assert plain[True, True] > 0
+
+
+def test_gradients_are_those_of_one_batch(runs: Runs):
+    run = replace(PLAIN, parallelize="submodule", steps=1, traced_step=0, keep_gradients=True)
+    halves, plain = (runs.get(each).ranks[0].gradients for each in (_halves(run), run))
+    assert halves.keys() == plain.keys()
+    for name, ours in halves.items():
+        x, y = ours.astype(np.float64).ravel(), plain[name].astype(np.float64).ravel()
+        assert x @ y / (np.linalg.norm(x) * np.linalg.norm(y)) > 0.9999, name
+
+
+def _outputs(run: Run, folder: Path) -> tuple[bool, bool]:
+    trainer = make_config(run, folder).build()
+    assert isinstance(trainer, Trainer)
+    (model,) = trainer.model_parts
+    model.eval()
+    tokens_BL = torch.arange(2 * run.seq_len).view(2, -1) % 97
+    positions_BL = torch.arange(run.seq_len).expand(2, -1)
+
+    def run_model(rows: slice) -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens_BL[rows], positions=positions_BL[rows])
+
+    whole, *alone = map(run_model, (slice(0, 2), slice(0, 1), slice(1, 2)))
+    trainer.close()
+    return torch.equal(whole, torch.cat(alone)), torch.equal(*alone)
+
+
+def test_halves_are_what_each_is_alone(tmp_path: Path):
+    """Bit for bit: a batch of one sequence runs whole."""
+    run = _halves(replace(PLAIN, parallelize="submodule", backend="partial_dtensor"))
+    assert run_ranks(_outputs, 2, run, tmp_path, log_folder=tmp_path) == [(True, False)] * 2
+
+
+FOUR = replace(PLAIN, world=4, global_batch=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(PLAIN, ac="none", backend="partial_dtensor"),
+        replace(PLAIN, ac="full", accumulate=2, global_batch=12),  # 3 sequences: halves of 2 and 1
+        replace(PLAIN, ac="fp8", cpu_offload=True),
+        replace(PLAIN, ac="fp8_no_recompute", attention="flex"),
+        replace(PLAIN, ac="fp8", lora=8),
+        replace(PLAIN, ac="on_host_all", model="deepseek_v3_mtp"),
+        replace(PLAIN, model="gpt_oss", save_all_to_all="always"),
+        replace(PLAIN, model="qwen3_moe", reshard="always", replicate=("norms",)),
+        replace(FOUR, tp=2, global_batch=8),
+        replace(FOUR, pp=2, microbatch_size=2, global_batch=8),
+        replace(FOUR, dp_replicate=2, reshard="never"),
+        replace(FOUR, nodes=(3, 1), ac="fp8"),
+        replace(FOUR, experts=6, expert_all_gather="float8"),
+        replace(FOUR, experts=6, routing="one_expert", ac="fp8_early", save_all_to_all="always"),
+    ],
+    ids=str,
+)
+def test_layouts(run: Run, runs: Runs):
+    run = replace(run, parallelize="submodule", traced_step=0)
+    _assert_close(runs.get(_halves(run)), runs.get(run))
+
+
+def test_a_stage_without_experts_takes_part(runs: Runs):
+    """Layer 0 is dense, and new process groups need every rank: it hung."""
+    run = replace(PLAIN, world=4, pp=2, microbatch_size=2, layers=2, steps=1, traced_step=0)
+    run = replace(run, parallelize="submodule")
+    assert runs.get(_halves(run)).losses == runs.get(run).losses
+
+
+@pytest.mark.parametrize(
+    "run", [replace(PLAIN, global_batch=2), replace(PLAIN, world=1, ep=1)], ids=str
+)
+def test_there_is_nothing_to_overlap(run: Run, runs: Runs):
+    run = replace(run, parallelize="submodule", traced_step=0)
+    assert runs.get(_halves(run)).losses == runs.get(run).losses
+
+
+def test_what_halves_do_not_serve_is_refused_by_key(tmp_path: Path):
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(ValueError, match="halves") as refused:
+            make_config(_halves(replace(PLAIN, parallelize="submodule", **changes)), tmp_path)
+        return str(refused.value)
+
+    assert '"halves" does not go with compile.enable = true' in refusal(compiled=True)
+    assert '"halves" needs parallelism.context_parallel_degree = 1' in refusal(cp=2)
+    assert "debug.spmd_typechecking = true" in refusal(typechecked=True)

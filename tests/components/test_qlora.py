@@ -1,0 +1,169 @@
+"""A frozen base in NF4 under FSDP2 trains adapters as the same base rounded to NF4 does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.config import TrainingConfig
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.deepseek_v3 import model_registry
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, make_config
+from titan_ext import api
+
+RUN = Run(world=2, ep=2, lora=8, layers=2, parallelize="submodule", steps=2)
+_CODE_NBYTES = 16 * 2  # NF4's table, in bf16
+_MEAN_NBYTES = 2
+
+
+@dataclass
+class Trained:
+    """What one rank has after training."""
+
+    losses: list[float]
+    norms: list[float]
+    adapters: dict[str, Any]
+    quantized: dict[str, tuple[int, int]]
+    """Elements and bytes of each shard in NF4, by name."""
+    gathered: int
+    """Bytes that the all-gathers of quantised weights wrote, all together."""
+    saved: dict[str, Any]
+    """The quantised weights as a state dict has them, unsharded."""
+
+
+def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+    from torchao.quantization import NF4Tensor, to_nf4
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+
+    from titan_ext.base import no_accelerator
+    from titan_ext.fsdp.nf4 import find_frozen_linears
+
+    config: Any = make_config(run, folder)
+    if not rounded:
+        config.parallelism.fsdp_quantize_frozen = "nf4"
+    with no_accelerator.layout_independent_init():
+        trainer: Any = config.build()
+    (model,) = trainer.model_parts
+    if rounded:
+        linears = find_frozen_linears(model, [], shard_world=2, is_chunk=False)
+        for linear in linears:
+            weight: Any = model.get_submodule(linear).weight
+            whole: Any = to_nf4(weight.full_tensor().to(torch.bfloat16))
+            mine = whole.get_original_weight().chunk(run.world)[dist.get_rank()]
+            weight.to_local().copy_(mine)
+    losses: list[float] = []
+    norms: list[float] = []
+
+    def note(step, loss, max_loss, grad_norm, **others) -> None:
+        losses.append(loss)
+        norms.append(grad_norm)
+
+    trainer.metrics_processor.log = note
+    trainer.train()
+
+    quantized = {}
+    named = {canonical_fqn(name): param for name, param in model.named_parameters()}
+    for name, param in named.items():
+        local = param.to_local()
+        if isinstance(local, NF4Tensor):
+            inner, _ = local.__tensor_flatten__()
+            quantized[name] = (local.numel(), sum(getattr(local, n).nbytes for n in inner))
+    gathered = sum(
+        output.numel() * output.itemsize
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        for param in group.fsdp_params
+        if isinstance(param._sharded_local_tensor, NF4Tensor) and module is group.modules[0]
+        for output in param.all_gather_outputs
+    )
+    state = model.state_dict()
+    result = Trained(
+        losses=losses,
+        norms=norms,
+        adapters={n: p.detach().full_tensor().numpy() for n, p in named.items() if p.requires_grad},
+        quantized=quantized,
+        gathered=gathered,
+        saved={name: state[name].full_tensor().float().numpy() for name in quantized},
+    )
+    if rounded:
+        names = find_frozen_linears(model, [], shard_world=2, is_chunk=False)
+        result.saved = {
+            f"{name}.weight": named[f"{name}.weight"].full_tensor().numpy() for name in names
+        }
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _train(run: Run, folder: Path, *, rounded: bool) -> list[Trained]:
+    return run_ranks(_train_rank, run.world, run, rounded, folder, log_folder=folder / "logs")
+
+
+def test_a_base_in_nf4_trains_as_one_rounded_to_it(tmp_path: Path):
+    nf4 = _train(RUN, tmp_path / "nf4", rounded=False)
+    rounded = _train(RUN, tmp_path / "rounded", rounded=True)
+    for quantized, reference in zip(nf4, rounded, strict=True):
+        assert quantized.losses == reference.losses
+        assert quantized.norms == reference.norms
+        assert quantized.adapters.keys() == reference.adapters.keys()
+        for name, adapter in quantized.adapters.items():
+            assert (adapter == reference.adapters[name]).all(), name
+        assert quantized.saved.keys() == reference.saved.keys()
+        for name, weight in quantized.saved.items():
+            assert (weight == reference.saved[name]).all(), name
+
+        kinds = {name.split(".")[-2] for name in quantized.quantized}
+        assert {"wq", "wkv_b", "wo", "w1", "w2", "w3"} <= kinds
+        gathered = 0
+        for numel, nbytes in quantized.quantized.values():
+            blocks = numel // 64
+            shared = numel // 2 + blocks + 2 * (blocks // 256)
+            assert nbytes == shared + _CODE_NBYTES + _MEAN_NBYTES
+            gathered += 2 * shared
+        assert quantized.gathered == gathered
+
+
+@pytest.fixture
+def two_fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+@pytest.mark.parametrize(
+    ("offload", "keys", "message"),
+    [
+        (True, {}, "fsdp_quantize_frozen needs training.enable_cpu_offload = false"),
+        (
+            False,
+            {
+                "fsdp_quantize_frozen_modules": ["layers.1.attention.wkv_b"],
+                "fsdp_replicate": ["layers.1.attention.wkv_b"],
+            },
+            r"layers.1.attention.wkv_b is replicated by parallelism.fsdp_replicate",
+        ),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(offload: bool, keys: dict[str, Any], message: str):
+    spec = model_registry("debugmodel")
+    converter = LoRAConverter.Config(target_modules=["wq"]).build()
+    spec.model = cast(Decoder.Config, converter.convert(spec.model))
+    with pytest.raises(ValueError, match=message):
+        api.build_decoder(
+            spec,
+            parallelism=api.ParallelismConfig(
+                fsdp_quantize_frozen="nf4", spmd_backend="partial_dtensor", **keys
+            ),
+            training=TrainingConfig(enable_cpu_offload=offload),
+        )

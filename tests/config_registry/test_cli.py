@@ -1,0 +1,259 @@
+"""The command line tool, apart from dry runs (plan/test_dry_run.py)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.toml_files import DEBUG
+from titan_ext import config_registry
+from titan_ext.base.messages import shipped_configs
+from titan_ext.config_registry.commands import main
+from titan_ext.config_registry.resolve import load
+from titan_ext.toml.find import find_config, titan_configs
+from titan_ext.toml.values import leaves
+
+COMMANDS = ("list", "new", "show", "dry-run", "tune", "report", "target", "peft")
+ROOT = Path(__file__).parents[2]
+RICH = (
+    DEBUG
+    + """
+    [parallelism]
+    fsdp_wrap = "submodule"
+    fsdp_reshard_groups = { "layers.[0-3].moe" = "never", attention = "always" }
+    [activation_checkpoint]
+    policy = "full"
+    [[model.converters]]
+    component = "torchtitan.components.lora.LoRAConverter"
+    rank = 16
+    target_modules = ["wq", "wo"]
+    [[optimizer.param_groups]]
+    pattern = "lora_a"
+    optimizer_name = "AdamW"
+    optimizer_kwargs = { lr = 3e-4, betas = [0.9, 0.95] }
+    [[optimizer.param_groups]]
+    pattern = ".*"
+    optimizer_name = "AdamW"
+    optimizer_kwargs = { lr = 1e-4 }
+    """
+)
+"""Tables with names that need quotes, lists longer than the base's, another policy."""
+
+
+def test_help_and_missing_files_do_not_wait_for_torch():
+    code = (
+        "import sys, contextlib\nfrom titan_ext.config_registry.commands import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "main(['list'])\n"
+        "assert main(['show', 'nothing.toml']) == main(['lst']) == 1\n"
+        "assert main(['dry-run', 'nothing', '--ranks', '4']) == 1\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        assert f"{command} " in done.stdout
+    assert "moe_debug" in done.stdout
+    assert "qwen3_30b_a3b" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = [sys.executable, "-m", "titan_ext", "list"]
+    listing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert listing.stdout is not None
+    listing.stdout.close()  # as `| head` does
+    assert listing.stderr is not None
+    assert listing.stderr.read() == ""
+    assert listing.wait() == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert f"usage: titan_ext {command}" in out
+    assert out.splitlines()[2].endswith((".", ":")), "what the command does, in a sentence"
+
+
+def test_a_shipped_file_is_found_by_its_name(folder: Path):
+    assert find_config("moe_debug") == shipped_configs()["moe_debug"]
+    function = "deepseek_v3.deepseek_v3_16b"
+    assert find_config("deepseek_v3_16b") == function, "Titan's function comes first"
+    assert find_config(function) == function
+    assert find_config("deepseek_v3_16b.toml") == shipped_configs()["deepseek_v3_16b"]
+    (folder / "moe_debug.toml").touch()
+    assert find_config("moe_debug.toml") == Path("moe_debug.toml"), (
+        "a file that is here comes first"
+    )
+    config = config_registry.moe_debug()
+    assert config.training.steps == 30
+    with pytest.raises(ValueError, match="did you mean 'moe_debug'"):
+        config_registry.moe_debg  # noqa: B018
+    assert set(dir(config_registry)) >= {*shipped_configs(), *titan_configs()}
+
+
+@pytest.mark.parametrize("flags", [[], ["--changed"]])
+def test_what_show_prints_is_a_file_for_the_same_config(
+    folder: Path, capsys: pytest.CaptureFixture, flags: list[str]
+):
+    (folder / "run.toml").write_text(RICH)
+    assert main(["show", "run.toml", *flags]) == 0
+    (folder / "shown.toml").write_text(capsys.readouterr().out)
+    wanted, got = load("run.toml"), load("shown.toml")
+    assert leaves(got) == leaves(wanted)
+    assert got.model_spec is not None
+    assert wanted.model_spec is not None
+    assert got.model_spec.model.to_dict().keys() == wanted.model_spec.model.to_dict().keys()
+    assert "LoRA" in str(type(got.model_spec.model.layers[0].attention.wo))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("base", ["deepseek_v3_16b", "qwen3_30b_a3b"])
+def test_show_of_a_function_is_a_file_for_it(
+    folder: Path, capsys: pytest.CaptureFixture, base: str
+):
+    assert main(["show", base]) == 0
+    (folder / "shown.toml").write_text(capsys.readouterr().out)
+    assert leaves(load("shown.toml")) == leaves(getattr(config_registry, base)())
+
+
+def test_show_changed_leaves_the_rest_out(folder: Path, capsys: pytest.CaptureFixture):
+    (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\n")
+    assert main(["show", "run.toml", "--changed", "--debug.seed", "7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "# deepseek_v3.deepseek_v3_debugmodel <- run.toml",
+        'extends = "deepseek_v3.deepseek_v3_debugmodel"',
+    ]
+    assert "training.steps = 3  # from run.toml" in lines
+    assert "debug.seed = 7  # from command line" in lines
+    assert not any("training.seq_len" in line for line in lines)
+
+
+def test_show_takes_a_config_function(capsys: pytest.CaptureFixture):
+    assert main(["show", "qwen3_moe_debug"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# qwen3.qwen3_moe_debug"
+    assert 'model.flavor = "debugmodel_moe"  # from qwen3.qwen3_moe_debug' in lines
+
+
+def test_new_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFixture):
+    new = ["new", "deepseek_v3_debugmodel", "mine.toml", "--training.steps", "7"]
+    assert main(new) == 0
+    assert "mine.toml extends deepseek_v3.deepseek_v3_debugmodel" in capsys.readouterr().out
+    assert (folder / "mine.toml").read_text().splitlines() == [
+        'extends = "deepseek_v3.deepseek_v3_debugmodel"',
+        'dump_folder = "./outputs/mine"',
+        "training.steps = 7",
+    ]
+    assert load("mine.toml").training.steps == 7
+    assert main(new) == 1
+    assert capsys.readouterr().err == "mine.toml exists; choose another name, or edit it.\n"
+    assert main(["new", "moe_debug", "mine"]) == 1
+    assert "ends in .toml" in capsys.readouterr().err
+    assert main(["new", "mine.toml", "next.toml"]) == 0
+    assert load("next.toml").training.steps == 7
+
+
+def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
+    """The file serves another machine, where the package lies elsewhere."""
+    assert main(["new", "moe_debug", "mine.toml"]) == 0
+    assert (folder / "mine.toml").read_text().splitlines()[0] == 'extends = "moe_debug.toml"'
+    assert load("mine.toml").training.seq_len == 256
+    (folder / "moe_debug.toml").write_text(DEBUG + "[training]\nseq_len = 64\n")
+    assert load("mine.toml").training.seq_len == 64, "a file that is here comes first"
+    (folder / "below").mkdir()
+    assert main(["new", "moe_debug.toml", "below/mine.toml"]) == 0
+    assert 'extends = "../moe_debug.toml"' in (folder / "below" / "mine.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "deepseek_v3_16"], "did you mean 'deepseek_v3_16b'"),
+        (["show", "run.toml"], "run.toml: steps: no such key"),
+        (
+            ["show", "moe_debug", "--parallelism.fsdp_wrap", "submodul"],
+            "command line: parallelism.fsdp_wrap: expected 'auto', 'submodule', 'experts' or "
+            "'block', got \"submodul\"; did you mean 'submodule'?",
+        ),
+        (["lst"], "lst: no such command; did you mean 'list'?"),
+        (["list", "--all"], "unknown: --all"),
+        (["show", "config.yaml"], "expected the path of a .toml file"),
+        (["show", "my_rnus.my_16b"], "no module my_rnus; did you mean 'my_runs'?"),
+        (
+            ["show", "run.toml", "--change"],
+            "of titan_ext show; did you mean '--changed'?",
+        ),
+        (["new", "moe_debug", "/proc/mine.toml"], "/proc/mine.toml: No such file or directory."),
+        (["target", ".", "--steps", "-3"], "--steps is -3; expected 1 or more."),
+        (["target", ".", "--steps", "0"], "--steps is 0; expected 1 or more."),
+        (["report", "."], "no TensorBoard file"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--rank", "4"], "--rank is 4"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--allowance", "1GiB"], "needs --memory"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--out", "plans"], "--out needs --memory"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--imbalance", "3"], "expected 0 to 2"),
+        (["dry-run", "moe_debug", "--ranks", "1000000000"], "expected 1 to 1,048,576 ranks"),
+        (["tune", "moe_debug", "--ranks", "4", "--machine", "h10"], "did you mean 'h100'?"),
+        (["tune", "moe_debug", "--ranks", "4", "--rank", "4"], "--rank is 4"),
+        (["tune", "moe_debug", "--ranks", "4", "--out", "mine"], "whose name ends in .toml"),
+        (["tune", "moe_debug", "--ranks", "4", "--out", "run.toml"], "run.toml, which exists"),
+        (["tune", "moe_debug", "--ranks", "4", "--out", "no/a.toml"], "no such folder"),
+        (["tune", "moe_debug", "--ranks", "4", "--slower", "0"], "--slower is 0.0"),
+        (["tune", "moe_debug", "--ranks", "4", "--exact", "--batch", "free"], "--exact changes no"),
+        (["tune", "moe_debug", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--on-cpu"], "--on-cpu needs --activations"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--rank", "1", "--all-stages"], "no --rank"),
+        (["dry-run", "moe_debug", "--ranks", "4", "--memry", "8GiB"], "did you mean '--memory'"),
+        (
+            ["dry-run", "moe_debug", "--ranks", "4", "--memory", "8GiB", "--out", "run.toml"],
+            "run.toml: File exists.",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str
+):
+    (folder / "run.toml").write_text(DEBUG + "steps = 3\n")
+    (folder / "config.yaml").touch()
+    (folder / "my_runs.py").touch()
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_target_is_where_the_next_run_ends(folder: Path, capsys: pytest.CaptureFixture):
+    (folder / "checkpoint" / "step-10").mkdir(parents=True)
+    (folder / "checkpoint" / "step-10" / ".metadata").touch()
+    assert main(["target", ".", "--steps", "30"]) == 0
+    assert capsys.readouterr().out == "30\n"
+
+
+_SHOWS = """
+from titan_ext.config_registry.terminal import coloured, working
+with working("dry-run", None):
+    print(coloured("memory      does not fit in 80.00 GiB"))
+print("fits")
+"""
+
+
+def test_a_terminal_gets_colours_and_progress_and_a_pipe_none():
+    command = [sys.executable, "-c", _SHOWS]
+    piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert piped.stdout == "memory      does not fit in 80.00 GiB\nfits\n"
+    assert not piped.stderr
+    terminal, other_end = os.openpty()
+    subprocess.run(command, cwd=ROOT, stdout=other_end, env=os.environ | _A_TERMINAL, check=True)
+    os.close(other_end)
+    shown = os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    assert "\x1b[31mdoes not fit\x1b[0m in 80.00 GiB" in shown
+    assert "planning a step" in shown
+    assert shown.endswith("fits\r\n")
+
+
+_A_TERMINAL = {"TERM": "xterm", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}

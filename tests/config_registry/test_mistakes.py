@@ -1,0 +1,334 @@
+"""A user's mistake ends a run with one message, whichever rank has it, and with no traceback."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torchtitan.config import ConfigManager
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+
+from tests.helpers.toml_files import DEBUG
+from titan_ext import config_registry
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base import messages as names
+from titan_ext.base.messages import Mistakes, end_with_messages, in_one
+from titan_ext.base.run_check import world_size
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.toml.flags import with_flags
+
+BUDGET = DEBUG + '[activation_checkpoint]\npolicy = "memory_budget"\n'
+GROUP = DEBUG + '[parallelism.fsdp_reshard_groups]\nattention = "never"\n'
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, text: str, *flags: str) -> Any:
+    """The config that ``torchtitan.train`` would train with."""
+    Path("run.toml").write_text(text)
+    argv = ["train.py", "--module", "titan_ext", "--config", "run.toml", *flags]
+    monkeypatch.setattr(sys, "argv", argv)
+    return ConfigManager().parse_args()
+
+
+def test_a_file_is_checked_after_the_flags(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"^run\.toml: Memory budget .* compiled"):
+        _run(monkeypatch, BUDGET)
+    config = _run(monkeypatch, BUDGET, "--compile.enable")
+    assert isinstance(config.activation_checkpoint, MemoryBudgetAC.Config)
+    with pytest.raises(
+        ValueError, match=r"^run\.toml: .*no unit of this model is called 'attention'"
+    ):
+        _run(monkeypatch, GROUP)
+    config = _run(monkeypatch, GROUP, "--parallelism.expert_parallel_degree", "2")
+    assert config.parallelism.fsdp_reshard_groups == {"attention": "never"}
+    with pytest.raises(ValueError, match=r"2 mistakes:\n  .*seq_len is 0; .*\n  .*steps is -1; "):
+        _run(monkeypatch, DEBUG, "--training.steps", "-1", "--training.seq_len", "0")
+
+
+def test_a_wrong_flag_has_the_words_of_a_file(monkeypatch: pytest.MonkeyPatch):
+    flags = ["--parallelism.fsdp_wrap", "submodul", "--training.stepss", "3", "--compile.enable"]
+    with pytest.raises(ValueError, match="command line") as refused:
+        _run(monkeypatch, DEBUG, *flags)
+    assert str(refused.value).splitlines() == [
+        "command line: 2 mistakes:",
+        "  parallelism.fsdp_wrap: expected 'auto', 'submodule', 'experts' or 'block', got "
+        "\"submodul\"; did you mean 'submodule'?",
+        "  training.stepss: no such key of TrainingConfig; did you mean 'steps'?",
+    ]
+
+
+_FP8 = "activation_checkpoint:fp8"
+_PRESET = "--activation_checkpoint.preset"
+WRONG_FLAGS = {
+    "--paralelism.fsdp_wrap block": "paralelism: no such section; did you mean 'parallelism'?",
+    "--steps 3": "steps: no such key; did you mean --training.steps or --validator.steps?",
+    "--training.batch_size 3": (
+        "training.batch_size: no such key of TrainingConfig; did you mean 'local_batch_size'?"
+    ),
+    "--training.max_context_length 3": (
+        "training.max_context_length: TorchTitan main's name of training.seq_len."
+    ),
+    "--model.flavor 16B": (
+        "model.flavor: no flag sets it; expected it in a TOML file, under [model]."
+    ),
+    "--training.steps three": 'training.steps: expected a valid integer, got "three".',
+    "--training.steps=3 5": "training.steps: expected a valid integer, got [3, 5].",
+    "--training.steps": "training.steps: expected a value after it.",
+    "--training.steps --debug.seed 3": "training.steps: expected a value after it.",
+    "--debug.seed none": 'debug.seed: expected a valid integer or "None", got "none".',
+    "--compile.enabel": "compile.enabel: no such key of CompileConfig; did you mean 'enable'?",
+    "--compile.enable True": (
+        "compile.enable: takes no value; expected --compile.enable or --compile.no-enable, got "
+        "True."
+    ),
+    "--checkpoint.no-enable=1": (
+        "checkpoint.no_enable: takes no value; expected --checkpoint.enable or "
+        "--checkpoint.no-enable, got 1."
+    ),
+    "--parallelism.fsdp-reshard-groups attention": (
+        "parallelism.fsdp_reshard_groups: expected names and values in turn, got attention."
+    ),
+    "--parallelism.fsdp_reshard_groups.attention never": (
+        "parallelism.fsdp_reshard_groups.attention: expected "
+        "--parallelism.fsdp_reshard_groups NAME VALUE ..."
+    ),
+    "--optimizer.param_groups.0.optimizer_kwargs.k 3": (
+        "optimizer.param_groups.0.optimizer_kwargs.k: no flag sets it; expected it in a TOML file."
+    ),
+    "steps=3": "steps=3: is no flag; expected --SECTION.KEY VALUE.",
+    "activation_checkpoint:fp9": (
+        "activation_checkpoint.policy: no policy is called \"fp9\"; did you mean 'fp8'?"
+    ),
+    f"--{_FP8}": f"{_FP8}: expected {_FP8}, without dashes.",
+    "--activation_checkpoint.policy fp8": (
+        f"activation_checkpoint.policy: expected {_FP8}, after the other flags."
+    ),
+    f"{_PRESET} memory": (
+        f"activation_checkpoint.preset: a key of policy fp8; expected {_FP8} before it."
+    ),
+    f"activation_checkpoint:full {_PRESET} memory": (
+        f"activation_checkpoint.preset: a key of policy fp8; expected {_FP8} before it."
+    ),
+    f"{_FP8} {_PRESET} memry": (
+        "activation_checkpoint.preset: expected 'memory', 'balanced', 'speed', 'gemms' or "
+        "'stock', got \"memry\"; did you mean 'memory'?"
+    ),
+    f"{_FP8} --training.steps 3": (
+        f"training.steps: expected before {_FP8}, which only its own keys may follow."
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", WRONG_FLAGS)
+def test_wrong_flags(flags: str):
+    config = resolve("run.toml", function="deepseek_v3.deepseek_v3_debugmodel").config
+    with pytest.raises(ValueError, match="command line") as refused:
+        with_flags(config, flags.split())
+    assert str(refused.value) == f"command line: {WRONG_FLAGS[flags]}"
+
+
+def test_who_is_to_blame(monkeypatch: pytest.MonkeyPatch):
+    """A value that the config refuses: the flag's, or the file's."""
+    with pytest.raises(ValueError, match=r"^command line: comm.init_timeout_seconds is -1; "):
+        _run(monkeypatch, DEBUG, "--comm.init_timeout_seconds", "-1")
+    timeout = "[comm]\ninit_timeout_seconds = -1\n"
+    with pytest.raises(ValueError, match=r"^run.toml: comm.init_timeout_seconds is -1; "):
+        _run(monkeypatch, DEBUG + timeout, "--training.steps", "3")
+
+
+def test_a_config_function_and_flags(monkeypatch: pytest.MonkeyPatch):
+    argv = ["train.py", "--module=titan_ext", "--config=deepseek_v3_debugmodel"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--parallelism.expert_parallel_degree=8"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="expert_parallel_degree is 8; it has to divide 4"):
+        ConfigManager().parse_args()
+    monkeypatch.setattr(sys, "argv", [*argv, "--parallelism.expert_parallel_degree=4"])
+    config: Any = ConfigManager().parse_args()
+    assert config.parallelism.expert_parallel_degree == 4
+
+
+def test_an_unknown_config_installs_the_hook(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(ValueError, match="did you mean 'deepseek_v3_16b'"):
+        _ = config_registry.deepseek_v3_15b
+    assert sys.excepthook is names._end
+
+
+def _shown(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, rank: int
+) -> tuple[str, Any]:
+    """What an uncaught error of ``run`` prints on a rank, and what is in torchrun's file."""
+    others: list[str] = []
+    monkeypatch.setenv("WORLD_SIZE", "four")
+    monkeypatch.setattr(sys, "excepthook", lambda *error: others.append(f"hook of {error[0]}"))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"error_{rank}.json")
+    end_with_messages("run.toml")
+    try:
+        run()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    file = Path(f"error_{rank}.json")
+    return "".join(others) or capsys.readouterr().err, (
+        json.loads(file.read_text()) if file.exists() else None
+    )
+
+
+def test_who_prints_and_who_writes(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    def mistake() -> None:
+        Mistakes(["training.steps is -1."]).raise_all()
+
+    message = "run.toml: training.steps is -1."
+    for rank, printed in ((0, f"{message}\n"), (2, "")):
+        shown, file = _shown(mistake, monkeypatch, capsys, rank)
+        assert shown == printed
+        assert file["message"]["message"] == file["message"]["extraInfo"]["py_callstack"] == message
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: (_ for _ in ()).throw(ValueError("not ours")),
+        lambda: names.in_one(cast(Any, 5)),
+        lambda: world_size(SimpleNamespace(comm=SimpleNamespace(mode="default"))),
+    ],
+)
+def test_what_is_no_mistake_keeps_its_traceback(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    shown, file = _shown(run, monkeypatch, capsys, 0)
+    assert shown.startswith("hook of")
+    assert file is None
+
+
+def test_ten_mistakes_are_shown():
+    assert in_one(["a", "a"]) == "a"
+    assert in_one("abcdefghijkl").splitlines()[-1] == "  ... and 2 more"
+
+
+WORKER = """
+import os, sys, time
+from titan_ext.base.messages import Mistakes, end_with_messages
+end_with_messages("run.toml")
+if os.environ["RANK"] == "2":
+    Mistakes(["training.steps is -1; expected 1 or more."]).raise_all()
+time.sleep(600)
+"""
+
+
+def _launch(
+    launcher: str, worker: str = WORKER, ranks: int = 4
+) -> subprocess.CompletedProcess[str]:
+    Path("worker.py").write_text(worker)
+    torchrun = [sys.executable, "-m", launcher, f"--nproc_per_node={ranks}"]
+    filtered = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
+    return subprocess.run(
+        [*torchrun, *rendezvous, *filtered, "worker.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_our_launcher_ends_with_the_message_and_no_traceback():
+    ended = _launch("titan_ext.run.launch")
+    assert ended.returncode == 1
+    last = ended.stderr.rstrip().splitlines()[-1]
+    assert last == "rank 2: run.toml: training.steps is -1; expected 1 or more."
+    assert "Traceback" not in ended.stderr
+    assert "ChildFailedError" not in ended.stderr
+
+
+def test_our_launcher_looks_for_the_config_before_it_starts_a_rank():
+    train = ["-m", "torchtitan.train", "--module", "titan_ext", "--config", "nothing.toml"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "titan_ext.run.launch", "--nproc_per_node=2", *train],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (1, "nothing.toml: no such file.\n")
+
+
+def test_our_launcher_says_what_torchrun_refuses():
+    ended = subprocess.run(
+        [sys.executable, "-m", "titan_ext.run.launch", "--nproc_per_node=two", "worker.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stderr.splitlines()[-1] == "torchrun: Unsupported nproc_per_node value: two"
+    assert "Traceback" not in ended.stderr
+
+
+def test_our_launcher_keeps_the_traceback_of_what_is_no_mistake():
+    ended = _launch("titan_ext.run.launch", WORKER.replace("Mistakes(", "raise RuntimeError("))
+    assert ended.returncode == 1
+    assert "worker.py FAILED" in ended.stderr
+    last = ended.stderr.rstrip().splitlines()[-1]
+    assert last == "rank 2: ended with exit code 1, and left no message"
+
+
+def test_our_launcher_leaves_out_torchaos_warnings_of_enums(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    worker = "import os, torchao.quantization; print(os.getpid())"
+    ended = _launch("titan_ext.run.launch", worker, ranks=1)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+    assert "Enum" not in ended.stdout + ended.stderr
+
+
+def test_torchrun_ends_with_the_message_of_a_rank_that_it_does_not_show():
+    ended = _launch("torch.distributed.run")
+    assert ended.returncode == 1
+    *_, message, border = ended.stderr.rstrip().splitlines()
+    assert message.endswith(": run.toml: training.steps is -1; expected 1 or more.")
+    assert set(border) == {"="}
+    assert "Traceback" not in ended.stderr.partition("ChildFailedError")[2]
+
+
+@pytest.mark.slow
+def test_titans_own_command_ends_with_the_message():
+    Path("run.toml").write_text(DEBUG + "[training]\nstep = 3\nseq_length = 4\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "torchtitan.train", "--module", "titan_ext", "--config", "run.toml"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-3:] == [
+        "run.toml: 2 mistakes:",
+        "  training.step: no such key of TrainingConfig; did you mean 'steps'?",
+        "  training.seq_length: no such key of TrainingConfig; did you mean 'seq_len'?",
+    ]
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "wrong", "meant"),
+    [
+        ("parallelism", "fsdp_prefech", "fsdp_prefetch"),
+        ("debug", "record_colectives", "record_collectives"),
+        ("checkpoint", "intervall", "interval"),
+        ("optimizer", "param_group", "param_groups"),
+        ("activation_checkpoint", "presets", "preset"),
+    ],
+)
+def test_a_misspelt_key_of_a_config_in_python(section: str, wrong: str, meant: str):
+    config = config_registry.moe_debug()
+    config.activation_checkpoint = FP8AC.Config()
+    with pytest.raises(AttributeError, match=f"no key '{wrong}'; did you mean '{meant}'"):
+        setattr(getattr(config, section), wrong, None)

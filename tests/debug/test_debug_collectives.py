@@ -1,0 +1,436 @@
+"""Ranks that leave the common order of collectives are found, and named, whatever ends them.
+
+Each fault is planted in rank 1 of two gloo ranks, in the second step of a real training run. gloo
+may abort the process, wait for its timeout, or (where the bytes happen to match) notice nothing.
+"""
+
+import dataclasses
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.cluster import PATIENCE_S, RankError, run_ranks
+from tests.helpers.planted import RUN, reads, train_and_count_reads, train_watched
+from titan_ext.base.run_folder import LOSS, read_scalar
+from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.debug import hang_report
+from titan_ext.debug.hang_report import Comparison
+from titan_ext.debug.records import (
+    PART_RECORDS,
+    RankInfo,
+    Record,
+    TraceWriter,
+    kind_of,
+    newest_record,
+    read_trace,
+)
+from titan_ext.debug.watchdog import CollectiveWatchdog
+
+
+def _report_of(folder: Path, *wanted: str) -> str:
+    """The observer's, which may be a moment behind the ranks."""
+    deadline = time.monotonic() + PATIENCE_S
+    text = ""
+    while time.monotonic() < deadline:
+        for report in folder.glob(f"collectives/*/{hang_report.REPORT}"):
+            text = report.read_text()
+        if text and all(piece in text for piece in wanted):
+            return text
+        time.sleep(0.1)
+    raise AssertionError(f"no report with {wanted}:\n{text}")
+
+
+@pytest.fixture
+def fails(tmp_path: Path):
+    """Trains with a fault in rank 1, which must end the run."""
+    make_corpus()
+
+    def train(fault: str, **changes: Any) -> None:
+        run = dataclasses.replace(RUN, **changes)
+        with pytest.raises(RankError) as caught:
+            run_ranks(train_watched, 2, run, tmp_path, fault, log_folder=tmp_path / "logs")
+        assert "did not end in time" not in str(caught.value), "ended by the test, not by itself"
+
+    return train
+
+
+def test_a_rank_with_other_units(fails, tmp_path: Path):
+    fails("other units")
+    report = _report_of(tmp_path, "rank 0: all_gather", "rank 1: all_gather")
+    assert re.search(r"differ at collective \d+ of group .*:\n", report)
+    assert "by layers.0.attention, layers.0.attention_norm, step 1" in report
+    assert "by layers.0, step 1" in report
+
+
+@pytest.mark.slow
+def test_a_skipped_all_to_all(fails, tmp_path: Path):
+    fails("skipped all-to-all")
+    report = _report_of(tmp_path, "the ranks differ")
+    unit = r"by layers\.1\.moe\.routed_experts in FunctionalAllToAllTokenDispatcher"
+    assert re.search(rf"rank 0: all_to_all .* {unit}\._dispatch_token_exchange, step 2", report)
+    assert re.search(r"rank 1: all_to_all .* in Exchange\.start, step 2", report)
+
+
+@pytest.mark.slow
+def test_a_skipped_expert_backward(fails, tmp_path: Path):
+    fails("skipped expert backward")
+    report = _report_of(tmp_path, "the ranks differ")
+    assert re.search(r"rank 0: all_to_all of .*, backward, step 2", report)
+    assert re.search(r"rank 1: reduce_scatter of .* by layers\.1\..*moe, backward, step 2", report)
+
+
+@pytest.mark.slow
+def test_all_to_alls_whose_splits_do_not_fit(fails, tmp_path: Path):
+    fails("wrong splits")
+    report = _report_of(tmp_path, "the ranks differ")
+    assert re.search(r"rank 0 sends \d+ rows to rank 1, which expects \d+: all_to_all", report)
+
+
+def test_a_rank_that_stops(fails, tmp_path: Path):
+    fails("stopped")
+    report = _report_of(tmp_path, "stopped by a signal")
+    assert re.search(r"rank 0 waits in collective \d+ of group .*: all_to_all .*_dispatch_", report)
+    assert re.search(r"rank 1 has not issued it; the last that it issued is .*_token_count", report)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies(fails, tmp_path: Path):
+    fails("killed")
+    report = _report_of(tmp_path, "1: died without an error")  # and perhaps rank 0
+    assert "rank 0 waits in collective" in report
+
+
+def test_gradients_that_are_not_finite_name_their_rank(fails, tmp_path: Path):
+    """And their step, though it is told at the next logged one, when all have them."""
+    fails("nan")
+    words = "rank 1 sent gradients that are not finite: all_to_all of bfloat16"
+    report = _report_of(tmp_path, words)
+    assert "backward, step 2, sends [" in report
+    assert "rank 0 sent" not in report  # though it sends what rank 1's gradients made of its own
+
+
+STOCK_READS = {
+    "AllToAllTokenDispatcher._sync_token_count_exchange",  # how many tokens go where
+    "Trainer.train_step",  # Titan's metrics
+    "_dist_reduce",
+    "_StatefulBaseDataLoaderIter.__init__",  # once
+}
+
+
+def test_a_step_never_waits_for_the_device(tmp_path: Path):
+    """Units, float8 activations, dispatcher, recorder, checks: they read twice in a logged step.
+
+    Just before the optimizer's step, for which Titan's own reads have waited already.
+    """
+    make_corpus()
+    run = dataclasses.replace(RUN, ac="fp8")  # which logs every step
+    for found in run_ranks(train_and_count_reads, 2, run, tmp_path, log_folder=tmp_path / "logs"):
+        assert {name: n for name, n in found.items() if name not in STOCK_READS} == {
+            "CollectiveWatchdog.check": RUN.steps,
+            "are_finite": RUN.steps,
+        }
+        assert found.keys() >= STOCK_READS, "Titan reads less than it did: shorten the list"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.isfinite().all()),
+        lambda x: x.cpu(),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: x if x.isnan().any() else -x,
+        lambda x: torch.equal(x, -x),
+    ],
+    ids=["item", "bool", "cpu", "tolist", "mask", "if", "equal"],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_read_is_counted(read: Any, backward: bool):
+    found: Counter[str] = Counter()
+    x = torch.randn(4, requires_grad=backward)
+    with reads(found):
+        if backward:
+            x.register_hook(lambda gradient: (read(gradient), gradient)[1])
+            x.sum().backward()
+        else:
+            read(x)
+    assert found.total() == 1
+
+
+def test_watching_changes_nothing(tmp_path: Path):
+    """Compiled blocks, selective recompute, and the losses of a run that is not watched."""
+    make_corpus()
+    run = dataclasses.replace(RUN, ac="selective")
+    for fault in ("none", "off"):
+        folder = tmp_path / fault
+        run_ranks(train_watched, 2, run, folder, fault, log_folder=folder / "logs")
+    watched, plain = (read_scalar(tmp_path / name, LOSS) for name in ("none", "off"))
+    assert watched == plain
+    assert not list((tmp_path / "none").glob(f"collectives/*/{hang_report.REPORT}"))
+    assert not (tmp_path / "off" / "collectives").exists()
+    (records,) = (tmp_path / "none").glob("collectives/*")
+    found = Comparison(records)
+    assert found.parts() == ["", "", "ranks 0-1: finished"]
+    trace = list(read_trace(found.infos[0].folder(records), 0))
+    units = {record.unit for record in trace}
+    assert "layers.1.ffn_norm, layers.1.moe" in units
+    assert not any("_checkpoint_wrapped_module" in unit for unit in units)
+    assert "_dist_reduce_tensor" in {record.site for record in trace}
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_differ_without_alarm(tmp_path: Path):
+    """The sum of all ranks is 0 at every step, and each stage is a class."""
+    make_corpus()
+    run = dataclasses.replace(RUN, world=4, pp=2, layers=3, global_batch=8)
+    run_ranks(train_watched, 4, run, tmp_path, "none", log_folder=tmp_path / "logs")
+    (records,) = tmp_path.glob("collectives/*")
+    found = Comparison(records)
+    assert found.parts() == ["", "", "ranks 0-3: finished"]
+    newest = [newest_record(found.infos[rank].folder(records), rank) for rank in range(4)]
+    histories = [record.history for record in newest if record]
+    assert histories[0] == histories[1] != histories[2] == histories[3]
+
+
+def test_nothing_of_it_is_imported_when_it_is_off(tmp_path: Path):
+    """A rank's process begins with all that a trainer imports."""
+    modules = "[name for name in __import__('sys').modules if name.startswith('titan_ext.')]"
+    (imported,) = run_ranks(eval, 1, modules, log_folder=tmp_path)
+    assert "titan_ext.run.trainer" in imported
+    assert not [name for name in imported if name.startswith("titan_ext.debug")]
+
+
+class _Rank(TraceWriter):
+    """Writes the records of a rank, with the history that the recorder would add up."""
+
+    def __init__(self, folder: Path, rank: int, groups: Sequence[str], ranks: int, host: str):
+        info = RankInfo(rank=rank, world_size=ranks, pid=os.getpid(), host=host, timeout_s=1)
+        info.groups = list(groups)
+        info.write(folder)
+        self._history = 0
+        super().__init__(info.folder(folder), rank)
+
+    def write(self, record: Record) -> None:
+        self._history += hash((kind_of(record.group), record.signature()))
+        super().write(dataclasses.replace(record, history=self._history))
+
+
+def _ranks(folder: Path, ranks: int = 2, groups: Sequence[str] = ("g",)) -> list[_Rank]:
+    return [_Rank(folder, rank, groups, ranks, "here") for rank in range(ranks)]
+
+
+def _record(index: int, op: str = "all_reduce", **values: Any) -> Record:
+    values = {"group": "g", "position": index, "step": 1, "inputs": [[4]], "outputs": [], **values}
+    return Record(index=index, op=op, **values)
+
+
+def test_a_trace_keeps_the_newest_records(tmp_path: Path):
+    (writer,) = _ranks(tmp_path, 1)
+    end = 3 * PART_RECORDS + 10
+    for index in range(end):
+        writer.write(_record(index))
+    folder = tmp_path / "here"
+    newest = list(range(2 * PART_RECORDS, end))
+    assert [record.index for record in read_trace(folder, 0)] == newest
+    assert list(read_trace(folder, 0, "another")) == []
+    assert newest_record(folder, 0) == list(read_trace(folder, 0, "g"))[-1]
+    assert sum(path.stat().st_size for path in folder.glob("*.trace")) < 5 << 20
+
+
+def test_a_record_that_was_cut_off_is_not_read(tmp_path: Path):
+    (writer,) = _ranks(tmp_path, 1)
+    folder = tmp_path / "here"
+    assert newest_record(folder, 0) is None
+    writer.write(_record(0))
+    writer.write(_record(1))
+    (trace,) = folder.glob("*.trace")
+    trace.write_bytes(trace.read_bytes()[:-5])
+    (whole,) = read_trace(folder, 0)
+    assert newest_record(folder, 0) == whole
+    assert whole.index == 0
+
+
+def test_a_record_of_a_large_group_keeps_its_splits(tmp_path: Path):
+    (writer,) = _ranks(tmp_path, 1)
+    for index in range(2):
+        writer.write(_record(index, "all_to_all", splits=([10000] * 2000, [10000] * 2000)))
+    found = newest_record(tmp_path / "here", 0)
+    assert found is not None
+    assert found.splits == [[10000] * 2000, [10000] * 2000]
+
+
+@pytest.mark.parametrize(
+    ("op", "theirs"),
+    [
+        ("all_reduce", {"inputs": [[5]]}),
+        ("all_reduce", {"dtype": "float32"}),
+        ("all_reduce", {"unit": "layers.1"}),
+        ("all_reduce", {"backward": True}),
+        ("broadcast", {"root": 1}),
+        ("all_to_all", {"inputs": [[4, 2]]}),
+    ],
+)
+def test_what_must_be_equal(op: str, theirs: dict, tmp_path: Path):
+    ours, other = _ranks(tmp_path)
+    ours.write(_record(0, op))
+    other.write(_record(0, op, **theirs))
+    for rank in (ours, other):
+        rank.write(_record(1))
+    found = Comparison(tmp_path).difference
+    assert found.startswith("the ranks differ at collective 0 of group g:\n  rank 0: ")
+
+
+def test_rows_that_do_not_fit_are_found_among_ranks_of_one_history(tmp_path: Path):
+    splits = ([1, 2], [1, 3]), ([4, 1], [2, 1])
+    for rank, mine in zip(_ranks(tmp_path), splits, strict=True):
+        rank.write(_record(0, "all_to_all", splits=mine))
+        rank.write(_record(1))
+    found = Comparison(tmp_path).difference
+    assert "rank 1 sends 4 rows to rank 0, which expects 3: all_to_all" in found
+
+
+def test_what_may_differ(tmp_path: Path):
+    """The order between groups, the rows of an all-to-all, the modules at a pipeline's ends."""
+    ours, other = _ranks(tmp_path, groups=("a", "b", "p 0->1"))
+    first = _record(
+        0, "all_to_all", group="a", inputs=[[3]], outputs=[[4]], splits=([1, 2], [1, 3])
+    )
+    second = _record(1, group="b", position=0)
+    ours.write(first)
+    ours.write(second)
+    ours.write(_record(2, "send", group="p 0->1", position=0, unit="layers.1"))
+    other.write(dataclasses.replace(second, index=0))
+    theirs = dataclasses.replace(
+        first, index=1, inputs=[[4]], outputs=[[3]], splits=([3, 1], [2, 1])
+    )
+    other.write(theirs)
+    other.write(_record(2, "recv", group="p 0->1", position=0, inputs=[], outputs=[[4]]))
+    assert Comparison(tmp_path).parts()[:2] == ["", ""]
+
+
+def _job(folder: Path, ranks: int, *, behind: Sequence[int], records: int = 50) -> None:
+    """Nodes of 8; a world, pairs of FSDP and groups of EP; ``behind`` stop one collective early."""
+    for rank in range(ranks):
+        groups = ("world/0", f"fsdp/{rank // 64}", f"ep/{rank // 8}")
+        writer = _Rank(folder, rank, groups, ranks, f"node{rank // 8}")
+        for index in range(records - (rank in behind)):
+            group, op = groups[index % 3], ("all_reduce", "all_gather", "all_to_all")[index % 3]
+            writer.write(_record(index, op, group=group, position=index // 3, unit="layers.1"))
+
+
+def test_a_report_does_not_grow_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of 128 and of 512 ranks, as many traces are read and as many lines written."""
+    read: Counter[int] = Counter()
+
+    def counted(folder: Path, rank: int, group: str) -> Iterator[Record]:
+        read[rank] += 1
+        return read_trace(folder, rank, group)
+
+    monkeypatch.setattr(hang_report, "read_trace", counted)
+    found = []
+    for ranks in (128, 512):
+        _job(tmp_path / str(ranks), ranks, behind=range(5, ranks, 64))  # one in each group of FSDP
+        read.clear()
+        parts = Comparison(tmp_path / str(ranks)).parts()
+        found.append((read.total(), len("\n".join(parts).splitlines())))
+        assert parts[0] == ""
+        assert "ranks 0-4, 6-63 wait in collective 16 of group fsdp/0: all_gather" in parts[1]
+        assert "rank 5 has not issued it; the last that it issued is" in parts[1]
+        assert parts[2] == f"ranks 0-{ranks - 1}: running on another machine, as far as the " + (
+            "records say"
+        )
+    assert found[0] == found[1]
+
+
+def test_an_observer_looks_at_its_own_machine(tmp_path: Path):
+    _job(tmp_path, 16, behind=(), records=3)
+    for path in (tmp_path / "node1").iterdir():
+        path.write_text("not for others")
+    assert sorted(Comparison(tmp_path, "node0").infos) == list(range(8))
+
+
+def _sent(world: int, folder: Path) -> list[tuple[str, int]]:
+    """What the recorder itself issues on one of ``world`` ranks, from its start, in three steps."""
+    os.environ["LOCAL_RANK"] = "1"  # whose rank starts no observer
+    dist.init_process_group("fake", rank=0, world_size=world)
+    config: Any = SimpleNamespace(
+        parallelism=SimpleNamespace(pipeline_parallel_degree=1),
+        comm=SimpleNamespace(train_timeout_seconds=100),
+        dump_folder=str(folder),
+    )
+    trainer: Any = SimpleNamespace(
+        step=1,
+        device=torch.device("cpu"),
+        metrics_processor=SimpleNamespace(should_log=lambda step: True),
+    )
+    found: list[tuple[str, int]] = []
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.register_pre_hook(
+        1,
+        lambda args: found.append(
+            (args.name.name, sum(t.nbytes for t in [*args.input_tensors, *args.output_tensors]))
+        ),
+    )
+    recorder = CollectiveWatchdog(config)
+    for compares in (True, False, True):
+        recorder._zero = 0  # fake ranks add nothing
+        with recorder.around_step(trainer):
+            recorder.check(trainer.device, compares=compares)
+    files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return [*found, ("files", len(files)), ("at most 4 KiB", int(sum(files) < 4096))]
+
+
+def test_what_the_recorder_sends_and_writes_does_not_grow_with_the_job(tmp_path: Path):
+    """A gather from all ranks would be 512 times as large."""
+    few, many = (
+        run_ranks(_sent, 1, world, tmp_path / str(world), log_folder=tmp_path / f"{world}.logs")[0]
+        for world in (8, 4096)
+    )
+    assert few == many
+    assert [nbytes for name, nbytes in many if "REDUCE" in name.upper()] == 2 * [16]
+    assert many[-1] == ("at most 4 KiB", 1)
+
+
+def _sums(ranks: int, groups: Sequence[Sequence[int]], planted: int) -> int:
+    """What all ranks add up to, where ``planted`` (a rank, or -1) has issued something else."""
+    total = 0
+    for rank in range(ranks):
+        recorder: Any = object.__new__(CollectiveWatchdog)
+        recorder._history = recorder._zero = 0
+        for members in groups:
+            if rank in members:
+                unit = "layers.1" if rank == planted else "layers.0"
+                at = members.index(rank)
+                splits = (
+                    [at * 10 + i for i in range(len(members))],
+                    [i * 10 + at for i in range(len(members))],
+                )
+                for op, rows in (("all_gather", None), ("all_to_all", splits)):
+                    record = _record(0, op, group=f"g/{members}", unit=unit, splits=rows)
+                    recorder._note(record, at, len(members))
+        total += recorder._zero
+    return total % 2**64
+
+
+def test_ranks_that_have_issued_the_same_add_up_to_nothing():
+    """On every group for itself, as in a pipeline, where stages differ."""
+    groups = [(0, 1, 2, 3), (0, 1), (2, 3), (1, 3)]
+    assert _sums(4, groups, planted=-1) == 0
+    assert 0 not in [_sums(4, groups, planted=rank) for rank in range(4)]
+
+
+def test_a_difference_that_the_backend_accepts_ends_the_run(fails, tmp_path: Path):
+    """At the next logged one; the words are in the report."""
+    fails("other site")
+    report = _report_of(tmp_path, "the ranks differ at", "failed: RuntimeError: the ranks differ")
+    assert re.search(r"rank 1: all_reduce .* in _all_reduce_elsewhere, step 2", report)

@@ -1,0 +1,186 @@
+"""The machine code of the codec that runs: what the store compiles, for GPUs that are not here."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+from triton.compiler.errors import CompilationError
+
+from tests.helpers.gpu_kernels import GpuCompiler, Kernel
+from titan_ext.fp8 import Codec, SavedTensorStore, codec
+
+# An H100's 132 multiprocessors start 128 instructions of a thread in each of 1.76e9 cycles a
+# second, and its memory moves 3.35e12 bytes; the codec moves 3 a value.
+INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC = 132 * 128 * 1.76e9 / (3.35e12 / (3 + 1 / 128))
+
+WIDTHS = [2048, 640, 64, 576]
+"""The last block of a row of 576, as latent attention has it, is short."""
+
+
+def stored(x: torch.Tensor, settings: Codec) -> tuple[list[Kernel], list[Kernel]]:
+    """The kernels with which the store packs ``x`` and unpacks it; [] where it has them already."""
+    compiler = codec._BACKEND
+    assert isinstance(compiler, GpuCompiler)
+    store = SavedTensorStore(settings, policy=lambda x: None, one_kernel=True)
+    before = len(compiler.graphs)
+    store.unpack(store.pack(x))
+    assert codec._warned == []
+    new = compiler.graphs[before:]
+    return (new[0], new[1]) if new else ([], [])
+
+
+def with_compiler(function: Callable[[], Any]) -> Any:
+    codec._compiled.cache_clear()
+    torch._dynamo.reset()
+    try:
+        state: dict[str, Any] = {"_warned": [], "_not_compiled": set(), "_kinds": defaultdict(set)}
+        with mock.patch.multiple(codec, _BACKEND=GpuCompiler(), **state):
+            return function()
+    finally:
+        codec._compiled.cache_clear()
+        torch._dynamo.reset()
+
+
+@functools.cache
+def kernels(dtype: Any = "e4m3") -> dict[int, tuple[list[Kernel], list[Kernel]]]:
+    """By width, all in one process, as in a run."""
+
+    def run() -> dict[int, tuple[list[Kernel], list[Kernel]]]:
+        widths = WIDTHS if dtype == "e4m3" else WIDTHS[:1]
+        shapes = {width: torch.randn(8192, width).bfloat16() for width in widths}
+        return {width: stored(x, Codec(dtype=dtype)) for width, x in shapes.items()}
+
+    return with_compiler(run)
+
+
+def check(kernel: Kernel, compute_capability: int = 90) -> None:
+    """Memory is the limit, in that configuration that the autotuner would find the fastest."""
+    configurations = kernel.machine_code(compute_capability)
+    assert not any(code.spills for code in configurations)
+    code = min(configurations, key=lambda code: code.instructions_per_value)
+    assert code.instructions_per_value < INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC
+    # bf16 by 16 bytes a thread, float8 by 8 or 16; a scale for 8 values or more.
+    accesses = [op for op in code.opcodes.elements() if op.startswith(("LDG", "STG"))]
+    wide = [op for op in accesses if op.endswith((".128", ".64"))]
+    assert any(op.endswith(".128") for op in wide)
+    assert (len(accesses) - len(wide)) * 8 <= code.values_per_thread
+
+
+@pytest.mark.parametrize(
+    "width", [2048, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 576))]
+)
+def test_memory_is_the_limit(width: int):
+    store, load = kernels()[width]
+    short = width > 128 and width % 128
+    assert len(store) == (2 if short else 1), "whole blocks, and the short ones"
+    assert len(load) == 1
+    for kernel in store + load:
+        check(kernel)
+        assert "ks0" not in kernel.source, "only the number of rows may vary"
+
+
+def test_whole_blocks_of_any_width_share_kernels():
+    assert kernels()[640] == ([], [])
+
+
+@pytest.mark.slow
+def test_the_codec_as_it_was_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Its block size was a symbol: 2 kernels, an intermediate, a byte at a time."""
+
+    @functools.cache
+    def compiled(function: Any, constant: Any) -> Any:
+        return torch.compile(function, backend=codec._BACKEND, dynamic=True)
+
+    monkeypatch.setattr(codec, "_compiled", compiled)
+    store, load = with_compiler(lambda: stored(torch.randn(8192, 576).bfloat16(), Codec()))
+    for kernel in (store[0], load[0]):
+        with pytest.raises(AssertionError):
+            check(kernel)
+
+
+def test_blackwell():
+    for kernel in (*kernels()[2048][0], *kernels()[2048][1]):
+        check(kernel, 100)
+
+
+def test_an_a100_converts_to_e5m2_only():
+    """With e4m3 the codec runs there as eager operations, and says so."""
+    for kernel in (*kernels("e5m2")[2048][0], *kernels("e5m2")[2048][1]):
+        check(kernel, 80)
+    for kernel in (*kernels()[2048][0], *kernels()[2048][1]):
+        with pytest.raises(CompilationError, match="fp8e4nv not supported in this architecture"):
+            kernel.machine_code(80)
+
+
+@pytest.mark.parametrize(
+    ("arch", "converts", "most"), [("gfx942", False, 60), ("gfx950", True, 12.5)]
+)
+def test_amd(arch: str, converts: bool, most: float):
+    """The MI300's float8 has another bias (fnuz), so its conversions are of no use: software.
+
+    docs/fp8_codec.md says what its instructions cost.
+    """
+    for kernel in (*kernels()[2048][0], *kernels()[2048][1]):
+        configurations = kernel.amd_code(arch)
+        assert not any(code.spills for code in configurations)
+        for code in configurations:
+            assert any("_fp8" in opcode for opcode in code.opcodes) == converts
+        code = min(configurations, key=lambda code: code.instructions_per_value)
+        assert code.instructions_per_value < most
+        assert any(op.startswith("global_") and "dwordx" in op for op in code.opcodes), "wide"
+
+
+class _OnlyWrites(GpuCompiler):
+    """A graph's results have shapes and no values, so that tensors of gigabytes are never read."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        super().__call__(graph, inputs)
+
+        def run(*arguments: Any) -> Any:
+            shapes = graph(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
+            return tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype), shapes)
+
+        return run
+
+
+def test_indices_beyond_2_31():
+    """A kernel for small tensors has int32 indices, and is not the one that large tensors get.
+
+    16 x 4096 tokens of 7168 for 8 experts are 3.8e9 values. What arrives packed lies in rows of
+    values and scales: there, offsets pass 2^31 before the number of values does.
+    """
+    width, packed = 2048, 2048 + 16
+    counts = [512, 2**31 // packed + 1, 2**31 // width + 1]
+    assert counts[1] * width < 2**31 < counts[1] * packed
+    name = codec.codec_name(Codec())
+
+    def of_rows(rows: int) -> list[list[Kernel]]:
+        compiler = codec._BACKEND
+        assert isinstance(compiler, GpuCompiler)
+        before = len(compiler.graphs)
+        x = torch.empty(rows, width, dtype=torch.bfloat16)
+        stored = torch.ops.titan_ext.float8_quantize(x, name, True)
+        torch.ops.titan_ext.float8_dequantize(*stored, name, x.dtype, True)
+        arrived = torch.empty(rows, packed, dtype=torch.uint8)
+        rows_of_it = arrived[:, :width].view(torch.float8_e4m3fn), arrived[:, width:]
+        torch.ops.titan_ext.float8_dequantize(*rows_of_it, name, x.dtype, True)
+        return compiler.graphs[before:]
+
+    with (
+        mock.patch(f"{__name__}.GpuCompiler", _OnlyWrites),
+        # Eager operations would fill gigabytes.
+        mock.patch.object(codec, "_warn_of_eager", side_effect=AssertionError),
+    ):
+        small, between, large = with_compiler(lambda: [of_rows(rows) for rows in counts])
+
+    def are_long(graphs: list[list[Kernel]]) -> list[bool]:
+        return [any(".to(tl.int64) * XBLOCK" in k.source for k in graph) for graph in graphs]
+
+    assert are_long(small) == [False, False, False]
+    assert are_long(between) == [True], "of packed rows alone"
+    assert are_long(large) == [True, True], "the last has its kernel"

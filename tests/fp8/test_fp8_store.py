@@ -1,0 +1,826 @@
+"""The saved-tensor store: what it holds, what it lets go, and what backward gets back."""
+
+import contextlib
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._C._distributed_c10d import Work, _register_work
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.helpers.fp8_activations import debug_model, tokens
+from titan_ext.activation_checkpoint import FP8AC, enable_fp8_activation_checkpointing
+from titan_ext.base.tensors import plain_tensors
+from titan_ext.fp8 import (
+    Codec,
+    MemoryRow,
+    SavedTensorStore,
+    codec,
+    dequantize,
+    keep_exact,
+    quantize,
+    saved_tensors,
+)
+
+N = 2048
+
+
+def everything(x: torch.Tensor) -> str | None:
+    """A policy: nothing stays exact."""
+    return None
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def gradient(x: torch.Tensor) -> Any:
+    assert x.grad is not None
+    return x.grad
+
+
+def rows(store: SavedTensorStore) -> dict[str, MemoryRow]:
+    return {row.treatment: row for row in store.memory_report}
+
+
+def quantized(x: torch.Tensor, codec: Codec | None = None) -> torch.Tensor:
+    codec = codec or Codec()
+    return dequantize(quantize(x, codec), codec, x.dtype)
+
+
+def live_storages(but: Iterable[int] = ()) -> dict[int, int]:
+    """Every storage that a Python tensor reaches, by address, and its bytes: asked of the GC."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    parts = [part for t in tensors if t.layout is torch.strided for part in plain_tensors(t)]
+    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parts}
+    return {key: size for key, size in storages.items() if key not in set(but)}
+
+
+# What backward gets.
+
+
+def test_what_backward_gets_is_the_quantised_tensor():
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x * x
+    y.sum().backward()
+    assert torch.equal(gradient(x), 2 * quantized(x.detach()))
+    assert store.memory_report.nbytes == 0, "freed by backward"
+
+
+def test_the_memory_report_and_the_ratio():
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks("square"):
+        y = x.exp()
+    (row,) = store.memory_report
+    assert row == MemoryRow("square", "float8 e4m3", 1, 16 * (N + N // 128), 16 * N * 2)
+    assert store.memory_report.nbytes / store.memory_report.original_nbytes == 0.50390625
+    assert "float8 e4m3, square" in str(store.memory_report)
+    del y
+    assert not store.memory_report
+
+
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_gradients_of_a_block_are_close(one_kernel: bool):
+    layer = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256)).bfloat16()
+    x = normal(64, 256)
+    layer(x).square().sum().backward()
+    exact = [gradient(p).clone() for p in layer.parameters()]
+    layer.zero_grad()
+    store = SavedTensorStore(modules=[layer], one_kernel=one_kernel)
+    with store.hooks():
+        y = layer(x).square().sum()
+    assert rows(store)["float8 e4m3"].entries >= 3
+    y.backward()
+    for p, e in zip(layer.parameters(), exact, strict=True):
+        cosine = torch.cosine_similarity(gradient(p).float().flatten(), e.float().flatten(), dim=0)
+        assert cosine > 0.998
+        assert not torch.equal(gradient(p), e)
+
+
+# The report against the storages that are really there.
+
+
+def test_the_memory_report_equals_the_live_storages_of_a_model():
+    """The debug model, forward: what the graph holds beyond the model is what the report says."""
+    model, inputs = debug_model(), tokens()
+    store = SavedTensorStore(modules=[model])
+    leaf = model.tok_embeddings(inputs).detach().requires_grad_()
+    before = live_storages()
+    h = leaf
+    for name, block in model.layers.items():
+        with store.hooks(name):
+            h = block(h, None, None)
+    graph = h.grad_fn
+    del h
+    report = store.memory_report
+    assert sum(live_storages(but=before).values()) == report.nbytes > 0
+
+    moe = {row.treatment: row for row in report if row.name == "1"}
+    assert moe["float8 e4m3"].nbytes < 0.51 * moe["float8 e4m3"].original_nbytes
+    assert {"exact: int64", "exact: float32", "passed through: parameter or buffer"} <= set(moe)
+    assert moe["passed through: parameter"].nbytes == 0
+    assert moe["passed through: parameter"].entries > 10
+
+    del graph
+    assert store.memory_report.nbytes == 0
+    assert live_storages(but=before) == {}
+
+
+def test_the_check_of_live_storages_sees_what_the_memory_report_leaves_out():
+    """A store that kept the original beside its float8 copy would fail the test above."""
+    before = live_storages()
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x.exp()
+    y = y.grad_fn
+    kept_by_mistake = x.detach()
+    del x
+    assert sum(live_storages(but=before).values()) > store.memory_report.nbytes
+    del kept_by_mistake, y
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w,
+        lambda w: w.t(),
+        lambda w: w.detach(),
+        lambda w: w.detach().t(),
+        lambda w: w.detach()[3:],
+        lambda w: w.data.view(-1),
+    ],
+    ids=["itself", "transposed", "detached", "detached view", "slice", "data"],
+)
+def test_parameters_and_views_of_them_are_never_packed(view: Any):
+    layer = nn.Linear(128, 128, bias=False).bfloat16()
+    store = SavedTensorStore(modules=[layer], policy=everything)
+    entry = store.pack(view(layer.weight))
+    back = store.unpack(entry)
+    assert back.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+    assert torch.equal(back, view(layer.weight).detach())
+    assert store.memory_report.nbytes == 0
+
+
+def test_buffers_are_not_packed_either():
+    layer, rope = nn.Module(), normal(64, 128)
+    layer.register_buffer("rope", rope)
+    store = SavedTensorStore(modules=[layer], policy=everything)
+    entry = store.pack(rope[:32])
+    assert store.unpack(entry).data_ptr() == rope.data_ptr()
+    assert store.memory_report.nbytes == 0
+
+
+def test_a_parameter_put_in_place_later_is_known():
+    """As FSDP does, before each forward."""
+    layer = nn.Linear(128, 128, bias=False).bfloat16()
+    store = SavedTensorStore(modules=[layer], policy=everything)
+    store.pack(normal(8, 128))
+    layer.weight = nn.Parameter(normal(128, 128))
+    entry = store.pack(layer.weight.detach().t())
+    assert entry.treatment == "passed through: parameter or buffer"
+
+
+def test_a_weight_whose_storage_is_emptied_after_forward():
+    """What FSDP does: 0 bytes between forward and backward, and gradients as ever."""
+    layer = nn.Linear(256, 256, bias=False).bfloat16()
+    x = normal(32, 256).requires_grad_()
+    store = SavedTensorStore(modules=[layer])
+    before = live_storages()
+    with store.hooks():
+        y = layer(x)
+    storage, full = layer.weight.untyped_storage(), layer.weight.detach().clone()
+    storage.resize_(0)
+    assert rows(store)["passed through: parameter"].nbytes == 0
+    copies = [s for s in live_storages(but=before).values() if s == 256 * 256]
+    assert copies == [], "a float8 copy of the weight"
+    storage.resize_(full.untyped_storage().nbytes())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(layer.weight):
+        layer.weight.copy_(full)
+    y.sum().backward()
+    assert torch.equal(gradient(x), torch.ones_like(y) @ full)
+
+
+# Expanded views, other strides, duplicates.
+
+
+def test_an_expanded_view_costs_its_storage():
+    store = SavedTensorStore(policy=everything)
+    base = normal(64, 128)
+    x = base.unsqueeze(1).expand(64, 50, 128)
+    entry = store.pack(x)
+    assert store.memory_report.nbytes == 64 * 129
+    back = store.unpack(entry)
+    assert back.stride() == x.stride()
+    assert torch.equal(back, quantized(base).unsqueeze(1).expand(64, 50, 128))
+
+
+def test_an_expanded_index_is_exact_and_costs_its_storage():
+    """The scatter index of an MoE layer: int64, expanded over the model dimension."""
+    store = SavedTensorStore()
+    entry = store.pack(torch.arange(100).unsqueeze(-1).expand(100, N))
+    assert rows(store)["exact: int64"].nbytes == 800
+    assert store.unpack(entry).shape == (100, N)
+
+
+def test_an_expanded_last_dimension_is_quantised_along_another():
+    store = SavedTensorStore(policy=everything)
+    x = normal(256).unsqueeze(-1).expand(256, 64)
+    entry = store.pack(x)
+    assert store.memory_report.nbytes == 256 + 2
+    assert torch.equal(store.unpack(entry), quantized(x[:, 0]).unsqueeze(-1).expand(256, 64))
+
+
+def test_overlapping_windows_that_would_not_shrink_stay_exact():
+    store = SavedTensorStore(policy=everything)
+    x = normal(1000).unfold(0, 128, 8)
+    entry = store.pack(x)
+    assert entry.treatment == "exact: would not shrink"
+    assert torch.equal(store.unpack(entry), x)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda b: b.transpose(0, 2),
+        lambda b: b.permute(1, 2, 0),
+        lambda b: b[:, 1:3],
+        lambda b: b[..., 5:133],
+        lambda b: b[..., ::2],
+        lambda b: b[0, 0],
+        lambda b: b.unsqueeze(1),
+    ],
+)
+def test_a_view_comes_back_and_does_not_keep_its_base(view: Any):
+    base = normal(6, 8, 256)
+    expected, stride = view(base).clone(), view(base).stride()
+    store = SavedTensorStore(policy=everything)
+    storage = StorageWeakRef(base.untyped_storage())
+    entry = store.pack(view(base))
+    dense = view(base).numel() == base.numel()
+    del base
+    assert storage.expired(), "the store keeps the base alive"
+    back = store.unpack(entry)
+    assert back.shape == expected.shape
+    assert (back - expected).float().norm() < 0.03 * expected.float().norm()
+    if dense:
+        assert back.stride() == stride
+
+
+def test_a_duplicate_is_stored_once():
+    store = SavedTensorStore()
+    x = normal(16, N)
+    first, second = store.pack(x), store.pack(x.detach())
+    assert first is second
+    assert rows(store)["float8 e4m3"].entries == 1
+
+
+def test_a_duplicate_is_decoded_once():
+    """For a backward; the next one, of a graph that is kept, decodes it again."""
+    store, x = SavedTensorStore(), normal(16, N)
+    entry = store.pack(x)
+    assert store.pack(x.detach()) is entry
+    for _ in range(2):
+        first = store.unpack(entry)
+        storage = StorageWeakRef(first.untyped_storage())
+        held = rows(store)["float8 e4m3"].nbytes
+        assert held == Codec().nbytes(x.shape) + first.nbytes
+        assert store.unpack(entry).data_ptr() == first.data_ptr()
+        del first
+        assert storage.expired(), "the last unpack lets go of it"
+
+
+def test_a_duplicate_that_was_written_to_is_decoded_again():
+    store, x = SavedTensorStore(), normal(16, N)
+    entry = store.pack(x)
+    store.pack(x)
+    store.unpack(entry).zero_()
+    assert torch.equal(store.unpack(entry), quantized(x))
+
+
+def test_two_linears_of_one_input_decode_it_once():
+    decoded = []
+
+    class Decodes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.titan_ext.float8_dequantize.default:
+                decoded.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    x = normal(64, N).requires_grad_()
+    gates = nn.ModuleList(nn.Linear(N, 8, bias=False).bfloat16() for _ in range(2))
+    with SavedTensorStore(modules=[gates]).hooks():
+        h = x.exp()  # which saves it, too
+        total = (gates[0](h) + gates[1](h)).sum()
+    with Decodes():
+        total.backward()
+    assert decoded == [h.shape]
+
+
+def test_views_share_one_copy():
+    store = SavedTensorStore(policy=everything)
+    x = normal(128, 256)
+    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[1:],
+        lambda x: x.view(-1)[3:],
+        lambda x: x.view(4, 32, 2, 128).transpose(1, 2),
+        lambda x: x[:, 5:133],
+        lambda x: x.unsqueeze(0).expand(3, 128, 256),
+    ]
+    entries = [store.pack(view(x)) for view in views]
+    assert len(set(map(id, entries))) == len(entries)
+    assert rows(store)["float8 e4m3"].entries == 1
+    assert store.memory_report.nbytes == Codec().nbytes(x.shape)
+    values = quantized(x)
+    for view, entry in zip(views, entries, strict=True):
+        assert torch.equal(store.unpack(entry), view(values))
+    del entries[0], entry
+    assert store.memory_report.nbytes == Codec().nbytes(x.shape), "decoded values are freed"
+    entries.clear()
+    assert not store.memory_report
+
+
+def test_what_does_not_share():
+    """Another dtype or version of a storage; more of it than is stored; a view with gaps."""
+    store = SavedTensorStore(policy=everything)
+    x = normal(128, 256)
+    entries = [store.pack(v) for v in (x[:, :128], x[:64], x, x.view(torch.float16))]
+    x.mul_(2)
+    entries.append(store.pack(x))
+    assert rows(store)["float8 e4m3"].entries == len(entries)
+    assert torch.equal(store.unpack(entries[-1]), quantized(x))
+
+
+def test_a_view_that_negates_does_not_share():
+    store = SavedTensorStore(policy=everything)
+    x = normal(128, 256, dtype=torch.float32)
+    y = torch.complex(x, x)
+    kept = store.pack(torch.view_as_real(y))
+    entry = store.pack(y.conj().imag)
+    assert (store.unpack(entry) + x).norm() < 0.03 * x.norm()
+    assert (store.unpack(kept)[..., 1] - x).norm() < 0.03 * x.norm()
+
+
+def test_what_is_kept_anyhow_is_not_stored_again():
+    store = SavedTensorStore()
+    x = normal(128, 256)
+    entries = [store.pack(x, exact="attention"), store.pack(x.t())]
+    assert store.memory_report.nbytes == x.nbytes
+    assert torch.equal(store.unpack(entries[1]), x.t())
+    entries.clear()
+    entries.append(store.pack(x))
+    assert store.memory_report.nbytes == Codec().nbytes(x.shape)
+
+
+def test_an_entry_dies_with_the_graph():
+    store = SavedTensorStore()
+    entry = weakref.ref(store.pack(normal(16, N)))
+    assert entry() is None
+    assert not store.memory_report
+    assert len(store._by_key) == 0
+
+
+def test_a_new_tensor_at_an_old_address_is_not_a_duplicate():
+    """The allocator reuses memory at once; the entry of the old tensor is still alive."""
+    store = SavedTensorStore()
+    entries, addresses = [], set()
+    for value in range(50):
+        x = torch.full((16, N), value % 15 + 1.0, dtype=torch.bfloat16)
+        addresses.add((x.untyped_storage()._cdata, x.data_ptr()))
+        entries.append(store.pack(x))
+        del x
+    for value, entry in enumerate(entries):
+        assert (store.unpack(entry) == value % 15 + 1).all()
+    assert len({data for _, data in addresses}) < 50, "memory was never reused: proves nothing"
+
+
+# In-place changes.
+
+
+def test_in_place_after_save_raises_for_what_is_kept_by_reference():
+    x = normal(16, 64, dtype=torch.float32).requires_grad_()
+    y = x.exp()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as stock:
+        _mul_in_place_then_backward(x.exp())
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x.exp()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as ours:
+        _mul_in_place_then_backward(y)
+    for detail in ("[torch.FloatTensor [16, 64]]", "is at version 1; expected version 0 instead"):
+        assert detail in str(ours.value)
+        assert detail.strip("[]").split("]")[0] in str(stock.value)
+
+
+def test_in_place_after_save_raises_for_parameters():
+    layer = nn.Linear(64, 64).bfloat16()
+    x = normal(8, 64).requires_grad_()
+    store = SavedTensorStore(modules=[layer])
+    with store.hooks():
+        y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_in_place_after_save_does_not_reach_float8():
+    """Documented: the copy is of the value at the time of saving, so the gradient is right."""
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x.exp()
+    saved = quantized(y.detach())
+    _mul_in_place_then_backward(y)
+    assert torch.equal(gradient(x), 2 * saved)
+
+
+def _mul_in_place_then_backward(y: torch.Tensor) -> None:
+    y.mul_(2)
+    y.sum().backward()
+
+
+def test_a_stored_output_is_no_reference_cycle():
+    x = normal(64, dtype=torch.float32).requires_grad_()
+    store = SavedTensorStore()
+    gc.disable()
+    try:
+        with store.hooks():
+            y = x.exp()
+        assert store.memory_report.nbytes == 256
+        del y
+        assert store.memory_report.nbytes == 0, "only the garbage collector would free it"
+    finally:
+        gc.enable()
+
+
+# One kernel each way.
+
+
+class _Compiler:
+    """A backend of torch.compile that compiles nothing and counts."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Compiler]:
+    """Compiles the codec, for a CPU too."""
+    compiler = _Compiler()
+    monkeypatch.setattr(codec, "_BACKEND", compiler)
+    monkeypatch.setattr(codec, "_warned", [])
+    monkeypatch.setattr(codec, "_not_compiled", set())
+    monkeypatch.setattr(codec, "_kinds", defaultdict(set))
+    monkeypatch.setattr(saved_tensors, "compiles_for", lambda device: True)
+    codec._compiled.cache_clear()
+    torch._dynamo.reset()
+    yield compiler
+    codec._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [contextlib.nullcontext, _Operations, lambda: FlopCounterMode(display=False)],
+    ids=["no mode", "any mode", "FlopCounterMode"],
+)
+def test_one_kernel_each_way_under_any_mode(mode: Any, compiler: _Compiler):
+    x = normal(16, N).requires_grad_()
+    store = SavedTensorStore()
+    with mode() as active, store.hooks():
+        x.exp().sum().backward()
+    assert codec._warned == []
+    assert (compiler.graphs, compiler.runs) == (2, 2)
+    assert torch.equal(gradient(x), quantized(x.detach().exp()))
+    if isinstance(active, _Operations):
+        ours = [name for name in active.names if "float8" in name]
+        both = ["titan_ext.float8_quantize.default", "titan_ext.float8_dequantize.default"]
+        assert ours == both, "a memory tracker, for example, sees one operation each way"
+
+
+@pytest.mark.parametrize("mode", ["selective", "no_recompute"])
+def test_one_kernel_for_every_tensor_of_a_block(
+    mode: Any, compiler: _Compiler, monkeypatch: pytest.MonkeyPatch
+):
+    calls = []
+    run = codec._compile_and_run
+    monkeypatch.setattr(codec, "_compile_and_run", lambda *args: calls.append(1) or run(*args))
+    model = debug_model(layers=2)
+    enable_fp8_activation_checkpointing(model, FP8AC.Config(mode=mode))
+    h_BLD = normal(2, 64, 256).requires_grad_()
+    for block in model.layers.values():
+        h_BLD = block(h_BLD, None, None)
+    h_BLD.float().sum().backward()
+    assert codec._warned == []
+    assert compiler.runs == len(calls) >= 8
+    assert compiler.graphs <= 6
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
+def test_shapes_share_kernels(dtype: torch.dtype, compiler: _Compiler):
+    """A kernel each way for whole blocks, and one for each other width, dtype and row stride."""
+    store = SavedTensorStore(policy=everything)
+    rows_and_widths = [(64, 128), (7, 128), (1, 128), (64, 256), (2, 4096), (3, 2048), (64, 576)]
+    rows_and_widths += [(9, 576), (64, 700), (1, 576), (64, 64), (80, 64), (0, 128), (5, 1408)]
+    for shape in rows_and_widths:
+        for x in (normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)[:, 1:]):
+            entry = store.pack(x)
+            assert torch.equal(store.unpack(entry), quantized(x)), shape
+    assert codec._warned == []
+    assert compiler.graphs <= 32
+
+
+def test_a_width_that_is_new_at_every_step_does_not_compile_at_every_step(
+    compiler: _Compiler, monkeypatch: pytest.MonkeyPatch
+):
+    """Tokens along the last axis, for example, where the router decides how many."""
+    monkeypatch.setattr(codec, "_MOST_KINDS", 2)
+    store = SavedTensorStore(policy=everything)
+    for width in range(130, 150):
+        x = normal(16, width)
+        assert torch.equal(store.unpack(store.pack(x)), quantized(x))
+    assert codec._warned == []
+    assert 6 <= compiler.graphs <= 10
+
+
+@pytest.mark.parametrize("reason", ["torch.compile is switched off", "no compiler here"])
+def test_an_eager_codec_says_why(
+    reason: str, compiler: _Compiler, monkeypatch: pytest.MonkeyPatch, caplog: Any
+):
+    def refuse(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(codec, "_BACKEND", refuse)
+    x = normal(16, N)
+    store = SavedTensorStore()
+    with torch.compiler.set_stance("force_eager" if "off" in reason else "default"):
+        for factor in (1, 2):
+            assert torch.equal(store.unpack(store.pack(x * factor)), quantized(x * factor))
+    warnings = [record.getMessage() for record in caplog.records if "float8" in record.msg]
+    assert len(warnings) == 1
+    assert "a dozen kernels instead of one" in warnings[0]
+    assert reason in warnings[0]
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones(compiler: _Compiler):
+    ops = torch.ops.titan_ext
+    name = codec.codec_name(Codec())
+    with FakeTensorMode():
+        x = torch.empty(16, N, dtype=torch.bfloat16)
+        data, scales = ops.float8_quantize(x, name, True)
+        assert (data.shape, data.dtype, scales.shape) == (x.shape, torch.float8_e4m3fn, (16, 16))
+        back = ops.float8_dequantize(data, scales, name, x.dtype, True)
+        assert (back.shape, back.dtype) == (x.shape, x.dtype)
+    assert compiler.graphs == 0
+
+
+# Policy and dtypes.
+
+
+@pytest.mark.parametrize(
+    ("x", "treatment"),
+    [
+        (normal(16, N), "float8 e4m3"),
+        (normal(16, N, dtype=torch.float16), "float8 e4m3"),
+        (normal(16, N, dtype=torch.float32), "exact: float32"),
+        (normal(16, N, dtype=torch.float64), "exact: float64"),
+        (normal(16, 16), "exact: small"),
+        (torch.arange(10_000), "exact: int64"),
+        (torch.zeros(10_000, dtype=torch.bool), "exact: bool"),
+        (torch.zeros(10_000, dtype=torch.complex64), "exact: complex64"),
+        (torch.zeros(0, 128, dtype=torch.bfloat16), "exact: small"),
+        (torch.zeros((), dtype=torch.bfloat16), "exact: small"),
+        (torch.eye(8).to_sparse(), "passed through: sparse"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_treatment_by_dtype_and_size(x: torch.Tensor, treatment: str):
+    store = SavedTensorStore()
+    entry = store.pack(x)
+    assert entry.treatment == treatment
+    back = store.unpack(entry)
+    assert back.dtype == x.dtype
+    assert back.shape == x.shape
+    if treatment != "float8 e4m3":
+        assert x.is_sparse or back.data_ptr() == x.data_ptr()
+
+
+def test_a_policy_of_ones_own():
+    store = SavedTensorStore(
+        Codec(dtype="e5m2"), policy=lambda x: "wide" if x.shape[-1] > 1000 else None
+    )
+    kept, packed = store.pack(normal(2, 2000)), store.pack(normal(2, 500, dtype=torch.float32))
+    assert kept.treatment == "exact: wide"
+    assert packed.treatment == "float8 e5m2"
+
+
+def test_the_default_policy_can_be_bent():
+    assert keep_exact(normal(64, 64, dtype=torch.float32)) == "float32"
+    assert keep_exact(normal(64, 64, dtype=torch.float32), fp32=False) is None
+    assert keep_exact(normal(64, 63)) == "small"
+
+
+# Subclasses and collectives.
+
+
+class _Tagged(torch.Tensor):
+    """A subclass whose bytes nobody else should touch."""
+
+
+def test_other_subclasses_pass_through():
+    store = SavedTensorStore(policy=everything)
+    x = normal(16, N).as_subclass(_Tagged)
+    entry = store.pack(x)
+    assert store.unpack(entry) is x
+    assert rows(store)["passed through: _Tagged"].nbytes == x.untyped_storage().nbytes()
+
+
+class _Arrives(Work):
+    """A collective that writes its result when it is waited for."""
+
+    def __init__(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        super().__init__()
+        self.target, self.value, self.waits = target, value, 0
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.waits += 1
+        self.target.copy_(self.value)
+        return True
+
+
+def _in_flight(value: torch.Tensor) -> tuple[torch.Tensor, _Arrives]:
+    target = torch.full_like(value, float("nan"))
+    work = _Arrives(target, value)
+    _register_work(target, work)
+    return target, work
+
+
+def test_a_collective_in_flight_is_waited_for():
+    """A plain tensor, as selective checkpointing sees it: nothing says that it is not there yet."""
+    value = normal(16, N)
+    target, work = _in_flight(value)
+    store = SavedTensorStore()
+    assert torch.equal(store.unpack(store.pack(target)), quantized(value))
+    assert work.waits == 1
+
+
+def test_an_async_collective_tensor_is_waited_for():
+    value = normal(16, N)
+    target, work = _in_flight(value)
+    store = SavedTensorStore()
+    entry = store.pack(AsyncCollectiveTensor(target))
+    assert entry.treatment == "float8 e4m3"
+    assert type(store.unpack(entry)) is torch.Tensor
+    assert torch.equal(store.unpack(entry), quantized(value))
+    assert work.waits == 1
+
+
+def test_an_async_collective_inside_a_dtensor_is_waited_for(one_rank: None):
+    value = normal(16, N)
+    target, work = _in_flight(value)
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(AsyncCollectiveTensor(target), mesh, [Replicate()])
+    store = SavedTensorStore()
+    back = store.unpack(store.pack(x))
+    assert isinstance(back, DTensor)
+    assert torch.equal(back.to_local(), quantized(value))
+    assert work.waits == 1
+
+
+def test_a_real_all_gather(one_rank: None):
+    value = normal(16, N)
+    gathered = all_gather_tensor(value, 0, [0])
+    store = SavedTensorStore()
+    assert torch.equal(store.unpack(store.pack(gathered)), quantized(value))
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_dtensors(placement: Any, one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    local = normal(16, N)
+    x = DTensor.from_local(local, mesh, [placement]).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x * x
+    assert rows(store)["float8 e4m3"] == MemoryRow("", "float8 e4m3", 1, 16 * (N + 16), 16 * N * 2)
+    y.sum().backward()
+    assert gradient(x).placements == (placement,)
+    assert torch.equal(gradient(x).to_local(), 2 * quantized(local))
+
+
+def test_a_transposed_dtensor_comes_back(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    local = normal(N, 16).t()
+    x = DTensor.from_local(local, mesh, [Shard(0)])
+    store = SavedTensorStore(policy=everything)
+    back = store.unpack(store.pack(x))
+    assert isinstance(back, DTensor)
+    assert back.placements == x.placements
+    assert (back.to_local() - local).float().norm() < 0.03 * local.float().norm()
+
+
+def test_an_uneven_shard_comes_back_as_part_of_the_same_whole():
+    """The last of three ranks of 8 rows has 2. The group is fake: nothing is ever sent."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        local = normal(2, N)
+        x = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((8, N)), stride=(N, 1))
+        store = SavedTensorStore(policy=everything)
+        entry = store.pack(x)
+        back = store.unpack(entry)
+        assert isinstance(back, DTensor)
+        assert back.shape == (8, N)
+        assert torch.equal(back.to_local(), quantized(local))
+        assert store.memory_report.nbytes == 2 * (N + 16)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_in_place_after_save_raises_for_a_dtensor_kept_by_reference(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(normal(4, 64, dtype=torch.float32), mesh, [Shard(0)]).requires_grad_()
+    store = SavedTensorStore()
+    with store.hooks():
+        y = x.exp()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _mul_in_place_then_backward(y)
+
+
+def test_a_dtensor_changed_in_place_is_not_a_duplicate(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(normal(16, N), mesh, [Shard(0)])
+    store = SavedTensorStore()
+    first = store.pack(x)
+    x.mul_(3)
+    second = store.pack(x)
+    assert first is not second
+
+
+def test_a_dtensor_parameter_and_its_local_view_pass_through(one_rank: None):
+    mesh = init_device_mesh("cpu", (1,))
+    layer = nn.Module()
+    weight: Any = nn.Parameter(DTensor.from_local(normal(64, 128), mesh, [Shard(0)]))
+    layer.weight = weight
+    store = SavedTensorStore(modules=[layer], policy=everything)
+    for x in (weight, weight.to_local(), weight.to_local().t().bfloat16()):
+        assert store.pack(x).treatment.startswith("passed through: parameter")
+    assert store.memory_report.nbytes == 0
+
+
+def test_float8_package_imports_no_torchtitan():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, titan_ext.fp8; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('torchtitan', 'torchao')"
+        " or m.startswith('titan_ext.') and m.split('.')[1] not in ('fp8', 'base')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,108 @@
+"""FSDP2's warning of units that return views: true in general, and not for Titan's blocks.
+
+Titan's MoE without shared experts (qwen3) returns a view, which with sub-module units is a unit's
+output. FSDP2 warns that an operation in place on it drops the hook that gathers the unit again.
+"""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn as nn
+import torchtitan.models
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.helpers.training import Run, Runs, observed
+
+_WARNING = "returned a view tensor"
+
+
+class _Unit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()).view(-1, 4)
+
+
+class _Block(nn.Module):
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.ffn, self.in_place = _Unit(), in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.ffn(x)
+        if self.in_place:
+            out += x
+            return out
+        return out + x
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_only_an_operation_in_place_does_harm(in_place: bool, one_rank: None):
+    torch.manual_seed(0)
+    block, x = _Block(in_place), torch.randn(3, 4, requires_grad=True)
+    block(x).sum().backward()
+    expected: Any = [param.grad for param in block.parameters()]
+    block.zero_grad()
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(block.ffn, mesh=mesh, reshard_after_forward=True)
+    fully_shard(block, mesh=mesh)
+    with pytest.warns(UserWarning, match=_WARNING):
+        out = block(x)
+    if in_place:
+        with pytest.raises(RuntimeError, match="storage of size 0"):
+            out.sum().backward()
+        return
+    out.sum().backward()
+    for param, grad in zip(block.parameters(), expected, strict=True):
+        assert torch.equal(cast(Any, param.grad).full_tensor(), grad)
+
+
+def test_no_block_of_titan_works_in_place():
+    """The proof for all of them: their forwards have no such operation on anything."""
+    found = {}
+    for source in Path(torchtitan.models.__path__[0]).glob("*/*.py"):
+        for cls in ast.walk(ast.parse(source.read_text())):
+            if isinstance(cls, ast.ClassDef) and cls.name.endswith(
+                ("TransformerBlock", "MTPBlock")
+            ):
+                found[cls.name] = [
+                    ast.unparse(node) for node in ast.walk(cls) if _is_in_place(node)
+                ]
+    assert len(found) >= 6
+    assert {name: found[name] for name in found if found[name]} == {}
+
+
+def _is_in_place(node: ast.AST) -> bool:
+    if isinstance(node, ast.AugAssign):
+        return True
+    name = (
+        node.func.attr
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        else ""
+    )
+    return name.endswith("_") and not name.endswith("__")
+
+
+_OURS = Run(model="qwen3_moe", world=2, layers=2, parallelize="submodule")
+
+
+def test_nothing_warns_of_titans_moe(runs: Runs):
+    ours = replace(_OURS, layers=1, steps=1)
+    assert len(runs.get(ours).losses) == 1
+    assert _WARNING not in (runs.folder(ours) / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.slow
+def test_titans_moe_trains_as_in_stock_and_nothing_warns(runs: Runs):
+    ours = observed(_OURS)
+    stock = replace(ours, parallelize="stock")
+    assert runs.get(ours).losses == runs.get(stock).losses
+    assert runs.get(ours).grad_norms == runs.get(stock).grad_norms
+    assert _WARNING not in (runs.folder(ours) / "logs" / "rank_0.log").read_text()

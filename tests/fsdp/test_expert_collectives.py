@@ -1,0 +1,203 @@
+"""Routed experts in fewer bytes: what travels, what arrives, and what does not change."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchtitan.config import TrainingConfig
+from torchtitan.models.common.moe import GroupedExperts
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, Runs, make_config, observed
+from titan_ext.fp8 import dequantize, quantize
+from titan_ext.fsdp.collectives import BFloat16ReduceScatter, Float8AllGather
+from titan_ext.fsdp.plan import WIRE_CODEC, ShardSizes
+from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.parallelize.keys import ParallelismConfig, check_parallelism
+
+PLAIN = observed(Run(world=4, ep=2, parallelize="submodule"))
+FLOAT8 = replace(PLAIN, expert_all_gather="float8", tracked=True)
+BFLOAT16 = replace(PLAIN, expert_reduce_scatter="bfloat16", tracked=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("ranks", "numel"), [(1, 1), (2, 1), (2, 100), (3, 128), (20, 300)])
+def test_every_rank_decodes_what_every_rank_has(ranks: int, numel: int, dtype: torch.dtype):
+    """The last rank's own view; the shards of the others are put on the wire by hand."""
+    shards = torch.randn(ranks, numel).to(dtype)
+    expected = torch.cat([_rounded(shard) for shard in shards])
+
+    def all_gather(received: torch.Tensor, sent: torch.Tensor, group: object) -> None:
+        packed = [quantize(shard, WIRE_CODEC) for shard in shards]
+        everyone = torch.cat([t.view(torch.uint8) for pair in packed for t in pair])
+        assert torch.equal(sent, everyone[-sent.numel() :])
+        received.copy_(everyone)
+
+    group = MagicMock(size=lambda: ranks)
+    output = torch.empty(ranks * numel, dtype=dtype)
+    output[-numel:] = shards[-1]
+    with patch.object(dist, "all_gather_into_tensor", all_gather):
+        assert Float8AllGather()(output, output[-numel:], group) is None
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize(("ranks", "numel"), [(2, 1), (2, 1000), (3, 1000), (20, 300)])
+def test_a_rank_sums_what_every_rank_sends(ranks: int, numel: int):
+    gradients = torch.randn(ranks, ranks * numel).bfloat16()
+    mine = gradients.view(ranks, ranks, numel)[:, 1]
+
+    def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: object) -> None:
+        assert sent.dtype == received.dtype == torch.bfloat16
+        received.copy_(mine.reshape(-1))
+
+    comm, group = BFloat16ReduceScatter(), MagicMock(size=lambda: ranks)
+    for _ in range(2):
+        whole, shard = (
+            comm.allocate((n,), dtype=torch.float32, device=torch.device("cpu"))
+            for n in (ranks * numel, numel)
+        )
+        assert (whole.dtype, shard.dtype) == (torch.bfloat16, torch.float32)
+        whole.copy_(gradients[1])
+        with patch.object(dist, "all_to_all_single", all_to_all):
+            assert comm(shard, whole, group, dist.ReduceOp.SUM) is None
+        in_order = functools.reduce(torch.add, mine.float())
+        if ranks == 2:
+            assert torch.equal(shard, in_order)
+        assert torch.allclose(shard, in_order, rtol=0, atol=ranks * 2**-23 * 4)
+        with pytest.raises(AssertionError):
+            comm(shard, whole, group, dist.ReduceOp.AVG)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return dequantize(quantize(x, WIRE_CODEC), WIRE_CODEC, x.dtype)
+
+
+def _gathered_experts(run: Run, shard_dim: int, folder: Path) -> list[tuple[str, bool, float]]:
+    """By weight: whether it is gathered as the codec rounds it, and the error."""
+    with patch.object(ShardSizes, "expert_shard_dim", lambda *_: shard_dim):
+        trainer: Any = make_config(run, folder).build()
+    ep_rank = trainer.parallel_dims.get_mesh("ep").get_local_rank() if run.ep > 1 else 0
+    (model,) = trainer.model_parts
+    found = []
+    for path, module in model.named_modules():
+        if not isinstance(module, GroupedExperts):
+            continue
+        masters = {
+            name: cast(Any, param).full_tensor() for name, param in module.named_parameters()
+        }
+        owner: Any = (
+            module
+            if run.parallelize == "experts"
+            else model.get_submodule(path.split(".routed_experts")[0])
+        )
+        owner.unshard()
+        for name, param in module.named_parameters():
+            local: Any = getattr(param, "_local_tensor", param)
+            mine = masters[name].chunk(run.ep)[ep_rank].bfloat16()
+            error = (local.float() - mine.float()).norm() / mine.float().norm()
+            found.append((f"{path}.{name}", torch.equal(local, _rounded(mine)), error.item()))
+        owner.reshard()
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("run", "shard_dim"),
+    [
+        (Run(world=2, ep=1, parallelize="experts", expert_all_gather="float8"), 0),
+        pytest.param(FLOAT8, 0, marks=pytest.mark.slow),
+        # As with more ranks than experts.
+        pytest.param(FLOAT8, 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gathered_weights_are_the_codecs(run: Run, shard_dim: int, tmp_path: Path):
+    arguments = (run, shard_dim, tmp_path)
+    for weights in run_ranks(_gathered_experts, run.world, *arguments, log_folder=tmp_path):
+        assert len(weights) == 6
+        for name, is_codecs, error in weights:
+            assert is_codecs, name
+            assert 0.02 < error < 0.03, name
+
+
+def test_float8_halves_the_experts_bytes_and_no_others(runs: Runs):
+    plain, float8 = runs.get(PLAIN), runs.get(FLOAT8)
+    for before, after in zip(plain.ranks, float8.ranks, strict=True):
+        moved = [(a, b) for a, b in zip(before.collectives, after.collectives, strict=True)]
+        assert [a for a, _ in moved] == [b for _, b in moved], "the order stays"
+        changed = [
+            (a.nbytes, b.nbytes)
+            for a, b in moved
+            if a.kind == "all_gather" and a.nbytes != b.nbytes
+        ]
+        assert len(changed) == 4, "two layers, forward and backward"
+        for bf16, wire in changed:
+            assert wire / bf16 == (1 + 1 / 128) / 2
+        assert after.memory is not None
+        assert after.state_hash != before.state_hash
+    assert float8.losses == pytest.approx(plain.losses, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_bfloat16_halves_the_experts_reductions_and_changes_no_bit(runs: Runs):
+    """Two ranks share the experts: their sum has one order."""
+    plain, bfloat16 = runs.get(PLAIN), runs.get(BFLOAT16)
+    assert bfloat16.losses == plain.losses
+    assert bfloat16.grad_norms == plain.grad_norms
+    for before, after in zip(plain.ranks, bfloat16.ranks, strict=True):
+        assert after.state_hash == before.state_hash
+        both = list(zip(before.collectives, after.collectives, strict=True))
+        changed = [(a, b) for a, b in both if a != b]
+        assert len(changed) == 2, "two layers"
+        for a, b in changed:
+            assert (a.kind, b.kind) == ("reduce_scatter", "all_to_all")
+            assert (a.unit, a.in_backward) == (b.unit, b.in_backward)
+            assert b.nbytes / a.nbytes == 0.5
+        assert after.memory is not None
+        assert after.memory.peak("reduce_scatter") == max(
+            event.nbytes
+            for event in after.collectives
+            if event.unit and event.in_backward and event.kind != "all_gather"
+        )
+
+
+@pytest.mark.slow
+def test_both_over_four_ranks(runs: Runs):
+    """In a unit of the experts' own, without expert parallelism."""
+    run = replace(PLAIN, ep=1, parallelize="experts", tracked=True)
+    plain = runs.get(run)
+    both = runs.get(replace(run, expert_all_gather="float8", expert_reduce_scatter="bfloat16"))
+    assert both.losses == pytest.approx(plain.losses, rel=2e-3)
+    for rank in both.ranks:
+        assert rank.memory is not None
+
+
+def test_what_cannot_be_sent_so_is_refused():
+    key: Any = {"fsdp_expert_all_gather": "float8"}
+    with pytest.raises(
+        ValueError, match=r'needs .*degree > 1 or .*fsdp_wrap = "experts": with .*"auto"'
+    ):
+        ParallelismConfig(**key)
+    with pytest.raises(ValueError, match='with fsdp_wrap = "submodule" and without expert'):
+        ParallelismConfig(**key, fsdp_wrap="submodule")
+    with pytest.raises(ValueError, match="each rank holds its experts whole"):
+        ParallelismConfig(**key, expert_parallel_degree=8, data_parallel_shard_degree=8)
+    with pytest.raises(ValueError, match="'float4'; expected \"float8\", or no such key"):
+        ParallelismConfig(fsdp_expert_all_gather=cast(Any, "float4"))
+    with pytest.raises(ValueError, match=r"needs parallelism.enable_fsdp_symm_mem = false"):
+        FSDPSettings(expert_all_gather="float8", symm_mem=True)
+    sent: Any = {"fsdp_expert_reduce_scatter": "bfloat16", "expert_parallel_degree": 2}
+    with pytest.raises(ValueError, match=r"reduce_scatter needs .*pipeline_parallel_degree = 1"):
+        ParallelismConfig(**sent, pipeline_parallel_degree=2)
+    fp32 = TrainingConfig(mixed_precision_param="float32")
+    with pytest.raises(ValueError, match=r'expected .*mixed_precision_param = "bfloat16"'):
+        check_parallelism(ParallelismConfig(**sent), fp32)
+    allowed = ParallelismConfig(**key, fsdp_wrap="experts", data_parallel_shard_degree=2)
+    check_parallelism(allowed, TrainingConfig())

@@ -1,0 +1,166 @@
+"""``fsdp_replicate`` and ``fsdp_quantize_frozen``: what a name matches, and what is refused.
+
+On the meta device, before any process group.
+"""
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn as nn
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.models.common.decoder import Decoder
+
+from tests.helpers.training import titan_config
+from titan_ext.fsdp.make_plan import make_plan
+from titan_ext.fsdp.nf4 import find_frozen_linears
+from titan_ext.fsdp.plan import ShardSizes
+from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.units import find_replicated, plan_units, replicated_by_unit, units_without
+from titan_ext.parallelize.keys import ParallelismConfig, check_parallelism, check_unit_names
+
+
+def _model(name: str = "deepseek_v3", *, lora: bool = False) -> Decoder:
+    config = titan_config(name)
+    assert config.model_spec is not None
+    model_config = cast(Decoder.Config, config.model_spec.model)
+    model_config.layers = model_config.layers[:2]
+    if lora:
+        converter = LoRAConverter.Config(target_modules=["wq"]).build()
+        model_config = cast(Decoder.Config, converter.convert(model_config))
+    with torch.device("meta"):
+        return cast(Decoder, model_config.build())
+
+
+def _kept(*names: str, model: Decoder | None = None) -> list[str]:
+    return find_replicated(model or _model(), names, is_chunk=False)
+
+
+def test_what_names_mean():
+    assert _kept("router") == ["layers.1.moe.router.gate"]
+    assert _kept("norms")[-3:] == ["layers.1.attention_norm", "layers.1.ffn_norm", "norm"]
+    assert _kept("adapters", model=_model(lora=True)) == [
+        f"layers.{i}.attention.wq.{name}" for i in range(2) for name in ("lora_a", "lora_b")
+    ]
+    assert _kept("layers.0.attention.w[qo]*") == ["layers.0.attention.wq", "layers.0.attention.wo"]
+    assert _kept("layers.1.moe.routed_experts") == ["layers.1.moe.routed_experts.inner_experts"]
+    assert set(_kept("layers.0.*")) == set(_kept("layers.0"))
+    assert find_replicated(_model(), ("no such name",), is_chunk=True) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (("routers",), r"this model has no 'routers'; .* did you mean 'router'\?"),
+        (("layers.7",), r"this model has no 'layers.7'"),
+        (("lm_head",), r"lm_head cannot be replicated"),
+        (("*.w1_EFD",), r".*inner_experts also has w\d_\w+, which no name in it matches"),
+    ],
+)
+def test_refused_names(names: tuple[str, ...], error: str):
+    config = titan_config("deepseek_v3")
+    assert config.model_spec is not None
+    with pytest.raises(ValueError, match=f"parallelism.fsdp_replicate: {error}"):
+        check_unit_names(config.model_spec.model, ParallelismConfig(fsdp_replicate=list(names)))
+
+
+def test_tied_embeddings_are_refused():
+    with pytest.raises(ValueError, match="tok_embeddings cannot be replicated"):
+        _kept("tok_embeddings", model=_model("qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"data_parallel_replicate_degree": 2, "spmd_backend": "partial_dtensor"}, "one axis only"),
+        ({"context_parallel_degree": 2}, "gradient norm takes one mesh only"),
+    ],
+)
+def test_refused_layouts(values: dict[str, Any], error: str):
+    with pytest.raises(ValueError, match=error):
+        ParallelismConfig(fsdp_replicate=["norms"], **values)
+
+
+def test_other_refusals():
+    nf4: Any = {"fsdp_quantize_frozen": "nf4"}
+    with pytest.raises(ValueError, match=r"quantize_frozen needs .*tensor_parallel_degree = 1"):
+        ParallelismConfig(**nf4, tensor_parallel_degree=2)
+    with pytest.raises(ValueError, match=r"frozen_modules is 'layers.*'; expected a list of names"):
+        ParallelismConfig(**nf4, fsdp_quantize_frozen_modules=cast(Any, "layers.*"))
+    with pytest.raises(ValueError, match=r'frozen_modules needs .*fsdp_quantize_frozen = "nf4"'):
+        ParallelismConfig(fsdp_quantize_frozen_modules=["layers.*"])
+    with pytest.raises(ValueError, match="fsdp_quantize_frozen is 'nf8'; expected \"nf4\""):
+        ParallelismConfig(fsdp_quantize_frozen=cast(Any, "nf8"))
+    with pytest.raises(ValueError, match="which torch does not offer for weights in NF4"):
+        ParallelismConfig(
+            **nf4,
+            fsdp_reshard_after_forward=2,
+            spmd_backend="partial_dtensor",
+        )
+    for key, value in (("fsdp_replicate", ["norms"]), ("fsdp_quantize_frozen", "nf4")):
+        parallelism = ParallelismConfig(**cast(Any, {key: value}))
+        check_parallelism(parallelism, compiled=False)
+        with pytest.raises(ValueError, match=f"{key} does not go with compile.enable"):
+            check_parallelism(parallelism, compiled=True)
+
+
+def test_units_go_without_what_is_kept():
+    model = _model()
+    units = plan_units(model, "submodule")
+    replicated = find_replicated(model, ("norms", "layers.0.feed_forward"), is_chunk=False)
+    left = {unit.name: unit.module_names for unit in units_without(model, units, replicated)}
+    assert left == {
+        "tok_embeddings": ("tok_embeddings",),
+        "layers.0.attention": ("layers.0.attention",),
+        "layers.1.attention": ("layers.1.attention",),
+        "layers.1.moe": ("layers.1.moe",),
+        "lm_head": ("lm_head",),
+    }
+    groups = replicated_by_unit(units, replicated)
+    assert ["layers.1.attention_norm", "layers.1.attention.kv_norm"] in groups
+    assert sorted(name for group in groups for name in group) == sorted(replicated)
+
+
+def test_the_plan_counts_what_is_replicated():
+    model = _model()
+    units = plan_units(model, "submodule")
+    sizes = ShardSizes(dense=4)
+    whole = make_plan(model, units, FSDPSettings(), sizes)
+    plan = make_plan(model, units, FSDPSettings(replicate=("router", "norms")), sizes)
+    modules = find_replicated(model, ("router", "norms"), is_chunk=False)
+    numel = sum(
+        param.numel()
+        for name in modules
+        for param in model.get_submodule(name).parameters(recurse=False)
+    )
+    assert sorted(name for group in plan.replicated for name in group.module_names) == sorted(
+        modules
+    )
+    assert plan.replicated_nbytes == 2 * numel
+    gathered, less = (sum(u.gathered_nbytes for u in p.units) for p in (whole, plan))
+    assert gathered - less == 2 * numel
+    assert f"replicated ({len(modules)} parameters)" in plan.table()
+    assert plan["lm_head"].backward_prefetch == ("layers.1.moe",)
+
+
+def test_frozen_linears():
+    model = _model(lora=True)
+
+    def found(*names: str, world: int = 2) -> list[str]:
+        return find_frozen_linears(model, names, shard_world=world, is_chunk=False)
+
+    everything = found()
+    assert "layers.0.attention.wq" in everything
+    assert "layers.1.moe.shared_experts.w1" in everything
+    assert not any("lora" in name or "router" in name or "lm_head" in name for name in everything)
+    assert found("layers.0.feed_forward") == [f"layers.0.feed_forward.w{i}" for i in (1, 2, 3)]
+    with pytest.raises(ValueError, match=r"did you mean 'layers.0.attention.wq'"):
+        found("layers.0.attention.w_q")
+    assert found("layers.0.attention.wq") == ["layers.0.attention.wq"]
+    with pytest.raises(ValueError, match=r"no frozen linear 'layers.0.attention.wq.lora_a'"):
+        found("layers.0.attention.wq.lora_a")
+    with pytest.raises(ValueError, match="needs an axis to shard over"):
+        found(world=1)
+    with pytest.raises(ValueError, match=r"wkv_a.weight has \d+ elements; 64 ranks need"):
+        found("layers.0.attention.wkv_a", world=64)
+    assert isinstance(model.get_submodule(everything[0]), nn.Linear)

@@ -1,0 +1,368 @@
+"""Reshard and prefetch settings: what is decided for each unit, and what the collectives show."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import ConfigManager, TrainingConfig
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+
+from tests.helpers.collectives import Collective
+from tests.helpers.toml_files import DEBUG
+from tests.helpers.training import Run, Runs, narrow_attention, observed, titan_config
+from titan_ext.api import build_decoder
+from titan_ext.fsdp.make_plan import make_plan
+from titan_ext.fsdp.plan import FSDPPlan, ShardSizes
+from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
+from titan_ext.fsdp.settings import FSDPSettings, Reshard
+from titan_ext.fsdp.units import Wrap, plan_units
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.run.trainer import extend_config
+
+_MIB = 2**20
+
+
+def _plan(
+    model: str = "deepseek_v3",
+    wrap: Wrap = "submodule",
+    pp_enabled: bool = False,
+    world: int = 8,
+    narrow: bool = False,
+    **settings: Any,
+) -> FSDPPlan:
+    built = _built(model, narrow)
+    return make_plan(
+        built,
+        plan_units(built, wrap),
+        FSDPSettings(**settings),
+        ShardSizes(dense=world),
+        is_chunk=pp_enabled,
+    )
+
+
+def _built(model: str, narrow: bool = False) -> Decoder:
+    spec = titan_config(model).model_spec
+    assert spec is not None
+    if narrow:
+        narrow_attention(cast(Decoder.Config, spec.model))
+    with torch.device("meta"):
+        return cast(Decoder, spec.model.build())
+
+
+def _decisions(plan: FSDPPlan) -> dict[str, bool | int]:
+    return {unit.name: unit.reshard_after_forward for unit in plan.units}
+
+
+@pytest.mark.parametrize(
+    ("reshard", "pp_enabled", "blocks", "head"),
+    [
+        ("default", False, True, False),
+        ("default", True, False, False),
+        ("always", False, True, True),
+        ("always", True, True, True),
+        ("never", False, False, False),
+        ("never", True, False, False),
+        (2, False, 2, False),
+    ],
+)
+def test_one_setting_for_all(reshard: Reshard, pp_enabled: bool, blocks, head):
+    decisions = _decisions(_plan(reshard_after_forward=reshard, pp_enabled=pp_enabled))
+    assert decisions.pop("lm_head") is head
+    # The norm is a rounding error, which "default" keeps. Alone only where nothing else is kept.
+    apart = {("default", False): False, ("always", False): True}
+    assert decisions.pop("norm", None) is apart.get((str(reshard), pp_enabled))
+    if isinstance(reshard, int):  # its backward gathers nothing
+        assert decisions.pop("tok_embeddings") is True
+    assert all(decision is blocks for decision in decisions.values())
+
+
+def test_a_pattern_goes_before_a_kind_and_a_later_one_before_an_earlier():
+    decisions = _decisions(
+        _plan(
+            reshard_groups={
+                "layers.1.*": "always",
+                "attention": "never",
+                "layers.[1-2].moe": 4,
+                "head": "always",
+                "embedding": "never",
+            }
+        )
+    )
+    assert decisions["layers.0.attention"] is False
+    assert decisions["layers.1.attention"] is True
+    assert decisions["layers.1.moe"] == 4
+    assert decisions["layers.2.moe"] == 4
+    assert decisions["layers.3.moe"] is True
+    assert decisions["lm_head"] is True
+    assert decisions["tok_embeddings"] is False
+
+
+def test_the_head_is_freed_as_its_own_entry_says():
+    # "default" of the head is to stay; of all units, only "always" frees it.
+    stays = _plan(reshard_after_forward="always", reshard_groups={"head": "default"})
+    assert _decisions(stays)["lm_head"] is False
+    assert _decisions(_plan(reshard_groups={"head": 2}))["lm_head"] == 2
+
+
+def test_a_unit_that_stays_gathered_keeps_the_norm_with_the_head():
+    """However small it is: the chunked loss would have FSDP free it."""
+    for after in ("never", 2):
+        plan = _plan(reshard_groups={"layers.0.feed_forward": after})
+        assert plan.units[-1].module_names == ("norm", "lm_head")
+    assert _plan(reshard_groups={"head": 2}).units[-1].module_names == ("norm", "lm_head")
+    apart = _plan(reshard_groups={"embedding": "never", "head": "never"})
+    assert [unit.module_names for unit in apart.units[-2:]] == [("norm",), ("lm_head",)]
+
+
+def test_tied_weights_are_the_head():
+    plan = _plan(model="qwen3", reshard_groups={"head": "always"})
+    assert _decisions(plan)["tok_embeddings+lm_head"] is True
+
+
+def test_what_is_small_outside_the_blocks_stays():
+    model = _built("deepseek_v3")
+    model.tok_embeddings = torch.nn.Embedding(2, 2)
+    units, sizes = plan_units(model, "block"), ShardSizes(dense=2)
+    plan = make_plan(model, units, FSDPSettings(), sizes)
+    assert plan["tok_embeddings"].reshard_after_forward is False
+    plan = make_plan(model, units, FSDPSettings(reshard_after_forward="always"), sizes)
+    assert plan["tok_embeddings"].reshard_after_forward is True
+
+
+def test_a_world_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"is 3, .* sharded over 8; expected one of 1, 2, 4, 8"):
+        _plan(reshard_after_forward=3)
+
+
+def test_a_model_without_sharded_experts_cannot_send_them():
+    with pytest.raises(ValueError, match="expert_all_gather: FSDP shards no routed experts"):
+        _plan(model="qwen3", expert_all_gather="float8")
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [
+        (0, PrefetchLimit(units=0)),
+        ("3", PrefetchLimit(units=3)),
+        ("512MiB", PrefetchLimit(nbytes=512 * _MIB)),
+        ("1.5 GiB", PrefetchLimit(nbytes=1536 * _MIB)),
+        ("2GB", PrefetchLimit(nbytes=2 * 10**9)),
+    ],
+)
+def test_prefetch_limit(value: int | str, limit: PrefetchLimit):
+    assert parse_prefetch_limit("key", value) == limit
+
+
+def test_prefetch_by_units():
+    plan = _plan(prefetch=2)
+    assert plan["layers.1.attention"].forward_prefetch == ("layers.1.moe", "layers.2.attention")
+    assert plan["layers.1.attention"].backward_prefetch == (
+        "layers.0.feed_forward",
+        "layers.0.attention",
+    )
+    assert plan["layers.5.attention"].forward_prefetch == ("layers.5.moe", "norm", "lm_head")
+    assert plan["lm_head"].forward_prefetch == ()
+    assert plan["lm_head"].backward_prefetch == ("norm", "layers.5.moe")
+    assert plan["tok_embeddings"].backward_prefetch == ()
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1024:.10f}KiB"  # exactly
+
+
+def test_prefetch_by_bytes_takes_as_many_units_as_fit():
+    sizes = {unit.name: unit.gathered_nbytes for unit in _plan().units}
+    budget = sizes["layers.2.attention"] + sizes["layers.2.moe"]
+    plan = _plan(prefetch=_size(budget))
+    assert plan["layers.1.moe"].forward_prefetch == ("layers.2.attention", "layers.2.moe")
+    plan = _plan(prefetch=_size(budget - 1))
+    assert plan["layers.1.moe"].forward_prefetch == ("layers.2.attention",)
+    for unit in plan.units:
+        for ahead in (unit.forward_prefetch, unit.backward_prefetch):
+            assert sum(sizes[name] for name in ahead) < budget
+
+
+def test_the_table_says_what_is_done():
+    table = _plan(reshard_groups={"moe": "never"}, world=4).table().splitlines()
+    assert table[0].split() == [
+        *("unit", "gathered", "after", "forward", "ahead", "ahead", "in", "backward")
+    ]
+    (moe,) = [line for line in table if line.startswith("layers.1.moe")]
+    assert "(5)" in moe
+    assert "kept" in moe
+    assert "MiB" in moe
+    (attention,) = [line for line in table if line.startswith("layers.0.attention")]
+    assert "resharded" in attention
+
+
+_BAD: list[tuple[dict[str, Any], str]] = [
+    ({"fsdp_reshard_after_forward": "alway"}, "did you mean 'always'"),
+    ({"fsdp_reshard_after_forward": True}, "is True; expected one of default, always, never"),
+    ({"fsdp_reshard_after_forward": 0}, "at least 1"),
+    ({"fsdp_reshard_after_forward": 2}, "spmd_backend"),
+    ({"fsdp_reshard_groups": {"moe": "often"}}, r"fsdp_reshard_groups\.moe is 'often'"),
+    ({"fsdp_reshard_groups": {"mo": "always"}}, "is called 'mo'.*did you mean 'moe'"),
+    ({"fsdp_reshard_groups": {"layers.9.*": "always"}}, "no unit of this model"),
+    ({"fsdp_reshard_groups": {"attention": "always"}, "fsdp_wrap": "block"}, "kind of unit"),
+    ({"fsdp_reshard_groups": {"vision": "always"}}, "no unit of this model"),
+    ({"fsdp_prefetch": "512 megabytes"}, "fsdp_prefetch is '512 megabytes'"),
+    ({"fsdp_prefetch": -1}, "fsdp_prefetch is -1"),
+    ({"fsdp_prefetch_backward": "lots"}, "fsdp_prefetch_backward is 'lots'"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), _BAD, ids=[str(keys) for keys, _ in _BAD])
+def test_bad_settings_are_refused_before_any_process_group(keys: dict[str, Any], message: str):
+    ours = extend_config(titan_config("deepseek_v3"))
+    wrapped: dict[str, Any] = {"fsdp_wrap": "submodule", **keys}
+    with pytest.raises(ValueError, match=message):
+        replace(ours, parallelism=ParallelismConfig(**wrapped))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree > 1"),
+        ({"data_parallel_shard_degree": 3}, "sharded over 3; expected one of 1, 3"),
+    ],
+)
+def test_a_world_that_torch_cannot_do_is_refused(keys: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        ParallelismConfig(fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor", **keys)
+
+
+def test_keys_in_a_file_and_on_the_command_line(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = '[parallelism.fsdp_reshard_groups]\nmoe = "never"\n"layers.0.*" = "always"\n'
+    section = '[parallelism]\nfsdp_wrap = "submodule"\nfsdp_prefetch = "64MiB"\n'
+    (tmp_path / "run.toml").write_text(DEBUG + section + table)
+    command = ["--module", "titan_ext", "--config", "run.toml"]
+    flags = ["--parallelism.fsdp_prefetch_backward", "2"]
+    parallelism = cast(Any, ConfigManager().parse_args([*command, *flags])).parallelism
+    assert parallelism.fsdp_reshard_groups == {"moe": "never", "layers.0.*": "always"}
+    assert parallelism.fsdp_prefetch == "64MiB"
+    assert parallelism.fsdp_prefetch_backward == 2
+    flags = ["--parallelism.fsdp_reshard_groups", "attention", "never", "layers.[12].*", "always"]
+    parallelism = cast(Any, ConfigManager().parse_args([*command, *flags])).parallelism
+    assert parallelism.fsdp_reshard_groups == {"attention": "never", "layers.[12].*": "always"}
+
+
+def test_names_in_a_file_build_the_model_once(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = '[parallelism.fsdp_reshard_groups]\nblock = "never"\n'
+    (tmp_path / "run.toml").write_text(DEBUG + table)
+    built = []
+    build = DeepSeekV3Model.__init__
+
+    def note(model: Any, *args: Any, **kwargs: Any) -> None:
+        built.append(model)
+        build(model, *args, **kwargs)
+
+    monkeypatch.setattr(DeepSeekV3Model, "__init__", note)
+    config = ConfigManager().parse_args(["--module", "titan_ext", "--config", "run.toml"])
+    replace(cast(Any, config))
+    assert len(built) == 1
+
+
+def _gathers(events: list[Collective]) -> Counter[str]:
+    return Counter(e.main_module for e in events if e.kind == "all_gather")
+
+
+_TRACED = observed(Run(world=2, ep=2, parallelize="submodule"))
+
+
+def _gathers_of_a_step(run: Run, runs: Runs) -> Counter[str]:
+    return _gathers(runs.get(run).ranks[0].collectives)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefetch": 0},
+        {"prefetch": 2},
+        pytest.param({"prefetch": 3}, marks=pytest.mark.slow),
+        pytest.param({"prefetch": "64MiB"}, marks=pytest.mark.slow),  # all units
+        pytest.param({"prefetch": 3, "ac": "full"}, marks=pytest.mark.slow),
+        pytest.param({"prefetch": 3, "ac": "none"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"prefetch": 3, "prefetch_backward": 0, "parallelize": "block"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_no_setting_of_prefetch_gathers_again(settings: dict[str, Any], runs: Runs):
+    """In forward and in backward once each, a recompute included; the order is the plan's."""
+    run = replace(_TRACED, **settings)
+    gathers = _gathers_of_a_step(run, runs)
+    assert gathers.pop("lm_head") == 1  # for the chunked loss
+    assert gathers.pop("tok_embeddings") == 1  # its backward does not read it
+    assert set(gathers.values()) == {2}
+
+
+def test_prefetch_is_as_far_ahead_as_it_says(runs: Runs):
+    """Which units have been gathered when the tokens of the first MoE layer are sent."""
+    sizes = {u.name: u.gathered_nbytes for u in _plan(world=2, narrow=_TRACED.narrow).units}
+    one_unit = f"{sizes['layers.2.attention'] // 1000 + 1}KB"
+    before: dict[Any, list[str]] = {}
+    for limit in (0, 2, one_unit):
+        run = replace(_TRACED, prefetch=limit)
+        events = runs.get(run).ranks[0].collectives
+        first = next(i for i, e in enumerate(events) if e.kind == "all_to_all")
+        before[limit] = [e.main_module for e in events[:first] if e.kind == "all_gather"]
+    upto = ["tok_embeddings", "layers.0.attention", "layers.0.feed_forward"]
+    upto += ["layers.1.attention", "layers.1.moe"]
+    assert before[0] == upto
+    assert before[2] == [*upto, "layers.2.attention", "layers.2.moe"]
+    assert before[one_unit] == [*upto, "layers.2.attention"]
+
+
+def test_never_and_groups_show_in_the_collectives(runs: Runs):
+    never = _gathers_of_a_step(replace(_TRACED, reshard="never"), runs)
+    assert never.pop("lm_head") == 3  # chunked loss frees it by itself
+    assert set(never.values()) == {1}
+    groups = (("attention", "never"), ("layers.2.attention", "always"), ("embedding", "never"))
+    run = replace(_TRACED, reshard_groups=groups)
+    mixed = _gathers_of_a_step(run, runs)
+    assert mixed["tok_embeddings"] == mixed["layers.0.attention"] == 1
+    assert mixed["layers.1.attention"] == 1
+    assert mixed["layers.2.attention"] == mixed["layers.1.moe"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reshard", "grows"), [("default", False), ("always", True)])
+def test_microbatches_of_a_pipeline(reshard: str, grows: bool, runs: Runs):
+    run = observed(Run(world=4, pp=2, parallelize="block", reshard=reshard))
+    few, many = (
+        [_gathers(rank.collectives) for rank in runs.get(replace(run, global_batch=batch)).ranks]
+        for batch in (4, 8)  # 2 and 4 microbatches
+    )
+    for before, after in zip(few, many, strict=True):
+        if "lm_head" in before and not grows:
+            # Titan's chunked loss gathers and frees the head in each microbatch, in stock too.
+            assert (before.pop("lm_head"), after.pop("lm_head")) == (2 * 2 + 1, 2 * 4 + 1)
+        assert before.keys() == after.keys()
+        assert all((after[unit] > before[unit]) is grows for unit in before)
+        assert before
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wrap", ["block", "submodule"])
+def test_cpu_offload_reaches_every_parameter(wrap: Wrap):
+    config = titan_config("deepseek_v3_mtp")
+    assert config.model_spec is not None
+    model, _ = build_decoder(
+        config.model_spec,
+        parallelism=ParallelismConfig(fsdp_wrap=wrap),
+        training=TrainingConfig(enable_cpu_offload=True),
+    )
+    states = {m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
+    params = [
+        p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params
+    ]
+    assert len(params) == len(list(model.parameters()))
+    assert all(param.offload_to_cpu for param in params)

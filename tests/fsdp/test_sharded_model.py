@@ -1,0 +1,108 @@
+"""A model after parallelize and initialisation, in every layout.
+
+No parameter is left outside FSDP or unset, and its values do not depend on the layout.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, make_config
+
+LAYOUTS = [
+    Run(model=model, world=world, ep=ep, backend=backend, parallelize=wrap, layers=2)
+    for model in ("deepseek_v3", "qwen3")
+    for world, ep in ((1, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+    if ep == 1 or model != "qwen3"
+    for backend in ("spmd_types", "partial_dtensor")
+    for wrap in ("block", "submodule")
+]
+
+
+def _inspect(run: Run, folder: Path) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+
+    from titan_ext.fsdp.plan import plan_of
+
+    trainer = make_config(run, folder).build()
+    (model,) = trainer.model_parts
+    plan = plan_of(model)
+    assert plan is not None
+    groups = {
+        id(group): group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    }
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    report = {
+        "plain": [n for n, p in model.named_parameters() if not isinstance(p, DTensor)],
+        "root_groups": len(model._get_fsdp_state()._fsdp_param_groups),
+        "groups": len(groups),
+        "planned_groups": sum(len(unit.groups) for unit in plan.units),
+        "unset": [
+            name
+            for name, t in [*model.named_parameters(), *model.named_buffers()]
+            if t.is_meta or not torch.isfinite(torch.view_as_real(t) if t.is_complex() else t).all()
+        ],
+        "norms_are_ones": all(bool((p.to_local() == 1).all()) for p in norms) and bool(norms),
+        "divide_factors": list({group.gradient_divide_factor for group in groups.values()}),
+        "values": {
+            canonical_fqn(name): _digest(param.full_tensor())
+            for name, param in model.named_parameters()
+        },
+        "experts": [
+            _digest(p.to_local()) for n, p in model.named_parameters() if "inner_experts" in n
+        ],
+    }
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return report
+
+
+def _digest(tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Initial values by model, on one rank."""
+    values = {}
+    for model in ("deepseek_v3", "qwen3"):
+        folder = tmp_path_factory.mktemp(model)
+        run = Run(model=model, parallelize="block", layers=2)
+        values[model] = run_ranks(_inspect, 1, run, folder, log_folder=folder)[0]["values"]
+    return values
+
+
+def _is_slow(run: Run) -> bool:
+    kind = run.backend, run.parallelize
+    return kind != ("spmd_types", "submodule") and (run.world, kind[1]) != (2, "block")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=[pytest.mark.slow] if _is_slow(run) else []) for run in LAYOUTS],
+    ids=str,
+)
+def test_sharded_and_initialised(run: Run, one_rank, tmp_path: Path):
+    reports = run_ranks(_inspect, run.world, run, tmp_path, log_folder=tmp_path / "logs")
+    for report in reports:
+        assert report["plain"] == []
+        assert report["root_groups"] == 0
+        assert report["groups"] == report["planned_groups"]
+        assert report["unset"] == []
+        assert report["norms_are_ones"]
+        assert report["divide_factors"] == [1.0]
+        assert report["values"] == one_rank[run.model]
+    if run.ep > 1:
+        shards = [tuple(report["experts"]) for report in reports]
+        assert len(set(shards)) == run.world, "two ranks hold the same experts"

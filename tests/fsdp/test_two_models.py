@@ -1,0 +1,63 @@
+"""Two decoders in one process, as of a student and its teacher: each trains as it does alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cluster import run_ranks
+from titan_ext import api
+
+
+def _train(seeds: list[int]) -> list[list[float]]:
+    """Train one decoder for each seed, step by step in turn; their losses."""
+    import torch
+    import torch.distributed as dist
+    from torchtitan.distributed.utils import get_spmd_context
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    dist.init_process_group("gloo")
+    torch.autograd.set_multithreading_enabled(False)
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        parallelism = api.ParallelismConfig(expert_parallel_degree=2, fsdp_wrap="submodule")
+        spec = model_registry("debugmodel")
+        decoder: Any = spec.model
+        decoder.layers = decoder.layers[:2]
+        model, dims = api.build_decoder(spec, parallelism=parallelism)
+        models.append((model, torch.optim.SGD(model.parameters(), lr=0.1), dims))
+    losses: list[list[float]] = [[] for _ in models]
+    for step in range(2):
+        for found, (model, optimizer, dims) in zip(losses, models, strict=True):
+            tokens = (torch.arange(2 * 32).view(2, 32) * 7 + dist.get_rank() + step) % 2048
+            with get_spmd_context(parallel_dims=dims)():
+                logits = model(tokens, positions=torch.arange(32).expand(2, 32))
+                loss = torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1).float(), tokens.flatten()
+                )
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    dist.destroy_process_group()
+    return losses
+
+
+def test_two_models_train_as_each_alone(tmp_path: Path):
+    together = run_ranks(_train, 2, [1, 2], log_folder=tmp_path / "both")
+    for index, seed in enumerate((1, 2)):
+        alone = run_ranks(_train, 2, [seed], log_folder=tmp_path / f"seed_{seed}")
+        assert [rank[index] for rank in together] == [rank[0] for rank in alone]
+    assert together[0][0] != together[0][1]
+
+
+def test_other_degrees_are_refused_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr(api.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(api, "_shared_dims", [])
+    two, four = (api.ParallelismConfig(expert_parallel_degree=ep) for ep in (2, 4))
+    assert api._parallel_dims(two) is api._parallel_dims(two)
+    with pytest.raises(ValueError, match=r"ep: expected \[2\], as of the first model, got \[4\]"):
+        api._parallel_dims(four)
+    two.spmd_backend = four.spmd_backend = "partial_dtensor"
+    assert api._parallel_dims(two) is not api._parallel_dims(four)

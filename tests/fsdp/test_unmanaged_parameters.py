@@ -1,0 +1,305 @@
+"""Parameters that are not FSDP's like all others: added late, replicated, or ignored.
+
+However they are held, training is the same: the reference has the same adapters before FSDP, and
+shards everything.
+"""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, make_config
+
+REPLICATE = ("router", "norms", "layers.1.attention.wq")
+# Nothing is clipped: the norm of a whole tensor and that of its shards differ in the last bit.
+EXPERTS = Run(
+    world=2,
+    ep=2,
+    layers=2,
+    narrow=True,
+    parallelize="submodule",
+    steps=2,
+    accumulate=2,
+    max_norm=1e9,
+)
+REPLICAS = replace(EXPERTS, ep=1, dp_replicate=2, accumulate=1)
+
+
+@dataclass
+class Trained:
+    """What one rank has after training."""
+
+    state: dict[str, str]
+    """SHA-256 of each parameter and optimizer state, unsharded."""
+    norms: list[float]
+    synchronized: list[str]
+    replicated: list[str]
+    optimized: int
+
+
+def _adapted(linear: Any, out_sharding: Any, in_sharding: Any) -> Any:
+    """A linear of Titan's with an adapter beside it, of Titan's linears too."""
+    import torch.nn as nn
+    from torchtitan.models.common.linear import Linear
+
+    def build(in_features: int, out_features: int, sharding: Any, std: float) -> Linear:
+        return Linear.Config(
+            in_features=in_features,
+            out_features=out_features,
+            sharding_config=sharding,
+            param_init={"weight": lambda w: nn.init.normal_(w, std=std)},
+        ).build()
+
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = build(linear.in_features, 8, in_sharding, 0.2)
+            self.up = build(8, linear.out_features, out_sharding, 0.1)
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = linear
+            self.adapter = Adapter()
+
+        def forward(self, x: Any) -> Any:
+            return self.base(x) + self.adapter.up(self.adapter.down(x))
+
+    return Adapted()
+
+
+def _add_adapters(model: Any) -> None:
+    import torch
+    from torchtitan.components.lora import _lora_adapter_sharding
+
+    for block in model.layers.values():
+        down, up = _lora_adapter_sharding(block.attention.wq._sharding_config)
+        with torch.device("meta"):
+            block.attention.wq = _adapted(block.attention.wq, up, down)
+
+
+def _train_rank(run: Run, late: bool, folder: Path) -> Trained:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+
+    from titan_ext.api import synchronize_unmanaged_parameters
+    from titan_ext.base import no_accelerator
+
+    config = make_config(run, folder)
+    spec = config.model_spec
+    assert spec is not None
+    parallelize = spec.parallelize_fn
+    synchronized: list[str] = []
+
+    def with_adapters(model, *, parallel_dims, training, **others):
+        if not late:
+            _add_adapters(model)
+        model = parallelize(model, parallel_dims=parallel_dims, training=training, **others)
+        if late:
+            _add_adapters(model)
+            synchronized.extend(
+                synchronize_unmanaged_parameters(
+                    model, parallel_dims=parallel_dims, training=training
+                )
+            )
+        return model
+
+    spec.parallelize_fn = with_adapters
+    with no_accelerator.layout_independent_init():
+        trainer = config.build()
+    (model,) = trainer.model_parts
+    norms: list[float] = []
+    log = trainer.metrics_processor.log
+
+    def note_norm(step, loss, max_loss, grad_norm, **others) -> None:
+        norms.append(grad_norm)
+        log(step, loss, max_loss, grad_norm, **others)
+
+    trainer.metrics_processor.log = note_norm
+    trainer.train()
+
+    named = {canonical_fqn(name): param for name, param in model.named_parameters()}
+    names = {param: name for name, param in named.items()}
+    tensors: dict[str, Any] = dict(named)
+    for optimizer in trainer.optimizers.optimizers:
+        for param, state in optimizer.state.items():
+            tensors |= {f"{names[param]}.{key}": value for key, value in state.items()}
+    state = {}
+    for name in sorted(tensors):
+        value = tensors[name]
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        state[name] = hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
+    result = Trained(
+        state=state,
+        norms=norms,
+        synchronized=synchronized,
+        replicated=[
+            name
+            for name, param in named.items()
+            if not any(placement.is_shard() for placement in param.placements)
+        ],
+        optimized=sum(
+            len(group["params"])
+            for optimizer in trainer.optimizers.optimizers
+            for group in optimizer.param_groups
+        ),
+    )
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _train(run: Run, folder: Path, *, late: bool = False) -> list[Trained]:
+    return run_ranks(_train_rank, run.world, run, late, folder, log_folder=folder / "logs")
+
+
+@pytest.mark.parametrize("run", [EXPERTS, pytest.param(REPLICAS, marks=pytest.mark.slow)], ids=str)
+def test_late_or_replicated_trains_as_sharded(run: Run, tmp_path: Path):
+    early = _train(run, tmp_path / "early")
+    late = _train(run, tmp_path / "late", late=True)
+    replicating = replace(run, replicate=REPLICATE, reduce_scatter_buffers=2)
+    kept = _train(replicating, tmp_path / "kept")
+
+    adapters = [
+        f"layers.{i}.attention.wq.adapter.{name}.weight"
+        for i in range(2)
+        for name in ("down", "up")
+    ]
+    for reference, other, replicated in zip(early, late, kept, strict=True):
+        assert other.synchronized == sorted(adapters)
+        assert other.state == reference.state == replicated.state == early[0].state
+        assert other.norms == reference.norms
+        assert replicated.norms == pytest.approx(reference.norms, rel=1e-5)
+        assert other.optimized == reference.optimized == replicated.optimized
+        assert {f"{name}.exp_avg" for name in adapters} <= set(other.state)
+    if run.dp_replicate > 1:
+        return  # one copy each, whatever is kept
+    kinds = Counter(name.split(".")[-2] for name in kept[0].replicated)
+    assert kinds["gate"] == 1
+    assert kinds["base"] == kinds["down"] == kinds["up"] == 1
+    assert kinds["attention_norm"] == kinds["ffn_norm"] == kinds["kv_norm"] == 2
+    assert early[0].replicated == []
+
+
+def _own_loop(folder: Path) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    import torch.nn as nn
+    from torch.distributed.tensor import DTensor
+    from torchtitan.config import TrainingConfig
+    from torchtitan.distributed.utils import clip_grad_norm_, get_spmd_context
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    from titan_ext import api
+
+    dist.init_process_group("gloo")
+    torch.autograd.set_multithreading_enabled(False)
+    torch.manual_seed(42)
+    training = TrainingConfig(mixed_precision_param="float32")
+    ignored = "layers.1.attention_norm"
+    built, parallel_dims = api.build_decoder(
+        model_registry("debugmodel"),
+        parallelism=api.ParallelismConfig(fsdp_wrap="submodule"),
+        training=training,
+        ignored=(ignored,),
+    )
+    model: Any = built
+    attention: Any = model.layers["0"].attention
+    found: dict[str, Any] = {}
+
+    def error_of(call: Any, *args: Any, **named: Any) -> str:
+        try:
+            call(*args, **named)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def whole_of(param: Any) -> torch.Tensor:
+        return param.full_tensor()
+
+    def synchronize() -> list[str]:
+        return api.synchronize_unmanaged_parameters(
+            model, parallel_dims=parallel_dims, training=training
+        )
+
+    def forward() -> Any:
+        tokens = (torch.arange(2 * 32).view(2, 32) * 7 + dist.get_rank()) % 2048
+        return model(tokens, positions=torch.arange(32).expand(2, 32)).float().square().mean()
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+            self.down = nn.Linear(256, 4, bias=False)
+            self.up = nn.Linear(4, attention.wq.out_features, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            return self.base(x) + self.up(self.down(x))
+
+    found["nothing late"] = synchronize()
+    attention.own = nn.Parameter(torch.ones(4))
+    found["in a unit"] = error_of(synchronize)
+    del attention.own
+    whole = attention.wo.weight
+    attention.wo.weight = nn.Parameter(torch.ones(4, 4))
+    found["replaced"] = error_of(synchronize)
+    attention.wo.weight = whole
+
+    torch.manual_seed(dist.get_rank())
+    attention.wq = Adapted(attention.wq)
+    attention.wq.down.compile(backend="eager")
+    found["compiled"] = error_of(synchronize)
+    attention.wq.down._compiled_call_impl = None
+    with get_spmd_context(parallel_dims=parallel_dims)():
+        found["at first forward"] = error_of(forward)
+        mine = attention.wq.down.weight.detach().clone()
+        found["names"] = synchronize()
+        found["rank 0's values"] = torch.equal(whole_of(attention.wq.down.weight), mine)
+        optimizer = torch.optim.AdamW(
+            [p for name, p in model.named_parameters() if not name.startswith(ignored)], lr=1e-2
+        )
+        for _ in range(2):
+            forward().backward()
+            found["norm"] = clip_grad_norm_(
+                [p for p in model.parameters() if isinstance(p, DTensor)], max_norm=1.0
+            ).item()
+            found["ignored gradient"] = model.get_parameter(f"{ignored}.weight").grad.sum().item()
+            optimizer.step()
+            optimizer.zero_grad()
+    found["ignored is whole"] = not isinstance(model.get_parameter(f"{ignored}.weight"), DTensor)
+    found["after"] = {
+        name: whole_of(param).sum().item() for name, param in attention.wq.named_parameters()
+    }
+    attention.wo.more = nn.Linear(4, 4)
+    found["it has run"] = error_of(synchronize)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_own_loop(tmp_path: Path):
+    first, second = run_ranks(_own_loop, 2, tmp_path, log_folder=tmp_path / "logs")
+    for found in (first, second):
+        assert found["nothing late"] == []
+        assert found["in a unit"].startswith("layers.0.attention is an FSDP unit")
+        assert found["replaced"].startswith("layers.0.attention.wo.weight replaces a parameter")
+        assert found["compiled"].startswith("layers.0.attention.wq.down was added to")
+        assert found["at first forward"].startswith(
+            "layers.0.attention.wq.down.weight, layers.0.attention.wq.up.weight: added to"
+        )
+        assert "titan_ext.api.synchronize_unmanaged_parameters" in found["at first forward"]
+        assert found["names"] == [f"layers.0.attention.wq.{n}.weight" for n in ("down", "up")]
+        assert found["it has run"].startswith("synchronize_unmanaged_parameters: the model has run")
+        assert found["ignored is whole"]
+    assert first["rank 0's values"]
+    assert not second["rank 0's values"]
+    assert first["after"] == second["after"]
+    assert first["norm"] == second["norm"]
+    assert first["ignored gradient"] != second["ignored gradient"]

@@ -1,0 +1,237 @@
+"""Faults for one rank of a short training run whose collectives are recorded."""
+
+import contextlib
+import os
+import signal
+import sys
+import unittest.mock
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtitan.tools.logging import init_logger
+
+from tests.helpers.training import Run, make_config
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.debug.watchdog import CollectiveWatchdog
+from titan_ext.fsdp.settings import FSDPSettings
+
+RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, narrow=True, steps=3, ac="none")
+PLANTED_STEP = 2
+TIMEOUT_S = 6
+HANGS = ("stopped", "skipped expert backward")
+"""Faults that gloo does not notice by itself."""
+
+
+def train_watched(run: Run, folder: Path, fault: str) -> None:
+    """One rank of a watched run; rank 1 has the fault."""
+    init_logger()
+    config: Any = make_config(run, folder)
+    config.debug.record_collectives = fault != "off"
+    if fault == "nan":  # in a step that nobody looks at
+        config.metrics.log_freq = PLANTED_STEP + 1
+    config.comm.train_timeout_seconds = TIMEOUT_S if fault in HANGS else 200
+    is_faulty = os.environ["RANK"] == "1"
+    with contextlib.ExitStack() as stack:
+        if is_faulty and fault == "other units":
+            stack.enter_context(_whole_blocks())
+        trainer = config.build()
+        if fault in _FAULTS and (is_faulty or fault == "other site"):
+            stack.enter_context(_from_step(trainer, _FAULTS[fault]))
+        trainer.train()
+    trainer.close()
+
+
+def train_and_count_reads(run: Run, folder: Path) -> dict[str, int]:
+    """How often a rank's training steps read a value of the device, by the function that does."""
+    init_logger()
+    config: Any = make_config(run, folder)
+    config.debug.record_collectives = True
+    found: Counter[str] = Counter()
+    trainer = config.build()
+    step = trainer.train_step
+
+    def counted_step(data_iterator: Any) -> None:
+        with reads(found):
+            step(data_iterator)
+
+    trainer.train_step = counted_step
+    trainer.train()
+    trainer.close()
+    return dict(found)
+
+
+@contextlib.contextmanager
+def reads(found: Counter[str]) -> Iterator[None]:
+    """Counts reads of tensors' values, in forward and backward, by the function that reads.
+
+    At each of them a GPU's host would wait, and a CUDA graph could not be captured.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("tolist", "numpy", "cpu"):  # which no dispatch mode sees on a CPU
+            counted = _counted(getattr(torch.Tensor, name), found)
+            stack.enter_context(unittest.mock.patch.object(torch.Tensor, name, counted))
+        stack.enter_context(_Reads(found))
+        yield
+
+
+_READ = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class _Reads(TorchDispatchMode):
+    """item(), bool(), if and shapes that depend on values."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._opname
+        by_mask = name.startswith("index") and any(
+            isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in tree_leaves(args[1:])
+        )
+        repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in _READ or repeats or by_mask:
+            self.found[_caller()] += 1
+        return func(*args, **kwargs)
+
+
+def _counted(read: Any, found: Counter[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found[_caller()] += 1
+        return read(*args, **kwargs)
+
+    return call
+
+
+def _caller() -> str:
+    """The innermost function outside of torch and this file."""
+    frame = sys._getframe(2)
+    while (code := frame.f_code).co_filename.startswith(_TORCH) or code.co_filename == __file__:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return code.co_qualname
+
+
+def _whole_blocks():
+    """What no key says, so that no comparison of configs can find it."""
+    return unittest.mock.patch.object(FSDPSettings, "resolved_wrap", "block")
+
+
+@contextlib.contextmanager
+def _from_step(trainer, fault):
+    step = trainer.train_step
+
+    def faulty_step(data_iterator) -> None:
+        with fault() if trainer.step == PLANTED_STEP else contextlib.nullcontext():
+            step(data_iterator)
+
+    trainer.train_step = faulty_step
+    yield
+
+
+def _skip_dispatch():
+    """No tokens are sent: a rank that takes its own for what it would have received."""
+
+    def skipped(self, routed_input_ND, pg, output_splits, input_splits):
+        rows = sum(output_splits)
+        return routed_input_ND.new_zeros(rows, routed_input_ND.shape[1])
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", skipped
+    )
+
+
+def _skip_expert_backward():
+    """The experts' outputs do not reach the loss: their backward, all-to-alls and all, is gone."""
+    combine = FunctionalAllToAllTokenDispatcher._combine_token_exchange
+
+    def detached(self, routed_output_RD, *args):
+        return combine(self, routed_output_RD.detach(), *args)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_combine_token_exchange", detached
+    )
+
+
+def _wrong_splits():
+    """Expects one row more from rank 0 than that sends."""
+    dispatch = FunctionalAllToAllTokenDispatcher._dispatch_token_exchange
+
+    def shifted(self, x, pg, output_splits, input_splits):
+        return dispatch(self, x, pg, [output_splits[0] + 1, output_splits[1]], input_splits)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", shifted
+    )
+
+
+def _stop_in_the_step():
+    dispatch = FunctionalAllToAllTokenDispatcher._dispatch_token_exchange
+
+    def stopping(self, *args):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return dispatch(self, *args)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", stopping
+    )
+
+
+def _die_in_the_step():
+    def dying(self, *args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", dying
+    )
+
+
+def _all_reduce_elsewhere(*args, **kwargs):
+    return dist.all_reduce(*args, **kwargs)
+
+
+def _other_site():
+    """The same collective by another function: no backend minds."""
+
+    def reduce(self, device, **options):
+        _all_reduce_elsewhere(torch.zeros((), device=device))
+        return check(self, device, **options)
+
+    def extra(self, device, **options):
+        dist.all_reduce(torch.zeros((), device=device))
+        return check(self, device, **options)
+
+    check = CollectiveWatchdog.check
+    is_faulty = os.environ["RANK"] == "1"
+    return unittest.mock.patch.object(CollectiveWatchdog, "check", reduce if is_faulty else extra)
+
+
+def nan_gradient():
+    combine = FunctionalAllToAllTokenDispatcher._combine_token_exchange
+
+    def poisoned(self, routed_output_RD, *args):
+        routed_output_RD.register_hook(lambda gradient: gradient * float("nan"))
+        return combine(self, routed_output_RD, *args)
+
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_combine_token_exchange", poisoned
+    )
+
+
+_FAULTS = {
+    "skipped all-to-all": _skip_dispatch,
+    "skipped expert backward": _skip_expert_backward,
+    "wrong splits": _wrong_splits,
+    "stopped": _stop_in_the_step,
+    "killed": _die_in_the_step,
+    "nan": nan_gradient,
+    "other site": _other_site,
+}

@@ -1,0 +1,642 @@
+"""Short, deterministic training runs under Titan's trainer: the stock parallelize function or ours.
+
+The reference is TorchTitan itself: its trainer, its config, its model spec. It is changed only as
+far as a CPU needs: see ``_stock_config``.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import pickle
+import unittest.mock
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.config import TrainingConfig
+from torchtitan.distributed import fsdp as titan_fsdp
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
+from torchtitan.tools.logging import init_logger
+from torchtitan.trainer import Trainer as TitanTrainer
+
+from tests.helpers import muon
+from tests.helpers.cluster import PATIENCE_S, run_ranks
+from tests.helpers.collectives import Collective, CollectiveTrace, recorded_as
+from tests.helpers.compiled_op_policies import OP_POLICIES
+from tests.helpers.converters import convert
+from tests.helpers.on_cpu import flex_on_cpu, list_all_to_all, quick_initialisation
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base import no_accelerator
+from titan_ext.base.run_folder import LOSS, read_scalar
+from titan_ext.base.stdlib_corpus import (
+    STDLIB_CORPUS,
+    default_tokenizer_path,
+    make_corpus,
+    register_stdlib_corpus,
+)
+from titan_ext.base.tensors import in_backward
+from titan_ext.fsdp import make_plan, prefetch
+from titan_ext.fsdp.memory_log import MemoryLog
+from titan_ext.fsdp.plan import ShardSizes
+from titan_ext.fsdp.timeline import Timeline
+from titan_ext.run.trainer import extend_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run."""
+
+    model: str = "deepseek_v3"
+    """A debug model: see ``titan_config``. qwen3 is dense, with tied embeddings and head."""
+    parallelize: str = "stock"
+    """"stock" (Titan's own function) or a ``fsdp_wrap`` of ours."""
+    world: int = 1
+    ep: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    lora: int = 0
+    """The rank of Titan's LoRA on the attention's query and output projections; all else frozen."""
+    experts: int = 0
+    """Routed experts of a layer instead of the model's number: with 5 of them on 4 ranks, or 6 with
+    EP 2, the last rank holds no row of the router; with 5 no expert either."""
+    converters: tuple[str, ...] = ()
+    """Titan's quantising converters of the model config, in order (``helpers.converters``)."""
+    attention: str = "cpu"
+    """"cpu": what a CPU gets instead of FlexAttention. "flex": see ``tests.helpers.on_cpu``."""
+    sequence_parallel: bool = True
+    """Under TP: whether activations between the blocks are split along the sequence too."""
+    cpu_offload: bool = False
+    """``training.enable_cpu_offload``."""
+    dp_replicate: int = 1
+    """HSDP: copies of the shards; FSDP shards over the rest of the data-parallel ranks."""
+    accumulate: int = 1
+    """Microbatches of a step whose gradients add up."""
+    backend: str = "spmd_types"
+    ac: Any = "selective"
+    """selective, full, none, op_policies (``compiled_op_policies``), or the config of a policy.
+
+    fp8 is our float8 policy; fp8_full and fp8_no_recompute are its modes, fp8_speed is its preset.
+    fp8_early applies the routing scores before the last expert GEMM.
+    on_host is selective, and on_host_all is none, with what they keep on the host, exactly.
+    """
+    compiled: bool = False
+    compile_backend: str = "inductor"
+    param_dtype: str = "bfloat16"
+    max_norm: float = 1.0
+    """Of gradients. A large one clips nothing: the norm is then logged, and changes no bit."""
+    global_batch: int = 4
+    seq_len: int = 64
+    layers: int = 3
+    narrow: bool = False
+    """Half the parameters, where the model is deepseek_v3: see ``narrow_attention``."""
+    steps: int = 10
+    traced_step: int = 0
+    """The step whose collectives are recorded; 0 for none."""
+    profiled_step: int = 0
+    """The step whose operations are counted, in compiled code too; 0 for none."""
+    exact_sums: bool = False
+    """Sum in an order that does not depend on what else is in a bucket, or in the graph.
+
+    gloo (NCCL too) adds the ranks' values in an order that depends on where in the bucket they
+    lie. That shows in the last bit from 3 ranks on. And torch's RMSNorm on CPU in fp32 sends its
+    input three gradients, not one; where a unit begins they are added in another order. HSDP's
+    all-reduce is left alone: over two copies it adds two numbers, which has one order.
+    Both sides of a comparison get it, or neither.
+    """
+    routing: str = "learned"
+    """"one_expert" sends every token to the first top_k experts: the other ranks get none."""
+    tracked: bool = False
+    """Measure FSDP's memory; of ours only. The last step's timeline is in the result."""
+    reshard: str | int = "default"
+    """``parallelism.fsdp_reshard_after_forward``."""
+    reshard_groups: tuple[tuple[str, str | int], ...] = ()
+    """``parallelism.fsdp_reshard_groups``; of ours only."""
+    save_all_to_all: str = "auto"
+    """``parallelism.save_all_to_all``; of ours only."""
+    overlap_exchanges: str = "none"
+    """``parallelism.overlap_exchanges``; of ours only."""
+    exchange_dtype: str | None = None
+    """``parallelism.exchange_dtype``; of ours only."""
+    replicate: tuple[str, ...] = ()
+    """``parallelism.fsdp_replicate``; of ours only."""
+    prefetch: int | str = 1
+    """``parallelism.fsdp_prefetch``; of ours only."""
+    prefetch_backward: int | str | None = None
+    reduce_scatter_buffers: int = 1
+    """``parallelism.fsdp_reduce_scatter_buffers``; of ours only."""
+    expert_shard_dim: int = 0
+    """1: FSDP shards routed experts as it does where there are more ranks than experts."""
+    stock_copy_out: bool = False
+    """As FSDP2 by itself: such experts in a temporary, buffers freed with the next copy-out."""
+    expert_all_gather: str | None = None
+    """``parallelism.fsdp_expert_all_gather``; of ours only."""
+    expert_reduce_scatter: str | None = None
+    """``parallelism.fsdp_expert_reduce_scatter``; of ours only."""
+    schedule: str = "1F1B"
+    """Of the pipeline."""
+    chunked_loss: bool = True
+    """Titan's loss runs the head in pieces of the sequence; False: plain cross-entropy."""
+    microbatch_size: int = 1
+    """Samples of a microbatch of the pipeline."""
+    typechecked: bool = False
+    """``debug.spmd_typechecking``."""
+    nodes: tuple[int, ...] = ()
+    """How many ranks each node has, as torchrun tells them; () for no torchrun."""
+    watch_routing: bool = False
+    """Record the expert ids of every router call, in forward and in recompute."""
+    optimizer: str = "default"
+    """The model's own (Titan's fused AdamW), foreach, for-loop or muon (``tests.helpers.muon``)."""
+    keep_gradients: bool = False
+    """Return the (clipped) gradients of the last step, unsharded, from rank 0."""
+
+    def __str__(self) -> str:
+        first = [self.model, f"{self.world}r", f"ep{self.ep}", self.backend, self.parallelize]
+        others = [
+            _in_a_name(field.name, value)
+            for field in fields(self)
+            if field.name not in ("model", "world", "ep", "backend", "parallelize", *_OF_TESTS)
+            and (value := getattr(self, field.name)) != field.default
+        ]
+        return "-".join(first + others)
+
+
+_OF_TESTS = ("narrow", "seq_len", "steps", "traced_step", "profiled_step")
+_OF_TESTS += ("watch_routing", "keep_gradients")
+"""What a run's name leaves out: how long it is, and what a test looks at."""
+
+
+def _in_a_name(key: str, value: Any) -> str:
+    """``compiled``, ``pp2``, ``schedule_ZBVZeroBubble``."""
+    if value is True:
+        return key
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{key}{value}"
+    if isinstance(value, FP8AC.Config):
+        value = f"{value.mode}_{value.preset}"
+    parts = np.ravel(value) if isinstance(value, tuple) else [value]
+    return "_".join([key, *map(str, parts)])
+
+
+@dataclass
+class RankResult:
+    """What one rank reports of a run."""
+
+    state_hash: str
+    """SHA-256 over every parameter, buffer and optimizer state that the rank holds."""
+    grad_norms: list[float] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    memory: Timeline | None = None
+    routing: list[tuple[str, bool, np.ndarray]] = field(default_factory=list)
+    """Router, whether in backward (a recompute), expert ids: one item for each call."""
+    operations: Counter[str] = field(default_factory=Counter)
+    """Calls in the profiled step, by name as the profiler has it ("aten::mm")."""
+    graphs: int = 0
+    """How many graphs Dynamo compiled in the whole run."""
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    """By step, as TensorBoard has them (float32)."""
+    grad_norms: list[float]
+    ranks: list[RankResult]
+
+
+def train(run: Run, folder: Path, timeout_s: float = PATIENCE_S) -> Result:
+    """Train ``run.steps`` steps in ``run.world`` processes; files and logs go to ``folder``."""
+    make_corpus()  # once, not once a rank
+    ranks = run_ranks(
+        _train_rank, run.world, run, folder, log_folder=folder / "logs", timeout_s=timeout_s
+    )
+    return Result(
+        losses=list(read_scalar(folder, LOSS).values()),
+        grad_norms=list(read_scalar(folder, "grad_norm").values()),
+        ranks=ranks,
+    )
+
+
+def observed(run: Run) -> Run:
+    """``run`` as tests share it: short, narrow, its last step's collectives recorded, its sums in
+    order.
+
+    gloo leaves the order of sums open from 3 ranks on, torch's RMSNorm in float32.
+    """
+    exact_sums = run.world > 2 or run.param_dtype == "float32"
+    return replace(run, narrow=True, steps=2, traced_step=2, exact_sums=exact_sums)
+
+
+class Runs:
+    """Runs that are made once, for all tests and processes that have the same ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def folder(self, run: Run) -> Path:
+        """Where ``run`` leaves its files and logs."""
+        return self._folder / f"{run}-{hashlib.sha256(repr(run).encode()).hexdigest()[:12]}"
+
+    def get(self, run: Run) -> Result:
+        """Train ``run``, with time for a compiler, unless that has been done."""
+        folder = self.folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "result.pickle"
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                result = train(run, folder, timeout_s=(2 if run.compiled else 1) * PATIENCE_S)
+                file.write_bytes(pickle.dumps(result))
+            return pickle.loads(file.read_bytes())
+
+
+def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
+    """The trainer config of ``run``: Titan's own class for "stock", ours otherwise."""
+    config = titan_config(run.model)
+    assert config.model_spec is not None
+    model_config = cast(Decoder.Config, config.model_spec.model)
+    model_config.layers = model_config.layers[: run.layers]
+    if run.narrow and run.model == "deepseek_v3":
+        narrow_attention(model_config)
+    if run.experts:
+        set_num_experts(model_config, run.experts)
+    model_config = cast(
+        Decoder.Config, convert(model_config, run.converters, compiled=run.compiled)
+    )
+    config.model_spec.model = model_config
+    if run.lora:
+        converter = LoRAConverter.Config(rank=run.lora, target_modules=["wq", "wo"]).build()
+        config.model_spec.model = cast(Decoder.Config, converter.convert(model_config))
+        config.model_spec.post_optimizer_build_fn = None  # ours freezes the routers' bias too
+    config.hf_assets_path = str(default_tokenizer_path())
+    if run.optimizer == "muon":
+        config.optimizer = muon.config(run.model, spelt_out=run.parallelize == "stock")
+    elif run.optimizer != "default":
+        config.optimizer.implementation = cast(Any, run.optimizer)
+    config.dump_folder = str(folder)
+    config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
+    config.training = TrainingConfig(
+        local_batch_size=max(
+            1, run.global_batch // (run.world // (run.pp * run.tp * run.cp) * run.accumulate)
+        ),
+        global_batch_size=run.global_batch,
+        seq_len=run.seq_len,
+        steps=run.steps,
+        disable_cuda_graphs=True,
+        max_norm=run.max_norm,
+        mixed_precision_param=cast(Any, run.param_dtype),
+        enable_cpu_offload=run.cpu_offload,
+    )
+    config.parallelism.expert_parallel_degree = run.ep
+    config.parallelism.pipeline_parallel_degree = run.pp
+    config.parallelism.tensor_parallel_degree = run.tp
+    config.parallelism.context_parallel_degree = run.cp
+    config.parallelism.enable_sequence_parallel = run.sequence_parallel
+    config.parallelism.data_parallel_replicate_degree = run.dp_replicate
+    config.parallelism.pipeline_parallel_microbatch_size = run.microbatch_size
+    config.parallelism.pipeline_parallel_schedule = run.schedule
+    if isinstance(run.reshard, str):
+        config.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
+    config.parallelism.spmd_backend = cast(Any, run.backend)
+    policies: dict[str, Any] = {
+        "selective": SelectiveAC.Config(),
+        "full": FullAC.Config(),
+        "none": None,
+        "op_policies": OP_POLICIES,
+        "fp8": FP8AC.Config(),
+        "fp8_full": FP8AC.Config(mode="full"),
+        "fp8_no_recompute": FP8AC.Config(mode="no_recompute"),
+        "fp8_speed": FP8AC.Config(preset="speed"),
+        "fp8_early": FP8AC.Config(score_before_last_gemm=True),
+        "on_host": FP8AC.Config(preset="stock", op_policies={"input": "offload", "*": "offload"}),
+        "on_host_all": FP8AC.Config(mode="no_recompute", op_policies={"*": "offload"}),
+    }
+    config.activation_checkpoint = policies[run.ac] if isinstance(run.ac, str) else run.ac
+    config.compile.enable = run.compiled
+    config.compile.backend = run.compile_backend
+    config.compile.components = ["model"]
+    config.metrics = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)
+    config.checkpoint = CheckpointManager.Config(enable=False)
+    if not run.chunked_loss:
+        config.loss = CrossEntropyLoss.Config()
+    config.debug.seed = 42
+    config.debug.deterministic = True
+    config.debug.spmd_typechecking = run.typechecked
+    config.debug.enable_structured_logging = False
+    if run.parallelize == "stock":
+        return _stock_config(config)
+    ours = extend_config(config)
+    ours.parallelism.fsdp_wrap = cast(Any, run.parallelize)
+    ours.parallelism.fsdp_track_memory = run.tracked
+    ours.parallelism.save_all_to_all = cast(Any, run.save_all_to_all)
+    ours.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
+    ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
+    ours.parallelism.overlap_exchanges = cast(Any, run.overlap_exchanges)
+    ours.parallelism.exchange_dtype = cast(Any, run.exchange_dtype)
+    ours.parallelism.fsdp_replicate = list(run.replicate)
+    ours.parallelism.fsdp_prefetch = run.prefetch
+    ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
+    ours.parallelism.fsdp_reduce_scatter_buffers = run.reduce_scatter_buffers
+    ours.parallelism.fsdp_expert_all_gather = cast(Any, run.expert_all_gather)
+    ours.parallelism.fsdp_expert_reduce_scatter = cast(Any, run.expert_reduce_scatter)
+    # As when a file or the command line gives these values.
+    ours.parallelism.__post_init__()
+    ours.__post_init__()
+    return ours
+
+
+def titan_config(model: str) -> TitanTrainer.Config:
+    from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+    from torchtitan.models.gpt_oss import config_registry as gpt_oss
+    from torchtitan.models.llama3 import config_registry as llama3
+    from torchtitan.models.muse_glimmer import config_registry as muse_glimmer
+    from torchtitan.models.qwen3 import config_registry as qwen3
+
+    return {
+        "deepseek_v3": deepseek_v3.deepseek_v3_debugmodel,
+        "deepseek_v3_16b": deepseek_v3.deepseek_v3_16b,
+        "deepseek_v3_mtp": deepseek_v3.deepseek_v3_debugmodel_mtp,
+        "qwen3": qwen3.qwen3_debugmodel,
+        "qwen3_moe": qwen3.qwen3_moe_debug,
+        "llama3": llama3.llama3_debugmodel,
+        "gpt_oss": gpt_oss.gpt_oss_debugmodel,
+        "muse_glimmer": muse_glimmer.muse_glimmer_debugmodel,
+        "kimi_text": _kimi_text,
+    }[model]()
+
+
+def narrow_attention(config: Decoder.Config) -> None:
+    """Give DeepSeek-V3's debug model 4 heads for its 16, which have most of its parameters."""
+    for layer in config.layers:
+        attention: Any = layer.attention
+        attention.n_heads //= 4
+        for linear, name in (
+            (attention.wq, "out_features"),
+            (attention.wkv_b, "out_features"),
+            (attention.wo, "in_features"),
+        ):
+            setattr(linear, name, getattr(linear, name) // 4)
+
+
+def set_num_experts(config: Decoder.Config, experts: int) -> None:
+    """Give every MoE layer of a model so many routed experts."""
+    for _, found, _, _ in config.traverse(MoE.Config):
+        moe: Any = found
+        moe.router.gate.out_features = experts
+        parts = (moe, moe.router, moe.routed_experts.inner_experts)
+        for part in (*parts, moe.routed_experts.token_dispatcher):
+            part.num_experts = experts
+
+
+def _kimi_text() -> TitanTrainer.Config:
+    """Kimi's debug model without its vision tower, on text, with AdamW for its sharded Muon."""
+    from torchtitan.models.kimi_k2_7 import config_registry as kimi
+
+    config = kimi.kimi_k2_5_debugmodel()
+    assert config.model_spec is not None
+    cast(Any, config.model_spec.model).vision_encoder = None
+    config.tokenizer = HuggingFaceTokenizer.Config()
+    config.optimizer = default_adamw(lr=8e-4)
+    return config
+
+
+def _stock_config(config: TitanTrainer.Config) -> TitanTrainer.Config:
+    """Titan's config and spec, with what a CPU needs: SDPA for Flex, and SUM for PREMUL_SUM."""
+    no_accelerator.adapt_config(config)
+    spec = config.model_spec
+    assert spec is not None
+    titan_parallelize = spec.parallelize_fn
+
+    def parallelize_for_gloo(model: nn.Module, **kwargs: Any) -> nn.Module:
+        model = titan_parallelize(model, **kwargs)
+        if dist.get_backend() != "nccl":
+            no_accelerator.reduce_without_premul_sum(model)
+        return model
+
+    spec.parallelize_fn = parallelize_for_gloo
+    return config
+
+
+def _reduce_scatter_in_rank_order(
+    self, output_tensor, input_tensor, group, op, async_op=False
+) -> None:
+    """FSDP2's default reduce-scatter, but rank 0's values come first, then rank 1's, ..."""
+    assert not async_op
+    received = torch.empty_like(input_tensor)
+    with recorded_as("reduce_scatter"):
+        dist.all_to_all_single(received, input_tensor, group=group)
+    first, *others = received.chunk(dist.get_world_size(group))
+    output_tensor.copy_(first.view_as(output_tensor))
+    for values in others:
+        output_tensor.add_(values.view_as(output_tensor))
+
+
+def planned_config(run: Run, folder: Path) -> Any:
+    """The config of ``run`` as a dry run takes it: balanced routing, nothing written."""
+    config: Any = make_config(run, folder)
+    config.debug.moe_force_load_balance = True
+    config.metrics.enable_tensorboard = False
+    return config
+
+
+def start_as_planned(run: Run, folder: Path) -> tuple[Any, Any]:
+    """A real trainer of ``planned_config`` before its first step, and its batches."""
+    no_accelerator.enable()
+    register_stdlib_corpus()
+    with patched(run), no_accelerator.layout_independent_init():
+        trainer = planned_config(run, folder).build()
+    trainer.step = 1
+    return trainer, trainer.batch_generator(trainer.dataloader)
+
+
+@contextlib.contextmanager
+def patched(run: Run) -> Iterator[None]:
+    """What a CPU lacks for stock Titan, and the order of sums if the run asks for it.
+
+    gloo has no uneven list all-to-all, and no accelerator could pin memory for CPU offload.
+    """
+    patch = unittest.mock.patch.object
+    with contextlib.ExitStack() as stack:
+        if run.parallelize == "stock":
+            stack.enter_context(patch(dist, "all_to_all", list_all_to_all))
+            unpinned = functools.partial(CPUOffloadPolicy, pin_memory=False)
+            stack.enter_context(patch(titan_fsdp, "CPUOffloadPolicy", unpinned))
+        if run.attention == "flex":
+            stack.enter_context(flex_on_cpu())
+        if run.expert_shard_dim:
+            dim = run.expert_shard_dim
+            stack.enter_context(patch(ShardSizes, "expert_shard_dim", lambda *_: dim))
+        if run.stock_copy_out:
+            stack.enter_context(patch(make_plan, "copies_out_directly", lambda: False))
+            stack.enter_context(patch(prefetch, "_freeing", lambda *_: set()))
+        if run.exact_sums:
+            stack.enter_context(
+                patch(DefaultReduceScatter, "__call__", _reduce_scatter_in_rank_order)
+            )
+            forward = nn.RMSNorm.forward
+            as_one_node = lambda self, x: forward(self, x.view_as(x))  # noqa: E731
+            stack.enter_context(patch(nn.RMSNorm, "forward", as_one_node))
+        if run.optimizer == "muon":
+            stack.enter_context(muon.on_a_cpu())
+        yield
+
+
+def _train_rank(run: Run, folder: Path) -> RankResult:
+    init_logger()
+    if run.nodes:
+        node_sizes = [size for size in run.nodes for _ in range(size)]
+        os.environ["LOCAL_WORLD_SIZE"] = str(node_sizes[int(os.environ["RANK"])])
+    no_accelerator.enable()
+    register_stdlib_corpus()
+    trace = CollectiveTrace()
+    operations = profile(activities=[ProfilerActivity.CPU])
+    norms: list[float] = []
+    # From the start: Titan binds each module's forward when it parallelizes.
+    with patched(run):
+        with no_accelerator.layout_independent_init(), quick_initialisation():
+            trainer = make_config(run, folder).build()
+        if run.routing == "one_expert":
+            _send_every_token_to_the_first_experts(trainer)
+        routing = _watch_routing(trainer) if run.watch_routing else []
+        _observe_steps(trainer, run, trace, operations, norms)
+        trainer.train()
+    result = RankResult(
+        state_hash=state_hash(trainer),
+        grad_norms=norms,
+        collectives=trace.events,
+        gradients=_full_gradients(trainer) if run.keep_gradients else {},
+        memory=_memory_log(trainer).timeline if run.tracked else None,
+        routing=routing,
+        operations=operations_in(operations) if run.profiled_step else Counter(),
+        graphs=counters["stats"]["unique_graphs"],
+    )
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def operations_in(profiler: profile) -> Counter[str]:
+    """Calls by name. ``profiler.events()`` would make an object for each, for seconds."""
+    return Counter(e.name() for e in cast(Any, profiler.profiler).kineto_results.events())
+
+
+def _memory_log(trainer) -> MemoryLog:
+    (log,) = (check for check in trainer.checks if isinstance(check, MemoryLog))
+    return log
+
+
+def _watch_routing(trainer) -> list[tuple[str, bool, np.ndarray]]:
+    calls: list[tuple[str, bool, np.ndarray]] = []
+    for part in trainer.model_parts:
+        for name, module in part.named_modules():
+            if type(module).__name__ == "TokenChoiceTopKRouter":
+
+                def note(module, args, output, name=name) -> None:
+                    ids = output[1]
+                    local = ids.to_local() if isinstance(ids, DTensor) else ids
+                    calls.append(
+                        (canonical_fqn(name), in_backward(), local.detach().clone().numpy())
+                    )
+
+                module.register_forward_hook(note)
+    return calls
+
+
+def _observe_steps(
+    trainer, run: Run, trace: CollectiveTrace, operations: profile, norms: list[float]
+) -> None:
+    step = trainer.train_step
+    log = trainer.metrics_processor.log
+
+    def observed_step(data_iterator) -> None:
+        with contextlib.ExitStack() as observers:
+            if trainer.step == run.traced_step:
+                observers.enter_context(trace)
+            if trainer.step == run.profiled_step:
+                observers.enter_context(operations)
+            step(data_iterator)
+        if run.keep_gradients and trainer.step == run.steps:
+            trainer.kept = {
+                canonical_fqn(name): param.grad
+                for part in trainer.model_parts
+                for name, param in part.named_parameters()
+            }
+
+    def observed_log(step: int, loss: float, max_loss: float, grad_norm: float, **kwargs) -> None:
+        norms.append(grad_norm)
+        log(step, loss, max_loss, grad_norm, **kwargs)
+
+    trainer.train_step = observed_step
+    trainer.metrics_processor.log = observed_log
+
+
+def _full_gradients(trainer) -> dict[str, np.ndarray]:
+    full = {
+        # numpy: a tensor sent through a pipe lives in the memory of the process that sent it
+        name: (grad.full_tensor() if isinstance(grad, DTensor) else grad).numpy()
+        for name, grad in trainer.kept.items()
+        if grad is not None
+    }
+    return full if dist.get_rank() == 0 else {}
+
+
+def _send_every_token_to_the_first_experts(trainer) -> None:
+    """Through the router's own load-balancing bias, which decides the choice and not the score."""
+    for part in trainer.model_parts:
+        for module in part.modules():
+            bias = getattr(module, "expert_bias_E", None)
+            if bias is None:
+                continue
+            local = bias.to_local() if isinstance(bias, DTensor) else bias
+            local[: module.router.top_k] = 1e4
+
+
+def state_hash(trainer) -> str:
+    """SHA-256 over every parameter, buffer and optimizer state of this rank, by name."""
+    digest = hashlib.sha256()
+    names: dict[nn.Parameter, str] = {}
+    tensors: dict[str, Any] = {}
+    for index, part in enumerate(trainer.model_parts):
+        for name, param in part.named_parameters():
+            names[param] = f"{index}.{canonical_fqn(name)}"
+            tensors[names[param]] = param
+        for name, buffer in part.named_buffers():
+            tensors[f"{index}.{canonical_fqn(name)}"] = buffer
+    for optimizer in trainer.optimizers.optimizers:
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                tensors[f"{names[param]}.{key}"] = value
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name}{tuple(local.shape)}{local.dtype}".encode())
+        digest.update(
+            local.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            if local.dim()
+            else str(local.item()).encode()
+        )
+    return digest.hexdigest()

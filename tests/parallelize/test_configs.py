@@ -1,0 +1,237 @@
+"""Our keys are Titan keys: on the command line, in the config, and refused with one message."""
+
+import dataclasses
+import logging
+import re
+import typing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pytest
+from torchtitan.config import ConfigManager
+from torchtitan.trainer import Trainer as TitanTrainer
+
+from tests.helpers.training import titan_config
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.config_registry.resolve import load
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.passes import check_model_limits, parallelize
+from titan_ext.run import trainer
+from titan_ext.run.trainer import Trainer, extend_config
+from titan_ext.toml.files import to_toml
+
+MOE_DEBUG = Path(__file__).parents[2] / "train_configs" / "moe_debug.toml"
+
+
+def _parse(*flags: str) -> Trainer.Config:
+    args = ["--module", "titan_ext", "--config", str(MOE_DEBUG), *flags]
+    return cast(Trainer.Config, ConfigManager().parse_args(args))
+
+
+def test_moe_debug_builds_our_trainer():
+    config = _parse()
+    assert type(config) is Trainer.Config
+    assert config._owner is Trainer
+    assert config.parallelism.expert_parallel_degree == 2
+    assert config.parallelism.fsdp_wrap == "auto"
+    assert config.model_spec is not None
+    assert config.model_spec.parallelize_fn is parallelize
+
+
+def test_command_line_wins():
+    config = _parse(
+        "--parallelism.fsdp_wrap", "block", "--training.steps", "7", "activation_checkpoint:full"
+    )
+    assert config.parallelism.fsdp_wrap == "block"
+    assert config.training.steps == 7
+    assert not config.debug.record_collectives
+    assert _parse("--debug.record_collectives").debug.record_collectives
+    assert "FullAC" in type(config.activation_checkpoint).__qualname__
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Trainer.Config]:
+    """Every config of ours that Titan's checks see, which run at the end of ours."""
+    seen = []
+    check = TitanTrainer.Config.__post_init__
+
+    def note(config: TitanTrainer.Config) -> None:
+        if isinstance(config, Trainer.Config):
+            seen.append(config)
+        check(config)
+
+    monkeypatch.setattr(TitanTrainer.Config, "__post_init__", note)
+    monkeypatch.setattr(trainer, "_checked", set())
+    return seen
+
+
+def test_a_file_is_checked_once_and_tyro_and_build_do_not_check_it_again(checked: list):
+    load(MOE_DEBUG)
+    assert len(checked) == 1
+    checked.clear()
+    config = _parse()
+    dataclasses.replace(config)  # as in Configurable.Config.build
+    assert len(checked) == 1
+    checked.clear()
+    config = _parse("--training.steps=17")
+    dataclasses.replace(config)
+    assert [seen.training.steps for seen in checked] == [30, 17]  # the file; with the flags
+    config.parallelism.pipeline_parallel_microbatch_size = 0
+    with pytest.raises(ValueError, match="microbatch_size is 0; expected 1 or more"):
+        dataclasses.replace(config)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_text"])
+def test_an_extended_config_is_checked_once(checked: list, name: str):
+    titan = titan_config(name)
+    config = extend_config(titan)
+    assert checked == [config]
+    dataclasses.replace(config)
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize("by", ["flags", "file"])
+def test_titan_warns_once(caplog: pytest.LogCaptureFixture, tmp_path: Path, by: str):
+    file = tmp_path / "run.toml"
+    checkpoint = "load_only = true\nenable_first_step_checkpoint = true\n"
+    file.write_text(f'extends = "{MOE_DEBUG}"\n[checkpoint]\n{checkpoint}')
+    flags = ("--checkpoint.load_only", "--checkpoint.enable_first_step_checkpoint")
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            dataclasses.replace(_parse(*flags) if by == "flags" else load(file))
+        assert ["will be ignored" in r.message for r in caplog.records].count(True) == 1
+        assert "initial_load_path" not in caplog.text  # it would warn of a default
+
+
+def test_unknown_wrap_on_the_command_line_is_refused(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        _parse("--parallelism.fsdp_wrap", "layer")
+    shown = capsys.readouterr()
+    assert "submodule" in shown.out + shown.err
+
+
+def test_unknown_wrap_in_python_is_refused():
+    with pytest.raises(ValueError, match="fsdp_wrap is 'layer'; expected one of auto, submodule"):
+        ParallelismConfig(fsdp_wrap="layer")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_full_dtensor_is_refused_by_name(capsys: pytest.CaptureFixture):
+    with pytest.raises(ValueError, match="'full_dtensor', which titan_ext does not support"):
+        ParallelismConfig(spmd_backend="full_dtensor")
+    with pytest.raises(SystemExit):
+        _parse("--parallelism.spmd_backend", "full_dtensor")
+    assert "parallelism.spmd_backend is 'full_dtensor'" in capsys.readouterr().err
+
+
+def test_extended_config_keeps_every_value():
+    titan = titan_config("deepseek_v3")
+    ours = extend_config(titan)
+    for f in fields(TitanTrainer.Config):
+        if f.name in ("model_spec", "parallelism", "optimizer", "checkpoint", "debug"):
+            continue
+        assert getattr(ours, f.name) is getattr(titan, f.name), f.name
+    assert ours.optimizer.to_dict() == titan.optimizer.to_dict()
+    for section in ("parallelism", "checkpoint", "debug"):
+        theirs = getattr(titan, section)
+        for f in fields(theirs):
+            assert getattr(getattr(ours, section), f.name) == getattr(theirs, f.name), f.name
+
+
+def test_extending_twice_changes_nothing():
+    ours = extend_config(titan_config("qwen3"))
+    assert extend_config(ours) is ours
+
+
+def test_a_titan_subclass_keeps_its_checks():
+    ours = extend_config(titan_config("kimi_text"))
+    assert isinstance(ours, Trainer.Config)
+    assert ours._owner is Trainer
+    with pytest.raises(ValueError, match="Kimi DistMuon currently requires"):
+        dataclasses.replace(ours, parallelism=ParallelismConfig(tensor_parallel_degree=2))
+
+
+def test_flux_is_refused_by_name():
+    class FluxTrainer(TitanTrainer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(TitanTrainer.Config):
+            pass
+
+    with pytest.raises(ValueError, match=r"a config of .*FluxTrainer: .* training loop of its own"):
+        extend_config(FluxTrainer.Config())
+
+
+@pytest.mark.parametrize(
+    ("name", "parallelism", "message"),
+    [
+        ("kimi_k2_5", {"context_parallel_degree": 2}, "context_parallel_degree is 2; kimi_k2_5"),
+        ("qwen3_5", {"context_parallel_degree": 2}, "context_parallel_degree is 2; qwen3_5"),
+        ("muse_glimmer", {"spmd_backend": "partial_dtensor"}, "muse_glimmer supports only 'spmd"),
+        ("gpt_oss", {"tensor_parallel_degree": 2}, "the bias of gpt_oss' experts once for each of"),
+    ],
+)
+def test_limits_of_titan_models_are_refused_by_key(name: str, parallelism: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_model_limits(name, ParallelismConfig(**parallelism))
+    check_model_limits("qwen3", ParallelismConfig(**parallelism))
+
+
+@pytest.mark.parametrize(
+    "other", [{"expert_parallel_degree": 2}, {"spmd_backend": "partial_dtensor"}]
+)
+def test_gpt_oss_under_tensor_parallelism_is_refused_only_where_it_is_wrong(other: dict):
+    check_model_limits("gpt_oss", ParallelismConfig(tensor_parallel_degree=2, **other))
+
+
+def test_a_config_without_a_model_is_refused():
+    with pytest.raises(ValueError, match="no model_spec"):
+        extend_config(TitanTrainer.Config())
+
+
+@pytest.mark.parametrize("key", ["parallelism.fsdp_track_memory", "debug.record_collectives"])
+def test_what_needs_python_in_each_step_is_refused_with_cuda_graphs(key: str, accelerator):
+    section, name = key.split(".")
+    ours = extend_config(titan_config("qwen3"))
+    ours.training.disable_cuda_graphs = False
+    on = {section: dataclasses.replace(getattr(ours, section), **{name: True})}
+    with pytest.raises(ValueError, match=rf"{key} needs training\.disable_cuda_graphs = true"):
+        dataclasses.replace(ours, **on)
+    ours.training.disable_cuda_graphs = True
+    assert getattr(getattr(dataclasses.replace(ours, **on), section), name)
+
+
+def _choices(hint: Any) -> set[str]:
+    """The values of every Literal in a type."""
+    if typing.get_origin(hint) is Literal:
+        return {to_toml(value) for value in typing.get_args(hint)}
+    return {value for part in typing.get_args(hint) for value in _choices(part)}
+
+
+def _new_keys() -> dict[str, tuple[str, set[str]]]:
+    """The keys that our sections add to Titan's, or give other types: default and choices."""
+    ours = extend_config(titan_config("qwen3"))
+    names = [field.name for field in fields(ours) if field.name != "model_spec"]
+    sections = {name: getattr(ours, name) for name in names}
+    found = {}
+    for section, config in {**sections, "activation_checkpoint": FP8AC.Config()}.items():
+        if not type(config).__module__.startswith("titan_ext."):
+            continue
+        hints = typing.get_type_hints(type(config))
+        before = typing.get_type_hints(type(config).__mro__[1])
+        for field in fields(config):
+            if hints[field.name] != before.get(field.name):
+                default = to_toml(getattr(type(config)(), field.name))
+                found[f"{section}.{field.name}"] = (default, _choices(hints[field.name]))
+    return found
+
+
+def test_the_page_of_keys_has_every_key():
+    """With its default and choices, and no other key."""
+    docs = Path(__file__).parents[2] / "docs"
+    rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|(.*?)\|", (docs / "keys.md").read_text(), re.M)
+    new = _new_keys()
+    assert sorted(key for key, _, _ in rows) == sorted(new)
+    for key, choices, default in rows:
+        assert re.findall(r"`(.*?)`", default)[0] == new[key][0], key
+        assert new[key][1] <= set(re.findall(r"`(.*?)`", choices)), key

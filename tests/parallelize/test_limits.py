@@ -1,0 +1,185 @@
+"""Values and degrees that no run can have are refused in words, before any process group."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers.training import Run, make_config, titan_config
+from titan_ext.base.run_check import world_size
+from titan_ext.parallelize.limits import wrong_degrees, wrong_values
+from titan_ext.run.trainer import Trainer, extend_config
+
+EXPERTS = r"expert_parallel_degree is {}; it has to divide {}, the number of experts; .* one of {}"
+REGION = r"expert_parallel_degree is {}; it has to divide {}, the ranks of one pipeline stage .* {}"
+
+
+def _config(**degrees: Any) -> Trainer.Config:
+    config = extend_config(titan_config("deepseek_v3"))  # 8 experts
+    for key, degree in degrees.items():
+        setattr(config.parallelism, f"{key}_degree", degree)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "message"),
+    [
+        (4, {"expert_parallel": 3}, EXPERTS.format(3, 8, "1, 2, 4")),
+        (4, {"expert_parallel": 8}, REGION.format(8, 4, "one of 1, 2, 4")),
+        (32, {"expert_parallel": 16}, EXPERTS.format(16, 8, "1, 2, 4, 8")),
+        (
+            16,
+            {"data_parallel_replicate": 4, "data_parallel_shard": 4, "expert_parallel": 8},
+            REGION.format(8, 4, "one of 1, 2, 4"),
+        ),
+        (16, {"pipeline_parallel": 16, "expert_parallel": 2}, REGION.format(2, 1, "expected 1")),
+        (4, {"tensor_parallel": 7}, "tensor_parallel_degree 7 makes 7 ranks, but this run has 4"),
+        (4, {"data_parallel_shard": 2}, "product is 4, or data_parallel_shard_degree = -1"),
+        (None, {"data_parallel_shard": 2, "expert_parallel": 4}, REGION.format(4, 2, "1, 2")),
+    ],
+)
+def test_degrees_that_do_not_fit(ranks: int | None, degrees: dict[str, int], message: str):
+    (wrong,) = wrong_degrees(_config(**degrees), ranks)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(wrong)
+
+
+UNEVEN = (
+    r"expert_parallel_degree is {}: {} ranks share 8 experts, so FSDP shards dim 1 .* of 256 "
+    r"values, over {} ranks, which torch does evenly only; expected {}\."
+)
+COPIES = r"data_parallel_replicate_degree {}, if a plan \(--memory\) says it fits"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "message"),
+    [
+        (12, {"expert_parallel": 4}, UNEVEN.format(4, 12, 3, COPIES.format(3))),
+        (24, {}, UNEVEN.format(1, 24, 24, COPIES.format(3))),
+        (
+            48,
+            {"tensor_parallel": 4, "expert_parallel": 8},
+            UNEVEN.format(8, 48, 6, COPIES.format(3)),
+        ),
+        # Copies would do too, and take more memory: nobody asked how much there is.
+        (1024, {"expert_parallel": 2}, UNEVEN.format(2, 1024, 512, "one of 4, 8")),
+    ],
+)
+def test_experts_that_torch_cannot_shard_unevenly(
+    ranks: int, degrees: dict[str, int], message: str
+):
+    """Stock ends with torch's sentence, once process groups exist; what is expected starts."""
+    (wrong,) = wrong_degrees(_config(**degrees), ranks)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(wrong)
+    expected = wrong.rpartition("expected ")[2]
+    key = "data_parallel_replicate" if "replicate" in expected else "expert_parallel"
+    for degree in map(int, re.findall(r"\d+", expected)):
+        assert list(wrong_degrees(_config(**degrees | {key: degree}), ranks)) == []
+
+
+def test_muon_wants_whole_experts(tmp_path: Path):
+    config = make_config(Run(parallelize="block", optimizer="muon"), tmp_path)
+    config.training.global_batch_size = -1
+    assert list(wrong_degrees(config, 8)) == []
+    (wrong,) = wrong_degrees(config, 16)
+    assert "16 ranks share 8 experts, so FSDP shards dim 1" in wrong
+    assert "which DistMuon does not support; expected expert parallelism in copies" in wrong
+    config.parallelism.expert_parallel_degree = 2
+    (wrong,) = wrong_degrees(config, 16)
+    assert re.search(f"expected {COPIES.format(2)}", wrong)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [
+        (1, {}),
+        (16, {"expert_parallel": 4}),  # dim 1 of 256 values over 4
+        (12, {"expert_parallel": 4, "data_parallel_replicate": 3}),
+        (4, {"expert_parallel": 4}),
+        (8, {"tensor_parallel": 2, "expert_parallel": 8}),
+        (16, {"data_parallel_replicate": 2, "pipeline_parallel": 2, "expert_parallel": 4}),
+        (8, {"data_parallel_shard": 4, "context_parallel": 2, "expert_parallel": 8}),
+        (None, {"expert_parallel": 8}),
+    ],
+)
+def test_degrees_that_fit(ranks: int | None, degrees: dict[str, int]):
+    assert list(wrong_degrees(_config(**degrees), ranks)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dump_folder", ""),
+        *((f"training.{name}", 0) for name in ("local_batch_size", "seq_len", "steps", "gc_freq")),
+        ("training.global_batch_size", -2),
+        ("training.max_norm", -1.0),
+        *((f"parallelism.{axis}_parallel_degree", 0) for axis in ("expert", "tensor", "context")),
+        ("parallelism.pipeline_parallel_degree", 0),
+        ("parallelism.data_parallel_replicate_degree", 0),
+        ("parallelism.data_parallel_shard_degree", 0),
+        ("lr_scheduler.warmup_steps", -1),
+        ("lr_scheduler.total_steps", 0),
+        ("lr_scheduler.decay_ratio", 3.0),
+        ("lr_scheduler.min_lr_factor", -0.1),
+        ("checkpoint.interval", 0),
+        ("checkpoint.keep_latest_k", -1),
+        ("checkpoint.verify_checksums_up_to_gib", -1.0),
+        ("metrics.log_freq", 0),
+        ("validator.freq", 0),
+        ("comm.init_timeout_seconds", 0),
+        ("comm.train_timeout_seconds", 0),
+    ],
+)
+def test_each_value_has_its_limit(key: str, value: Any):
+    section, _, name = key.rpartition(".")
+    config = SimpleNamespace(**{name: value})
+    (wrong,) = wrong_values(SimpleNamespace(**{section: config}) if section else config)
+    assert wrong.startswith(f"{key} is {value!r}; expected ")
+
+
+def test_a_batch_that_the_ranks_cannot_share():
+    config = _config(tensor_parallel=2)
+    config.training.local_batch_size = 3
+    config.training.global_batch_size = 12
+    assert list(wrong_degrees(config, 4)) == []
+    config.training.global_batch_size = 14
+    assert "expected a multiple of 6: training.local_batch_size 3 x 2 " in str(
+        list(wrong_degrees(config, 4))
+    )
+
+
+def test_the_number_of_ranks_is_titans(monkeypatch: pytest.MonkeyPatch):
+    config = _config()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("NGPU", raising=False)
+    assert world_size(config) is None
+    monkeypatch.setenv("NGPU", "512")
+    assert world_size(config) == 512
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert world_size(config) == 4
+    config.comm.mode = "fake_backend"
+    assert world_size(config) == 512
+
+
+def test_a_config_made_in_python_is_refused_before_a_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=REGION.format(8, 4, "1, 2, 4")):
+        _config(expert_parallel=8).build()
+    with pytest.raises(ValueError, match=r"expert_parallel_degree is 0; expected 1 or more\.$"):
+        _config(expert_parallel=0).build()
+    assert not dist.is_initialized()
+
+
+def test_every_config_of_titan_passes():
+    config = _config()
+    assert wrong_values(config) == []
+    config.training.max_norm = float("inf")  # no clipping
+    config.lr_scheduler.decay_ratio = None
+    config.training.global_batch_size = -1
+    assert wrong_values(config) == []

@@ -1,0 +1,112 @@
+"""Pipeline schedules that split backward: what is refused, and why."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.config import CompileConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig as TitanParallelismConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+from tests.helpers.toml_files import Loader
+from tests.helpers.training import Run, make_config, train
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.limits import check_schedule
+from titan_ext.parallelize.passes import parallelize
+
+DOC = Path(__file__).parents[2] / "docs" / "multi_node.md"
+
+_ZERO_BUBBLE = Run(
+    world=2,
+    pp=2,
+    layers=4,
+    schedule="InterleavedZeroBubble",
+    ac="none",
+    chunked_loss=False,
+    parallelize="submodule",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"ac": "selective"}, 'policy "selective"'),
+        ({"ac": "fp8"}, 'policy "fp8" with mode "selective"'),
+        ({"ac": "fp8_full"}, 'policy "fp8" with mode "full"'),
+        ({"compiled": True}, "compile.enable"),
+        ({"chunked_loss": True}, "last norm would get no gradient"),
+        ({"reshard": "always"}, "parallelism.fsdp_reshard_after_forward is 'always'"),
+        (
+            {"reshard_groups": (("attention", "never"), ("moe", "always"))},
+            "parallelism.fsdp_reshard_groups.moe is 'always'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_what_would_fail_or_lose_gradients_is_refused(schedule: str, changes, named, tmp_path):
+    run = replace(_ZERO_BUBBLE, schedule=schedule, **changes)
+    with pytest.raises(ValueError, match=f"{schedule}', which splits backward") as error:
+        replace(make_config(run, tmp_path))  # checked again, as when a trainer is built
+    assert named in str(error.value)
+    make_config(replace(run, schedule="Interleaved1F1B"), tmp_path)
+    make_config(replace(run, pp=1), tmp_path)
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "fp8_no_recompute"])
+def test_what_trains_is_not(ac: str, tmp_path: Path):
+    make_config(replace(_ZERO_BUBBLE, ac=ac, reshard="never"), tmp_path)
+
+
+def test_a_schedule_in_a_file_is_read(tmp_path: Path):
+    file = tmp_path / "schedule.csv"
+    parallelism = ParallelismConfig(
+        pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(file)
+    )
+    settings: dict[str, Any] = {"loss": ChunkedLossWrapper.Config(), "compiled": False}
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    check_schedule(parallelism, activation_checkpoint=None, **settings)
+    file.write_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    with pytest.raises(ValueError, match=r"_csv is '.*schedule.csv', which splits backward"):
+        check_schedule(parallelism, activation_checkpoint=None, **settings)
+
+
+def test_the_example_of_the_docs(config: Loader):
+    (example,) = re.findall(r"```toml\n(.*?)```", DOC.read_text(), flags=re.DOTALL)
+    assert isinstance(config(example).loss, CrossEntropyLoss.Config)
+    without_loss = example.split("[loss]")[0]
+    with pytest.raises(ValueError, match="last norm would get no gradient"):
+        config(without_loss)
+
+
+@pytest.mark.slow
+def test_stock_loses_a_gradient_and_says_nothing(tmp_path: Path):
+    """If this fails, a release of torch or Titan has mended it: our refusal can go."""
+    run = replace(
+        _ZERO_BUBBLE,
+        schedule="ZBVZeroBubble",  # under which rank 0 has the last stage
+        parallelize="stock",
+        steps=1,
+        keep_gradients=True,
+    )
+    whole = train(run, tmp_path / "plain").ranks[0].gradients
+    chunked = train(replace(run, chunked_loss=True), tmp_path / "chunked").ranks[0].gradients
+    assert whole.keys() - chunked.keys() == {"norm.weight"}
+
+
+def test_parallelize_refuses_them_under_any_trainer():
+    """With our model spec under Titan's own trainer, which has checks of its own only."""
+    with pytest.raises(ValueError, match=r'ZBVZeroBubble.* policy "selective"'):
+        parallelize(
+            cast(Any, None),
+            parallel_dims=cast(Any, None),
+            training=TrainingConfig(),
+            parallelism=TitanParallelismConfig(
+                pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"
+            ),
+            compile_config=CompileConfig(),
+            ac_config=SelectiveAC.Config(),
+            dump_folder="",
+        )

@@ -1,0 +1,330 @@
+"""`titan_ext dry-run`: large jobs, one rank, nothing of their size."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.pipelining.stage import PipelineStage
+
+from tests.helpers.cluster import Command, run_command
+from tests.helpers.toml_files import DEBUG
+from tests.project.test_train_configs import NAMES, world_size
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base.messages import shipped_configs
+from titan_ext.base.op_cost import MACHINES, group_ms, nvlink_domain, ranks_per_node
+from titan_ext.base.tensors import is_plain
+from titan_ext.config_registry import resolve_config
+from titan_ext.config_registry.commands import main
+from titan_ext.plan.stand_ins import as_rank
+
+ROOT = Path(__file__).parents[2]
+
+
+def _dry_run(folder: Path, *arguments: str) -> Command:
+    return run_command(folder, "dry-run", *arguments)
+
+
+def _line(text: str, name: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(name)]
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_the_best_policies_for_a_budget(folder: Path):
+    flags = ["--training.local_batch_size", "2"]
+    options = ["--ranks", "8", "--activations", "10MiB", "--out", "plan"]
+    done = _dry_run(folder, "moe_debug", *options, *flags, "activation_checkpoint:fp8")
+    assert (done.code, done.error) == (0, "")
+    assert "1 like layers.0, 5 like layers.1; milliseconds at h100 rates" in done.out
+    held = {
+        m[1].strip(): float(m[2]) for m in re.finditer(r"^(.+?) +([\d.]+) MiB ", done.out, re.M)
+    }
+    assert held["this budget"] <= 10 < held["stock selective"] < held["no checkpointing"]
+    files = ["plan", "plan/budget.json", "plan/budget.png", "plan/budget.toml"]
+    assert _files(folder) == files
+    frontier = json.loads((folder / "plan" / "budget.json").read_text())
+    assert frontier["budget"] == 10 * 2**20
+    best = frontier["best"]
+    assert best == sorted(best)
+    assert len(best) > 3
+    assert [ms for _, ms in best] == sorted((ms for _, ms in best), reverse=True)
+    for nbytes, ms in frontier["policies"].values():
+        assert min(least for held, least in best if held <= nbytes) <= 1.2 * ms + 0.1
+    config = resolve_config(str(folder / "plan" / "budget.toml"), []).config
+    policy = config.activation_checkpoint
+    assert isinstance(policy, FP8AC.Config)
+    assert (policy.preset, config.training.local_batch_size) == ("stock", 2)
+    assert list(policy.op_policies)[-1] == "*"
+    for pattern, how in policy.op_policies.items():
+        assert f'"{pattern}" = "{how}"' in done.out
+
+    # As an ordinary config it holds as much, and every pattern has an effect.
+    done = _dry_run(folder, "plan/budget.toml", "--ranks", "8", "--verbose")
+    assert "has no effect" not in done.out + done.error
+    (stored,) = re.findall(r"stored\(MiB\): ([\d.]+)", done.out + done.error)
+    assert float(stored) == pytest.approx(held["this budget"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload_limit", ["", "1GiB"])
+def test_a_budget_for_a_memory_fits_and_leaves_little(folder: Path, offload_limit: str):
+    (folder / "run.toml").write_text(
+        'extends = "moe_debug.toml"\n[training]\ndisable_cuda_graphs = true\n'
+        '[activation_checkpoint]\npolicy = "fp8"\nbudget = "fit"\n'
+        f'offload_limit = "{offload_limit}"\n'
+    )
+    memory = ["--memory", "256MiB", "--allowance", "0MiB"]
+    done = _dry_run(folder, "run.toml", "--ranks", "8", *memory)
+    (held,) = map(float, re.findall(r"^this budget +([\d.]+) MiB", done.out, re.M))
+    (spare,) = map(float, re.findall(r"fits in 0.25 GiB, ([\d.]+) GiB to spare", done.out))
+    assert 100 < held < 200
+    assert spare < 0.25 * 0.25
+    waits = re.findall(r"([\d.]+) MiB wait on the host", done.out)
+    assert bool(waits) == bool(offload_limit)
+    assert ("offloaded activations of this rank" in done.out) == bool(offload_limit)
+
+
+def test_other_configs_are_planned_beside_one(folder: Path):
+    (folder / "my_runs.py").write_text(
+        "from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel\n"
+        "def two_layers():\n"
+        "    config = deepseek_v3_debugmodel()\n"
+        "    del config.model_spec.model.layers[2:]\n"
+        "    return config\n"
+    )
+    (folder / "whole.toml").write_text(
+        'extends = "my_runs.two_layers"\n[training]\nlocal_batch_size = 4\nseq_len = 256\n'
+        "disable_cuda_graphs = true\n[parallelism]\nexpert_parallel_degree = 2\n"
+    )
+    for name, batch in (("half", 2), ("odd", 3)):
+        (folder / f"{name}.toml").write_text(
+            f'extends = "whole.toml"\n[training]\nlocal_batch_size = {batch}\n'
+            "global_batch_size = 32\n"
+        )
+    memory = ["--ranks", "8", "--memory", "4GiB", "--machine", "h100"]
+    done = _dry_run(folder, "whole.toml", *memory, "--against", "half.toml", "odd.toml")
+    assert done.code == 0
+    heading, first, second, fits, fails, tried = done.out.splitlines()[-6:]
+    assert heading == "-- what would fit on rank 0: 2 configs, a dry run each"
+    assert (first, second) == ("trying half.toml", "trying odd.toml")
+    assert re.fullmatch(r"fits, saves [\d.]+ MiB, \d+ ms a step: half.toml", fits)
+    assert re.match(r"does not start: odd.toml: .*global_batch_size", fails)
+    assert tried.startswith("2 tried, ")
+    done = _dry_run(folder, "whole.toml", "--ranks", "8", "--against", "half.toml")
+    assert "--against needs --memory" in done.error
+
+
+def test_a_stage_names_the_blocks_that_only_others_have(folder: Path):
+    """The first stage has the dense block, and blocks like those of the second."""
+    flags = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2")
+    done = _dry_run(
+        folder, "moe_debug", "--ranks", "4", "--rank", "2", "--activations", "10MiB", *flags
+    )
+    assert (done.code, done.error) == (0, "")
+    assert "other stages have blocks like layers.0, and none is here" in done.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--activations", "20"], "--activations is '20'; expected a size"),
+        (["--activations", "fit"], "--activations fit needs --memory"),
+        (["--activations", "1GiB", "--all-stages"], "--activations plans one rank"),
+    ],
+)
+def test_a_budget_is_refused(options, message, capsys):
+    assert main(["dry-run", "moe_debug", "--ranks", "8", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
+    """Nor does anything that a new process imports say a word."""
+    command = [sys.executable, "-m", "titan_ext", "dry-run", "moe_debug", "--ranks", "64"]
+    command += ["--machine", "h100", "activation_checkpoint:fp8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    out = run.stdout
+    assert _files(folder) == []
+    # Figures of the same model in a run, and of the arithmetic: fp32, Adam.
+    assert "deepseek_v3 debugmodel, 33.01 M parameters" in out
+    assert "rank 0 of 64: FSDP 64, EP 2 (spmd_types)" in out
+    # On 64 ranks the experts are sharded across nodes: what auto takes there.
+    assert "14 units in 14 groups: 1 embedding, 6 block, 5 experts, 1 norm, 1 head" in out
+    assert re.search(r'^ +auto is "experts", 2 .* \(EP 2, experts. shards across nodes', out, re.M)
+    assert "256 sequences (65,536 tokens) a step" in out
+    parameters, gradients, states = map(
+        float, re.findall(r"([\d.]+) MiB", _line(out, "this rank")[0])
+    )
+    assert parameters == gradients
+    assert states == pytest.approx(2 * parameters, rel=0.05)
+    assert "forward, loss, backward, gradient clipping, optimizer" in out
+    (ms,) = re.findall(
+        r"^time +expect [\d,]+ tokens/s a GPU \(\+-\d+%\); ideal [\d,]+ tokens/s a GPU, MFU .* "
+        r"([\d.]+) ms a step on h100$",
+        out,
+        re.M,
+    )
+    *parts, total = map(float, re.findall(r"^ +([\d.]+)  [a-z]", out, re.M))
+    assert total == float(ms) == pytest.approx(sum(parts), abs=0.7)
+    assert re.search(r" float8 codec$", out, re.M)
+
+
+def test_every_stage_of_a_pipeline(folder: Path):
+    """Each with its verdict first, and with a file; the fullest comes last.
+
+    A step that does not fit has an exit status of its own.
+    """
+    flags = ("--memory", "1GiB", "--parallelism.pipeline_parallel_degree", "2")
+    flags += ("--training.local_batch_size", "2")
+    done = _dry_run(
+        folder,
+        "moe_debug",
+        "--ranks",
+        "4",
+        "--all-stages",
+        "--out",
+        "plans",
+        "--against",
+        "moe_debug",
+        *flags,
+    )
+    assert (done.code, done.error) == (3, "")
+    files = [f"plans/plan_rank{rank}.{kind}" for rank in (0, 2) for kind in ("json", "png")]
+    assert _files(folder) == ["plans", *files]
+    plans = [json.loads((folder / name).read_text()) for name in files[::2]]
+    fullest = min(plans, key=lambda plan: plan["spare"])
+    *_, last, heading, _, found, tried = done.out.splitlines()
+    assert last == f"-- the fullest of 2 stages: {fullest['verdict']}"
+    assert heading.startswith(f"-- what would fit on rank {fullest['rank']}: ")
+    assert re.fullmatch(r"does not fit, (?:needs|saves) [\d.]+ MiB: moe_debug", found)
+    assert re.fullmatch(r"1 tried, \d+ CPU seconds", tried)
+    assert re.findall(r"^-- rank (\d)", done.out, re.M) == ["0", "2"]
+    assert re.findall(r"^stage +(\d) of 2", done.out, re.M) == ["0", "1"]
+    assert _line(done.out, "FSDP units")[1].endswith("1 head")
+    for stage, text in enumerate(done.out.split("-- rank ")[1:]):
+        verdict = rf"memory +does not fit in 1.00 GiB, .* of rank {2 * stage} \(stage {stage}\): "
+        assert re.match(verdict, text.splitlines()[1])
+        assert plans[stage]["verdict"] in text
+        assert plans[stage]["config"]["parallelism.pipeline_parallel_degree"] == 2
+        held = text.split("reserved (")[0].rpartition("\n")[0]
+        *parts, total = map(float, re.findall(r"^ +([\d.]+)  [a-z]", held, re.M))
+        assert total == pytest.approx(sum(parts), abs=0.06)
+    assert "memory for activations" not in done.out
+
+
+def test_context_parallelism(folder: Path):
+    """Under spmd_types it needs FlexAttention, with its masks."""
+    flags = ("--parallelism.context_parallel_degree", "2", "--training.seq_len", "512")
+    done = _dry_run(folder, "moe_debug", "--ranks", "8", *flags)
+    assert (done.code, done.error) == (0, "")
+    assert "rank 0 of 8: FSDP 4, CP 2, EP 2 (spmd_types)" in done.out
+    assert "optimizer, on fake tensors" in done.out
+
+
+def test_what_the_cluster_would_refuse_is_refused_here(folder: Path):
+    """CUDA graphs, which a CPU run switches off before anyone asks."""
+    (folder / "run.toml").write_text(
+        DEBUG
+        + "[training]\ndisable_cuda_graphs = false\n[parallelism]\nexpert_parallel_degree = 2\n"
+    )
+    done = _dry_run(folder, "run.toml", "--ranks", "8")
+    assert done.code == 1
+    assert "CUDA graphs support only expert parallel token dispatcher" in done.error
+    assert "Traceback" not in done.error
+
+
+def test_a_plan_says_which_nodes_it_assumes(folder: Path):
+    """In its lines and its JSON; units and links follow from them."""
+    options = ["--ranks", "8", "--memory", "8GiB", "--machine", "h100", "--out", "plans"]
+    times = {}
+    for nodes, words, units in (
+        ((), "8 ranks each, NVLink among 8", "on one node"),
+        (("--ranks-per-node", "2"), "2 ranks each, NVLink among 2", "across nodes"),
+        (("--ranks-per-node=2", "--nvlink-domain=8"), "2 ranks each, NVLink among 8", "across"),
+    ):
+        done = _dry_run(folder, "moe_debug", *options, *nodes)
+        assert (done.code, done.error) == (0, "")
+        assert _line(done.out, "nodes") == [f"nodes       {words}"]
+        assert units in done.out
+        plan = json.loads((folder / "plans" / "plan_rank0.json").read_text())
+        assert f"{plan['ranks_per_node']} ranks each, NVLink among {plan['nvlink_domain']}" == words
+        times[words] = plan["time"]["step_ms"]
+    _, apart, joined = times.values()
+    assert joined < apart
+
+
+def test_nodes_of_this_machine_do_not_leak_into_a_plan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    links = []
+    for nodes in ((), (4,), (4, 72)):
+        with as_rank(64, 0, *nodes):
+            _, link = group_ms(MACHINES["h100"], 2**20, range(8))
+            links.append((ranks_per_node(), nvlink_domain(), link))
+    assert links == [(8, 8, "node"), (4, 4, "network"), (4, 72, "node")]
+    assert ranks_per_node() == 2
+
+
+def test_options_of_the_clock_are_checked(folder: Path):
+    for options, message in (
+        (("--machine", "h10"), "gb300, mi300x, mi355x; did you mean 'h100'?"),
+        (("--ranks-per-node", "-1"), "--ranks-per-node is -1; expected 0 or more."),
+        (("--document", "-1"), "--document is -1; expected 0 or more."),
+        (("--nvlink-domain", "-1"), "--nvlink-domain is -1; expected 0 or more."),
+        (("--nvlink-domain", "72"), "--nvlink-domain needs --machine"),
+        (("--slower", "1.5"), "--measured and --slower need --machine"),
+        (("--machine", "h100", "--slower", "0"), "--slower is 0.0; expected a positive factor"),
+        (("--machine", "h100", "--slower", "nan"), "--slower is nan; expected a positive factor"),
+        (("--machine", "h100", "--measured", "nowhere"), "expected the folder of a run"),
+    ):
+        done = _dry_run(folder, "moe_debug", "--ranks", "8", *options)
+        assert (done.code, done.out) == (1, "")
+        assert message in done.error
+
+
+def test_a_fake_tensor_is_stored_as_a_plain_one():
+    with torch._subclasses.FakeTensorMode():
+        assert is_plain(torch.ones(1))
+    assert is_plain(torch.ones(1))
+    assert not is_plain(nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_torch_keeps_what_a_stage_is_told_of_its_shapes():
+    x = torch.empty(2, 3, device="meta", requires_grad=True)
+    stage = PipelineStage(nn.Identity(), 0, 1, torch.device("cpu"), input_args=x, output_args=x)
+    assert stage._user_meta.is_complete_for_forward()
+    assert stage._user_meta.inputs is not None
+    assert stage._user_meta.inputs[0].shape == x.shape
+
+
+_SIZES = [(name, world_size(path), ()) for name, path in shipped_configs().items()]
+_PIPELINE = ("--parallelism.pipeline_parallel_degree", "16")
+_PIPELINE += ("--parallelism.expert_parallel_degree", "64", "--training.local_batch_size", "16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "flags"),
+    [*_SIZES, ("deepseek_v3_671b", 2048, ()), ("deepseek_v3_671b", 2048, _PIPELINE)],
+)
+def test_every_shipped_file_at_its_size(
+    name: str, ranks: int, flags: tuple[str, ...], folder: Path
+):
+    assert name in NAMES
+    done = _dry_run(folder, f"{name}.toml", "--ranks", str(ranks), "--memory", "141GiB", *flags)
+    assert (done.code, done.error) == (0, "")
+    assert f"rank 0 of {ranks}" in done.out
+    assert "optimizer, on fake tensors" in done.out
+    assert re.match(r"memory +fits in 141.00 GiB", done.out)
+    assert _files(folder) == []
+    assert done.peak_gib < 2
+    print(f"\n{done.out}\n{name}, {ranks} ranks: {done.cpu_s:.0f} CPU s, {done.peak_gib:.2f} GiB")

@@ -1,0 +1,196 @@
+"""A plan as JSON and picture, and a run that compares itself with it."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.toml_files import DEBUG, Loader
+from tests.helpers.training import Run, make_config, train
+from titan_ext.base.run_folder import read_scalar
+from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.live import MemoryKind, Peak
+from titan_ext.plan.memory import DeviceMemory, MemoryPlan
+from titan_ext.plan.report import draw, to_json, write
+from titan_ext.plan.stand_ins import as_rank
+from titan_ext.plan.time import Part, StepTime
+from titan_ext.run.planned import PlanCheck, file_name
+from titan_ext.toml.values import identity
+
+RUN = Run(world=1, parallelize="block", layers=2, steps=2)
+MOMENTS = (
+    Peak(30, "forward of layers.0", {MemoryKind.PARAMETERS: 20, MemoryKind.EXACT: 10}),
+    Peak(
+        50,
+        "backward of layers.0",
+        {MemoryKind.PARAMETERS: 20, MemoryKind.GRADIENTS: 20, MemoryKind.REDUCE: 10},
+    ),
+    Peak(40, "optimizer", {MemoryKind.PARAMETERS: 20, MemoryKind.GRADIENTS: 20}),
+)
+
+
+def _plan(
+    memory: int,
+    config: dict[str, Any] | None = None,
+    ranks: int = 4,
+    time: StepTime | None = None,
+) -> dict[str, Any]:
+    budget = DeviceMemory(memory=memory, allowance=10)
+    plan = MemoryPlan(budget, MOMENTS[1], MOMENTS, communicators=0, on_host=frozenset())
+    run = SimpleNamespace(
+        memory=plan, time=time, ranks=ranks, rank=0, imbalance=1.0, name=lambda: "rank 0"
+    )
+    return to_json(run, config or {})
+
+
+def test_a_plan_as_json_has_every_figure():
+    plan = _plan(memory=55, config={"parallelism.expert_parallel_degree": 2})
+    assert plan["verdict"].startswith("does not fit in ")
+    assert (plan["fits"], plan["spare"], plan["allowance"]) == (False, -5, 10)
+    assert plan["config"] == {"parallelism.expert_parallel_degree": 2}
+    kinds = {kind.name.lower() for kind in MemoryKind}
+    for moment, planned in zip(plan["moments"], MOMENTS, strict=True):
+        assert moment["moment"] == planned.moment
+        assert moment["sum"] == sum(moment[kind] for kind in kinds) == planned.nbytes
+    assert json.loads(json.dumps(plan)) == plan
+
+
+def test_a_timed_plan_has_its_milliseconds():
+    ms = {Part.FORWARD: 10.0, Part.GATHERS: 2.5}
+    time = StepTime("h100", ms, {}, {}, tokens=25, flops_per_token=None)
+    assert _plan(memory=55)["time"] is None
+    found = _plan(memory=55, time=time)["time"]
+    assert found["ms"] == {"forward": 10.0, "gathers": 2.5}
+    assert (found["step_ms"], found["tokens_per_second"], found["mfu"]) == (12.5, 2000.0, None)
+
+
+@pytest.mark.parametrize(("memory", "drawn"), [(60, True), (201, False)])
+def test_a_picture_has_the_peak_and_a_limit_that_is_near(memory: int, drawn: bool):
+    (axes,) = draw(_plan(memory)).axes
+    labels = axes.get_legend_handles_labels()[1]
+    kinds = [MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.EXACT, MemoryKind.REDUCE]
+    assert labels[-len(kinds) :] == [str(kind) for kind in kinds]
+    tops = [
+        max(bar.get_y() + bar.get_height() for bar in bars) * 2**30
+        for bars in zip(*axes.containers, strict=True)
+    ]
+    assert tops == pytest.approx([moment.nbytes for moment in MOMENTS])
+    assert any(label.startswith("memory: ") for label in labels) == drawn
+    assert "backward of layers.0" in [label.get_text() for label in axes.get_xticklabels()]
+    (note,) = axes.texts
+    assert note.get_text() == "peak: 0.00 GiB, backward of layers.0"
+    assert note.xy == (1, pytest.approx(50 / 2**30))
+
+
+def _write_plan(run: Run, folder: Path) -> None:
+    with as_rank(run.world, 0):
+        config: Any = make_config(run, folder)
+        asked = identity(config)
+        write(to_json(dry_run(config, run.world, budget=DeviceMemory(memory=0)), asked), folder)
+
+
+def test_a_run_compares_its_second_step_with_its_plan(tmp_path: Path):
+    run_ranks(_write_plan, 1, RUN, tmp_path, log_folder=tmp_path / "planned")
+    plan = json.loads((tmp_path / file_name(0)).read_text())
+    assert (tmp_path / file_name(0)).with_suffix(".png").read_bytes()[1:4] == b"PNG"
+    train(RUN, tmp_path)
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    line, at_the_end = [line for line in log.splitlines() if "Plan of rank 0" in line]
+    assert "and step 2: peak " in line
+    assert "planned, not measured on this device" in line
+    assert line.count(" as planned") == 3
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert line.endswith(at_the_end.strip())
+    assert at_the_end.strip() in start["gained"]
+    for name, key in (("gradients", "gradients"), ("optimizer states", "states")):
+        planned = read_scalar(tmp_path, f"plan/{name}, planned(GiB)")
+        assert planned == read_scalar(tmp_path, f"plan/{name}, measured(GiB)")
+        assert planned[2] * 2**30 == pytest.approx(plan["moments"][-1][key])
+
+
+class _Optimizers(list):
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self[0].register_step_post_hook(hook)
+
+
+def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Of the second step alone, without what came after the optimizer."""
+    caplog.set_level("INFO")
+    peak, logged = [1000], {}
+    device = SimpleNamespace(max_memory_allocated=lambda _: peak[-1])
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    trainer: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        model_parts=[model],
+        optimizers=_Optimizers([optimizer]),
+        metrics_processor=SimpleNamespace(
+            device_memory_monitor=SimpleNamespace(reset_peak_stats=lambda: peak.append(0)),
+            logger=SimpleNamespace(log=lambda metrics, step: logged.update({step: metrics})),
+        ),
+    )
+    check = PlanCheck()
+    check._plan = _plan(memory=100)
+    for trainer.step in (1, 2, 3):
+        with check.around_step(trainer):
+            model.weight.grad = torch.zeros(2, 3)
+            peak[-1] = max(peak[-1], 60)
+            optimizer.step()
+            peak[-1] = 7  # Titan logs
+    assert peak == [7, 7], "begun once"
+    (message,) = caplog.messages
+    assert message == (
+        "Plan of rank 0 and step 2: peak 50 B planned, 60 B measured (+20.0%); parameters and "
+        "buffers 20 B planned, 24 B measured (+20.0%); gradients 20 B planned, 24 B measured "
+        "(+20.0%); optimizer states 0 B as planned"
+    )
+    assert logged.keys() == {2}
+    assert logged[2]["plan/peak, planned(GiB)"] * 2**30 == 50
+    assert logged[2]["plan/peak, measured(GiB)"] * 2**30 == 60
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("", ""),
+        ("[training]\nsteps = 7\ndisable_cuda_graphs = false", ""),
+        ("[optimizer]\nparam_groups.0.optimizer_kwargs.lr = 0.5", ""),
+        ("[training]\nseq_len = 512", "training.seq_len is 2048 there and 512 here"),
+        ("[activation_checkpoint]\npolicy = 'full'", "policy is selective there and full here"),
+        ("[model]\nattn_backend = 'varlen'", "model.attn_backend is flex there and varlen here"),
+        ("ranks", "ranks is 4 there and 8 here"),
+        ("broken", "it cannot be read (JSONDecodeError"),
+        ("absent", ""),
+    ],
+)
+def test_a_plan_of_another_run_is_one_warning(
+    config: Loader,
+    folder: Path,
+    change: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setenv("WORLD_SIZE", "8" if change == "ranks" else "4")
+    monkeypatch.setenv("RANK", "0")
+    plan = _plan(memory=100, config=identity(config(DEBUG)))
+    if change != "absent":
+        write(plan, folder)
+    if change == "broken":
+        (folder / file_name(0)).write_text("{")
+    run = config(DEBUG + change if "\n" in change else DEBUG)
+    run.dump_folder = str(folder)
+    check = PlanCheck()
+    check.before_build(run)
+    assert (check._plan is not None) == (not said and change != "absent")
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == bool(said)
+    assert said in "".join(warnings)

@@ -1,0 +1,535 @@
+"""What ``titan_ext tune`` searches, how it prices it, and what it writes."""
+
+import copy
+import itertools
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.cluster import run_command, run_ranks
+from tests.helpers.toml_files import DEBUG, Loader
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.plan import tuned
+from titan_ext.plan.candidates import Job, Level, block_keys, with_defaults
+from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.forks import FailedError, Forks
+from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan, Peak
+from titan_ext.plan.moves import (
+    EP,
+    GLOBAL,
+    LOCAL,
+    MOVES,
+    REPLICATE,
+    SCORES,
+    Effect,
+    Facts,
+    keys_of,
+    moves_from,
+    with_move,
+)
+from titan_ext.plan.search import Search
+from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
+from titan_ext.plan.stand_ins import as_rank
+from titan_ext.plan.time import Part, StepTime
+from titan_ext.toml.files import to_toml
+from titan_ext.toml.values import dump, identity
+
+GIB = 2**30
+
+
+# -- a shortened model
+
+
+def _two_depths(folder: Path) -> Any:
+    """Plans of a debug model of ten layers, and of the two that ``Depths`` cuts it to."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+    def config() -> Any:
+        made: Any = resolve(folder / "run.toml").config
+        layers = made.model_spec.model.layers
+        made.model_spec.model.layers = layers + [copy.deepcopy(layers[-1]) for _ in range(4)]
+        return made
+
+    def plan(layers: int) -> Any:
+        made = config()
+        cut(made, layers)
+        run = dry_run(made, 8, 0, budget=DeviceMemory(memory=GIB), machine="h100")
+        return run.memory, run.time
+
+    depths: Any = Depths.of(config())
+    assert depths is not None
+
+    def steps() -> Any:
+        return (yield [(layers,) for layers in (depths.short, depths.longer, depths.whole)])
+
+    with as_rank(8, 0):
+        (found,) = Forks(plan, 2).run([steps()])
+    return depths, found
+
+
+def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
+    """Milliseconds by part, and bytes by kind at the peak, which is at the same moment.
+
+    Waits of a step of 10 ms are less even than those of a large one, which is within 0.3%.
+    """
+    (tmp_path / "run.toml").write_text(_RUN)
+    (found,) = run_ranks(_two_depths, 1, tmp_path, log_folder=tmp_path)
+    depths, (short, longer, whole) = found
+    assert (depths.whole, depths.short, depths.longer) == (10, 4, 6)
+    memory, time = (
+        whole_memory(short[0], longer[0], depths),
+        whole_time(short[1], longer[1], depths),
+    )
+    assert time.step_ms == pytest.approx(whole[1].step_ms, rel=0.025)
+    assert short[1].step_ms < 0.7 * whole[1].step_ms
+    for part in (Part.FORWARD, Part.BACKWARD, Part.RECOMPUTE):
+        assert time.ms[part] == pytest.approx(whole[1].ms[part], rel=0.01)
+    assert memory.peak.nbytes == pytest.approx(whole[0].peak.nbytes, rel=0.001)
+    assert memory.peak.moment == whole[0].peak.moment
+    # The allocator reserves segments of 2 MiB and 20 MiB in each pool, not bytes in a line.
+    assert memory.spare == pytest.approx(whole[0].spare, abs=40 * 2**20)
+    for kind in (MemoryKind.EXACT, MemoryKind.GRADIENTS, MemoryKind.STATES):
+        assert memory.peak.by_kind[kind] == pytest.approx(whole[0].peak.by_kind[kind], rel=0.001)
+
+
+_RUN = """extends = "deepseek_v3.deepseek_v3_debugmodel"
+[training]
+local_batch_size = 2
+seq_len = 256
+disable_cuda_graphs = true
+[parallelism]
+expert_parallel_degree = 2
+[activation_checkpoint]
+policy = "selective"
+"""
+
+
+def _depths(kinds: str, pipeline: int = 1) -> Depths | None:
+    """Of a model whose layers are of these kinds; initialisers differ in all of them."""
+    layers = [_Layer(kind, index) for index, kind in enumerate(kinds)]
+    spec = SimpleNamespace(model=SimpleNamespace(layers=layers))
+    parallelism = SimpleNamespace(pipeline_parallel_degree=pipeline)
+    return Depths.of(SimpleNamespace(model_spec=spec, parallelism=parallelism))
+
+
+@dataclass
+class _Layer:
+    kind: str
+    param_init: int
+
+
+@pytest.mark.parametrize(
+    ("kinds", "short", "longer", "stands_for"),
+    [
+        ("d" * 3 + "m" * 58, 6, 8, [1, 1, 1, 56, 1, 1]),
+        ("m" * 48, 3, 5, [46, 1, 1]),
+        ("sf" * 12, 6, 10, [10, 10, 1, 1, 1, 1]),
+        ("d" + "sf" * 12 + "s", 8, 12, [1, 10, 10, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_layers_repeat(kinds: str, short: int, longer: int, stands_for: list[int]):
+    depths = _depths(kinds)
+    assert depths is not None
+    assert (depths.whole, depths.short, depths.longer) == (len(kinds), short, longer)
+    assert [depths.stands_for(layer) for layer in range(short)] == stands_for
+    assert sum(stands_for) == len(kinds)
+    for kind in set(kinds):  # of each kind as many as the model has
+        there = sum(n for n, found in zip(stands_for, kinds, strict=False) if found == kind)
+        assert there == kinds.count(kind)
+
+
+def test_what_is_not_shortened():
+    """Few layers, layers without a period, and a pipeline, whose stages name their layers."""
+    assert _depths("dmmmm") is None
+    assert _depths("abcdefghijkl") is None
+    assert _depths("m" * 48, pipeline=2) is None
+
+
+def test_other_moments_are_not_alike():
+    moments = [Peak(1, "start", {}), Peak(2, "forward of layers.0", {})]
+    plan = MemoryPlan(DeviceMemory(memory=9), moments[1], moments, 0, frozenset())
+    depths = _depths("m" * 9)
+    assert depths is not None
+    with pytest.raises(NotAlikeError):
+        whole_memory(plan, replace(plan, moments=moments[:1]), depths)
+
+
+# -- forks
+
+
+def test_calls_of_several_generators_run_at_once(tmp_path: Path):
+    assert run_ranks(_forked, 1, log_folder=tmp_path) == [[[1, 4, 16], [9, 81, 6561], "no 7"]]
+
+
+def _forked() -> Any:
+    def square(number: int) -> int:
+        if number == 7:
+            raise ValueError("no 7")
+        return number**2
+
+    def powers(number: int) -> Any:
+        found = [1 if number == 2 else 9]
+        for _ in range(2):
+            (number,) = yield [(number,)]
+            found.append(number)
+        return found
+
+    def fails() -> Any:
+        (found, _) = yield [(7,), (1,)]
+        assert isinstance(found, FailedError)
+        return str(found)
+
+    forks = Forks(square, 2)
+    found = forks.run([powers(2), powers(9), fails()])
+    assert forks.called == forks.planned == 6
+    return found
+
+
+def test_a_fork_that_dies_is_a_failure(tmp_path: Path):
+    (text,) = run_ranks(_dying, 1, log_folder=tmp_path)
+    assert "ended without a result" in text
+
+
+def _dying() -> str:
+    def steps() -> Any:
+        return (yield [(3,)])
+
+    ((found,),) = Forks(os._exit, 1).run([steps()])
+    return str(found)
+
+
+# -- the search, on a step that is a formula
+
+
+@dataclass
+class _Inline:
+    """``Forks`` without processes."""
+
+    function: Any
+    called: int = 0
+    calls: list[Any] = field(default_factory=list)
+
+    def run(self, everything: Any) -> list[Any]:
+        found = []
+        for steps in everything:
+            results = None
+            try:
+                while True:
+                    calls = next(steps) if results is None else steps.send(results)
+                    self.calls += calls
+                    results = [self.function(*call) for call in calls]
+            except StopIteration as end:
+                found.append(end.value)
+        return found
+
+
+_VALUES = {
+    LOCAL: 4,
+    GLOBAL: 256,
+    EP: 8,
+    REPLICATE: 1,
+    "parallelism.data_parallel_shard_degree": -1,
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.context_parallel_degree": 1,
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "parallelism.fsdp_wrap": "auto",
+    "parallelism.fsdp_reshard_after_forward": "default",
+    "parallelism.overlap_exchanges": "none",
+    "parallelism.exchange_dtype": None,
+}
+_FACTS = Facts(ranks=64, ranks_per_node=8, experts=64)
+_LEVELS = [Level(n * GIB, 400 / n, {"*": f"{n}"}) for n in (1, 2, 3, 5, 8, 12, 20, 32)]
+_LEVELS.append(Level(48 * GIB, 0.0, {}))
+
+
+def _step(now: Mapping[str, Any]) -> tuple[dict[Part, float], float]:
+    """Milliseconds by part, and GiB without activations; the latter are 4 sequences' per level."""
+    local, ep, copies = now[LOCAL], now[EP], now[REPLICATE]
+    passes = now[GLOBAL] // 64 / local
+    exchanges = 30.0 * (1 if ep <= 8 else 4) * (1 - 1 / ep)
+    exchanges *= 0.55 if now["parallelism.exchange_dtype"] == "float8" else 1
+    if now["parallelism.overlap_exchanges"] == "halves":
+        exchanges *= 0.4
+    never = now["parallelism.fsdp_reshard_after_forward"] == "never"
+    gathers = (40.0 if never else 70.0) * passes / copies * (8 / ep) ** 0.5
+    ms = {
+        Part.FORWARD: 100 * (1 + 0.1 / local),
+        Part.BACKWARD: 200 * (1 + 0.1 / local),
+        Part.EXCHANGES: exchanges * 4,
+        Part.GATHERS: gathers,
+        Part.REDUCTIONS: 20 * passes,
+        Part.RECOMPUTE: 0.0,
+    }
+    return ms, 14.0 + 6 * copies + (12 if never else 0) + 3 * 8 / ep
+
+
+def _price(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Any:
+    now = {**values, **keys}
+    if now[EP] * now[REPLICATE] > 64:
+        return FailedError("too many ranks")
+    ms, base = _step(now)
+    table = keys.get("activation_checkpoint.op_policies", {})
+    level = next((x for x in _LEVELS if x.table == table and table), _LEVELS[-1])
+    if keys.get("activation_checkpoint.policy") is None:
+        level = _LEVELS[2]  # the user's own
+    ms[Part.RECOMPUTE] = level.ms
+    held = level.nbytes * now[LOCAL] // 4
+    kinds = {MemoryKind.EXACT: held, MemoryKind.PARAMETERS: int(base * GIB)}
+    peak = Peak(sum(kinds.values()), "loss", kinds)
+    budget = DeviceMemory(memory=60 * GIB, allowance=0)
+    time = StepTime("h100", ms, {}, {}, now[GLOBAL] // 64 * 4096, None)
+    return MemoryPlan(budget, peak, [peak], 0, frozenset()), time
+
+
+def _search(most: Effect = Effect.LOSSY, changed: Mapping[str, Any] | None = None) -> Search:
+    values = with_defaults(_VALUES) | dict(changed or {})
+    job = Job(
+        make=lambda keys: None,
+        values=values,
+        facts=_FACTS,
+        memory=DeviceMemory(memory=60 * GIB),
+        machine="h100",
+        exact=most is Effect.NONE,
+    )
+
+    def ask(what: str, keys: Mapping[str, Any], *_: Any) -> Any:
+        local = {**values, **keys}[LOCAL]
+        if what == "levels":
+            return [level._replace(nbytes=level.nbytes * local // 4) for level in _LEVELS]
+        return _price(values, keys)
+
+    forks: Any = _Inline(ask)
+    search = Search(job, forks, most)
+    search.run()
+    return search
+
+
+def _best_of_all(values: Mapping[str, Any]) -> float:
+    """The least milliseconds of every config of the grid that the moves span, and that fits."""
+    grid = {
+        LOCAL: (1, 2, 4),
+        EP: (1, 2, 4, 8, 16, 32, 64),
+        REPLICATE: (1, 2, 4, 8, 16, 32),
+        "parallelism.fsdp_reshard_after_forward": ("default", "never", "always"),
+        "parallelism.overlap_exchanges": ("none", "halves"),
+        "parallelism.exchange_dtype": (None, "float8"),
+    }
+    best = float("inf")
+    for chosen in itertools.product(*grid.values()):
+        keys = dict(zip(grid, chosen, strict=True))
+        if keys[LOCAL] == 1 and keys["parallelism.overlap_exchanges"] == "halves":
+            continue
+        for level in _LEVELS:
+            found = _price(values, keys | level.keys(values))
+            if not isinstance(found, FailedError) and found[0].spare >= 0:
+                best = min(best, found[1].step_ms)
+    return best
+
+
+@pytest.mark.parametrize("start", [{}, {EP: 64, LOCAL: 1}, {REPLICATE: 8}, {LOCAL: 2, EP: 16}])
+def test_nothing_of_a_grid_is_better(start: dict[str, Any]):
+    search = _search(Effect.LOSSY, start)
+    assert search.winner is not None
+    assert search.winner.fits
+    least = _best_of_all(search.job.values)
+    assert search.winner.time is not None
+    assert search.winner.time.step_ms <= 1.01 * least
+    assert search.own is not None
+    assert least < 0.9 * search.own.time.step_ms  # type: ignore[union-attr]
+
+
+def test_what_does_not_fit_is_made_to(tmp_path: Path):
+    """A start that lacks memory ends with a config that fits."""
+    search = _search(Effect.LOSSY, {REPLICATE: 8})
+    assert search.own is not None
+    assert not search.own.fits
+    assert search.best.fits
+    assert any("does not fit" in line for line in tuned.table(search))
+
+
+def test_exact_changes_no_result():
+    search = _search(Effect.NONE)
+    allowed = {key for move in MOVES if move.effect is Effect.NONE for key in _keys(move)}
+    assert all(one.keys.keys() <= allowed for one in search.tried)
+    assert any(one.keys for one in search.tried)
+    levels = [one for one in search.tried if one.level is not None and one.level.table]
+    assert all(search.all_keys(one)["activation_checkpoint.exempt"] == ["*"] for one in levels)
+
+
+def _keys(move: Any) -> set[str]:
+    return {key for change in move.changes(with_defaults(_VALUES), _FACTS) for key in change}
+
+
+def test_a_move_that_acts_on_nothing_is_not_tried():
+    """Nothing of the formula waits for the host, for its copies or its loss."""
+    search = _search()
+    tried = {key for one in search.tried for key in one.keys}
+    assert {LOCAL, EP, REPLICATE, "parallelism.exchange_dtype"} <= tried
+    one = _search(Effect.LOSSY, {"parallelism.exchange_dtype": "float8", EP: 1})
+    assert not any("exchange_dtype" in key for x in one.tried for key in x.keys)
+
+
+def test_every_change_that_saves_nothing_is_taken_back():
+    search = _search()
+    best = search.best
+    for move, one in search.without.items():
+        if move is not None and move in best.choices:
+            assert not one.fits or one.us_per_token > best.us_per_token
+
+
+# -- moves
+
+
+def test_every_change_is_a_file_that_loads(config: Loader, folder: Path):
+    """Beside the whole config, whose own values of a section that changes are no mistake."""
+    now = config(DEBUG + "[parallelism]\nexpert_parallel_degree = 2\n[training]\n" + _BATCH)
+    (folder / "config.toml").write_text(dump(now))
+    facts = Facts(8, 4, experts=8, is_batch_free=True, host_nbytes=GIB)
+    values = with_defaults(identity(now))
+    tried = list(moves_from(values, facts, Effect.LOSSY))
+    assert {move for move, _ in tried} >= {move for move in MOVES if _has(values, move)}
+    assert len(tried) > 12
+    for _, change in tried:
+        level = Level(GIB, 0.0, {"*": "recompute"})
+        checkpointed = any(key.startswith("activation_") for key in change)
+        keys = {**(level.budget_keys(values) if checkpointed else {}), **change}
+        lines = [f"{key} = {to_toml(value)}" for key, value in keys.items()]
+        (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
+        values_now = resolve("changed.toml").values
+        assert {key: values_now[key] for key in change} == change
+
+
+@pytest.mark.parametrize("keys", ["mode = 'full'", "preset = 'speed'", "budget = '1GiB'", ""])
+@pytest.mark.parametrize(
+    "level", [Level(9, 1.0, {"*": "recompute"}), Level(9, 1.0, {}, "speed"), Level(9, 0.0, {})]
+)
+def test_a_level_is_a_file_that_loads_over_any_policy(
+    level: Level, keys: str, config: Loader, folder: Path
+):
+    """As a table, and as the budget that a person's file gets."""
+    now = config(DEBUG + f"[activation_checkpoint]\npolicy = 'fp8'\n{keys}\n")
+    (folder / "config.toml").write_text(dump(now))
+    values = with_defaults(identity(now))
+    for made in (level.keys(values), level.budget_keys(values)):
+        lines = [f"{key} = {to_toml(value)}" for key, value in made.items()]
+        (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
+        policy: Any = resolve("changed.toml").config.activation_checkpoint
+        if level.is_none:
+            assert policy is None
+        elif level.preset:
+            assert policy == FP8AC.Config(preset="speed")
+        elif made.get(_TABLE):
+            assert policy == FP8AC.Config(preset="stock", op_policies=dict(level.table))
+        else:
+            assert policy == FP8AC.Config(budget="1MiB")
+
+
+_TABLE = "activation_checkpoint.op_policies"
+_BATCH = "local_batch_size = 2\nglobal_batch_size = 32\n"
+
+
+def _has(values: Mapping[str, Any], move: Any) -> bool:
+    return bool(list(move.changes(values, Facts(8, 4, 8, True, GIB))))
+
+
+def test_a_batch_keeps_the_tokens_of_a_step(config: Loader):
+    text = DEBUG + "[parallelism]\ntensor_parallel_degree = 2\n[training]\nlocal_batch_size = 6\n"
+    batches = MOVES[0].changes
+    same, free = Facts(8, 8, 8), Facts(8, 8, 8, is_batch_free=True)
+    now = with_defaults(identity(config(text)))
+    assert list(batches(now, same)) == [{LOCAL: 3, GLOBAL: 24}]
+    more = [{LOCAL: local, GLOBAL: 4 * local} for local in (48, 24, 12)]
+    assert list(batches(now, free)) == [*more, {LOCAL: 3, GLOBAL: 24}]
+    now = with_defaults(identity(config(text + "global_batch_size = 48\n")))
+    assert list(batches(now, same)) == [{LOCAL: 12, GLOBAL: 48}, {LOCAL: 3, GLOBAL: 48}]
+    now = with_defaults(identity(config(text.replace("6", "5"))))
+    assert list(batches(now, same)) == []
+
+
+def test_degrees_divide_experts_and_ranks():
+    ep, copies = MOVES[1].changes, MOVES[2].changes
+    now = {**_VALUES, EP: 8, REPLICATE: 2}
+    assert [change[EP] for change in ep(now, _FACTS)] == [1, 2, 4, 16, 32]
+    assert [change[EP] for change in ep({**now, EP: 32}, _FACTS)] == [4, 8, 16]
+    assert [change[EP] for change in ep(now, replace(_FACTS, experts=24))] == [1, 2, 4]
+    assert list(ep(now, replace(_FACTS, experts=0))) == []
+    assert [change[REPLICATE] for change in copies(now, _FACTS)] == [1, 4, 8]
+    assert [change[REPLICATE] for change in copies({**now, EP: 32}, _FACTS)] == [1]
+
+
+def test_a_later_move_wins_a_key():
+    batch, ep = MOVES[0], MOVES[1]
+    choices = with_move(with_move({}, batch, {LOCAL: 2, GLOBAL: 64}), ep, {EP: 4})
+    assert keys_of(choices, _VALUES) == {LOCAL: 2, GLOBAL: 64, EP: 4}
+    assert keys_of(with_move(choices, batch, {LOCAL: 4, GLOBAL: 256}), _VALUES) == {EP: 4}
+    assert block_keys({EP: 4, REPLICATE: 2, "parallelism.fsdp_wrap": "block"}) == {(EP, 4)}
+    assert (SCORES, True) in block_keys({SCORES: True})
+
+
+# -- what it writes
+
+
+def test_the_file_says_what_each_change_saves(folder: Path, config: Loader):
+    (folder / "mine.toml").write_text(DEBUG)
+    search = _search()
+    lines = tuned.file_lines(search, "mine.toml", {"training.steps": "7"}, "titan_ext tune")
+    table = tomllib.loads("\n".join(lines))
+    assert table["extends"] == "mine.toml"
+    assert table["training"]["steps"] == 7
+    budget = table["activation_checkpoint"]["budget"]
+    assert search.best.level is not None
+    assert budget == f"{search.best.level.nbytes // 2**20}MiB"
+    comments = [line for line in lines if line.startswith("# saves")]
+    assert len(comments) == len(list(tuned.changes(search))) >= 3
+    ms = sum(float(line.split()[2].replace(",", "")) for line in comments)
+    assert ms > 0
+    text = "\n".join(tuned.words(search))
+    assert "where the time goes now: " in text
+    assert "--host-memory" in text
+
+
+def test_figures_and_the_front(folder: Path):
+    search = _search()
+    tuned.write(search, folder, "mine", "a job")
+    found = json.loads((folder / "mine.json").read_text())
+    assert len(found["tried"]) == len(search.tried)
+    assert found["best"]["step_ms"] == min(x["step_ms"] for x in found["tried"] if x.get("fits"))
+    assert (folder / "mine.png").stat().st_size > 10_000
+    front = tuned.front(search)
+    points = [(x.memory.peak.nbytes, x.time.step_ms) for x in front]  # type: ignore[union-attr]
+    assert points == sorted(points, key=lambda point: (point[0], -point[1]))
+    for one in search.tried:
+        if one.memory is not None and one.time is not None:
+            assert any(
+                nbytes <= one.memory.peak.nbytes and ms <= one.time.step_ms + 1e-6
+                for nbytes, ms in points
+            )
+
+
+@pytest.mark.slow
+def test_the_command_from_end_to_end(folder: Path):
+    """The file that it writes is planned as it says: by a dry run, which solves its budget."""
+    options = ("--ranks", "4", "--memory", "4GiB")
+    done = run_command(
+        folder, "tune", "moe_debug_gpu", *options, "--exact", "--processes", "2", "--out", "my.toml"
+    )
+    assert (done.code, done.error) == (0, "")
+    assert sorted(path.name for path in folder.iterdir()) == ["my.json", "my.png", "my.toml"]
+    found = json.loads((folder / "my.json").read_text())
+    assert found["best"]["fits"]
+    assert found["best"]["is_whole"]
+    assert found["best"]["step_ms"] <= found["own"]["step_ms"] or not found["own"]["fits"]
+    planned = run_command(folder, "dry-run", "my.toml", *options, "--machine", "h100", "--out", "p")
+    assert planned.code == 0, planned.error
+    plan = json.loads((folder / "p" / "plan_rank0.json").read_text())
+    assert plan["time"]["step_ms"] == pytest.approx(found["best"]["step_ms"], rel=0.01)
+    assert plan["peak"]["sum"] == pytest.approx(found["best"]["peak"], rel=0.01)

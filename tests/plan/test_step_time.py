@@ -1,0 +1,440 @@
+"""`titan_ext dry-run --machine`: what the clock of a step counts, and how streams wait."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.tensorboard import SummaryWriter
+from torchtitan.tools.utils import get_peak_flops
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, planned_config, start_as_planned
+from tests.plan.test_ledger import on_device, write_traces
+from titan_ext.activation_checkpoint import memory_report_of
+from titan_ext.base.op_cost import MACHINES, collective_ms, nodes_of, op_cost
+from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.elsewhere import calibrate
+from titan_ext.plan.live import LiveBytes, MemoryKind
+from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
+from titan_ext.plan.stand_ins import AttentionShapes, as_rank
+from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS, Part, Pass, StepClock, StepTime
+from titan_ext.run.record import CONFIG, RECORD
+
+ONE = Run(world=1, ep=1, parallelize="block", seq_len=64, layers=2)
+EIGHT = Run(world=8, ep=2, parallelize="submodule", global_batch=8, layers=2)
+
+
+class Timed(NamedTuple):
+    time: StepTime
+    float8: int
+    """Bytes that the float8 policy keeps, and those of what it keeps them of."""
+
+
+def _time(run: Run, folder: Path, arguments: dict[str, Any]) -> Timed:
+    with as_rank(run.world, 0):
+        done = dry_run(planned_config(run, folder), run.world, machine="h100", **arguments)
+    assert done.time is not None
+    rows = memory_report_of(done.model_parts).rows()
+    kept = [row for row in rows if row.treatment.startswith("float8")]
+    return Timed(done.time, sum(row.nbytes + row.original_nbytes for row in kept))
+
+
+def _timed(run: Run, folder: Path, **arguments: Any) -> Timed:
+    logs = folder / "-".join(map(str, (run, *arguments.values())))
+    return run_ranks(_time, 1, run, folder, arguments, log_folder=logs)[0]
+
+
+def _count(run: Run, folder: Path) -> int:
+    """FLOPs of a real step in Titan's trainer, by torch."""
+    trainer, batches = start_as_planned(run, folder)
+
+    def grouped_mm(a: Any, b: Any, *_: Any, **__: Any) -> int:
+        return 2 * a[-2] * a[-1] * b[-1]
+
+    counter = FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_mm}
+    )
+    with counter:
+        trainer.train_step(batches)
+    trainer.close()
+    dist.destroy_process_group()
+    return counter.get_total_flops()
+
+
+def test_the_flops_are_those_of_a_real_step(tmp_path: Path):
+    none, full = (
+        _timed(replace(ONE, ac=ac), tmp_path, as_on_a_gpu=False).time.flops
+        for ac in ("none", "full")
+    )
+    real_none, real_full = (
+        run_ranks(_count, 1, replace(ONE, ac=ac), tmp_path, log_folder=tmp_path / f"real-{ac}")[0]
+        for ac in ("none", "full")
+    )
+    assert sum(none.values()) == real_none
+    assert sum(full.values()) == real_full
+    assert full[Part.RECOMPUTE] == real_full - real_none > 0
+    assert none.get(Part.RECOMPUTE, 0) == 0
+    for part in (Part.FORWARD, Part.LOSS, Part.BACKWARD):
+        assert full[part] == none[part] > 0
+
+
+def _this_step_and_the_next(run: Run, folder: Path) -> list[StepTime | None]:
+    with as_rank(run.world, 0):
+        done = dry_run(planned_config(run, folder), run.world, machine="h100")
+    times = [done.time]
+    done.plan(None, "h100")
+    return [*times, done.time]
+
+
+def test_the_one_step_is_steady(tmp_path: Path):
+    """Also where the first step of a run gathers a head that stays with its norm once less."""
+    run = replace(EIGHT, reshard="never")
+    ((first, second),) = run_ranks(_this_step_and_the_next, 1, run, tmp_path, log_folder=tmp_path)
+    assert first is not None
+    assert first == second
+
+
+def test_the_codec_reads_and_writes_what_is_kept_in_float8(tmp_path: Path):
+    time, float8 = _timed(replace(ONE, ac="fp8"), tmp_path)
+    assert time.nbytes[Part.CODEC] == 2 * float8 > 0  # once in forward, once in backward
+    assert time.kernels["codec"] == pytest.approx(time.ms[Part.CODEC])
+    aside = sum(time.kernels.values()) - time.step_ms  # one rank waits for nobody
+    assert 0 < aside < time.kernels["copies"], "FSDP copies on streams of its own"
+    classes = {"GEMM", "grouped GEMM", "attention", "elementwise", "copies", "codec"}
+    assert set(time.kernels) == classes
+    assert time.ms[Part.CODEC] > 0
+
+
+def test_steps_of_accumulation_and_links(tmp_path: Path):
+    once = _timed(EIGHT, tmp_path).time
+    often = _timed(replace(EIGHT, global_batch=8 * 3, accumulate=3), tmp_path).time
+    assert often.tokens == 3 * once.tokens
+    for part in (Part.FORWARD, Part.LOSS, Part.RECOMPUTE):
+        assert often.flops[part] == 3 * once.flops[part]
+        assert often.ms[part] == pytest.approx(3 * once.ms[part])
+    assert often.ms[Part.OPTIMIZER] == pytest.approx(once.ms[Part.OPTIMIZER])
+    slower = _timed(EIGHT, tmp_path, slower=3.0).time
+    for part in set(once.ms) - set(WAITS):
+        assert slower.ms[part] == pytest.approx(3 * once.ms[part])
+    assert slower.ms[Part.GATHERS] < once.ms[Part.GATHERS]  # more to hide behind
+
+
+def test_a_pipeline_waits_for_its_other_stages(tmp_path: Path):
+    run = Run(world=2, pp=2, parallelize="block", layers=2, global_batch=4)
+    time = _timed(run, tmp_path).time
+    busy = sum(ms for part, ms in time.ms.items() if part not in (Part.BUBBLE, Part.OPTIMIZER))
+    # 1F1B, 4 microbatches, 2 stages: 1 in 4. A little of the waiting is clipping's.
+    assert time.ms[Part.BUBBLE] == pytest.approx(busy / 4, rel=0.05)
+
+
+GIB = 2**28  # of fp32 elements: a buffer of 1 GiB
+GATHER_MS = collective_ms(MACHINES["h100"], 4 * GIB, world=16, per_node=8)[0]
+
+
+def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[Part, float]:
+    """What a clock says of ``body``, which gets a side stream and a list that outlives it."""
+    dist.init_process_group("fake", rank=0, world_size=16)
+    live = LiveBytes([nn.Identity()], [])
+    clock = StepClock([], live, MACHINES["h100"])
+    kept: list[torch.Tensor] = []
+    with FakeTensorMode(), clock:
+        body(torch.cpu.Stream(), kept)
+    dist.destroy_process_group()
+    return {part: clock.passes[0].ms.get(part, 0.0) for part in Part}
+
+
+def _gather(stream: torch.cpu.Stream) -> torch.Tensor:
+    with torch.cpu.stream(stream):
+        full = torch.empty(GIB)
+        dist.all_gather_single(full, torch.empty(GIB // 16))
+    return full
+
+
+def _read_at_once(stream: torch.cpu.Stream, kept: list) -> None:
+    full = _gather(stream)
+    a = torch.empty(4096, 4096)
+    kept.append(a @ a)
+    kept.append(full)
+    full.sum()
+
+
+def _gather_again(stream: torch.cpu.Stream, kept: list, *, reads: bool) -> None:
+    """After a gather and a computation that is longer than two; the buffer is freed."""
+    first = _gather(stream)
+    a = torch.empty(65536, 65536)
+    kept.append(a @ a)
+    if reads:
+        first.sum()
+    del first
+    kept.append(_gather(stream))
+    kept[-1].sum()
+
+
+def _reduce(stream: torch.cpu.Stream, kept: list, *, frees: bool) -> None:
+    full = torch.ones(GIB)
+    with torch.cpu.stream(stream):
+        shard = torch.empty(GIB // 16)
+        dist.reduce_scatter_single(shard, full)
+    kept += [shard] if frees else [shard, full]
+
+
+def _waits(body: Callable[..., None], tmp_path: Path, **arguments: Any) -> dict[Part, float]:
+    call = partial(body, **arguments)
+    return run_ranks(_on_a_clock, 1, call, log_folder=tmp_path)[0]
+
+
+def test_a_gather_runs_beside_the_computation_until_it_is_read(tmp_path: Path):
+    times = _waits(_read_at_once, tmp_path)
+    product_ms = 2 * 4096**3 / MACHINES["h100"].fp32 * 1e3
+    read_ms = (4 * GIB + 4) / MACHINES["h100"].memory * 1e3
+    assert times[Part.FORWARD] == pytest.approx(product_ms + read_ms)
+    assert times[Part.COLLECTIVES] == pytest.approx(GATHER_MS - product_ms)
+    assert times[Part.GATHERS] == 0  # only what FSDP's own code gathers is called FSDP's
+
+
+def test_a_buffer_is_not_gathered_into_before_it_has_been_read(tmp_path: Path):
+    """Where the first gather's is read late, the second one can only start then."""
+    late, at_once = (_waits(_gather_again, tmp_path, reads=reads) for reads in (True, False))
+    assert late[Part.COLLECTIVES] == pytest.approx(GATHER_MS)
+    assert at_once[Part.COLLECTIVES] == 0
+
+
+def test_the_computation_waits_before_it_frees_what_is_being_reduced(tmp_path: Path):
+    frees, keeps = (_waits(_reduce, tmp_path, frees=frees) for frees in (True, False))
+    assert frees[Part.COLLECTIVES] == pytest.approx(GATHER_MS)
+    assert keeps[Part.COLLECTIVES] == 0
+
+
+def test_copies_to_and_from_the_host_run_beside_the_computation():
+    """Until their source is freed, or their target read."""
+    live, h100 = LiveBytes([nn.Identity()], []), MACHINES["h100"]
+    copy_ms, product_ms = 4 * GIB / h100.host * 1e3, 2 * 4096**3 / h100.fp32 * 1e3
+    for frees, comes_back, copies in ((False, False, 0), (True, False, 1), (True, True, 2)):
+        clock = StepClock([], live, h100)
+        with FakeTensorMode(), clock:
+            on_host, source, a = torch.empty(GIB), torch.empty(GIB), torch.empty(4096, 4096)
+            live.own([on_host], MemoryKind.OFFLOADED)
+            on_host.copy_(source)
+            a @ a  # reads another tensor, and does not wait
+            if frees:
+                del source
+            if comes_back:
+                back = torch.empty(GIB)
+                back.copy_(on_host)
+                a @ a
+                back.sum()
+        waited = clock.passes[0].ms[Part.OFFLOAD]
+        assert waited == pytest.approx(copies * (copy_ms - product_ms))
+
+
+def test_an_exchange_across_nodes_takes_the_network():
+    """So a budget does not send again over the network what it can keep."""
+    dist.init_process_group("fake", rank=0, world_size=16)
+    h100, x = MACHINES["h100"], torch.empty(GIB, device="meta")
+    op = torch.ops._c10d_functional.all_to_all_single.default
+    groups: list[Any] = [dist.new_group(range(8)), dist.group.WORLD]
+    in_node, across = (
+        op_cost(op, (x, [], [], group.group_name), {}, x, h100).ms for group in groups
+    )
+    dist.destroy_process_group()
+    assert in_node == pytest.approx(4 * GIB * 7 / 8 / h100.all_to_all * 1e3, rel=0.01)
+    assert across == pytest.approx(4 * GIB / 2 / h100.network * 1e3, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+@pytest.mark.parametrize("forward", [0.3, 0.5])
+def test_ranks_of_a_pipeline_are_idle_as_known(schedule: str, forward: float):
+    assert idle_share(one_stage_actions(schedule, 4, 8), forward) == pytest.approx(3 / 8)
+    assert idle_share(one_stage_actions(schedule, 1, 8), forward) == 0
+
+
+def test_split_backwards_fill_a_pipeline():
+    """Two stages, two microbatches; weights' gradients fill the second stage's idle time."""
+    orders = {
+        rank: [Action(word[0], rank, int(word[1])) for word in words.split()]
+        for rank, words in enumerate(("F0 F1 B0 B1", "F0 I0 F1 I1 W0 W1"))
+    }
+    # Forward and both halves of backward take 1 each: both ranks are busy for 6, and end at 7.
+    assert idle_share(orders, forward=1 / 3) == pytest.approx(1 / 6)
+    assert idle_share(one_stage_actions("1F1B", 2, 2), forward=1 / 3) == pytest.approx(1 / 2)
+    with pytest.raises(ValueError, match="wait for each other"):
+        idle_share({0: [Action("B", 0, 0)], 1: [Action("F", 1, 0), Action("B", 1, 0)]}, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "idle"),
+    [("Interleaved1F1B", 3 / 16), ("ZBVZeroBubble", None), ("DualPipeV", None)],
+)
+def test_schedules_of_torch_have_the_actions(name: str, idle: float | None):
+    """Two stages a rank, 4 ranks, 8 microbatches."""
+    stages = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=8,
+            group=None,
+            group_size=4,
+            group_rank=0,
+            has_backward=True,
+            device="cpu",
+            is_first=index == 0,
+            is_last=index == 7,
+            stage_index_to_group_rank={},
+            submod=nn.Identity(),
+        )
+        for index in ((0, 4) if name == "Interleaved1F1B" else (0, 7))
+    ]
+    schedule = get_schedule_class(name)(cast(Any, stages), n_microbatches=8, loss_fn=max)
+    orders = actions_of(schedule)
+    forwards = [(a.stage, a.microbatch) for o in orders.values() for a in o if a.kind == "F"]
+    assert sorted(forwards) == [(stage, batch) for stage in range(8) for batch in range(8)]
+    share = idle_share(orders, forward=1 / 3)
+    assert share == pytest.approx(idle) if idle is not None else 0 < share < 3 / 8
+
+
+def test_tokens_a_second_are_those_of_the_sum():
+    first, second, last = (
+        Pass(ms={part: ms})
+        for part, ms in ((Part.FORWARD, 6.0), (Part.FORWARD, 4.0), (Part.OPTIMIZER, 2.0))
+    )
+    time = StepTime.of(
+        [first, second, last],
+        accumulation=3,
+        idle=0.5,
+        machine="h200",
+        tokens=2300,
+        flops_per_token=10**9,
+    )
+    counted = {part: ms for part, ms in time.ms.items() if ms}
+    assert counted == {Part.FORWARD: 14.0, Part.OPTIMIZER: 2.0, Part.BUBBLE: 7.0}
+    assert time.step_ms == 23.0
+    assert time.tokens_per_second == 100_000
+    assert time.mfu == 1e14 / get_peak_flops("H200")
+    assert "; ideal 100,000 tokens/s a GPU, MFU 10.1% of 989 TFLOP/s" in time.verdict()
+    assert time.verdict().startswith(f"expect {100_000 / KERNELS:,.0f} tokens/s a GPU (+-")
+    assert replace(time, is_compiled=True).expected_ms == 23.0 * COMPILED_KERNELS
+    waiting = replace(time, ms={Part.FORWARD: 13.0, Part.EXCHANGES: 10.0})
+    assert waiting.expected_ms == 10.0 + 13.0 * KERNELS  # links are no slower
+    measured = replace(time, slower=1.2)
+    assert measured.verdict().startswith("100,000 tokens/s a GPU, MFU")
+    assert measured.expected_ms == measured.step_ms
+    for machine in MACHINES:
+        assert replace(time, machine=machine).peak > MACHINES[machine].gemm  # Titan knows it
+    assert replace(time, flops_per_token=None).mfu is None
+
+
+def _finished_run(folder: Path, seconds: Sequence[float]) -> Path:
+    (folder / CONFIG).touch()
+    (folder / RECORD).write_text(json.dumps({"starts": [{"ranks": 4}, {"ranks": 8}]}))
+    with SummaryWriter(str(folder / "tb")) as writer:
+        for step, value in enumerate(seconds, start=1):
+            writer.add_scalar("time_metrics/end_to_end(s)", value, step)
+    return folder
+
+
+def test_a_measured_run_says_how_slow_kernels_are(tmp_path: Path):
+    asked = []
+
+    def model(config: Path, ranks: int, machine: str, slower: float) -> dict[str, Any]:
+        asked.append((config.name, ranks, machine))
+        ms = {"forward": 10 * slower, "gathers": max(0.0, 6 - slower), "host": 1.0}
+        return {"step_ms": sum(ms.values()), "ms": ms}
+
+    folder = _finished_run(tmp_path, [9.0, 0.026, 0.5, 0.025])
+    found = calibrate(folder, "h200", model)
+    assert asked == [("config.toml", 8, "h200")] * 2
+    assert found.measured_ms == pytest.approx(26, rel=1e-6)  # neither the first nor the average
+    assert found.slower == pytest.approx(2.0, rel=1e-6)  # 20 of 26 ms, for 10
+    assert found.modelled_ms == pytest.approx(25, rel=1e-6)
+    assert "(-3.8%)" in str(found)
+    with pytest.raises(ValueError, match=r"waits 6\.0 ms for its links"):
+        calibrate(_finished_run(tmp_path, [9.0, 0.004, 0.004]), "h200", model)
+    (folder / RECORD).unlink()
+    with pytest.raises(ValueError, match=r"folder of a run, with run\.json"):
+        calibrate(folder, "h200", model)
+
+
+def test_a_profiled_run_calibrates_kernels_by_themselves(tmp_path: Path):
+    def model(config: Path, ranks: int, machine: str, slower: float) -> dict[str, Any]:
+        ms = {"forward": 2.1 * slower, "exchanges": 0.1, "gathers": 1.0}
+        return {"step_ms": sum(ms.values()), "ms": ms}
+
+    folder = _finished_run(tmp_path, [9.0, 0.008, 0.008])
+    write_traces(folder, {0: on_device()})
+    found = calibrate(folder, "h100", model)
+    assert found.slower == pytest.approx(2.0, abs=0.02)  # 4.2 ms of kernels in the trace, for 2.1
+    assert found.waits[Part.EXCHANGES] == (pytest.approx(0.4, abs=0.01), 0.1)
+    assert "waits for exchanges of tokens 0.4, not 0.1" in str(found)
+
+
+def test_operations_in_place_read_and_write_what_they_do():
+    x, y = torch.ones(1000), torch.ones(1000)
+    ops, h100 = torch.ops.aten, MACHINES["h100"]
+    for op, args, vectors in (
+        (ops.add.Tensor, (x, y), 3),
+        (ops.add_.Tensor, (x, y), 3),
+        (ops.copy_.default, (x, y), 2),
+        (ops.zero_.default, (x,), 1),
+        (ops._foreach_add_.List, ([x, x], [y, y]), 6),
+        (ops._foreach_copy_.default, ([x, x], [y, y]), 4),
+    ):
+        assert op_cost(op, args, {}, op(*args), h100).nbytes == 4000 * vectors, op
+    adamw = ops._fused_adamw_.default
+    options = dict.fromkeys(("lr", "beta1", "beta2", "weight_decay", "eps"), 0.1)
+    args = ([x], [y], [x.clone()], [x.clone()], [], [torch.ones(())])
+    kwargs = {**options, "amsgrad": False, "maximize": False}
+    assert op_cost(adamw, args, kwargs, adamw(*args, **kwargs), h100).nbytes == 4 + 4000 * 8
+
+
+@pytest.mark.parametrize(("rows", "share"), [(160, 1 / 2), (480, 3 / 4), (10**6, 1)])
+def test_a_grouped_product_is_slower_where_an_expert_has_few_rows(rows: int, share: float):
+    """Forward, and the gradient of the weights, which sums over the rows."""
+    h100, grouped = MACHINES["h100"], torch.ops.aten._grouped_mm.default
+    with FakeTensorMode():
+        x, y = (torch.empty(4 * rows, 8192, dtype=torch.bfloat16) for _ in range(2))
+        weight = torch.empty(4, 8192, 8192, dtype=torch.bfloat16)
+        ends = torch.empty(4, dtype=torch.int32)
+        for a, b in ((x, weight), (x.t(), y)):
+            cost = op_cost(grouped, (a, b, ends), {}, None, h100)
+            assert cost.flops == 2 * 4 * rows * 8192**2
+            assert cost.flops / cost.ms * 1e3 == pytest.approx(share * h100.grouped, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("window", "document", "computed"),
+    # Of 8,192 tokens: all; twice 128 and a tile, since causal is half; documents of an eighth.
+    [(0, 0, 1), (128, 0, 2 * 256 / 8192), (0, 1024, 1 / 8), (8192, 0, 1), (128, 64, 64 / 8192)],
+)
+def test_attention_takes_as_long_as_the_scores_that_it_computes(
+    window: int, document: int, computed: float
+):
+    attention = AttentionShapes(AttentionShapes.Config(window=window, document=document))
+    times = []
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16) for _ in range(3))
+        for masked in (0.0, attention._share_masked(8192)):
+            fused = torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default
+            out = fused(q, k, v, None, masked, True)
+            slow = replace(MACHINES["h100"], attention=1e12)  # not bound by its bytes
+            times.append(op_cost(fused, (q, k, v, None, masked, True), {}, out, slow).ms)
+    assert times[1] / times[0] == pytest.approx(computed)
+
+
+def test_a_machine_has_its_usual_nodes_unless_somebody_says():
+    assert nodes_of("gb300", 0, 0) == (4, 72)
+    assert nodes_of("gb300", 0, 8) == (4, 8)
+    assert nodes_of("gb300", 8, 0) == (8, 0)
+    assert nodes_of("h100", 0, 0) == (8, 8)
+    assert nodes_of("", 0, 0) == (8, 0)
+    with pytest.raises(ValueError, match="did you mean 'gb300'"):
+        nodes_of("gb30", 0, 0)

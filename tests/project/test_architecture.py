@@ -1,0 +1,83 @@
+"""The house, as docs/architecture.md draws it: arrows run one way, and no room is too large."""
+
+import ast
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "titan_ext").rglob("*.py"))
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_module(path): path for path in FILES}
+
+
+def _imports(path: Path) -> set[str]:
+    """What a file imports of titan_ext, at the top, in a function, or for types alone."""
+    found: set[str] = set()
+    package = _module(path) if path.name == "__init__.py" else _module(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            submodules = {f"{base}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found |= submodules or {base}
+    return found & (MODULES.keys() - {_module(path)})
+
+
+FLOORS = (
+    {"config_registry", "__main__"},
+    {"plan"},
+    {"run", "api"},
+    {"parallelize", "debug"},
+    {"activation_checkpoint"},
+    {"fsdp", "components"},
+    {"fp8", "toml"},
+    {"base"},
+)
+"""From the door down. What is on one floor does not import each other."""
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_imports_point_down_the_floors():
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    rooms = {_room(module) for module in MODULES} - {""}
+    assert rooms == floor_of.keys()
+    assert len(rooms - {"__main__"}) <= 12
+    up = [
+        f"{module} -> {imported}"
+        for module, path in MODULES.items()
+        for imported in _imports(path) - {"titan_ext"}
+        if _room(module) not in ("", _room(imported), "__main__")
+        and floor_of[_room(module)] >= floor_of[_room(imported)]
+    ]
+    assert not up
+
+
+def test_arrows_run_one_way():
+    graph = {module: _imports(path) for module, path in MODULES.items()}
+    assert sum(map(len, graph.values())) > 200
+    assert list(TopologicalSorter(graph).static_order())  # a circle is a CycleError that names it
+
+
+def test_fp8_knows_nothing_of_titan():
+    for path in FILES:
+        if path.parent.name == "fp8":
+            known = ("titan_ext.fp8", "titan_ext.base.tensors")
+            assert not {name for name in _imports(path) if not name.startswith(known)}, path
+            assert "torchtitan" not in path.read_text(), path
+
+
+def test_files_are_neither_too_long_nor_too_short():
+    lines = {path.name: len(path.read_text().splitlines()) for path in FILES}
+    whole = {name: n for name, n in lines.items() if not name.startswith("__")}
+    assert not {name: n for name, n in whole.items() if not 60 <= n <= 450}

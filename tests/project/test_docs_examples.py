@@ -1,0 +1,568 @@
+"""The examples of the README and the docs: Python and TOML run, commands name what exists."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import pkgutil
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import tomli
+
+from tests.helpers import muon
+from tests.helpers.cluster import SCRIPT, run_line, run_ranks
+from tests.helpers.toml_files import DEBUG, Loader
+from titan_ext.base.stdlib_corpus import default_folder, make_corpus
+from titan_ext.base.titan import OTHER_UNIT, RENAMED
+from titan_ext.components.optim import resolve_groups
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.fsdp.unmanaged import replicate_undeclared
+from titan_ext.toml.values import leaves
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "benchmarks" / name for name in ("fp8_ac.md", "gpu_receipts.md")),
+        ROOT / "upstream" / "titan_main.md",
+        *sorted(DOCS.glob("*.md")),
+    ]
+}
+
+RUN = {
+    ("docs/fp8_ac.md", 0),
+    ("docs/fp8_codec.md", 0),
+    ("docs/lora.md", 0),  # PEFT: tests/components/test_peft.py runs the page from its TOML to here
+    ("docs/lora.md", 1),
+    ("docs/toml.md", 0),
+    ("docs/your_model.md", 0),
+    ("docs/your_model.md", 1),
+    ("docs/your_model.md", 2),
+}
+"""The Python examples, by page and position; each has a test."""
+
+
+def examples(language: str) -> dict[tuple[str, int], str]:
+    """The fenced blocks of a language, by page and position."""
+    fence = re.compile(rf"^```{language}\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+    return {
+        (page, index): code
+        for page, text in PAGES.items()
+        for index, code in enumerate(fence.findall(text))
+    }
+
+
+def _python(page: str, index: int = 0, **given: Any) -> dict[str, Any]:
+    """Run a Python example and return its names."""
+    assert (page, index) in RUN
+    # dataclass() looks its class' module up by name
+    names: dict[str, Any] = {"__name__": __name__, **given}
+    exec(examples("python")[page, index], names)
+    return names
+
+
+def test_every_python_example_has_a_test():
+    assert set(examples("python")) == RUN
+
+
+# Python
+
+
+def test_a_config_function_in_python(folder: Path):
+    from torchtitan.config import ConfigManager
+
+    (module,) = re.findall(r"`--module (\w+) --config my_16b`", PAGES["docs/toml.md"])
+    (folder / f"{module}.py").write_text(examples("python")["docs/toml.md", 0])
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.modules.pop, module, None)
+        config: Any = ConfigManager().parse_args(["--module", module, "--config", "my_16b"])
+    assert config.parallelism.expert_parallel_degree == 8
+    assert config.parallelism.fsdp_wrap == "submodule"
+
+
+def test_float8_store(capsys: pytest.CaptureFixture):
+    _python("docs/fp8_codec.md")
+    assert "float8" in capsys.readouterr().out
+
+
+def _build_with_fp8() -> int:
+    import torch.distributed as dist
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    dist.init_process_group("gloo")
+    model = _python("docs/fp8_ac.md")["model"]
+    return sum(isinstance(block, CheckpointWrapper) for block in model.layers.values())
+
+
+def test_fp8_in_an_own_loop(tmp_path: Path):
+    assert run_ranks(_build_with_fp8, 1, log_folder=tmp_path) == [6]
+
+
+def _run_own_loop() -> list[float]:
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    return _python("docs/your_model.md", 2)["losses"]
+
+
+def test_own_loop(tmp_path: Path):
+    ranks = run_ranks(_run_own_loop, 2, log_folder=tmp_path)
+    for losses in ranks:
+        assert losses[-1] < losses[0] - 0.5
+    assert "submodule, 15 units in 20 groups" in (tmp_path / "rank_0.log").read_text()
+
+
+def _train_with_adapters(folder: Path) -> dict[str, Any]:
+    """As ``--module my_adapters --config with_adapters``, on data and a size for a test."""
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+    from torchtitan.config import ConfigManager
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    flags = ["--module", "my_adapters", "--config", "with_adapters", "--dump_folder", "run"]
+    flags += ["--dataloader.dataset", "python_stdlib", "--training.seq_len", "64"]
+    flags += ["--training.local_batch_size", "1", "--training.steps", "2", "--debug.seed", "1"]
+    flags += ["--hf_assets_path", str(default_folder() / "tokenizer"), "--checkpoint.no-enable"]
+    trainer = cast(Any, ConfigManager().parse_args(flags)).build()
+    before = {
+        canonical_fqn(name): param.full_tensor().clone()
+        for name, param in trainer.model_parts[0].named_parameters()
+        if ".wo." in name
+    }
+    trainer.train()
+    return {
+        name: (tensor != param.full_tensor()).any().item()
+        for name, param in trainer.model_parts[0].named_parameters()
+        if (tensor := before.get(canonical_fqn(name))) is not None
+    }
+
+
+def test_adapters_that_are_added_after_fsdp(tmp_path: Path):
+    assert "`--module my_adapters --config with_adapters`" in PAGES["docs/lora.md"]
+    (tmp_path / "my_adapters.py").write_text(examples("python")["docs/lora.md", 1])
+    make_corpus()
+    changed, other = run_ranks(_train_with_adapters, 2, tmp_path, log_folder=tmp_path / "logs")
+    assert len(changed) == 6 * 3
+    assert all(changed.values()), "base, down and up of every block train"
+    assert changed == other
+
+
+# A model of your own
+
+YOURS = "docs/your_model.md"
+
+
+def test_your_model_trains_as_the_page_says(tmp_path: Path):
+    """Its three pieces as they stand: default backend, Titan's trainer, our door."""
+    (tmp_path / "my_model.py").write_text(examples("python")[YOURS, 0])
+    (tmp_path / "my_run.toml").write_text(examples("toml")[YOURS, 0])
+    (command,) = (line for line in _commands(YOURS) if "--config my_run.toml" in line)
+    make_corpus()
+    ranks = run_line(tmp_path, command)
+    output = re.sub(r"\x1b\[[0-9;]*m", "", "".join(rank.out + rank.error for rank in ranks))
+    assert [rank.code for rank in ranks] == [0, 0], output[-3000:]
+    assert "FSDP units: submodule, 21 units" in output
+    assert "6 block, 6 attention, 6 feed_forward" in output, "the gain is a group of the block"
+    losses = [float(loss) for loss in re.findall(r"step: +5 +loss: +(\d+\.\d+)", output)]
+    assert len(losses) == 2
+    assert losses[0] == losses[1] < 8.5
+
+
+def _your_model(layout: dict[str, Any], declared: bool, exact: bool) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torchtitan.config import TrainingConfig
+    from torchtitan.distributed.utils import get_spmd_context
+
+    from titan_ext import api
+
+    code = examples("python")
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(code[YOURS, 0], names)
+    if declared:
+        exec(code[YOURS, 1] + "GainModel = SplitGainModel\n", names)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    try:
+        model, parallel_dims = api.build_decoder(
+            names["my_spec"](),
+            parallelism=api.ParallelismConfig(**layout),
+            training=TrainingConfig(mixed_precision_param="float32" if exact else "bfloat16"),
+        )
+    except ValueError as error:
+        dist.barrier()  # the other rank may still be connecting to this one
+        return {"refused": str(error)}
+    # The same data on both ranks, and sums that only rounding changes; or other data, in bf16.
+    tokens = torch.arange(64).view(2, 32) + (0 if exact else int(os.environ["RANK"]))
+    with get_spmd_context(parallel_dims=parallel_dims)():
+        loss = model(tokens).float().pow(2).sum() / 1e4
+        loss.backward()
+    gains = {
+        name: cast(Any, param.grad).full_tensor().tolist()
+        for name, param in model.named_parameters()
+        if "gain" in name
+    }
+    dist.destroy_process_group()
+    return {"loss": loss.item(), "gains": gains}
+
+
+def _yours(
+    folder: Path, *, declared: bool = False, exact: bool = False, **layout: Any
+) -> dict[str, Any]:
+    first, second = run_ranks(_your_model, 2, layout, declared, exact, log_folder=folder)
+    assert first.get("gains") == second.get("gains")
+    return first
+
+
+def test_a_model_that_declares_nothing_is_replicated(tmp_path: Path):
+    """The same bits whatever the backend, the units, and whether it says how it is split."""
+    layouts: list[dict[str, Any]] = [
+        {"fsdp_wrap": "submodule"},
+        {"fsdp_wrap": "block"},
+        {"fsdp_wrap": "submodule", "spmd_backend": "partial_dtensor"},
+        {"fsdp_wrap": "submodule", "declared": True},
+        {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+    ]
+    results = [_yours(tmp_path / str(i), **layout) for i, layout in enumerate(layouts)]
+    assert all(result == results[0] for result in results[1:])
+    assert len(results[0]["gains"]) == 6
+    assert any(any(gain) for gain in results[0]["gains"].values())
+
+
+def test_a_model_that_declares_nothing_is_not_split(tmp_path: Path):
+    refused = _yours(tmp_path, tensor_parallel_degree=2)["refused"]
+    assert refused.startswith("tok_embeddings.weight: no sharding_config says how")
+
+
+@pytest.mark.parametrize("axis", ["tp_enabled", "cp_enabled", "ep_enabled"])
+def test_which_axes_need_a_declaration(axis: str):
+    from torch import nn
+
+    axes: Any = SimpleNamespace(tp_enabled=False, cp_enabled=False, ep_enabled=False)
+    setattr(axes, axis, True)
+    model = nn.ModuleDict({"inner_experts": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match=r"inner_experts.weight, .*: no sharding_config says how"):
+        replicate_undeclared(model, axes)
+    replicate_undeclared(model, axes, ignored=["inner_experts.weight", "inner_experts.bias"])
+
+
+def test_your_model_with_tensor_parallelism(tmp_path: Path):
+    """What the second example declares is right: split and whole, the gradients are the same."""
+    split, whole = (
+        _yours(tmp_path / str(degree), declared=True, exact=True, tensor_parallel_degree=degree)
+        for degree in (2, 1)
+    )
+    for name, gain in whole["gains"].items():
+        assert any(gain)
+        halves = [value / 2 for value in gain]  # from two ranks with the same data
+        assert split["gains"][name] == pytest.approx(halves, rel=1e-3)
+
+
+# TOML
+
+
+def _keys(value: Any, prefix: str = "") -> list[str]:
+    """The dotted keys of what a file holds."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = {str(index): item for index, item in enumerate(value)}
+    if not isinstance(value, dict):
+        return [prefix]
+    return [key for name in value for key in _keys(value[name], f"{prefix}.{name}".lstrip("."))]
+
+
+_TOML = examples("toml")
+
+
+@pytest.mark.parametrize("place", _TOML, ids=str)
+def test_every_key_of_a_toml_example_arrives(folder: Path, place: tuple[str, int]):
+    for name, code in (("my_model", (YOURS, 0)), ("my_adapters", ("docs/lora.md", 1))):
+        (folder / f"{name}.py").write_text(examples("python")[code])
+    table = tomli.loads(_TOML[place])
+    (folder / "run.toml").write_text(("" if "extends" in table else DEBUG) + _TOML[place])
+    origins = resolve("run.toml").origins
+    table.pop("extends", None)
+    assert [key for key in _keys(table) if origins[key] != "run.toml"] == []
+
+
+def test_muon_from_a_file(config: Loader):
+    """The matrix trains with this pattern (tests.helpers.muon)."""
+    import torch
+
+    ours = config(_TOML["docs/lora.md", 4])
+    assert ours.optimizer.param_groups[0].pattern == muon.PATTERN
+    assert ours.model_spec is not None
+    with torch.device("meta"):
+        shapes = {n: p.shape for n, p in ours.model_spec.model.build().named_parameters()}
+    matrices, rest = resolve_groups(shapes, ours.optimizer.param_groups)
+    assert {"tok_embeddings.weight", "lm_head.weight"} <= set(rest)
+    assert all(len(shapes[name]) == 1 for name in rest if name.startswith("layers."))
+    # attention, the dense layer; attention, router, shared and routed experts
+    assert len(matrices) == (4 + 3) + 26 * (4 + 1 + 3 + 3)
+
+
+# Commands and names
+
+_PROGRAM = re.compile(
+    r"(\$ )?([A-Z_]+=\S+ +)*(\S*/)?"
+    r"(make|torchrun|python|pytest|sbatch|titan_ext|run_train\.sh|multi_node\.sh)(?= |$)"
+)
+_MAKEFILE = (ROOT / "Makefile").read_text()
+_LAUNCH = {path.name: path.read_text() for path in (ROOT / "launch").iterdir()}
+_OTHERS = ("MODULE", "CONFIG", "NGPU", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+"""Variables that TorchTitan's run_train.sh or torch reads."""
+
+
+def _commands(page: str) -> Iterator[str]:
+    """The command lines of a page: in indented blocks and between backticks."""
+    text = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^ {4,7}(\S.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
+    for line in [*indented, *_quoted(page)]:
+        if _PROGRAM.match(line):
+            yield line.removeprefix("$ ").strip()
+
+
+def _quoted(page: str) -> list[str]:
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", PAGES[page])
+
+
+def _unknown(command: str) -> Iterator[str]:
+    """What a command names that does not exist."""
+    words = shlex.split(command, comments=True)
+    while "=" in words[0]:
+        yield from _unknown_variable(words.pop(0))
+    program = Path(words.pop(0)).name
+    if program == "make":
+        targets = [word for word in words if "=" not in word]
+        yield from (word for word in targets if f"\n{word}:" not in _MAKEFILE)
+        yield from (name for word in words if "=" in word for name in _unknown_variable(word))
+        return
+    yield from (word for word in words if _is_path(word) and not (ROOT / word).exists())
+    source = None
+    if program == "torchrun":
+        ours = words.index("-m") if "-m" in words else len(words)
+        yield from _unknown_torchrun_flags(words[:ours])
+        words = words[ours:]
+    elif program == "titan_ext" or words[:2] == ["-m", "titan_ext"]:
+        words = words[2:] if program == "python" else words
+        folder = ROOT / "titan_ext" / "config_registry"
+        names = ("commands.py", "run_commands.py", "tune.py")
+        text = "".join((folder / name).read_text() for name in names)
+        fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
+        source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])
+        yield from (word for word in words[:1] if word[0].islower() and f'"{word}": ' not in text)
+    elif program == "python" and _is_path(words[0]):
+        source = (ROOT / words[0]).read_text()
+    if words[:1] == ["-m"]:
+        module = importlib.util.find_spec(words[1])
+        if module and module.submodule_search_locations:
+            module = importlib.util.find_spec(f"{words[1]}.__main__")
+        if module is None:
+            yield words[1]
+        elif words[1].split(".")[0] in ("titan_ext", "tests", "benchmarks"):
+            source = Path(str(module.origin)).read_text()
+    for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+        if "." in flag:
+            yield from _unknown_keys(flag[2:].replace("-", "_"))
+        elif source and flag not in source:
+            yield flag
+
+
+def _is_path(word: str) -> bool:
+    return bool(
+        re.fullmatch(r"(tests|benchmarks|launch|train_configs|titan_ext|docs)/[\w./]+", word)
+    )
+
+
+def _unknown_variable(assignment: str) -> Iterator[str]:
+    name, value = assignment.split("=", 1)
+    read = _MAKEFILE + "".join(_LAUNCH.values())
+    if name not in _OTHERS and not re.search(rf"\b{name}\b", read):
+        yield name
+    if _is_path(value) and not (ROOT / value).exists():
+        yield value
+
+
+def _unknown_torchrun_flags(words: list[str]) -> Iterator[str]:
+    from torch.distributed.run import get_args_parser
+
+    known = {name.replace("_", "-") for name in get_args_parser()._option_string_actions}
+    for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+        if "." not in flag and flag.replace("_", "-") not in known | {"--module", "--config"}:
+            yield flag
+
+
+@functools.cache
+def _keys_of_a_run() -> frozenset[str]:
+    """The dotted keys of every section, policy and choice of the model; and the sections."""
+    from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+
+    from titan_ext import config_registry
+    from titan_ext.activation_checkpoint import FP8AC
+
+    config = config_registry.__getattr__("deepseek_v3_debugmodel")()
+    keys = {*leaves(config), *RENAMED, *OTHER_UNIT}
+    for policy in (FP8AC, FullAC, MemoryBudgetAC, SelectiveAC):
+        keys |= {f"activation_checkpoint.{key}" for key in ("policy", *leaves(policy.Config()))}
+    keys |= {f"model.{name}" for name in ("flavor", "attn_backend", "converters")}
+    return frozenset(
+        ".".join(parts[:count])
+        for parts in (key.split(".") for key in keys)
+        for count in range(1, len(parts) + 1)
+    )
+
+
+def _unknown_keys(key: str) -> Iterator[str]:
+    section, _, name = key.rpartition(".")
+    if not {key, f"{section}.{name.removeprefix('no_')}"} & _keys_of_a_run():
+        yield key
+
+
+def _unknown_names(quoted: str) -> Iterator[str]:
+    """A file, a key of a run or a name in titan_ext that does not exist."""
+    word = quoted.split("(")[0].split(" ")[0].rstrip("/")
+    if _is_path(word):
+        if not (ROOT / word).exists():
+            yield word
+    elif re.fullmatch(r"titan_ext(\.\w+)+", word):
+        if not _resolves(word):
+            yield word
+    elif (
+        re.fullmatch(r"[a-z_]+(\.[a-z_]+)+(?<!\.py)", word)
+        and word.split(".")[0] in _keys_of_a_run()
+    ):
+        yield from _unknown_keys(word)
+
+
+def _resolves(name: str) -> bool:
+    try:
+        return pkgutil.resolve_name(name) is not None
+    except (ImportError, AttributeError):
+        return False
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page: str):
+    unknown = {command: names for command in _commands(page) if (names := list(_unknown(command)))}
+    unknown |= {word: names for word in _quoted(page) if (names := list(_unknown_names(word)))}
+    assert unknown == {}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", PAGES[page])):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings]
+            assert anchor in slugs, target
+
+
+def test_the_index_has_every_page():
+    index = PAGES["docs/README.md"]
+    missing = [path.name for path in DOCS.glob("*.md") if f"({path.name})" not in index]
+    assert missing == ["README.md"]
+
+
+# Commands of titan_ext run, by the installed script
+
+
+def _whole_commands(page: str, *names: str) -> list[str]:
+    """The commands ``titan_ext NAME ...`` of a page that a user can type as they stand."""
+    found = []
+    for command in _commands(page):
+        program, *words = shlex.split(command, comments=True)
+        names_a_config = len(words) > 1 and words[1][0] != "-"
+        if (
+            program == "titan_ext"
+            and words[:1]
+            and words[0] in names
+            and (names_a_config or words[0] in ("list", "--help"))
+            and not any(word.isupper() for word in words)
+            and "--measured" not in words  # needs a run on a GPU
+        ):
+            found.append(command)
+    return found
+
+
+def _run_commands(folder: Path, commands: list[str]) -> str:
+    """Run them in turn, by the installed script, and return what the last one printed."""
+    printed = ""
+    for command in commands:
+        (done,) = run_line(folder, command)
+        assert done.code == 0, (command, done.error)
+        printed = done.out
+    return printed
+
+
+def _prepare(folder: Path, page: str) -> None:
+    """The files that a page tells its reader to write, and those of a checkout."""
+    if page == "docs/toml.md":
+        (folder / "my_runs.py").write_text(examples("python")[page, 0])
+        (folder / "my_run.toml").write_text(examples("toml")[page, 0])
+    shutil.copytree(ROOT / "train_configs", folder / "train_configs")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if _whole_commands(page, "list", "new", "show", "--help")]
+)
+def test_commands_of_a_page_run(page: str, tmp_path: Path):
+    _prepare(tmp_path, page)
+    _run_commands(tmp_path, _whole_commands(page, "list", "new", "show", "--help"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if _whole_commands(page, "dry-run", "tune")]
+)
+def test_dry_runs_of_a_page_run(page: str, tmp_path: Path):
+    """Of a small model by the names of the large ones: the files that are here come first."""
+    _prepare(tmp_path, page)
+    for name in ("deepseek_v3_671b", "deepseek_v3_16b"):
+        for file in (tmp_path / f"{name}.toml", tmp_path / "train_configs" / f"{name}.toml"):
+            file.write_text((ROOT / "train_configs" / "moe_debug.toml").read_text())
+    commands = _whole_commands(page, "new", "dry-run", "tune")
+    commands = [command.replace("--ranks 2048", "--ranks 512") for command in commands]
+    _run_commands(tmp_path, commands)
+
+
+def test_a_config_function_of_yours(tmp_path: Path):
+    """By the name that every command takes; a file extends it as well."""
+    _prepare(tmp_path, "docs/toml.md")
+    (tmp_path / "my_run.toml").unlink()
+    shown = _run_commands(tmp_path, ["titan_ext show my_runs.my_16b"])
+    assert 'parallelism.fsdp_wrap = "submodule"  # from my_runs.my_16b' in shown
+    commands = ["titan_ext new my_runs.my_16b my_run.toml", "titan_ext show my_run.toml --changed"]
+    assert "# my_runs.my_16b <- my_run.toml" in _run_commands(tmp_path, commands)
+
+
+def test_a_file_that_extends_a_model_of_yours(tmp_path: Path):
+    """The installed script in a process of its own, in a folder with the page's two files."""
+    (tmp_path / "my_model.py").write_text(examples("python")[YOURS, 0])
+    (tmp_path / "my_run.toml").write_text(examples("toml")[YOURS, 0])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [SCRIPT, "show", "my_run.toml", "--changed"]
+    shown = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("# my_model.gain_debugmodel <- my_run.toml\n")
+    forked = _run_commands(tmp_path, ["titan_ext show my_run.toml --changed"])
+    assert forked == shown.stdout

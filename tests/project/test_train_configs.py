@@ -1,0 +1,80 @@
+"""The shipped TOML files: they load, and their degrees fit the world size that each one names."""
+
+import re
+from pathlib import Path
+from typing import cast
+
+import pytest
+from torchtitan.models.common.moe import GroupedExperts
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.dry_run import DryRun, dry_run
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
+from titan_ext.config_registry.resolve import load
+
+FOLDER = Path(__file__).parents[2] / "train_configs"
+NAMES = [
+    "deepseek_v3_16b",
+    "deepseek_v3_671b",
+    "gpt_oss_20b",
+    "moe_debug",
+    "moe_debug_gpu",
+    "qwen3_235b_a22b",
+    "qwen3_30b_a3b",
+]
+
+
+def world_size(path: Path) -> int:
+    """The N of the line ``# world size: N``."""
+    found = re.findall(r"^# world size: (\d+)$", path.read_text(), flags=re.MULTILINE)
+    assert len(found) == 1, f"{path} names its world size {len(found)} times"
+    return int(found[0])
+
+
+def test_these_are_all():
+    assert sorted(path.stem for path in FOLDER.glob("*.toml")) == NAMES
+
+
+def _dry_run(path: Path) -> DryRun:
+    return dry_run(load(path), world_size(path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parallelizes_at_its_world_size(name: str, tmp_path: Path):
+    path = FOLDER / f"{name}.toml"
+    (run,) = run_ranks(_dry_run, 1, path, log_folder=tmp_path)
+    assert run.moe_blocks, "an example without experts"
+    assert {run.units.get("attention", 0), run.units.get("block", 0)} == {0, run.blocks}
+    assert run.fsdp_groups == run.planned_groups
+    assert run.root_parameters == run.plain_parameters == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_degrees_fit_the_world_size(name: str):
+    """What a dry run does not see: tokens and experts are split evenly."""
+    path = FOLDER / f"{name}.toml"
+    config, p = load(path), load(path).parallelism
+    splits = p.context_parallel_degree * p.tensor_parallel_degree
+    assert config.training.seq_len % (2 * splits) == 0
+    assert config.model_spec is not None
+    for _, experts, *_ in config.model_spec.traverse(GroupedExperts.Config):
+        assert cast(GroupedExperts.Config, experts).num_experts % p.expert_parallel_degree == 0
+    if p.expert_parallel_degree > 1:
+        assert config.training.disable_cuda_graphs
+
+
+def test_moe_debug_is_sized_for_a_small_machine():
+    config = load(FOLDER / "moe_debug.toml")
+    assert config.hf_assets_path == str(default_tokenizer_path())
+    assert config.dataloader.dataset == STDLIB_CORPUS
+    assert config.checkpoint.interval < config.training.steps
+    assert config.metrics.enable_tensorboard
+
+
+def test_the_large_qwen_takes_the_rest_from_the_small_one():
+    small, large = (load(FOLDER / f"qwen3_{size}.toml") for size in ("30b_a3b", "235b_a22b"))
+    assert large.model_spec is not None
+    assert large.model_spec.flavor == "235B-A22B"
+    assert large.training.disable_cuda_graphs == small.training.disable_cuda_graphs is True
+    assert large.optimizer.param_groups[0].optimizer_kwargs["lr"] == 2.2e-4
+    assert large.optimizer.param_groups[0].optimizer_kwargs["betas"] == (0.9, 0.95)

@@ -1,0 +1,345 @@
+"""`activation_checkpoint.budget` in a run: solved once, held to, the same on all ranks."""
+
+import copy
+import os
+import subprocess
+import unittest.mock
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.cluster import forked_commands, run_ranks
+from tests.helpers.fp8_activations import debug_model
+from tests.helpers.toml_files import DEBUG, Loader
+from tests.helpers.training import Run, make_config, state_hash
+from titan_ext.activation_checkpoint import FP8AC, memory_report_of
+from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
+from titan_ext.activation_checkpoint.solved import Budget, releases
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus
+from titan_ext.config_registry.resolve import load
+from titan_ext.run import budget as activation_budget
+from titan_ext.run.budget import FOLDER, ActivationBudget, solve_elsewhere, use
+
+BUDGET = 4 * 2**20
+TEXT = f"""
+extends = "deepseek_v3.deepseek_v3_debugmodel"
+hf_assets_path = "{STDLIB_CORPUS}"
+dataloader.dataset = "{STDLIB_CORPUS}"
+training.local_batch_size = 2
+training.steps = 1
+training.seq_len = 128
+parallelism.expert_parallel_degree = 2
+checkpoint.enable = false
+debug.seed = 42
+debug.deterministic = true
+debug.moe_force_load_balance = true
+debug.enable_structured_logging = false
+"""
+NO_FLOAT8 = '[activation_checkpoint]\npolicy = "fp8"\nexempt = ["layers.*"]\n'
+
+
+class Trained(NamedTuple):
+    state_hash: str
+    held: int
+    """By the blocks, after one forward."""
+    policy: FP8AC.Config | None
+
+
+def _train(folder: Path) -> Trained:
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    config = load(folder / "run.toml")
+    config.dump_folder = str(folder / "run")
+    with forked_commands():  # the solver
+        trainer: Any = config.build()
+    trainer.train()
+    rows = memory_report_of(trainer.model_parts).rows()
+    result = Trained(
+        state_hash(trainer), sum(row.nbytes for row in rows), trainer.config.activation_checkpoint
+    )
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _train_both(folder: Path, section: str) -> tuple[list[Trained], str]:
+    """What the two ranks have, and the log of rank 0."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.toml").write_text(TEXT + section)
+    ranks = run_ranks(_train, 2, folder, log_folder=folder / "logs")
+    return ranks, (folder / "logs" / "rank_0.log").read_text()
+
+
+def test_a_run_holds_what_was_solved_and_a_later_start_has_the_same_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_corpus()
+    with_budget = NO_FLOAT8 + f'budget = "{BUDGET // 2**20}MiB"\n'
+    ranks, log = _train_both(tmp_path / "budget", with_budget)
+    none, _ = _train_both(tmp_path / "none", '[activation_checkpoint]\npolicy = "none"\n')
+    assert [rank.state_hash for rank in ranks] == [rank.state_hash for rank in none]
+    assert log.count("a dry run of rank 0 of 2 looks for the best policies") == 1
+    policy = ranks[0].policy
+    assert policy is not None
+    assert policy == ranks[1].policy
+    assert (policy.budget, policy.preset) == ("", "stock")
+    assert "save" in policy.op_policies.values()
+    assert "save_float8" not in policy.op_policies.values()
+    (line,) = [line for line in log.splitlines() if line.startswith("this budget")]
+    solved = float(line.split()[2]) * 2**20
+    for rank in ranks:
+        assert rank.held <= BUDGET
+        rounded = 0.05 * 2**20  # as it is printed
+        assert rank.held == pytest.approx(solved, abs=0.01 * solved + rounded)
+    again = load(tmp_path / "budget" / "run" / "config.toml")
+    assert again.activation_checkpoint == policy, "config.toml starts the same run"
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(activation_budget, "solve_elsewhere", None)
+    later: Any = load(tmp_path / "budget" / "run.toml")
+    later.dump_folder, later.training.steps = str(tmp_path / "budget" / "run"), 9
+    check = ActivationBudget()
+    check.before_start(later)
+    assert check._section is not None
+    use(later, check._section)
+    assert later.activation_checkpoint == policy
+
+
+def _exchange(odd_rank: int | None) -> tuple[Any, str]:
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    config: Any = make_config(Run(parallelize="block"), Path("nowhere"))
+    config.activation_checkpoint = FP8AC.Config(budget="1GiB")
+    check = ActivationBudget()
+    if rank == 0:
+        table = {"attention.wq": "save", "*": "recompute"}
+        check._section = {"policy": "fp8", "preset": "stock", "op_policies": table}
+    if rank == odd_rank:
+        activation_budget.use = lambda config, section: use(  # type: ignore[assignment]
+            config, {**section, "op_policies": {"attention.wq": "recompute", "*": "recompute"}}
+        )
+    error = ""
+    try:
+        check.before_build(config)
+    except ValueError as mistake:
+        error = str(mistake)
+    dist.destroy_process_group()
+    return config.activation_checkpoint, error
+
+
+def test_all_ranks_get_the_table_of_rank_0(tmp_path: Path):
+    ranks = run_ranks(_exchange, 3, None, log_folder=tmp_path)
+    table = {"attention.wq": "save", "*": "recompute"}
+    assert ranks == [(FP8AC.Config(preset="stock", op_policies=table), "")] * 3
+
+
+def _with_devices(gib: list[int]) -> list[str]:
+    from torchtitan.tools.logging import logger
+
+    dist.init_process_group("gloo")
+    config: Any = make_config(Run(parallelize="block"), Path("nowhere"))
+    config.activation_checkpoint = FP8AC.Config(budget="fit 80GiB")
+    check = ActivationBudget()
+    check._section = {"policy": "fp8", "preset": "stock", "op_policies": {"*": "recompute"}}
+    check._memory = gib[dist.get_rank()] * 2**30
+    with unittest.mock.patch.object(logger, "warning") as warning:
+        check.before_build(config)
+    dist.destroy_process_group()
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_devices_with_less_memory_than_rank_0_are_said_once(tmp_path: Path):
+    said, *others = run_ranks(_with_devices, 3, [80, 80, 40], log_folder=tmp_path / "less")
+    assert said == [
+        "activation_checkpoint.budget: solved for the 80.0 GiB of rank 0's device, and rank 2 can "
+        'have 40.0 GiB. "fit 40.0GiB" would do for all.'
+    ]
+    assert others == [[], []]
+    assert run_ranks(_with_devices, 2, [40, 80], log_folder=tmp_path / "more") == [[], []]
+
+
+def test_a_rank_with_another_table_is_an_error_on_all(tmp_path: Path):
+    ranks = run_ranks(_exchange, 2, 1, log_folder=tmp_path)
+    assert {error for _, error in ranks} == {
+        "the ranks disagree on what to run:\n"
+        "  activation_checkpoint.op_policies.attention.wq: save on rank 0; recompute on rank 1"
+    }
+
+
+@pytest.fixture
+def solved(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of solvers that ran; each finds the same."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        assert not {"RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"} & options["env"].keys()
+        folder = Path(command[command.index("--out") + 1])
+        table = '\n[activation_checkpoint.op_policies]\n"*" = "recompute"\n'
+        section = f'[activation_checkpoint]\npolicy = "fp8"\nbudget = ""\npreset = "stock"\n{table}'
+        (folder / "budget.toml").write_text(f'extends = "config.toml"\n{section}')
+        load(folder / "budget.toml")
+        return SimpleNamespace(returncode=0, stdout="met\n\n[table]", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    for name, value in zip(names, ("0", "0", "8"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "nowhere")
+    return commands
+
+
+def _start(config: Loader, folder: Path, text: str = "", budget: str = "1GiB") -> Any:
+    run = config(DEBUG + text + f'[activation_checkpoint]\npolicy = "fp8"\nbudget = "{budget}"\n')
+    run.dump_folder = str(folder / "run")
+    check = ActivationBudget()
+    check.before_start(run)
+    return check._section
+
+
+def test_a_table_is_solved_again_only_for_another_run(
+    config: Loader,
+    folder: Path,
+    solved: list[list[str]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    section = _start(config, folder)
+    assert section["op_policies"] == {"*": "recompute"}
+    assert _start(config, folder, "[training]\nsteps = 7\n") == section
+    assert len(solved) == 1
+    assert solved[0][2:4] == ["titan_ext", "dry-run"]
+    assert [solved[0][i + 1] for i in map(solved[0].index, ("--ranks", "--activations"))] == [
+        "8",
+        "1048576.0KiB",
+    ]
+    assert "--on-cpu" in solved[0]
+    assert not caplog.records
+
+    _start(config, folder, "[training]\nseq_len = 512\n")
+    assert "solved again: training.seq_len is 2048 there and 512 here." in caplog.text
+    _start(config, folder, "[training]\nseq_len = 512\n", budget="2GiB")
+    assert "solved again: activation_checkpoint.budget is 1GiB there and 2GiB here." in caplog.text
+    monkeypatch.setattr(activation_budget, "versions", lambda: {"torch": "9"})
+    _start(config, folder, "[training]\nseq_len = 512\n", budget="2GiB")
+    assert "solved again: versions." in caplog.text
+    (folder / "run" / FOLDER / "budget.toml").unlink()
+    _start(config, folder, "[training]\nseq_len = 512\n", budget="2GiB")
+    assert "solved again: it cannot be read (FileNotFoundError" in caplog.text
+    assert len(solved) == 5
+
+
+def test_only_rank_0_solves(
+    config: Loader, folder: Path, solved: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "1")
+    assert _start(config, folder) is None
+    assert not solved
+    assert not (folder / "run").exists()
+
+
+def test_fit_needs_a_memory(config: Loader, folder: Path, solved: list[list[str]]):
+    with pytest.raises(ValueError, match=r'is "fit", and .* no device .* or "fit 80GiB"'):
+        _start(config, folder, budget="fit")
+    _start(config, folder, budget="fit 80GiB")
+    (command,) = solved
+    assert command[command.index("--activations") + 1] == "fit"
+    assert command[command.index("--memory") + 1] == f"{80 * 2.0**20}KiB"
+
+
+def test_a_budget_may_use_the_host(config: Loader, folder: Path):
+    """The limit stays only if the table offloads."""
+    text = DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nbudget = "1GiB"\n'
+    run = config(text + 'offload_limit = "2GiB"\n')
+    asked = run.activation_checkpoint
+    assert isinstance(asked, FP8AC.Config)
+    assert asked.offloads()
+    for treatment, limit in (("offload", "2GiB"), ("save", "")):
+        solved = copy.copy(run)
+        section = {"policy": "fp8", "preset": "stock", "op_policies": {"input": treatment}}
+        use(solved, section | ({"offload_limit": limit} if limit else {}))
+        policy = solved.activation_checkpoint
+        assert isinstance(policy, FP8AC.Config)
+        assert (policy.budget, policy.offload_limit, policy.offloads()) == ("", limit, bool(limit))
+    with pytest.raises(ValueError, match=r"offload and offload_float8 do not run under"):
+        asked.check_compiled()
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_fit_is_the_memory_of_the_device(
+    config: Loader, folder: Path, solved: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    properties = SimpleNamespace(total_memory=141 * 2**30)
+    device = SimpleNamespace(get_device_properties=lambda _: properties)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    _start(config, folder, "[training]\ndisable_cuda_graphs = true\n", budget="fit")
+    (command,) = solved
+    assert command[command.index("--memory") + 1] == f"{141 * 2.0**20}KiB"
+    assert "--on-cpu" not in command
+
+
+def test_what_stops_the_solver_is_said(
+    config: Loader, folder: Path, solved: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(command: list[str], **_: Any) -> Any:
+        file = folder / "run" / FOLDER / "config.toml"
+        return SimpleNamespace(returncode=1, stdout="", stderr=f"{file}: 1 B cannot be met\n")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(ValueError, match=r"^activation_checkpoint\.budget is '1KiB': 1 B cannot"):
+        _start(config, folder, budget="1KiB")
+
+    def wait(command: list[str], *, timeout: float, **_: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", wait)
+    with pytest.raises(ValueError, match=r"longer than 270 s\. Expected more comm\.init_timeout"):
+        _start(config, folder)
+    made: Any = make_config(Run(parallelize="block"), folder)
+    made.activation_checkpoint = FP8AC.Config(budget="1GiB")
+    with pytest.raises(ValueError, match="this config was made in Python"):
+        solve_elsewhere(made, 8, folder, [])
+
+
+def test_without_checkpointing_there_is_no_table(config: Loader):
+    run: Any = config(DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nbudget = "1GiB"\n')
+    use(run, {"policy": "none"})
+    assert run.activation_checkpoint is None
+
+
+def test_an_own_loop_is_told_what_to_do():
+    with pytest.raises(ValueError, match=r"op_policies that titan_ext dry-run --activations finds"):
+        enable_fp8_activation_checkpointing(debug_model(layers=1), FP8AC.Config(budget="1GiB"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("20GiB", Budget(20 * 2**30)),
+        ("fit", Budget(None)),
+        ("fit 80 GiB", Budget(None, 80 * 2**30)),
+    ],
+)
+def test_budgets(text: str, expected: Budget):
+    assert Budget.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    "solved_with", [{}, releases(), {"torch": releases()["torch"], "elsewhere": "1.0"}]
+)
+def test_a_table_of_these_releases(solved_with: dict[str, str]):
+    FP8AC.Config(solved_with=solved_with)
+
+
+def test_a_table_of_another_release_is_refused():
+    with pytest.raises(
+        ValueError, match=r"solved with torch 2\.1, and this is 2\.1\d: .*solved_with"
+    ):
+        FP8AC.Config(solved_with={"torch": "2.1"})

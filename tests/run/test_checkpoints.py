@@ -1,0 +1,332 @@
+"""Checkpoints: resumed to the bit, loaded in other layouts, saved asynchronously, exported.
+
+The table of layouts is in tests/matrix/checkpoints.py; a few pairs of it are here.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import resource
+import time
+import unittest.mock
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemWriter
+from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+from torchtitan.distributed import utils as dist_utils
+
+from tests.helpers.checkpointing import Leg, differing, read_checkpoint, run_leg
+from tests.helpers.cluster import RankError
+from tests.helpers.training import Run, make_config, titan_config
+from tests.matrix.checkpoint_runner import WEIGHTS, Sources, check_pair, export
+from tests.matrix.checkpoints import FAST, Pair
+from titan_ext.base import no_accelerator
+from titan_ext.components.hf_export import HuggingFaceExport
+from titan_ext.parallelize.limits import wrong_values
+from titan_ext.run.checkpoints import (
+    CheckpointManager,
+    Checkpoints,
+    check_excluded,
+    check_resume,
+    checkpoint_to_load,
+    corrupt_items,
+    verify_checksums,
+)
+from titan_ext.run.trainer import extend_config
+
+RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, steps=4)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return Sources(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Leg]]:
+    """A run on text that nothing interrupts, saved at step 2 and at the end."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder / "checkpoint", run_leg(RUN, folder, interval=2)
+
+
+@pytest.mark.parametrize(
+    "pair", [FAST[0], *(pytest.param(pair, marks=pytest.mark.slow) for pair in FAST[1:])], ids=str
+)
+def test_every_tensor_is_the_saved_one_in_another_layout(
+    pair: Pair, sources: Sources, tmp_path: Path
+):
+    check_pair(pair, sources, tmp_path)
+
+
+def test_a_permuted_expert_has_a_name(tmp_path: Path, one_rank: None):
+    """What the table would say: the comparison can fail."""
+    experts = torch.arange(24.0).view(4, 2, 3)
+    name = "layers.1.moe.routed_experts.inner_experts.w1_EFD"
+    for folder, order in (("saved", [0, 1, 2, 3]), ("loaded", [0, 2, 1, 3])):
+        dcp.save({name: experts[order]}, checkpoint_id=tmp_path / folder)
+    saved, loaded = (read_checkpoint(tmp_path / folder) for folder in ("saved", "loaded"))
+    assert differing(loaded, saved) == [f"{name}[1]", f"{name}[2]"]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path: Path):
+    checkpoints, uninterrupted = whole
+    resumed = run_leg(
+        RUN,
+        tmp_path,
+        initial_load_path=str(checkpoints / "step-2"),
+        initial_load_model_only=False,
+    )
+    for leg, wanted in zip(resumed, uninterrupted, strict=True):
+        assert sorted(leg.losses) == [3, 4]
+        assert leg.losses == {step: wanted.losses[step] for step in (3, 4)}
+        assert leg.grad_norms == {step: wanted.grad_norms[step] for step in (3, 4)}
+        assert leg.samples == wanted.samples[2:]
+        assert leg.learning_rates == wanted.learning_rates
+        assert leg.state_hash == wanted.state_hash
+
+
+@contextlib.contextmanager
+def _slow_writes():
+    """Writing begins when training has changed the weights."""
+    write = FileSystemWriter.write_data
+
+    def slow_write(*args):
+        time.sleep(2)
+        return write(*args)
+
+    with unittest.mock.patch.object(FileSystemWriter, "write_data", slow_write):
+        yield
+
+
+@contextlib.contextmanager
+def _nan_while_saving():
+    """Gradients of step 3 are NaN, when writing what step 2 has left has not begun."""
+    clip, calls = dist_utils.clip_grad_norm_, itertools.count(1)
+
+    def poisoned(parameters, *args, **kwargs):
+        norm = clip(parameters, *args, **kwargs)
+        if next(calls) == 3:
+            parameters[0].grad.fill_(float("nan"))
+        return norm
+
+    with _slow_writes(), unittest.mock.patch.object(dist_utils, "clip_grad_norm_", poisoned):
+        yield
+
+
+@contextlib.contextmanager
+def _full_disk():
+    """Files of rank 1 may have 2 MiB: less than its part of a checkpoint."""
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+    yield
+
+
+@pytest.mark.slow
+def test_an_asynchronous_save_is_the_synchronous_one(whole, tmp_path: Path):
+    checkpoints, synchronous = whole
+    legs = run_leg(
+        RUN, tmp_path, until=3, interval=2, async_mode="async_with_pinned_mem", around=_slow_writes
+    )
+    assert legs[0].losses[3] == synchronous[0].losses[3]
+    saved = read_checkpoint(tmp_path / "checkpoint" / "step-2")
+    assert differing(saved, read_checkpoint(checkpoints / "step-2")) == []
+
+
+def test_a_save_under_way_outlives_gradients_that_are_not_finite(tmp_path: Path):
+    with pytest.raises(RankError, match=r"step 3: gradients are not finite"):
+        run_leg(RUN, tmp_path, interval=2, async_mode="async", around=_nan_while_saving)
+    assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
+
+
+@pytest.mark.slow
+def test_an_asynchronous_save_that_fails_is_one_error(tmp_path: Path):
+    error = r"a checkpoint could not be saved or loaded, on rank 1: .* There is no whole checkpoint"
+    with pytest.raises(RankError, match=error):
+        run_leg(RUN, tmp_path, interval=2, async_mode="async", around=_full_disk)
+    assert not (tmp_path / "checkpoint" / "step-2" / ".metadata").exists()
+
+
+@pytest.mark.slow
+def test_safetensors_are_those_of_stock_and_come_back(sources: Sources, tmp_path: Path):
+    """Under HSDP, where Titan's own adapter fails on the copies."""
+    stock = FAST[0].saved
+    source = sources.get(stock)
+    hsdp = replace(stock, parallelize="submodule", world=4, dp_replicate=2)
+    folders = [export(run, source, tmp_path / str(run)) for run in (stock, hsdp)]
+    wanted, exported = (load_file(folder / WEIGHTS) for folder in folders)
+    assert wanted.keys() == exported.keys()
+    assert all(torch.equal(wanted[name], exported[name]) for name in wanted)
+    (leg,) = run_leg(
+        replace(RUN, world=1, ep=1),
+        tmp_path / "back",
+        look=True,
+        save_at_once=True,
+        initial_load_path=str(folders[1]),
+        initial_load_in_hf=True,
+        load_only=True,
+    )
+    back, saved = (
+        {name: value for name, value in tensors.items() if not name.startswith("optimizer.")}
+        for tensors in (leg.loaded, source.tensors)
+    )
+    assert differing(back, saved) == []
+
+
+def _config(folder: Path, run: Run = RUN, **checkpoint: Any) -> Any:
+    config: Any = make_config(run, folder)
+    config.checkpoint = CheckpointManager.Config(enable=True, **checkpoint)
+    return config
+
+
+def _trainer(config: Any, ranks: int) -> Any:
+    """What ``check_resume`` asks of a trainer, of any number of data-parallel ranks."""
+    dataloader = object.__new__(config.dataloader._owner)
+    dataloader.dp_world_size = ranks
+    return SimpleNamespace(
+        config=config, dataloader=dataloader, model_config=config.model_spec.model
+    )
+
+
+def test_another_number_of_data_ranks(whole, caplog: pytest.LogCaptureFixture):
+    checkpoints, _ = whole
+    config = _config(checkpoints.parent)
+    check_resume(_trainer(config, ranks=2))
+    with pytest.raises(ValueError, match=r"position of 2 data-parallel rank\(s\), and this .* 4"):
+        check_resume(_trainer(config, ranks=4))
+    assert "repeats samples" not in caplog.text
+    config.checkpoint.exclude_from_loading = ["dataloader"]
+    check_resume(_trainer(config, ranks=4))
+    assert "this run repeats samples of the saved run" in caplog.text
+
+
+def test_another_model(whole, caplog: pytest.LogCaptureFixture):
+    checkpoints, _ = whole
+    with pytest.raises(ValueError, match=r"another model: without layers\.2\..* and \d+ more"):
+        check_resume(_trainer(_config(checkpoints.parent, replace(RUN, layers=3)), ranks=2))
+    check_resume(_trainer(_config(checkpoints.parent, replace(RUN, layers=1)), ranks=2))
+    assert "also has layers.1.attention" in caplog.text
+
+
+def test_the_model_only_is_nothing_to_resume_from(tmp_path: Path, one_rank: None):
+    checkpoints = tmp_path / "checkpoint"
+    for step, states in ((2, {"train_state": 1, "optimizer": 1}), (4, {})):
+        dcp.save({"w": torch.ones(1), **states}, checkpoint_id=checkpoints / f"step-{step}")
+    with pytest.raises(ValueError, match=r"step-4 has the model only: .*load_step 2 .*_path .*-4"):
+        check_resume(_trainer(_config(tmp_path), ranks=1))
+    with pytest.raises(ValueError, match=r"step-2 has no dataloader, lr_scheduler"):
+        check_resume(_trainer(_config(tmp_path, load_step=2), ranks=1))
+    other = {"initial_load_path": str(checkpoints / "step-4"), "initial_load_model_only": False}
+    with pytest.raises(ValueError, match=r"step-4 has the model only: .*initial_load_model_only"):
+        check_resume(_trainer(_config(tmp_path / "other", **other), ranks=1))
+    (checkpoints / "step-6").mkdir()
+    (checkpoints / "step-6" / "model.safetensors.index.json").touch()
+    with pytest.raises(ValueError, match=r"step-6 is an export .*load_step 4 resumes.*_in_hf"):
+        checkpoint_to_load(_config(tmp_path))
+    with pytest.raises(ValueError, match=r"initial_load_path is .*no \.metadata; expected the fol"):
+        checkpoint_to_load(_config(tmp_path / "new", initial_load_path=str(checkpoints)))
+
+
+def test_a_corrupt_checkpoint_from_elsewhere_is_found(tmp_path: Path, one_rank: None):
+    dcp.save({"w": torch.arange(1000.0)}, checkpoint_id=tmp_path / "other")
+    config = _config(tmp_path / "run", initial_load_path=str(tmp_path / "other"))
+    verify_checksums(config)
+    content = bytearray((tmp_path / "other" / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "other" / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(ValueError, match=r"other is corrupt \(__0_0\.distcp: w\)"):
+        verify_checksums(config)
+
+
+def test_checksums_are_compared_up_to_a_size(
+    tmp_path: Path, one_rank: None, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    dcp.save({"w": torch.arange(1 << 18, dtype=torch.float32)}, checkpoint_id=tmp_path / "other")
+    shard = tmp_path / "other" / "__0_0.distcp"  # 1 MiB
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    config = _config(tmp_path / "run", initial_load_path=str(tmp_path / "other"))
+    assert (
+        cast(Any, extend_config(titan_config("qwen3")).checkpoint).verify_checksums_up_to_gib == 64
+    )
+    for limit in (0.0, 1 / 1025):
+        config.checkpoint.verify_checksums_up_to_gib = limit
+        caplog.clear()
+        verify_checksums(config)
+        assert re.search(
+            rf"other \(1\.0 MiB\) are not compared .*_gib is {limit:g}\.$", caplog.text
+        )
+    for limit in (1 / 1000, float("inf")):
+        config.checkpoint.verify_checksums_up_to_gib = limit
+        with pytest.raises(ValueError, match=r"other is corrupt"):
+            verify_checksums(config)
+    assert wrong_values(
+        SimpleNamespace(checkpoint=CheckpointManager.Config(verify_checksums_up_to_gib=-1))
+    ) == ["checkpoint.verify_checksums_up_to_gib is -1; expected 0 or more."]
+
+
+def test_excluded_names(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"'data_loader'; expected .*; did you mean 'dataloader'"):
+        check_excluded(_config(tmp_path, exclude_from_loading=["data_loader"]))
+
+
+def test_settings_that_a_checkpoint_overrides_are_said(caplog: pytest.LogCaptureFixture):
+    model = torch.nn.Linear(2, 2)
+    saved = OptimizersContainer(default_adamw(1e-3), model_parts=[model])
+    optimizers = OptimizersContainer(default_adamw(2e-3, weight_decay=0.2), model_parts=[model])
+    Checkpoints().after_build(cast(Any, SimpleNamespace(optimizers=optimizers)))
+    optimizers.load_state_dict(optimizers.state_dict())
+    assert caplog.text == ""
+    optimizers.load_state_dict(saved.state_dict())
+    assert "weight_decay is 0.1 from the checkpoint, not 0.2 as configured" in caplog.text
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        # TorchTitan 0.3's adapter has older names of the experts: stock exports without them.
+        (Run(model="gpt_oss", parallelize="block"), "inner_experts.mlp1_weight_EGD"),
+    ],
+    ids=str,
+)
+def test_an_export_that_would_leave_weights_out(run: Run, name: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=rf"last_save_in_hf is on.* has no name for .*{name}"):
+        HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
+
+
+def test_buffers_that_an_export_leaves_out_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    HuggingFaceExport().before_start(
+        _config(tmp_path, Run(model="qwen3_moe", layers=1, parallelize="block"))
+    )
+    assert "expert_bias_E" not in caplog.text
+    run = Run(model="qwen3_moe", layers=1, parallelize="block")
+    HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
+    assert "has no name for layers.0.moe.expert_bias_E; they are left out" in caplog.text
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3"])
+def test_adapters_begin_on_weights_from_elsewhere(model: str, tmp_path: Path):
+    """They are not exported with them: stock ends DeepSeek-V3 with a KeyError, both ways."""
+    run = Run(model=model, lora=8, parallelize="block")
+    with pytest.raises(ValueError, match=r"last_save_in_hf is on.*titan_ext peft CONFIG` exports"):
+        HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
+    weights = {"initial_load_in_hf": True, "initial_load_path": str(tmp_path)}
+    HuggingFaceExport().before_start(_config(tmp_path, run, **weights))
+
+
+def test_pinned_memory_is_for_accelerators(accelerator: None, tmp_path: Path):
+    config = _config(tmp_path, async_mode="async_with_pinned_mem")
+    no_accelerator.adapt_config(config)
+    assert config.checkpoint.async_mode == "async_with_pinned_mem"

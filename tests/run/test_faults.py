@@ -1,0 +1,412 @@
+"""What goes wrong around a run ends it with one error that says what, and loses nothing.
+
+The faults of whole launches (torchrun, its agents, kill -9 of saves) take minutes: ``make faults``.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+import unittest.mock
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.tools.logging import init_logger
+
+from tests.faults.torchrun import is_alive
+from tests.helpers import planted
+from tests.helpers.cluster import PATIENCE_S, RankError, kill_ranks, run_ranks, start_ranks
+from tests.helpers.training import Run, make_config, titan_config
+from titan_ext.base.agreement import LastStep
+from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
+from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.run.checkpoints import corrupt_items, verify_checksums, why_refused
+from titan_ext.run.start import Folder
+from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
+from titan_ext.run.trainer import extend_config
+
+RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
+FAULTY_STEP = {"sigterm": 3}  # not saved anyway; others: 4
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _train(run: Run, folder: Path, fault: str) -> int:
+    """One rank of a run that saves every second step; rank 1 has the fault."""
+    init_logger()
+    config: Any = make_config(run, folder)
+    config.checkpoint = CheckpointManager.Config(
+        enable=True, interval=2, keep_latest_k=2, last_save_model_only=False
+    )
+    trainer = config.build()
+    step = trainer.train_step
+
+    def train_step(data_iterator) -> None:
+        faulty = trainer.step == FAULTY_STEP.get(fault, 4) and os.environ["RANK"] == "1"
+        with _FAULTS[fault](trainer) if faulty else contextlib.nullcontext():
+            step(data_iterator)
+
+    trainer.train_step = train_step
+    trainer.train()
+    trainer.close()
+    return trainer.step
+
+
+@contextlib.contextmanager
+def _full_disk(trainer: Any):
+    """Files of this process may have 2 MiB: less than its part of a checkpoint."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+    yield
+
+
+@contextlib.contextmanager
+def _sigterm(trainer: Any):
+    """Twice at once: Slurm signals torchrun and its workers, and torchrun its workers.
+
+    The step is long: all ranks hear of it within.
+    """
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    (stop,) = (check for check in trainer.checks if isinstance(check, StopOnSignal))
+    while not _is_known(cast(LastStep, stop._last_step)):
+        time.sleep(0.05)
+    yield
+
+
+def _is_known(last_step: LastStep) -> bool:
+    store = last_step._store
+    return store.check(["latest"]) and store.get("latest").endswith(b"closed")
+
+
+_FAULTS = {
+    "none": contextlib.nullcontext,
+    "nan": lambda _: planted.nan_gradient(),
+    "full disk": _full_disk,
+    "sigterm": _sigterm,
+}
+
+
+def _run(folder: Path, fault: str) -> list[int]:
+    make_corpus()
+    return run_ranks(_train, 2, RUN, folder, fault, log_folder=folder / "logs")
+
+
+def test_gradients_that_are_not_finite_are_not_applied(tmp_path: Path):
+    error = r"step 4: gradients are not finite.*\n?.*Run again, rank 1 sent gradients that are not "
+    error += r"finite: all_to_all of bfloat16.*backward, step 4"
+    with pytest.raises(RankError, match=error):
+        _run(tmp_path, "nan")
+    assert [path.name for path in tmp_path.glob("checkpoint/*")] == ["step-2"]
+    assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
+
+
+@pytest.mark.slow
+def test_a_full_disk_loses_no_checkpoint(tmp_path: Path):
+    refused = r"saved or loaded, on rank 1: the file system refused a write \(torch says: .*\)\. "
+    here = r"(No file of this process can have more than 2\.0 MiB|.* are free in ).*"  # or there
+    with pytest.raises(RankError, match=f"{refused}{here} The newest whole checkpoint is .*2"):
+        _run(tmp_path, "full disk")
+    assert latest_checkpoint_step(tmp_path) == 2
+    assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
+    assert _run(tmp_path, "none") == [6, 6]
+    assert "Training starts at step 3" in (tmp_path / "logs" / "rank_0.log").read_text()
+
+
+def test_why_a_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert re.fullmatch(rf"\d+\.\d [KMG]iB are free in {tmp_path}\.", why_refused(str(tmp_path)))
+    cannot = "dump_folder is '/proc/x', where this rank cannot write: "
+    assert why_refused("/proc/x").startswith(cannot)
+    limits = {resource.RLIMIT_FSIZE: (2**20, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    limit = "No file of this process can have more than 1.0 MiB (ulimit -f)."
+    assert why_refused(str(tmp_path)) == limit
+
+
+def test_sigterm_on_one_rank_saves_the_step_and_nothing_is_lost(tmp_path: Path):
+    assert _run(tmp_path / "stopped", "sigterm") == [3, 3]
+    assert latest_checkpoint_step(tmp_path / "stopped") == 3
+    log = (tmp_path / "stopped" / "logs" / "rank_1.log").read_text()
+    answered = log.index("SIGTERM: stopping after this step, which is saved.")
+    assert answered < log.index("step:  3")
+    assert f"SIGTERM: stopped after step 3, saved in {tmp_path}/stopped/checkpoint/step-3." in log
+    assert log.count("Saving the checkpoint") == 2
+    assert _run(tmp_path / "stopped", "none") == [6, 6]
+    assert _run(tmp_path / "whole", "none") == [6, 6]
+    stopped, whole = (read_scalar(tmp_path / name, LOSS) for name in ("stopped", "whole"))
+    assert stopped == whole
+
+
+def _saved(folder: Path) -> tuple[Path, Any]:
+    """Two checkpoints of one small tensor, and a config that resumes from the newer."""
+    config = extend_config(titan_config("qwen3"))
+    config.dump_folder = str(folder)
+    config.checkpoint = CheckpointManager.Config(enable=True)
+    for step in (2, 4):
+        dcp.save({"w": torch.arange(1000.0)}, checkpoint_id=folder / "checkpoint" / f"step-{step}")
+    return folder / "checkpoint" / "step-4", config
+
+
+@pytest.mark.parametrize("fault", ["flip", "cut", "missing", "metadata"])
+def test_a_corrupt_checkpoint_is_named_with_the_one_before(
+    fault: str, tmp_path: Path, one_rank: None
+):
+    step_4, config = _saved(tmp_path)
+    verify_checksums(config)
+    shard = step_4 / (".metadata" if fault == "metadata" else "__0_0.distcp")
+    content = bytearray(shard.read_bytes())
+    if fault == "missing":
+        shard.unlink()
+    elif fault == "flip":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    else:
+        shard.write_bytes(content[: len(content) // 2])
+    way_on = "step-2: .*move step-4 .*load_step 2"
+    with pytest.raises(ValueError, match=rf"step-4 is corrupt \({shard.name}: .*{way_on}"):
+        verify_checksums(config)
+    config.checkpoint.load_step = 2
+    verify_checksums(config)
+
+
+def test_a_bit_flip_is_nothing_to_torch(tmp_path: Path, one_rank: None):
+    """Why the checksums are compared here. When this fails, torch does it."""
+    step_4, _ = _saved(tmp_path)
+    shard = step_4 / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    loaded = {"w": torch.zeros(1000)}
+    dcp.load(loaded, checkpoint_id=step_4)
+    assert (loaded["w"] != torch.arange(1000.0)).sum() == 1
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"dump_folder is '.*/file/run', where this rank cannot"):
+        Folder().before_start(SimpleNamespace(dump_folder=str(tmp_path / "file" / "run")))
+
+
+def test_data_that_is_not_there_is_named_before_any_process_group(tmp_path: Path):
+    config = extend_config(titan_config("qwen3"))
+    config.dump_folder = str(tmp_path)
+    config.dataloader.dataset_path = str(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"dataloader\.dataset_path is '.*/nothing'.*no such"):
+        config.build()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_tokenizer_that_is_not_there_is_named_before_any_process_group(tmp_path: Path):
+    config = extend_config(titan_config("qwen3"))
+    config.dump_folder = str(tmp_path)
+    config.hf_assets_path = str(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"hf_assets_path is '.*/nothing': no such folder"):
+        config.build()
+    assert not torch.distributed.is_initialized()
+
+
+def _launch_a_worker(folder: Path) -> None:
+    """As torchrun: the worker has a session of its own."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    worker = os.fork()
+    if worker:
+        (folder / "worker.part").write_text(str(worker))
+        (folder / "worker.part").rename(folder / "worker")
+    else:
+        os.setsid()
+        end_with_launcher()
+        (folder / "ready").touch()
+    time.sleep(9999)
+
+
+def test_a_worker_ends_with_its_launcher(tmp_path: Path):
+    """The launcher gets SIGKILL."""
+    ranks = start_ranks(_launch_a_worker, 1, tmp_path, log_folder=tmp_path / "logs")
+    deadline = time.monotonic() + PATIENCE_S
+    while {path.name for path in tmp_path.iterdir()} != {"worker", "ready", "logs"}:
+        assert time.monotonic() < deadline, "no worker"
+        time.sleep(0.01)
+    pid = int((tmp_path / "worker").read_text())
+    assert is_alive(pid)
+    kill_ranks(ranks)
+    while is_alive(pid):
+        assert time.monotonic() < deadline, "the worker outlived its launcher"
+        time.sleep(0.01)
+
+
+class _Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The signals that did what they do where nothing is saved: they would end this process."""
+    signals: list[int] = []
+    before = {s: signal.signal(s, lambda s, _: signals.append(s)) for s in STOP_SIGNALS}
+    yield signals
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def _trainer(step: int, *, saves: bool = True) -> Any:
+    """A trainer after ``step``, whose checkpointer saves every fifth."""
+    checkpoint = SimpleNamespace(
+        enable=saves, interval=5, load_only=False, enable_first_step_checkpoint=False
+    )
+    checkpointer = unittest.mock.Mock(enable=saves, interval=5, folder="run/checkpoint")
+    training = SimpleNamespace(steps=100)
+    config = SimpleNamespace(checkpoint=checkpoint, training=training)
+    return SimpleNamespace(step=step, config=config, checkpointer=checkpointer, model_parts=[])
+
+
+@pytest.fixture
+def stop(ended: list[int], one_rank: None) -> Iterator[StopOnSignal]:
+    stop = StopOnSignal(clock=_Clock())
+    yield stop
+    signal.set_wakeup_fd(-1)
+
+
+def _stopped(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What it says at the end. A thread says that it stops, perhaps after that."""
+    return [message for message in caplog.messages if " stopped after " in message]
+
+
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+@pytest.mark.parametrize("second", STOP_SIGNALS)
+def test_a_second_signal_ends_at_once_if_it_is_another_request(
+    first: signal.Signals,
+    second: signal.Signals,
+    stop: StopOnSignal,
+    ended: list[int],
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("INFO")
+    trainer, clock = _trainer(step=6), cast(_Clock, stop._clock)
+    stop.after_build(trainer)
+    with stop.around_run(trainer):
+        assert not stop.ends_run(trainer)
+        trainer.step = 7
+        signal.raise_signal(first)
+        clock.now_s += 0.9
+        signal.raise_signal(second)
+        assert ended == []
+        assert stop.ends_run(trainer)
+        trainer.checkpointer.save.assert_called_once_with(7)
+        assert trainer.checkpointer.interval == 1
+        trainer.checkpointer.maybe_wait_for_saving.assert_called_once()
+        assert _stopped(caplog) == [
+            f"{first.name}: stopped after step 7, saved in run/checkpoint/step-7."
+        ]
+        clock.now_s += 0.2
+        signal.raise_signal(second)
+        assert ended == [second]
+    signal.raise_signal(first)
+    assert ended == [second, first], "as before the run"
+
+
+@pytest.mark.parametrize(
+    ("step", "saves", "said"),
+    [
+        (10, True, "stopped after step 10, saved in run/checkpoint/step-10."),  # the interval's
+        (6, True, "stopped after step 6, saved in run/checkpoint/step-6."),  # what was loaded
+        (0, True, "stopped after step 0, nothing was saved."),
+        (7, False, "stopped after step 7, nothing was saved."),
+    ],
+)
+def test_what_is_saved_is_not_saved_again(
+    step: int, saves: bool, said: str, stop: StopOnSignal, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    trainer = _trainer(min(step, 6), saves=saves)
+    stop.after_build(trainer)
+    if trainer.step != step:  # else the signal comes before the first step
+        assert not stop.ends_run(trainer)
+    trainer.step = step
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.ends_run(trainer)
+    trainer.checkpointer.save.assert_not_called()
+    assert _stopped(caplog) == [f"SIGTERM: {said}"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_stop_saves_no_weights_that_are_not_finite(value: float, stop: StopOnSignal):
+    """Gradients are checked in steps that are logged or saved; this one is neither."""
+    trainer = _trainer(6)
+    trainer.model_parts = [torch.nn.Linear(3, 2)]
+    with torch.no_grad():
+        trainer.model_parts[0].weight[1, 2] = value
+    stop.after_build(trainer)
+    assert not stop.ends_run(trainer)
+    trainer.step = 7
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match=r"SIGTERM: .* step 7, whose weights are not finite on"):
+        stop.ends_run(trainer)
+    trainer.checkpointer.save.assert_not_called()
+
+
+def _wait_in_c() -> None:
+    """As in a collective: one long call, which goes on after a signal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's tests ignore it
+    logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s", force=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    checkpointer = SimpleNamespace(enable=False)
+    StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    libc = ctypes.CDLL(None)  # releases the GIL
+    left = 600
+    while left:
+        left = libc.sleep(left)
+
+
+def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
+    """The main thread is in one long call into C, so no Python handler can run."""
+    ranks = start_ranks(_wait_in_c, 1, log_folder=tmp_path)
+    deadline = time.monotonic() + PATIENCE_S
+    log = tmp_path / "rank_0.log"
+    try:
+        while not log.exists() or "ends the run" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+    finally:
+        kill_ranks(ranks)
+    assert (
+        "SIGINT: stopping after this step; nothing is saved. A second signal ends the run at once."
+    ) in log.read_text().splitlines()
+
+
+def test_an_ignored_signal_stays_ignored(stop: StopOnSignal):
+    """nohup, and a shell's background jobs, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop.after_build(_trainer(step=0))
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "warns"), [(1, True, True), (0, True, False), (1, False, False)]
+)
+def test_restarts_that_would_hang_are_said(
+    restarts: int,
+    shared: bool,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
+    warn_of_restarts_that_hang()
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warns

@@ -1,0 +1,220 @@
+"""Warnings of a late rank, uneven experts, a slow link and a pace that drops; and of nothing."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.slowed import LATE_RANK, can_slow_a_link, train
+from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.plan.ledger import Ledger
+from titan_ext.run.meter import Meter, PaceCheck
+from titan_ext.run.pace import Findings, Judge, RankStep
+
+STEP_MS, RANKS, GROUP = 1000.0, 16, 4
+_Change = Callable[[int, int], dict[str, Any]]
+
+
+def _rows(chance: random.Random, step: int, change: _Change) -> list[RankStep]:
+    """What 16 ranks in groups of 4 say: some 20 ms of waits, experts within a third of the mean."""
+    rows = []
+    for rank in range(RANKS):
+        said: dict[str, Any] = {
+            "wait_ms": chance.uniform(5, 40),
+            "travel_ms": chance.uniform(10, 15),
+            "step_ms": STEP_MS * chance.uniform(0.97, 1.03),
+            "tokens": (0, *(int(1000 * chance.uniform(0.7, 1.3)) for _ in range(3))),
+        }
+        said |= change(step, rank)
+        rows.append(RankStep(rank, rank // GROUP * GROUP, **said))
+    return rows
+
+
+def _judged(steps: int, change: _Change, pace: Callable[[int], float] = lambda _: 1.0) -> Judge:
+    judge, chance = Judge(), random.Random(7)
+    for step in range(1, steps + 1):
+        judge.take(step, _rows(chance, step, change))
+        # One step in ten is saved, or collects garbage, and takes twice as long.
+        saved = 2.0 if step % 10 == 0 else 1.0
+        judge.pace(step, STEP_MS * saved * chance.uniform(0.97, 1.03) * pace(step))
+    return judge
+
+
+def _nothing(step: int, rank: int) -> dict[str, Any]:
+    return {}
+
+
+def test_a_quiet_run_warns_of_nothing_in_500_steps():
+    """Nor if now and then a rank comes late for two steps, or a layer is uneven."""
+
+    def now_and_then(step: int, rank: int) -> dict[str, Any]:
+        if step % 50 in (1, 2) and rank // GROUP == 1:
+            return {"wait_ms": 0.0 if rank == 6 else 400.0, "tokens": (0, 9000 * (rank == 6), 1, 1)}
+        return {}
+
+    assert _judged(500, _nothing).said == []
+    assert _judged(500, now_and_then).said == []
+
+
+def test_a_late_rank_is_named_once():
+    def late(step: int, rank: int) -> dict[str, Any]:
+        waits = step >= 100 and rank // GROUP == 2
+        return {"wait_ms": 5.0 if rank == 9 else 305.0} if waits else {}
+
+    (warning,) = _judged(300, late).said
+    assert warning == (
+        "step 102: rank 9 is late: the others wait 300.0 ms a step for it before they exchange "
+        "tokens"
+    )
+
+
+def test_uneven_experts_are_named_with_their_layer():
+    def uneven(step: int, rank: int) -> dict[str, Any]:
+        if rank // GROUP != 1:
+            return {"tokens": (0, 100, 100, 100)}
+        return {"tokens": (0, 100, 220 if rank == 5 else 60, 100)}
+
+    (warning,) = _judged(20, uneven).said
+    assert warning.endswith("those of rank 5 got 2.20 times the mean tokens in layer 2")
+
+
+def test_of_two_ranks_one_can_have_twice_the_mean_at_most():
+    rows = [RankStep(rank, 0, 1.0, 1.0, 10.0, (tokens,)) for rank, tokens in enumerate((150, 50))]
+    assert Findings.of(rows).is_uneven
+    rows = [RankStep(rank, 0, 1.0, 1.0, 10.0, (tokens,)) for rank, tokens in enumerate((140, 60))]
+    assert not Findings.of(rows).is_uneven
+
+
+def test_a_slow_link_is_one_where_all_wait():
+    def slow(step: int, rank: int) -> dict[str, Any]:
+        return {"wait_ms": 100.0 + rank, "travel_ms": 200.0} if rank // GROUP == 3 else {}
+
+    (warning,) = _judged(20, slow).said
+    assert "the link between ranks 12-15 is slow: counts and tokens travel for 312.0 ms" in warning
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_drop_that_lasts_is_one_warning_with_what_moved(waits: bool):
+    def change(step: int, rank: int) -> dict[str, Any]:
+        if step < 200 or not waits:
+            return {}
+        return {"wait_ms": 10.0 if rank == 3 else 400.0 if rank < GROUP else 250.0}
+
+    said = _judged(400, change, lambda step: 1.3 if step >= 200 else 1.0).said
+    (drop,) = [words for words in said if "tokens/s" in words]
+    assert drop.startswith("step 204: tokens/s are 2")
+    assert "since step 200: a step takes 1" in drop
+    if waits:
+        assert "longer for each other: rank 3 is late: the others wait 390.0 ms" in drop.replace(
+            "other; ", "other: "
+        )
+    else:
+        assert "Ranks wait for each other as before, so the work takes longer." in drop
+
+
+def test_a_drop_of_some_steps_is_none():
+    assert _judged(400, _nothing, lambda step: 1.5 if step % 40 < 4 else 1.0).said == []
+
+
+def test_ranks_without_experts_or_partners_tell_nothing():
+    assert Findings.of([]).words() == {}
+    alone = [RankStep(rank, rank, 500.0 * rank, 1.0, 1000.0) for rank in range(4)]
+    assert Findings.of(alone).words() == {}
+    assert RankStep.read(alone[2].word()) == alone[2]
+    told = RankStep(70_000, 4, 1.5, 0.125, 2.25, (0, 2**33))
+    assert RankStep.read(told.word()) == told
+
+
+class _Store:
+    """A job's store that counts what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.values: dict[str, str] = {}
+
+    def append(self, key: str, value: str) -> None:
+        self.calls["append"] += 1
+        self.values[key] = self.values.get(key, "") + value
+
+    def get(self, key: str) -> bytes:
+        self.calls["get"] += 1
+        return self.values[key].encode()
+
+    def delete_key(self, key: str) -> None:
+        del self.values[key]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_logged_step_is_one_word_to_the_store_and_others_are_none(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+):
+    logged: list[tuple[int, dict[str, float]]] = []
+    trainer: Any = SimpleNamespace(step=0, device=torch.device("cpu"))
+    trainer.metrics_processor = SimpleNamespace(
+        should_log=lambda step: step % 5 == 0,
+        logger=SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics))),
+    )
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    check = PaceCheck()
+    check._store = store = _Store()
+    check._layers = 2
+    check._thread = ThreadPoolExecutor(1)
+    dispatcher: Any = SimpleNamespace(meter=None)
+    check._dispatchers = {1: dispatcher}
+    with check.around_run(trainer):
+        for trainer.step in range(1, 21):
+            with check.around_step(trainer):
+                assert (dispatcher.meter is not None) == (trainer.step % 5 == 0)
+                if dispatcher.meter is not None:
+                    with dispatcher.meter.timing("wait"):
+                        pass
+                    dispatcher.meter.tokens = 40 + trainer.step
+            assert dispatcher.meter is None
+            if check._told is not None:
+                check._told.result()
+    assert store.calls["append"] == 4
+    assert store.calls["get"] == (4 if rank == 0 else 0)
+    if rank == 0:
+        assert store.values == {}
+        assert [step for step, _ in logged] == [20]
+    else:
+        assert store.values.keys() == {"step 5", "step 10", "step 15", "step 20"}
+        assert store.values["step 20"].split()[0] == "3"
+        assert store.values["step 20"].split()[-2:] == ["0", "60"]
+
+
+def test_a_meter_adds_up_the_waits_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    times = iter([1.0, 1.5, 3.0, 3.25, 4.0, 4.125])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    meter = Meter(torch.device("cpu"))
+    for what in ("wait", "wait", "travel"):
+        with meter.timing(what):
+            pass
+    assert meter.ms() == {"wait": 750.0, "travel": 125.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["late rank", "uneven experts", "slow link"])
+def test_a_planted_fault_is_named_in_the_run_and_in_its_ledger(fault: str, tmp_path: Path):
+    make_corpus()
+    if fault == "slow link" and not can_slow_a_link():
+        pytest.skip("needs a network of its own: unshare -Urn, with htb in the kernel")
+    said = train(tmp_path, fault)
+    verdicts = "\n".join(Ledger.read(tmp_path).verdicts())
+    if fault == "late rank":
+        assert f"rank {LATE_RANK} is late" in said
+        assert f"late: rank {LATE_RANK} keeps the others waiting" in verdicts
+    elif fault == "uneven experts":
+        assert "got 2.00 times the mean tokens in layer" in said
+        assert "got 2.00 times the mean tokens in layers." in verdicts
+    else:
+        assert "the link between ranks 2-3 is slow" in said
+        assert "slow link: between ranks 2-3 " in verdicts

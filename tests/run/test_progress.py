@@ -1,0 +1,112 @@
+"""What a run says while it runs, and what it does not say."""
+
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torchtitan.config import ConfigManager
+
+from tests.helpers.training import Run, make_config, titan_config
+from titan_ext.base.messages import duration, log_on_one_node, warn_once
+from titan_ext.run.checks import Progress
+from titan_ext.run.trainer import extend_config
+
+
+class _Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_time_left_is_that_of_the_steps_after_the_first(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    clock = _Clock()
+    check = Progress(clock=clock)
+    trainer: Any = SimpleNamespace(
+        step=0, config=SimpleNamespace(training=SimpleNamespace(steps=104))
+    )
+    trainer.metrics_processor = SimpleNamespace(should_log=lambda step: step % 2 == 0)
+    for seconds in [600] + [20] * 5:  # the first compiles
+        trainer.step += 1
+        with check.around_step(trainer):
+            clock.now_s += seconds
+    assert caplog.messages == [
+        "Step 2 of 104, 20 s a step: about 34 min left",
+        "Step 4 of 104, 20 s a step: about 33 min left",
+        "Step 6 of 104, 20 s a step: about 33 min left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (3.4, "3 s"),
+        (89, "89 s"),
+        (90, "2 min"),
+        (3599, "1 h 0 min"),
+        (7500, "2 h 5 min"),
+        (273_600, "3 d 4 h"),
+    ],
+)
+def test_duration(seconds: float, said: str):
+    assert duration(seconds) == said
+
+
+def test_trainable_parameters_are_counted_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    config = make_config(Run(parallelize="block", lora=8, layers=2), tmp_path)
+    assert config.model_spec is not None
+    model = cast(Any, config.model_spec.model)
+    Progress().after_build(SimpleNamespace(model_config=model))
+    adapters = 2 * 8 * (2 * 256 + 16 * 192 + 16 * 128)  # rank 8: wq is 256 -> 16 x 192, wo back
+    assert caplog.messages[-1].startswith(f"Trainable: {adapters:,} of ")
+
+
+def test_defaults_are_not_warned_of(caplog: pytest.LogCaptureFixture):
+    warn_once()
+    config = extend_config(titan_config("qwen3"))
+    config.checkpoint.__post_init__()
+    assert "initial_load_model_only" not in caplog.text
+    logging.warning("another")
+    assert "another" in caplog.text
+
+
+def test_a_path_that_a_check_of_ours_refuses_is_not_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Titan looks for the tokenizer before the corpus makes it."""
+    flags = ["--module", "titan_ext", "--config", "moe_debug", "--hf_assets_path", "nowhere"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+    config: Any = ConfigManager().parse_args()
+    assert config.hf_assets_path == "nowhere"
+    assert "does not exist" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("node", "wanted", "level"),
+    [
+        ("0", "0", "INFO"),
+        ("1", "0", "WARNING"),
+        ("1", "1", "INFO"),
+        ("1", "all", "INFO"),
+        (None, "0", "INFO"),
+        ("1", None, "INFO"),
+    ],
+)
+def test_one_node_logs(node, wanted, level: str, monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("GROUP_RANK", node), ("LOG_NODE", wanted)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel("INFO")
+    try:
+        log_on_one_node()
+        assert logging.getLevelName(root.level) == level
+    finally:
+        root.setLevel(before)

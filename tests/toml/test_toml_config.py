@@ -1,0 +1,293 @@
+"""What a TOML file can extend, and the values that it can set."""
+
+import enum
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import Configurable
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
+from torchtitan.hf_datasets.text_datasets import (
+    ChatDataLoader,
+    HuggingFaceTextDataLoader,
+    InterleavedHuggingFaceTextDataLoader,
+)
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+
+from tests.helpers.toml_files import DATA, DEBUG, Loader, filled, model_text
+from titan_ext.config_registry.resolve import load
+from titan_ext.parallelize.passes import parallelize
+from titan_ext.run.trainer import Trainer, extend_config
+from titan_ext.toml.files import TomlConfigError
+from titan_ext.toml.values import leaves
+
+
+def test_a_file_that_changes_nothing_is_the_base(config: Loader):
+    ours, base = config(DEBUG), extend_config(deepseek_v3_debugmodel())
+    assert type(ours) is Trainer.Config
+    assert leaves(ours) == leaves(base)
+    assert model_text(ours) == model_text(base)
+    assert ours.model_spec is not None
+    assert ours.model_spec.parallelize_fn is parallelize
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3.deepseek_v3_debugmodel",
+        "torchtitan.models.deepseek_v3.deepseek_v3_debugmodel",
+        "torchtitan.models.deepseek_v3.config_registry.deepseek_v3_debugmodel",
+    ],
+)
+def test_a_base_by_every_name_that_titan_takes(config: Loader, name: str):
+    assert leaves(config(f'extends = "{name}"\n')) == leaves(config(DEBUG))
+
+
+def test_a_config_that_is_ours_already_is_used_as_it_is(config: Loader, folder: Path):
+    (folder / "my_configs.py").write_text(
+        "from torchtitan.models.qwen3.config_registry import qwen3_debugmodel\n"
+        "from titan_ext.run.trainer import extend_config\n"
+        "def mine():\n"
+        "    config = extend_config(qwen3_debugmodel())\n"
+        "    config.parallelism.fsdp_wrap = 'submodule'\n"
+        "    return config\n"
+    )
+    ours = config('extends = "my_configs.mine"\n')
+    assert ours.parallelism.fsdp_wrap == "submodule"
+    assert leaves(ours) == leaves(importlib.import_module("my_configs").mine())
+
+
+def test_a_function_in_a_module_of_the_user(config: Loader, folder: Path):
+    (folder / "my_runs.py").write_text(
+        "from torchtitan.models.qwen3.config_registry import qwen3_moe_debug\n"
+        "def short():\n"
+        "    config = qwen3_moe_debug()\n"
+        "    config.training.steps = 3\n"
+        "    return config\n"
+    )
+    assert config('extends = "my_runs.short"\n').training.steps == 3
+
+
+def test_a_chain_applies_from_its_base_up(folder: Path):
+    (folder / "base").mkdir()
+    (folder / "base" / "root.toml").write_text(
+        DEBUG + "[training]\nsteps = 1\nseq_len = 512\nlocal_batch_size = 2\n"
+    )
+    (folder / "base" / "middle.toml").write_text(
+        'extends = "root.toml"\n[training]\nsteps = 2\nseq_len = 1024\n'
+    )
+    (folder / "run.toml").write_text('extends = "base/middle.toml"\n[training]\nsteps = 3\n')
+    training = load("run.toml").training
+    assert (training.steps, training.seq_len, training.local_batch_size) == (3, 1024, 2)
+
+
+def test_two_files_may_extend_the_same_one_and_share_nothing(config: Loader, folder: Path):
+    first = config(DEBUG)
+    first.optimizer.param_groups.clear()
+    first.training.steps = 12345
+    second = config(DEBUG)
+    assert second.optimizer.param_groups
+    assert second.training.steps == 10
+
+
+def test_a_file_in_the_middle_need_not_be_valid_by_itself(config: Loader):
+    # Memory-budget checkpointing needs compile, which only the file on top turns on.
+    ours = config(
+        'extends = "middle.toml"\n[compile]\nenable = true\n',
+        middle=DEBUG + '[activation_checkpoint]\npolicy = "memory_budget"\n',
+    )
+    assert isinstance(ours.activation_checkpoint, MemoryBudgetAC.Config)
+    with pytest.raises(TomlConfigError, match=r"^middle.toml: Memory budget .* compiled"):
+        load("middle.toml")
+
+
+def test_three_files_in_turn(config: Loader):
+    base = (
+        DEBUG
+        + """
+[training]
+seq_len = 512
+[activation_checkpoint]
+policy = "full"
+debug = true
+[dataloader]
+num_workers = 3
+[[optimizer.param_groups]]
+pattern = "norm"
+optimizer_name = "Adam"
+optimizer_kwargs = { lr = 1e-3 }
+[[optimizer.param_groups]]
+pattern = ".*"
+optimizer_name = "AdamW"
+"""
+    )
+    middle = f"""
+extends = "base.toml"
+[training]
+max_context_length = 640
+[activation_checkpoint]
+policy = "none"
+[dataloader]
+component = "{DATA}.InterleavedHuggingFaceTextDataLoader"
+seed = 7
+[[dataloader.sources]]
+dataset = "c4"
+weight = 3
+[optimizer.param_groups.0.optimizer_kwargs]
+betas = [0.8, 0.9]
+"""
+    top = """
+extends = "middle.toml"
+[dataloader.sources.0]
+weight = 2
+[optimizer.param_groups.0.optimizer_kwargs]
+lr = 2e-3
+"""
+    ours = config(top, middle=middle, base=base)
+    assert ours.training.seq_len == 640
+    assert ours.activation_checkpoint is None
+    dataloader = ours.dataloader
+    assert isinstance(dataloader, InterleavedHuggingFaceTextDataLoader.Config)
+    assert (dataloader.seed, dataloader.num_workers) == (7, 0)
+    assert [(source.dataset, source.weight) for source in dataloader.sources] == [("c4", 2.0)]
+    first, second = ours.optimizer.param_groups
+    assert first.optimizer_kwargs == {"lr": 2e-3, "betas": [0.8, 0.9]}
+    assert second.optimizer_name == "AdamW"
+    more = 'extends = "middle.toml"\n[training]\nseq_len = 384\n[activation_checkpoint]\n'
+    with pytest.raises(
+        TomlConfigError, match=r'debug: has no meaning: activation_checkpoint.policy is "none"'
+    ):
+        config(more + "debug = true\n")
+    ours = config(more + 'policy = "full"\n')
+    assert ours.training.seq_len == 384
+    assert ours.activation_checkpoint == FullAC.Config()  # the first file's keys went with "none"
+
+
+def test_values_of_every_kind(config: Loader):
+    ours = config(
+        DEBUG
+        + """
+dump_folder = "out"
+
+[training]
+max_norm = 2
+dtype = "bfloat16"
+
+[lr_scheduler]
+decay_ratio = 1
+total_steps = 50
+
+[parallelism]
+fsdp_wrap = "block"
+module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "lm_head"]]
+context_parallel_load_balancer = "None"
+
+[override]
+imports = ["my_package.plain", ["my_package.tuned", { block_size = 256 }]]
+
+[validator]
+enable = true
+[validator.dataloader]
+dataset = "c4_test"
+"""
+    )
+    assert ours.dump_folder == "out"
+    assert ours.training.max_norm == 2
+    assert type(ours.training.max_norm) is int  # float | int
+    assert ours.training.dtype == "bfloat16"
+    assert type(ours.lr_scheduler.decay_ratio) is float
+    assert ours.lr_scheduler.total_steps == 50
+    assert ours.parallelism.fsdp_wrap == "block"
+    assert ours.parallelism.module_fqns_per_model_part == [
+        ["tok_embeddings", "layers.0"],
+        ["norm", "lm_head"],
+    ]
+    assert ours.parallelism.context_parallel_load_balancer is None
+    assert ours.override.imports == [
+        "my_package.plain",
+        ("my_package.tuned", {"block_size": 256}),
+    ]
+    assert ours.validator.enable
+    dataloader = ours.validator.dataloader
+    assert isinstance(dataloader, HuggingFaceTextDataLoader.Config)
+    assert dataloader.dataset == "c4_test"
+    assert not dataloader.infinite  # the other keys keep the value of what is extended
+
+
+def test_a_list_replaces_and_a_numbered_item_changes(config: Loader):
+    ours = config(
+        'extends = "middle.toml"\n[optimizer.param_groups.1.optimizer_kwargs]\nlr = 1\n',
+        middle=DEBUG
+        + """
+[[optimizer.param_groups]]
+pattern = "norm"
+optimizer_name = "AdamW"
+optimizer_kwargs = { lr = 1e-3, weight_decay = 0.0 }
+[[optimizer.param_groups]]
+pattern = ".*"
+optimizer_name = "Adam"
+[optimizer.param_groups.optimizer_kwargs]
+lr = 2e-3
+betas = [0.9, 0.99]
+""",
+    )
+    first, second = ours.optimizer.param_groups
+    assert (first.pattern, first.optimizer_kwargs["lr"]) == ("norm", 1e-3)
+    assert second.optimizer_name == "Adam"
+    assert second.optimizer_kwargs == {"lr": 1.0, "betas": [0.9, 0.99]}
+
+
+def test_one_key_of_the_optimizer_as_on_titans_command_line(config: Loader):
+    ours = config(
+        DEBUG + "[optimizer.param_groups.0.optimizer_kwargs]\nlr = 3e-4\nbetas = [0.8, 0.9]\n"
+    )
+    assert ours.optimizer.param_groups == default_adamw(lr=3e-4, betas=(0.8, 0.9)).param_groups
+
+
+def test_a_function_by_its_path(config: Loader):
+    ours = config(
+        DEBUG
+        + f'[dataloader]\ncomponent = "{DATA}.ChatDataLoader"\n'
+        + 'dataset_path = "my/chats"\nsample_processor = "os.path.basename"\n'
+        + 'load_dataset_kwargs = { split = "train" }\n'
+    )
+    dataloader = ours.dataloader
+    assert isinstance(dataloader, ChatDataLoader.Config)
+    assert dataloader.sample_processor("a/b") == "b"
+    assert dataloader.load_dataset_kwargs == {"split": "train"}
+
+
+class Color(enum.Enum):
+    RED = "the red one"
+    BLUE = "the blue one"
+
+
+@dataclass(kw_only=True, slots=True)
+class Paint(Configurable.Config):
+    color: Color = Color.RED
+    where: Path | None = None
+    layers: tuple[int, ...] = ()
+    mix: dict[str, float] = field(default_factory=dict)
+    coats: Literal[1, 2] = 1
+
+
+def test_enums_paths_tuples_and_dicts():
+    paint = filled(
+        Paint, {"color": "BLUE", "where": "a/b", "layers": [1, 2], "mix": {"red": 1, "blue": 0.5}}
+    )
+    assert paint == Paint(
+        color=Color.BLUE, where=Path("a/b"), layers=(1, 2), mix={"red": 1.0, "blue": 0.5}
+    )
+    with pytest.raises(
+        TomlConfigError, match=r"^paint\.toml: color: expected 'RED' or 'BLUE', got \"GREEN\""
+    ):
+        filled(Paint, {"color": "GREEN"})
+    with pytest.raises(TomlConfigError, match=r"coats: expected .*\[1, 2\], got true\.$"):
+        filled(Paint, {"coats": True})
+    with pytest.raises(TomlConfigError, match=r"layers.1: expected a valid integer, got 0\.5"):
+        filled(Paint, {"layers": [1, 0.5]})
+    with pytest.raises(TomlConfigError, match=r"mix.red: expected a valid number, got \"1\""):
+        filled(Paint, {"mix": {"red": "1"}})

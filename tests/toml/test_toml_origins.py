@@ -1,0 +1,83 @@
+"""Where values come from: files, the command line, aliases."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from tests.helpers.toml_files import DATA, DEBUG, Loader
+from titan_ext.base import no_accelerator
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.run.trainer import Trainer
+
+
+def test_a_name_of_titans_main_branch_is_read_and_said_once(
+    config: Loader, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO):
+        assert config(DEBUG + "[training]\nmax_context_length = 640\n").training.seq_len == 640
+    assert resolve("run.toml").origins["training.seq_len"] == "run.toml"
+    said = [record.message for record in caplog.records if "max_context_length" in record.message]
+    assert said == [
+        "run.toml: training.max_context_length is TorchTitan main's name; read as training.seq_len."
+    ]
+
+
+def test_every_value_has_an_origin(folder: Path):
+    (folder / "middle.toml").write_text(
+        DEBUG + '[training]\nsteps = 2\nseq_len = 512\n[activation_checkpoint]\npolicy = "full"\n'
+    )
+    (folder / "run.toml").write_text('extends = "middle.toml"\n[training]\nsteps = 3\n')
+    resolved = resolve("run.toml")
+    assert resolved.files == ("middle.toml", "run.toml")
+    assert resolved.origins.keys() == resolved.values.keys()
+    origins = resolved.origins
+    assert origins["training.steps"] == "run.toml"
+    assert origins["training.seq_len"] == "middle.toml"
+    assert origins["training.local_batch_size"] == "deepseek_v3.deepseek_v3_debugmodel"
+    assert origins["activation_checkpoint.policy"] == "middle.toml"
+    assert origins["activation_checkpoint.debug"] == "default of FullAC, see middle.toml"
+    if no_accelerator.needed():
+        assert origins["training.disable_cuda_graphs"] == "titan_ext, for this machine"
+
+
+def test_a_list_that_is_replaced_takes_the_origins_of_its_items_along(folder: Path):
+    (folder / "middle.toml").write_text(
+        DEBUG + "[optimizer.param_groups.0.optimizer_kwargs]\nlr = 1e-4\n"
+    )
+    (folder / "run.toml").write_text(
+        'extends = "middle.toml"\n[[optimizer.param_groups]]\n'
+        'pattern = ".*"\noptimizer_name = "Adam"\noptimizer_kwargs = { lr = 1e-3 }\n'
+    )
+    middle, run = resolve("middle.toml").origins, resolve("run.toml").origins
+    key = "optimizer.param_groups.0.optimizer_kwargs"
+    assert middle[f"{key}.lr"] == "middle.toml"
+    assert middle[f"{key}.eps"] == "deepseek_v3.deepseek_v3_debugmodel"
+    assert run[f"{key}.lr"] == "run.toml"
+
+
+def test_another_component_takes_the_origins_of_its_keys_along(folder: Path):
+    (folder / "middle.toml").write_text(DEBUG + "[dataloader]\nnum_workers = 3\n")
+    (folder / "run.toml").write_text(
+        'extends = "middle.toml"\n[dataloader]\n'
+        f'component = "{DATA}.InterleavedHuggingFaceTextDataLoader"\n'
+    )
+    assert resolve("middle.toml").origins["dataloader.num_workers"] == "middle.toml"
+    origins = resolve("run.toml").origins
+    assert origins["dataloader.component"] == "run.toml"
+    wanted = "default of InterleavedHuggingFaceTextDataLoader, see run.toml"
+    assert origins["dataloader.num_workers"] == wanted
+
+
+def test_the_command_line_wins_and_is_named(folder: Path):
+    (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\nseq_len = 512\n")
+    flags = ["--training.steps", "5", "--training.seq-len=512", "activation_checkpoint:full"]
+    resolved = resolve("run.toml", flags)
+    assert type(resolved.config) is Trainer.Config
+    assert resolved.config.training.steps == 5
+    assert isinstance(resolved.config.activation_checkpoint, FullAC.Config)
+    assert resolved.origins["training.steps"] == "command line"
+    assert resolved.origins["training.seq_len"] == "command line"  # given, if to the same value
+    assert resolved.origins["activation_checkpoint.policy"] == "command line"
+    assert resolved.origins["training.gc_freq"] == "deepseek_v3.deepseek_v3_debugmodel"
