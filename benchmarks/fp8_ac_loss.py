@@ -73,13 +73,16 @@ ARMS: dict[str, Any] = {
     "fp8-no-recompute-fp32": lambda: FP8AC.Config(mode="no_recompute", fp32="save_float8"),
     "bad-codec": FP8AC.Config,
     "float8-gather": SelectiveAC.Config,
+    "float8-gather-all": SelectiveAC.Config,
     "bad-gather": SelectiveAC.Config,
+    "bad-gather-all": SelectiveAC.Config,
     "halves": SelectiveAC.Config,
     "float8-exchange": SelectiveAC.Config,
     "bad-exchange": SelectiveAC.Config,
 }
 """By name, what checkpoints activations. "fp8" is the policy's default."""
 _GATHERS = ("float8-gather", "bad-gather")
+_GATHERS_ALL = ("float8-gather-all", "bad-gather-all")
 _EXCHANGES = ("float8-exchange", "bad-exchange")
 
 
@@ -107,6 +110,7 @@ def train_rank(
         ep=ep,
         ac=ARMS[REFERENCE if arm == WARM else arm](),
         expert_all_gather="float8" if arm in _GATHERS else None,
+        all_gather="float8" if arm in _GATHERS_ALL else None,
         exchange_dtype="float8" if arm in _EXCHANGES else None,
         overlap_exchanges="halves" if arm == "halves" else "none",
         global_batch=2 * batch,

@@ -25,7 +25,8 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, synchronize_unmanaged_parameters
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.parallelize.passes import check_model_limits, extend_model_spec, parallelize
+from titan_ext.parallelize.limits import check_model_limits
+from titan_ext.parallelize.passes import extend_model_spec, parallelize
 
 __all__ = [
     "FSDPSettings",

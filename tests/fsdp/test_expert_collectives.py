@@ -1,6 +1,7 @@
-"""Routed experts in fewer bytes: what travels, what arrives, and what does not change."""
+"""Weights in fewer bytes: what travels, what arrives, and what does not change."""
 
 import functools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,23 +27,38 @@ BFLOAT16 = replace(PLAIN, expert_reduce_scatter="bfloat16", tracked=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("ranks", "numel"), [(1, 1), (2, 1), (2, 100), (3, 128), (20, 300)])
-def test_every_rank_decodes_what_every_rank_has(ranks: int, numel: int, dtype: torch.dtype):
-    """The last rank's own view; the shards of the others are put on the wire by hand."""
-    shards = torch.randn(ranks, numel).to(dtype)
-    expected = torch.cat([_rounded(shard) for shard in shards])
-
-    def all_gather(received: torch.Tensor, sent: torch.Tensor, group: object) -> None:
-        packed = [quantize(shard, WIRE_CODEC) for shard in shards]
-        everyone = torch.cat([t.view(torch.uint8) for pair in packed for t in pair])
-        assert torch.equal(sent, everyone[-sent.numel() :])
-        received.copy_(everyone)
-
+@pytest.mark.parametrize("ranks", [1, 2, 3, 20])
+@pytest.mark.parametrize("float8", [[1], [100], [128, 172], [3, 300], [-5], [-3, 1], [7, -5, 2]])
+def test_every_rank_decodes_what_every_rank_has(ranks: int, float8: list[int], dtype: torch.dtype):
+    """Elements of parameters, negative where they stay exact; all ranks in one process."""
+    numels = [abs(n) for n in float8]
+    shards = torch.randn(ranks, sum(numels)).to(dtype)
+    by_parameter = [shard.split(numels) for shard in shards]
+    expected = torch.cat(
+        [
+            _rounded(values) if n > 0 else values
+            for row in by_parameter
+            for values, n in zip(row, float8, strict=True)
+        ]
+    )
+    gather = Float8AllGather([(2 * abs(n), n > 0) for n in float8])  # or of fewer, larger shards
     group = MagicMock(size=lambda: ranks)
-    output = torch.empty(ranks * numel, dtype=dtype)
-    output[-numel:] = shards[-1]
-    with patch.object(dist, "all_gather_into_tensor", all_gather):
-        assert Float8AllGather()(output, output[-numel:], group) is None
+    sent_by_rank: list[torch.Tensor] = []
+    with patch.object(
+        dist, "all_gather_into_tensor", lambda _, sent, **__: sent_by_rank.append(sent)
+    ):
+        for shard in shards:
+            gather(torch.empty(ranks * shard.numel(), dtype=dtype), shard, group)
+    (nbytes,) = {sent.numel() for sent in sent_by_rank}
+    rounded = [n for n in float8 if n > 0]
+    wire = sum(rounded) + sum(math.ceil(n / 128) for n in rounded)
+    wire += sum(-n for n in float8 if n < 0) * dtype.itemsize
+    assert 0 <= nbytes - wire < dtype.itemsize
+    output = torch.empty(expected.numel(), dtype=dtype)
+    output[-shards[-1].numel() :] = shards[-1]
+    fill = lambda received, _, **__: received.copy_(torch.cat(sent_by_rank))  # noqa: E731
+    with patch.object(dist, "all_gather_into_tensor", fill):
+        assert gather(output, output[-shards[-1].numel() :], group) is None
     assert torch.equal(output, expected)
 
 
@@ -145,6 +161,23 @@ def test_float8_halves_the_experts_bytes_and_no_others(runs: Runs):
     assert float8.losses == pytest.approx(plain.losses, rel=2e-3)
 
 
+def test_all_matrices_of_blocks_travel_in_float8(runs: Runs):
+    """Units do not matter: blocks of a scale begin with a parameter."""
+    plain, all_gather = runs.get(PLAIN), runs.get(replace(PLAIN, all_gather="float8"))
+    for before, after in zip(plain.ranks, all_gather.ranks, strict=True):
+        both = list(zip(before.collectives, after.collectives, strict=True))
+        shares = {
+            (a.unit or "").rpartition(".")[2]: b.nbytes / a.nbytes
+            for a, b in both
+            if a.kind == "all_gather" and a.unit
+        }
+        exact = {unit for unit, share in shares.items() if share == 1}
+        assert exact == {"tok_embeddings", "norm", "lm_head"}
+        assert all(0.5 < share < 0.53 for share in shares.values() if share != 1), shares
+    assert all_gather.losses == pytest.approx(plain.losses, rel=2e-3)
+    assert all_gather.losses != plain.losses
+
+
 @pytest.mark.slow
 def test_bfloat16_halves_the_experts_reductions_and_changes_no_bit(runs: Runs):
     """Two ranks share the experts: their sum has one order."""
@@ -191,6 +224,8 @@ def test_what_cannot_be_sent_so_is_refused():
         ParallelismConfig(**key, expert_parallel_degree=8, data_parallel_shard_degree=8)
     with pytest.raises(ValueError, match="'float4'; expected \"float8\", or no such key"):
         ParallelismConfig(fsdp_expert_all_gather=cast(Any, "float4"))
+    with pytest.raises(ValueError, match=r"sends weights in NF4; expected no .*fsdp_all_gather"):
+        FSDPSettings(all_gather="float8", quantize_frozen="nf4")
     with pytest.raises(ValueError, match=r"needs parallelism.enable_fsdp_symm_mem = false"):
         FSDPSettings(expert_all_gather="float8", symm_mem=True)
     sent: Any = {"fsdp_expert_reduce_scatter": "bfloat16", "expert_parallel_degree": 2}

@@ -59,7 +59,8 @@ def test_the_rule(dims: dict[str, int], expected: tuple, model: Decoder):
     [
         ({"wrap": "submodule"}, ("submodule", "auto", 3)),
         ({"wrap": "block"}, ("block", "auto", 1)),
-        ({"wrap": "submodule", "reduce_scatter_buffers": 1}, ("submodule", None, 1)),
+        ({"wrap": "submodule", "reduce_scatter_buffers": 1}, ("submodule", "auto", 1)),
+        ({"wrap": "experts", "reduce_scatter_buffers": 2}, ("experts", 2, 2)),
         ({"reduce_scatter_buffers": 1}, ("block", "auto", 1)),
         ({"reduce_scatter_buffers": 4}, ("experts", 2, 4)),
         ({"prefetch_backward": 1}, ("experts", 1, 2)),

@@ -152,6 +152,8 @@ class Run:
     """1: FSDP shards routed experts as it does where there are more ranks than experts."""
     stock_copy_out: bool = False
     """As FSDP2 by itself: such experts in a temporary, buffers freed with the next copy-out."""
+    all_gather: str | None = None
+    """``parallelism.fsdp_all_gather``; of ours only."""
     expert_all_gather: str | None = None
     """``parallelism.fsdp_expert_all_gather``; of ours only."""
     expert_reduce_scatter: str | None = None
@@ -360,6 +362,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
     ours.parallelism.fsdp_reduce_scatter_buffers = run.reduce_scatter_buffers
+    ours.parallelism.fsdp_all_gather = cast(Any, run.all_gather)
     ours.parallelism.fsdp_expert_all_gather = cast(Any, run.expert_all_gather)
     ours.parallelism.fsdp_expert_reduce_scatter = cast(Any, run.expert_reduce_scatter)
     # As when a file or the command line gives these values.

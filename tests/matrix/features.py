@@ -49,6 +49,7 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
         _UNITS,
         lambda run: f"{run.reduce_scatter_buffers} reduce-scatter buffers",
     ),
+    "all_gather": (_UNITS, lambda run: f"blocks gathered in {run.all_gather}"),
     "expert_all_gather": (_UNITS, lambda run: f"experts gathered in {run.expert_all_gather}"),
     "expert_reduce_scatter": (
         _UNITS,
@@ -98,7 +99,7 @@ def describe(run: Run) -> tuple[str, str]:
 def is_lossy(run: Run) -> bool:
     """Whether ``run`` rounds otherwise than stock Titan: in fewer bits, or sums of halves."""
     halves = run.overlap_exchanges != "none"  # other rounding: sums of two halves
-    lossy = run.expert_all_gather or run.exchange_dtype or halves
+    lossy = run.all_gather or run.expert_all_gather or run.exchange_dtype or halves
     return bool(lossy) or not isinstance(run.ac, str) or run.ac.startswith("fp8")
 
 

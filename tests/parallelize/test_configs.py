@@ -16,7 +16,8 @@ from tests.helpers.training import titan_config
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.config_registry.resolve import load
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.parallelize.passes import check_model_limits, parallelize
+from titan_ext.parallelize.limits import check_model_limits
+from titan_ext.parallelize.passes import parallelize
 from titan_ext.run import trainer
 from titan_ext.run.trainer import Trainer, extend_config
 from titan_ext.toml.files import to_toml

@@ -120,6 +120,7 @@ _BIASED = (
 def _preset_rules(
     preset: Preset, attention: OpPolicy, block: nn.Module, saves_all_to_all: bool
 ) -> tuple[Rule, ...]:
+    """The rules of a preset for one block. The first that matches an operation decides."""
     if preset == "stock":
         return ()
     rules = [*_UNREAD]
@@ -158,6 +159,7 @@ def _has_other_kernels(block: nn.Module) -> bool:
 
 
 def _for_modules(policy: OpPolicy, *modules: str) -> list[Rule]:
+    """Of expensive operations alone: name the operation of any other in a ``Rule``."""
     return [Rule(policy, module) for module in modules]
 
 

@@ -41,7 +41,7 @@ class Machine:
     Attributes:
         gemm: Of single large bf16 matrix products, FLOP/s.
         grouped: Of grouped ones (``torch._grouped_mm``) with very many rows an expert, FLOP/s.
-        attention: Of fused attention, FLOP/s.
+        attention: Of fused attention, FLOP/s, of what a causal mask leaves.
         fp32: Of fp32 matrix products, FLOP/s.
         memory: Of its memory, bytes/s.
         in_node: Of a rank's fast link (NVLink) to the others of its node, bytes/s each way.

@@ -67,7 +67,7 @@ class RunCheck:
         return nullcontext()
 
     def summary(self) -> list[str]:
-        """Lines for the record of the run, which is written at its end."""
+        """Lines for the end of the log, and for the record of the run."""
         return []
 
     def receipts(self) -> dict[str, Any]:

@@ -44,7 +44,8 @@ from titan_ext.components.exchange import Exchange, Finish, FinishSorted, Pack, 
 
 
 class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
-    """Titan's all-to-all dispatcher with its three exchanges as functional collectives."""
+    """Titan's all-to-all dispatcher with its exchanges (counts, tokens, outputs) as functional
+    collectives; with ``sends_scores`` a fourth brings routing scores to the experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
@@ -63,7 +64,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     _dispatched: LocalDispatchMetadata | None = None
     """What waits for ``send_scores``."""
     _turn: Turn | None = None
-    """While ``send`` and ``collect`` use Titan's functions without waiting in them."""
+    """None: an exchange waits at once. Set while ``send`` and ``collect`` use Titan's functions,
+    which then start an exchange, or finish one."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

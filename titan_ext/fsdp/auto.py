@@ -35,7 +35,11 @@ class _Choice(NamedTuple):
 _NEAR = (_Choice("submodule"), _Choice("experts"), _Choice("block"))
 # Two buffers beside the unit of experts are the bytes that stock has in flight too: its unit has
 # two groups, each with a buffer. Attention and MoE apart have twice the reduce-scatters of a block.
-_ACROSS_NODES = (_Choice("experts", 2, 2), _Choice("block"), _Choice("submodule", "auto", 3))
+_ACROSS_NODES = (
+    _Choice("experts", prefetch_backward=2, buffers=2),
+    _Choice("block"),
+    _Choice("submodule", buffers=3),
+)
 
 
 def choose(
@@ -53,7 +57,8 @@ def choose(
         parallel_dims: Sizes of the axes.
         compiled: Whether the model is compiled: the experts cannot be a unit of their own then.
     """
-    if "auto" not in (settings.wrap, settings.reduce_scatter_buffers):
+    units_are_given = "auto" not in (settings.wrap, settings.reduce_scatter_buffers)
+    if units_are_given and settings.prefetch != "auto":
         return settings
     ep, shards = parallel_dims.ep, parallel_dims.dp_shard * parallel_dims.cp * parallel_dims.tp
     if resolve_wrap("auto", ep, model.config) == "block":  # EP splits no experts
@@ -62,7 +67,7 @@ def choose(
     where = "across nodes"
     if near:
         where = "whole on a rank" if shards == ep else "on one node"
-    can_wait = _several_buffers(settings)
+    can_wait = _several_buffers(settings)  # reduce-scatters, while backward goes on
     candidates = [
         choice
         for choice in (_NEAR if near else _ACROSS_NODES)
@@ -75,6 +80,8 @@ def choose(
     named = (c for c in candidates if may_be_elsewhere or _has_named_units(model, settings, c.wrap))
     choice = next(named, candidates[-1])
     chosen = _with(settings, choice if can_wait else choice._replace(buffers=1))
+    if units_are_given:
+        return chosen
     buffers = chosen.reduce_scatter_inputs
     more = f", {buffers} reduce-scatter buffers" if buffers > 1 else ""
     said = f'auto is "{chosen.wrap}"{more} (EP {ep}, experts\' shards {where})'

@@ -9,14 +9,15 @@ says so get ours; sharded parameters, optimizer states and checkpoints are as be
 along dim 1. FSDP2 copies such parameters into a temporary of the whole group, and concatenates that
 into place. A copy between strided views does it at once, bit for bit.
 
-**Routed experts at half the bytes** between ranks (``fsdp_expert_all_gather`` and
-``fsdp_expert_reduce_scatter``). Only groups that hold nothing but routed experts: these are most of
-a model's bytes, and no router, norm or embedding is rounded.
+**Matrices at half the bytes** between ranks: of routed experts (``fsdp_expert_all_gather`` and
+``fsdp_expert_reduce_scatter``), which are most of a model's bytes, or of all blocks
+(``fsdp_all_gather``). No router, norm, bias or embedding is rounded.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_all_gather`` and
 ``_default_all_gather_output_fn``.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -47,15 +48,14 @@ def set_collectives(model: nn.Module, plan: FSDPPlan) -> None:
         for planned, group in zip(unit.groups, param_groups([module]), strict=True):
             if plan.copies_out_directly and any(p.shard_dim for p in planned.params):
                 group._all_gather_output_fn = _copy_out  # pyrefly: ignore[missing-attribute]
-            if not planned.sends_less:
-                continue
-            modules = [param._module_info.module for param in group.fsdp_params]
-            assert all(isinstance(module, GroupedExperts) for module in modules)
             # What FSDPModule.set_custom_all_gather and set_custom_reduce_scatter do; they refuse a
             # unit of two groups.
-            if planned.all_gather:
-                group._all_gather_comm = Float8AllGather()
-            if planned.reduce_scatter:
+            if planned.gathers_float8:
+                shards = [(p.padded_numel(planned.shard_world), p.float8) for p in planned.params]
+                group._all_gather_comm = Float8AllGather(shards)
+            if planned.reduce_scatter and planned.shard_world > 1:
+                modules = [param._module_info.module for param in group.fsdp_params]
+                assert all(isinstance(module, GroupedExperts) for module in modules)
                 group._reduce_scatter_comm = BFloat16ReduceScatter()
                 module.set_force_sum_reduction_for_comms(True)
 
@@ -88,9 +88,24 @@ def _copy_out(params: list[FSDPParam], result: Any, world: int) -> None:
 class Float8AllGather(DefaultAllGather):
     """An all-gather of float8 that fills FSDP2's buffer with the values that float8 stands for.
 
-    Every rank sends ``WIRE_CODEC``'s data and scales of its shard, in one collective. They arrive
-    in the end of the buffer that they are decoded into, so that they need no buffer of their own.
+    Every rank sends its shard in one collective: what stays exact, then ``WIRE_CODEC``'s data and
+    scales. They arrive in the end of the buffer that they are decoded into, so that they need no
+    buffer of their own.
+
+    Args:
+        params: Of each parameter, in the order of the buffer, its elements, and whether they
+            travel in float8. Blocks of a scale begin with a parameter, so that its values do not
+            depend on what is gathered with it.
     """
+
+    def __init__(self, params: Sequence[tuple[int, bool]]) -> None:
+        self._runs: list[tuple[int, bool]] = []
+        for numel, float8 in params:
+            before, before_too = self._runs[-1] if self._runs else (0, None)
+            if float8 == before_too and (not float8 or before % WIRE_CODEC.block == 0):
+                self._runs[-1] = before + numel, float8
+            else:
+                self._runs.append((numel, float8))
 
     def __call__(
         self,
@@ -104,24 +119,51 @@ class Float8AllGather(DefaultAllGather):
         ``input_tensor`` may be a part of ``output_tensor``; ``async_op`` is ignored. Returning
         ``None`` tells FSDP2 that there is nothing to wait for.
         """
-        ops, codec = torch.ops.titan_ext, codec_name(WIRE_CODEC)
+        quantize, codec = torch.ops.titan_ext.float8_quantize, codec_name(WIRE_CODEC)
         one_kernel = compiles_for(input_tensor.device)
         numel, ranks = input_tensor.numel(), group.size()
-        data, scales = ops.float8_quantize(input_tensor, codec, one_kernel)
-        sent = torch.cat((data.view(torch.uint8), scales))
+        total = sum(numel for numel, _ in self._runs)
+        runs = [(size * numel // total, float8) for size, float8 in self._runs]
+        exact, packed = [], []
+        for values, (_, float8) in zip(input_tensor.split([n for n, _ in runs]), runs, strict=True):
+            if float8:
+                packed += [t.view(torch.uint8) for t in quantize(values, codec, one_kernel)]
+            else:
+                exact.append(values.view(torch.uint8))
+        sent = torch.cat((*exact, *packed))
+        if exact:  # whose values begin at a multiple of their size
+            sent = nn.functional.pad(sent, (0, -sent.numel() % input_tensor.element_size()))
         received = output_tensor.view(torch.uint8)[-ranks * sent.numel() :]
         dist.all_gather_into_tensor(received, sent, group=group)
         # From the front, where a shard's values never reach the bytes of the shards after it. In
         # pieces, since the codec returns new tensors.
-        packed, values = received.view(ranks, -1), output_tensor.view(ranks, numel)
         step = math.ceil(ranks / _PIECES)
-        for piece, target in zip(packed.split(step), values.split(step), strict=True):
-            float8 = piece[:, :numel].view(WIRE_CODEC.float8)
-            target.copy_(
-                ops.float8_dequantize(
-                    float8, piece[:, numel:], codec, output_tensor.dtype, one_kernel
-                )
-            )
+        rows, targets = received.view(ranks, -1), output_tensor.view(ranks, numel)
+        for piece, target in zip(rows.split(step), targets.split(step), strict=True):
+            values = _decoded(piece, runs, output_tensor.dtype, one_kernel)
+            target.copy_(values[0] if len(values) == 1 else torch.cat(values, dim=1))
+
+
+def _decoded(
+    rows: torch.Tensor, runs: Sequence[tuple[int, bool]], dtype: torch.dtype, one_kernel: bool
+) -> list[torch.Tensor]:
+    """The values of ``runs`` in the bytes that some ranks sent, a row each."""
+    exact = [numel * dtype.itemsize for numel, float8 in runs if not float8]
+    packed = [(n, math.ceil(n / WIRE_CODEC.block)) for n, float8 in runs if float8]
+    sizes = [*exact, *itertools.chain(*packed)]
+    parts = iter(rows[:, : sum(sizes)].split_with_sizes(sizes, dim=1))
+    whole = [next(parts).view(dtype) for _ in exact]
+    rounded = [
+        torch.ops.titan_ext.float8_dequantize(
+            next(parts).view(WIRE_CODEC.float8),
+            next(parts),
+            codec_name(WIRE_CODEC),
+            dtype,
+            one_kernel,
+        )
+        for _ in packed
+    ]
+    return [(rounded if float8 else whole).pop(0) for _, float8 in runs]
 
 
 class BFloat16ReduceScatter(DefaultReduceScatter):

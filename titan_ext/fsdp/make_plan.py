@@ -26,7 +26,13 @@ from titan_ext.fsdp.plan import (
     UnitPlan,
 )
 from titan_ext.fsdp.prefetch import plan_prefetch
-from titan_ext.fsdp.settings import EXPERT_ALL_GATHER, FSDPSettings, copies_out_directly
+from titan_ext.fsdp.settings import (
+    ALL_GATHER,
+    EXPERT_ALL_GATHER,
+    EXPERT_REDUCE_SCATTER,
+    FSDPSettings,
+    copies_out_directly,
+)
 from titan_ext.fsdp.units import (
     BLOCK_KINDS,
     Unit,
@@ -90,7 +96,7 @@ def make_plan(
     planned = _plan_units(model, apart, settings, sizes, others, is_chunk=is_chunk)
     if apart != units and not _frees_blocks(planned):
         planned = _plan_units(model, units, settings, sizes, others)
-    _check_expert_collectives(planned, settings, is_chunk)
+    _check_collectives(planned, settings, is_chunk)
     return FSDPPlan(
         units=(
             *_plan_units(model, towers, settings, sizes),
@@ -159,14 +165,24 @@ def _plan_groups(
     routed = set(experts.parameters()) if experts is not None else set()
     expert_dim = sizes.expert_shard_dim(experts.num_experts) if experts is not None else 0
     dense, on_expert_mesh = [], []
+    of_blocks = settings.all_gather if unit.kind in BLOCK_KINDS else None
+    alone = sizes.experts is not None or unit.kind is UnitKind.EXPERTS
+    of_experts = settings.expert_all_gather if alone else None
     for name, param in owned.items():
         is_routed = param in routed
         group = on_expert_mesh if is_routed and sizes.experts is not None else dense
-        group.append(_plan_param(name, param, settings, expert_dim if is_routed else 0))
-    wire: dict[str, Any] = {
-        "all_gather": settings.expert_all_gather,
-        "reduce_scatter": settings.expert_reduce_scatter,
-    }
+        plan = _plan_param(name, param, settings, expert_dim if is_routed else 0)
+        # A bias is one value a row: its neighbours in a block of 128 are those of other rows.
+        is_matrix = len(plan.shape) == (3 if is_routed else 2) and ".router." not in name
+        float8 = is_matrix and bool(of_blocks or (is_routed and of_experts))
+        if float8 and hasattr(param, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"{ALL_GATHER if of_blocks else EXPERT_ALL_GATHER} rounds what is gathered, and "
+                f"{name}, which a converter has made, says itself what travels. Expected no such "
+                "key."
+            )
+        group.append(replace(plan, float8=float8))
+    wire: dict[str, Any] = {"reduce_scatter": settings.expert_reduce_scatter}
     own = wire if unit.kind is UnitKind.EXPERTS else {}
     groups = [GroupPlan(kind="dense", shard_world=sizes.dense, params=tuple(dense), **own)]
     if sizes.experts is not None:
@@ -175,21 +191,15 @@ def _plan_groups(
     return tuple(group for group in groups if group.params)
 
 
-def _check_expert_collectives(
-    units: Sequence[UnitPlan], settings: FSDPSettings, is_chunk: bool
-) -> None:
-    """Refuse keys for a model without sharded experts, or for experts with other than matrices."""
-    sent = [group for unit in units for group in unit.groups if group.sends_less]
-    keys = [key for key, value, _ in settings.expert_collectives if value]
-    if keys and not sent and not is_chunk:
-        raise ValueError(f"{keys[0]}: FSDP shards no routed experts of this model.")
-    for param in (param for group in sent if group.all_gather for param in group.params):
-        # A bias is one value a row: its neighbours in a block of 128 are those of other rows.
-        if len(param.shape) < 3:
-            raise ValueError(
-                f"{EXPERT_ALL_GATHER} sends the matrices of experts in float8; {param.name} is a "
-                "bias, which would be rounded too. Expected no such key for this model."
-            )
+def _check_collectives(units: Sequence[UnitPlan], settings: FSDPSettings, is_chunk: bool) -> None:
+    """Refuse keys for collectives that FSDP has not: over one rank, or of experts that are none."""
+    groups = [group for unit in units for group in unit.groups if group.shard_world > 1]
+    gathers = any(group.gathers_float8 for group in groups)
+    reduces = any(group.reduce_scatter for group in groups)
+    for key, value, _ in settings.collectives:
+        if value and not is_chunk and not (reduces if key == EXPERT_REDUCE_SCATTER else gathers):
+            sharded = "matrices of blocks" if key == ALL_GATHER else "routed experts"
+            raise ValueError(f"{key}: FSDP shards no {sharded} of this model.")
 
 
 def _plan_replicated(

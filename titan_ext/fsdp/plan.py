@@ -20,7 +20,7 @@ from titan_ext.fsdp.units import Unit, UnitKind
 
 GroupKind = Literal["dense", "experts"]
 WIRE_CODEC = Codec()
-"""How experts travel in float8: e4m3, and a byte of scale for 128 neighbours."""
+"""How weights travel in float8: e4m3, and a byte of scale for 128 neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,14 @@ class ParamPlan:
         shape: On this rank before FSDP shards it, after tensor and expert parallelism.
         shard_dim: The dim that FSDP shards.
         dtype: The dtype in which it is gathered.
+        float8: Whether it travels in float8.
     """
 
     name: str
     shape: tuple[int, ...]
     shard_dim: int
     dtype: dtype
+    float8: bool = False
 
     def padded_numel(self, world: int) -> int:
         """Elements when gathered from ``world`` ranks: the sharded dim is padded to a multiple."""
@@ -78,13 +80,12 @@ class GroupPlan:
         kind: "dense", or "experts" (on the expert mesh, when EP > 1).
         shard_world: Ranks that they are sharded over; 1 gathers nothing, but still copies.
         params: In the order of the collective's buffer.
-        all_gather, reduce_scatter: What travels, if not their dtypes (``fsdp.collectives``).
+        reduce_scatter: What travels, if not their dtypes (``fsdp.collectives``).
     """
 
     kind: GroupKind
     shard_world: int
     params: tuple[ParamPlan, ...]
-    all_gather: Literal["float8"] | None = None
     reduce_scatter: Literal["bfloat16"] | None = None
 
     @functools.cached_property
@@ -93,9 +94,9 @@ class GroupPlan:
         return sum(p.padded_numel(self.shard_world) * p.dtype.itemsize for p in self.params)
 
     @property
-    def sends_less(self) -> bool:
-        """Whether what travels is not of its dtypes."""
-        return bool(self.all_gather or self.reduce_scatter) and self.shard_world > 1
+    def gathers_float8(self) -> bool:
+        """Whether some of what its all-gather sends is float8."""
+        return self.shard_world > 1 and any(param.float8 for param in self.params)
 
 
 @dataclass(frozen=True, kw_only=True)

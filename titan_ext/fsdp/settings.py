@@ -33,6 +33,7 @@ Reshard = Literal["default", "always", "never"] | int
 
 QUANTIZE_FROZEN = "parallelism.fsdp_quantize_frozen"
 QUANTIZE_FROZEN_MODULES = "parallelism.fsdp_quantize_frozen_modules"
+ALL_GATHER = "parallelism.fsdp_all_gather"
 EXPERT_ALL_GATHER = "parallelism.fsdp_expert_all_gather"
 EXPERT_REDUCE_SCATTER = "parallelism.fsdp_expert_reduce_scatter"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
@@ -66,6 +67,7 @@ class FSDPSettings:
     replicate: Sequence[str] = ()
     quantize_frozen: str | None = None
     quantize_frozen_modules: Sequence[str] = ()
+    all_gather: str | None = None
     expert_all_gather: str | None = None
     expert_reduce_scatter: str | None = None
     param_dtype: torch.dtype = torch.bfloat16
@@ -107,7 +109,7 @@ class FSDPSettings:
             self._check_quantize_frozen(self.quantize_frozen)
         elif self.quantize_frozen_modules:
             raise ValueError(f'{QUANTIZE_FROZEN_MODULES} needs {QUANTIZE_FROZEN} = "nf4".')
-        for key, value, expected in self.expert_collectives:
+        for key, value, expected in self.collectives:
             if value not in (None, expected):
                 raise ValueError(f'{key} is {value!r}; expected "{expected}", or no such key.')
             if value is not None and self.symm_mem:
@@ -137,6 +139,8 @@ class FSDPSettings:
     def _check_quantize_frozen(self, format: str) -> None:
         if format != "nf4":
             raise ValueError(f'{QUANTIZE_FROZEN} is {format!r}; expected "nf4".')
+        if self.all_gather:
+            raise ValueError(f"{QUANTIZE_FROZEN} sends weights in NF4; expected no {ALL_GATHER}.")
         if self.cpu_offload:
             raise ValueError(
                 f"{QUANTIZE_FROZEN} needs training.enable_cpu_offload = false: quantized shards "
@@ -150,9 +154,10 @@ class FSDPSettings:
                 )
 
     @property
-    def expert_collectives(self) -> list[tuple[str, str | None, str]]:
-        """Key, value, and expected value of what travels for routed experts."""
+    def collectives(self) -> list[tuple[str, str | None, str]]:
+        """Key, value, and expected value of what travels, of routed experts or of all blocks."""
         return [
+            (ALL_GATHER, self.all_gather, "float8"),
             (EXPERT_ALL_GATHER, self.expert_all_gather, "float8"),
             (EXPERT_REDUCE_SCATTER, self.expert_reduce_scatter, "bfloat16"),
         ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The configuration keys that titan_ext adds to Titan's sections.
+"""The configuration keys that titan_ext adds to Titan's sections, and which do not go together.
 
 They subclass Titan's own dataclasses, so each is an ordinary Titan key with a command-line flag.
 Titan prints it with the config and reads the section as always.
@@ -24,6 +24,7 @@ from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import (
+    ALL_GATHER,
     EXPERT_REDUCE_SCATTER,
     QUANTIZE_FROZEN,
     FSDPSettings,
@@ -61,7 +62,7 @@ class ParallelismConfig(TitanParallelismConfig):
     - "experts": the routed experts, and all else in the block. As many collectives as "block" when
       expert_parallel_degree > 1; the experts are gathered only while they run. Not with compile.
     - "auto": "block" without expert parallelism. With it, "submodule" if the experts' shards lie on
-      one node, or whole on a rank. Else the cheapest by a model of the step's time and bytes.
+      one node, or whole on a rank. Else "experts", two units ahead in backward, two buffers.
 
     The losses and gradient norms do not depend on it. See docs/fsdp_units.md.
     """
@@ -93,7 +94,7 @@ class ParallelismConfig(TitanParallelismConfig):
     """
     How far ahead of the running unit to gather: a number of units (0, 1, 2, ...), or a size
     ("512MiB"). A size takes as many units as fit, by their gathered bytes on one rank. "auto": one
-    unit; in backward two from an attention unit.
+    unit; in backward two from an attention unit, or two from each where fsdp_wrap "auto" says so.
     """
 
     fsdp_prefetch_backward: int | str | None = None
@@ -160,6 +161,13 @@ class ParallelismConfig(TitanParallelismConfig):
     The linears that fsdp_quantize_frozen quantizes, by patterns for their names
     ("layers.*.attention"). Empty: all frozen ones in the blocks, except routers and those whose
     size NF4 does not fit.
+    """
+
+    fsdp_all_gather: Literal["float8"] | None = None
+    """
+    What FSDP's all-gathers of blocks send. "float8": their matrices, routed experts too, in e4m3
+    and a byte of scale for 128 values. Routers, norms and biases stay exact, and so do embedding
+    and head. That rounds the gathered weights. None: mixed_precision_param. See docs/fsdp_units.md.
     """
 
     fsdp_expert_all_gather: Literal["float8"] | None = None
@@ -252,8 +260,8 @@ def check_parallelism(
             f"{QUANTIZE_FROZEN} does not go with compile.enable = true: torchao keeps NF4Tensor "
             "out of torch.compile."
         )
-    for key, value, _ in settings.expert_collectives:
-        if value is not None:
+    for key, value, _ in settings.collectives:
+        if value is not None and key != ALL_GATHER:
             _check_experts_are_sharded(key, settings.wrap, parallelism)
     if settings.expert_reduce_scatter and parallelism.pipeline_parallel_degree > 1:
         raise ValueError(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Values, degrees and pipeline schedules that no run can have, refused before anything starts.
+"""Values, degrees, schedules and models that no run can have, refused before anything starts.
 
-Titan meets most of them on the ranks: as a bare assertion, a division by zero, or not at all.
+Titan meets most of them on the ranks: as a bare assertion, a division by zero, or not at all. Which
+of our own keys do not go together is in ``keys.check_parallelism``.
 """
 
 import math
@@ -31,6 +32,9 @@ from titan_ext.fsdp.settings import FSDPSettings
 
 _OTHERS = "another schedule (1F1B, Interleaved1F1B)"
 _WEIGHTS = re.compile(r"\d+W\d+")  # stage, gradients of weights, microbatch
+# Titan models whose own parallelize function refuses something, by ModelSpec.name.
+_NO_CONTEXT_PARALLEL = ("kimi_k2_5", "qwen3_5")
+_SPMD_TYPES_ONLY = ("muse_glimmer",)
 _SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
@@ -283,3 +287,26 @@ def _one_backward(policy: Any) -> str:
     if isinstance(policy, FP8AC.Config) and policy.mode != "no_recompute":
         return f'"fp8" with mode "{policy.mode}"'
     return ""
+
+
+def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
+    """Raise ValueError for what Titan refuses for the model ``name``, or computes wrongly."""
+    cp, backend = parallelism.context_parallel_degree, parallelism.spmd_backend
+    if name in _NO_CONTEXT_PARALLEL and cp > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree is {cp}; {name} needs 1: TorchTitan does not "
+            "support context parallelism for it."
+        )
+    if name in _SPMD_TYPES_ONLY and backend != "spmd_types":
+        raise ValueError(
+            f"parallelism.spmd_backend is {backend!r}; {name} supports only 'spmd_types', as in "
+            "TorchTitan."
+        )
+    tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    if name == "gpt_oss" and tp > 1 and ep == 1 and backend == "spmd_types":
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree is {tp} and expert_parallel_degree 1; under "
+            "'spmd_types' TorchTitan 0.3 then adds the bias of gpt_oss' experts once for each of "
+            f"the {tp} ranks, and the loss is wrong. Expected spmd_backend = 'partial_dtensor', or "
+            "expert_parallel_degree > 1."
+        )

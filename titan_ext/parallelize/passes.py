@@ -51,10 +51,6 @@ from titan_ext.fsdp.unmanaged import refuse_fsdp1
 from titan_ext.parallelize.keys import check_parallelism
 from titan_ext.parallelize.limits import check_schedule
 
-# Titan models whose own parallelize function refuses something, by ModelSpec.name.
-_NO_CONTEXT_PARALLEL = ("kimi_k2_5", "qwen3_5")
-_SPMD_TYPES_ONLY = ("muse_glimmer",)
-
 
 def parallelize(
     model: Decoder,
@@ -218,26 +214,3 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
         state_dict_adapter=for_replicated_weights(adapter) if adapter else None,
         stock_parallelize_fn=spec.parallelize_fn,
     )
-
-
-def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
-    """Raise ValueError for what Titan refuses for the model ``name``, or computes wrongly."""
-    cp, backend = parallelism.context_parallel_degree, parallelism.spmd_backend
-    if name in _NO_CONTEXT_PARALLEL and cp > 1:
-        raise ValueError(
-            f"parallelism.context_parallel_degree is {cp}; {name} needs 1: TorchTitan does not "
-            "support context parallelism for it."
-        )
-    if name in _SPMD_TYPES_ONLY and backend != "spmd_types":
-        raise ValueError(
-            f"parallelism.spmd_backend is {backend!r}; {name} supports only 'spmd_types', as in "
-            "TorchTitan."
-        )
-    tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
-    if name == "gpt_oss" and tp > 1 and ep == 1 and backend == "spmd_types":
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree is {tp} and expert_parallel_degree 1; under "
-            "'spmd_types' TorchTitan 0.3 then adds the bias of gpt_oss' experts once for each of "
-            f"the {tp} ranks, and the loss is wrong. Expected spmd_backend = 'partial_dtensor', or "
-            "expert_parallel_degree > 1."
-        )

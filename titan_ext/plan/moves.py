@@ -224,6 +224,13 @@ MOVES = (
         _if_sharded(_values(f"{_FSDP_KEY}expert_all_gather", "float8")),
     ),
     Move(
+        (Part.GATHERS,),
+        (),
+        Effect.LOSSY,
+        "the matrices of blocks are gathered in float8",
+        _values(f"{_FSDP_KEY}all_gather", "float8"),
+    ),
+    Move(
         (Part.GATHERS, Part.REDUCTIONS),
         _UNSHARDED,
         Effect.ROUNDING,

@@ -5,6 +5,9 @@ Titan finds out while it loads, from the first missing tensor or an assertion ab
 It silently ignores tensors that the model does not have, and optimizer settings that the checkpoint
 overrides. torch.distributed.checkpoint stores every tensor as a zip archive with a CRC-32 for each
 member. It never compares them, so a run would train on a flipped bit.
+
+Tensors of the optimizer are not compared with the model's: torch loads them by names, which are
+``components.optim``'s, into shards that ``fsdp.mesh`` cuts.
 """
 
 import contextlib
@@ -335,7 +338,7 @@ def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[s
     torch restores weight decay, betas and the rest with the state, whatever the config says. After
     one step the scheduler computes the learning rate from the config again.
     """
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for key in sorted(group.keys() & saved.keys() - _NOT_OVERRIDDEN):
             if saved[key] != group[key]:
                 logger.warning(

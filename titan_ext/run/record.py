@@ -80,7 +80,7 @@ class RunRecord(RunCheck):
             }
             self._write(trainer)
             if lines:
-                logger.info("\n  ".join(["What titan_ext changed, on this rank:", *lines]))
+                logger.info("\n  ".join(["This run, on this rank:", *lines]))
 
     def _write(self, trainer: Any) -> None:
         path = Path(trainer.config.dump_folder) / RECORD

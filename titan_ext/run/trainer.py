@@ -38,8 +38,13 @@ from titan_ext.parallelize.keys import (
     check_parallelism,
     check_unit_names,
 )
-from titan_ext.parallelize.limits import check_schedule, wrong_degrees, wrong_values
-from titan_ext.parallelize.passes import check_model_limits, extend_model_spec
+from titan_ext.parallelize.limits import (
+    check_model_limits,
+    check_schedule,
+    wrong_degrees,
+    wrong_values,
+)
+from titan_ext.parallelize.passes import extend_model_spec
 from titan_ext.run.checkpoints import CheckpointManager, check_excluded
 from titan_ext.run.checks import RUN_CHECKS
 
