@@ -9,7 +9,8 @@ nothing. ``RegionPolicy`` says in addition which are kept in float8::
     policy = PRESETS["memory"]
     policy.answer("attention.wo.linear")    # OpPolicy.SAVE_FLOAT8
 
-No TorchTitan that can be had here declares regions; ``tests/activation_checkpoint/test_regions.py`` declares them.
+No TorchTitan that can be had here declares regions; ``tests/activation_checkpoint/test_regions.py``
+declares them.
 """
 
 from collections.abc import Mapping

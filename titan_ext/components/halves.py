@@ -158,7 +158,7 @@ class _BlockInHalves:
         with (
             _in_half(0),
             self._attention_kept_gathered() as reshard,
-            turns.of_a(run_b, before=reshard),
+            turns.of_a(run_b, reshard),
         ):
             out_a_BLD = self._forward(*of_a)
         return torch.cat([out_a_BLD, turns.out_b])
@@ -195,13 +195,13 @@ class _Turns:
         self._sent: list[Turn] = []
 
     def of_a(
-        self, run_b: Callable[[], torch.Tensor], *, before: Callable[[], None]
+        self, run_b: Callable[[], torch.Tensor], let_b_reshard: Callable[[], None]
     ) -> contextlib.AbstractContextManager[None]:
-        """Inside, the MoE layer sends A's tokens, and runs B (``before`` that calls ``before``)."""
+        """Inside, the MoE layer sends A's tokens, and runs all of B where its experts would run."""
 
         def routed(*args: torch.Tensor) -> torch.Tensor:
             self._send(*args)
-            before()
+            let_b_reshard()
             self.out_b = run_b()
             return self._out_a
 
