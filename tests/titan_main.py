@@ -54,9 +54,14 @@ ARMS: dict[str, dict[str, Any]] = {
     "submodule, float8 activations": {"fsdp_wrap": "submodule", "ac": "fp8"},
     "block, float8 activations, preset stock": {"fsdp_wrap": "block", "ac": "stock"},
     "submodule, scores before the last GEMM": {"fsdp_wrap": "submodule", "ac": "early"},
+    "submodule, tokens travel in float8": {"fsdp_wrap": "submodule", "exchange_dtype": "float8"},
 }
 """Keys of ``parallelism``; "ac" is float8 checkpointing instead of Titan's selective."""
-LOSSY = ("submodule, float8 activations", "submodule, scores before the last GEMM")
+LOSSY = (
+    "submodule, float8 activations",
+    "submodule, scores before the last GEMM",
+    "submodule, tokens travel in float8",
+)
 
 
 def missing_names(titan: Path) -> dict[str, list[str]]:
@@ -244,6 +249,14 @@ steps = 4
 interval = 2
 """
 """A TOML file with keys of 0.3, for the real trainer. Two ranks; both checkpoints are kept."""
+PROFILER = [
+    "--profiler.enable_profiling",
+    "--profiler.profile_freq",
+    "2",
+    "--profiler.profiler_warmup",
+    "0",
+]
+"""Flags that record the last step of a run that is resumed, for ``titan_ext ledger``."""
 
 
 def _run(*words: str | Path, python: str | Path = sys.executable) -> str:
@@ -252,7 +265,8 @@ def _run(*words: str | Path, python: str | Path = sys.executable) -> str:
     if run.returncode:
         said = run.stderr.splitlines()
         lines = [x for word in ("traceback :", "Error") for x in said if word in x]
-        raise ValueError(f"{' '.join(map(str, words[1:3]))}: {[*lines, 'no message'][0][-300:]}")
+        what = " ".join(map(str, words[1:3]))
+        raise ValueError(f"{what}: {[*lines, *said[-1:], 'no message'][0][-300:]}")
     return run.stdout + run.stderr
 
 
@@ -260,10 +274,14 @@ def _first_line(told: str) -> str:
     return " ".join(told.splitlines()[0].split())
 
 
-def _train_with_toml(file: Path, *flags: str | Path) -> str:
+def _on_ranks(*words: str | Path) -> str:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    names = ("-m", "torchtitan.train", "--module", "titan_ext", "--config", file)
-    return _run(*launch, *names, "--debug.deterministic", *flags)
+    return _run(*launch, "-m", *words)
+
+
+def _train_with_toml(file: Path, *flags: str | Path) -> str:
+    names = ("torchtitan.train", "--module", "titan_ext", "--config", file)
+    return _on_ranks(*names, "--debug.deterministic", *flags)
 
 
 def trainer_rows(folder: Path) -> Iterator[str]:
@@ -272,8 +290,7 @@ def trainer_rows(folder: Path) -> Iterator[str]:
     file.write_text(RUN)
     plan = ("-m", "titan_ext", "dry-run", file, "--ranks", "2", "--ranks-per-node", "2")
     planned = (*plan, "--memory", "80GiB", "--machine", "h100", "--out")
-    told = _run(*planned, run, "--suggest", "2")
-    yield f"| dry run of a TOML file, and two changes of it | {_first_line(told)} |"
+    yield f"| dry run of a TOML file | {_first_line(_run(*planned, run))} |"
     _run(*planned, folder / "on_0.3", python=ROOT / ".venv" / "bin" / "python")
     plans = [json.loads((at / "plan_rank0.json").read_text()) for at in (run, folder / "on_0.3")]
     pairs = [plan["moments"] for plan in plans]
@@ -291,10 +308,20 @@ def trainer_rows(folder: Path) -> Iterator[str]:
     said = next(filter(None, kept), "broken: no comparison")
     yield f"| the run beside its plan |{said.partition(':')[2].replace(';', ',')} |"
     shutil.copytree(run / "checkpoint" / "step-2", again / "checkpoint" / "step-2")
-    _train_with_toml(file, "--dump_folder", again)
+    _train_with_toml(file, "--dump_folder", again, *PROFILER)
     resumed = read_scalar(again, LOSS)
     same = {step: losses[step] for step in (3, 4)} == resumed
     yield f"| resumed after 2 steps | losses {'equal' if same else f'DIFFERS: {resumed}'} |"
+    shutil.copy(run / "plan_rank0.json", again)
+    told = _run("-m", "titan_ext", "ledger", again)
+    yield f"| ledger of a profiled step | {_first_line(told)} |"
+    told = _on_ranks("titan_ext", "check", file)
+    yield f"| check of the ranks | {_first_line(told)} |"
+    try:
+        told = _run(*plan, "--parallelism.overlap_exchanges", "halves")
+    except ValueError as error:
+        told = f"refused: {error}"
+    yield f'| `overlap_exchanges = "halves"` | {_first_line(told)} |'
     told = _run(*plan, "--activations", "6MiB", "--on-cpu", "--out", again)
     yield f"| best checkpointing for 6 MiB | {_first_line(told)} |"
 

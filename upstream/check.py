@@ -80,7 +80,9 @@ class Patch(Folder):
 
     @property
     def file(self) -> Path:
-        (file,) = self.folder.glob("0001-*.patch")
+        """The patch; that in ``main``, if there is one, where another version is installed."""
+        others = [*self.folder.glob("main/0001-*.patch")] if self.wrong_version else []
+        (file,) = others or self.folder.glob("0001-*.patch")
         return file.resolve()
 
     @property

@@ -107,6 +107,8 @@ def test_a_run_compares_its_second_step_with_its_plan(tmp_path: Path):
     (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert line.endswith(at_the_end.strip())
     assert at_the_end.strip() in start["gained"]
+    of_states = start["receipts"]["plan"]["optimizer states"]
+    assert of_states["planned"] == of_states["measured"] == plan["moments"][-1]["states"]
     for name, key in (("gradients", "gradients"), ("optimizer states", "states")):
         planned = read_scalar(tmp_path, f"plan/{name}, planned(GiB)")
         assert planned == read_scalar(tmp_path, f"plan/{name}, measured(GiB)")
@@ -124,7 +126,9 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
     """Of the second step alone, without what came after the optimizer."""
     caplog.set_level("INFO")
     peak, logged = [1000], {}
-    device = SimpleNamespace(max_memory_allocated=lambda _: peak[-1])
+    device = SimpleNamespace(
+        max_memory_allocated=lambda _: peak[-1], max_memory_reserved=lambda _: 2 * peak[-1]
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     model = nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters())
@@ -138,7 +142,7 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
         ),
     )
     check = PlanCheck()
-    check._plan = _plan(memory=100)
+    check._plan = _plan(memory=100) | {"reserved": 100}
     for trainer.step in (1, 2, 3):
         with check.around_step(trainer):
             model.weight.grad = torch.zeros(2, 3)
@@ -148,13 +152,16 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
     assert peak == [7, 7], "begun once"
     (message,) = caplog.messages
     assert message == (
-        "Plan of rank 0 and step 2: peak 50 B planned, 60 B measured (+20.0%); parameters and "
-        "buffers 20 B planned, 24 B measured (+20.0%); gradients 20 B planned, 24 B measured "
-        "(+20.0%); optimizer states 0 B as planned"
+        "Plan of rank 0 and step 2: peak 50 B planned, 60 B measured (+20.0%); reserved 100 B "
+        "planned, 120 B measured (+20.0%); parameters and buffers 20 B planned, 24 B measured "
+        "(+20.0%); gradients 20 B planned, 24 B measured (+20.0%); optimizer states 0 B as planned"
     )
     assert logged.keys() == {2}
     assert logged[2]["plan/peak, planned(GiB)"] * 2**30 == 50
     assert logged[2]["plan/peak, measured(GiB)"] * 2**30 == 60
+    found = check.receipts()["plan"]
+    assert found["reserved"] == {"planned": 100, "measured": 120}
+    assert json.loads(json.dumps(found)) == found
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,16 +94,21 @@ class PlanCheck(RunCheck):
     """Holds the second step of a run against the plan of its rank, where its folder has one.
 
     Parameters, gradients and optimizer states are added up from the tensors that the trainer
-    holds. The peak is what the device's allocator had given out at most; a CPU's tells nothing.
+    holds. The peak is what the device's allocator had given out at most, and "reserved" what it had
+    taken from the device for that; a CPU's tells nothing.
     """
 
     _plan: Mapping[str, Any] | None = None
-    _measured: int | None = None
+    _measured: Mapping[str, int] = MappingProxyType({})
     _steps = 0
     _said = ""
+    _pairs: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
     def summary(self) -> list[str]:
         return [self._said] if self._said else []
+
+    def receipts(self) -> dict[str, Any]:
+        return {"plan": self._pairs} if self._pairs else {}
 
     def before_build(self, config: Any) -> None:
         file = Path(config.dump_folder) / file_name(int(os.environ.get("RANK", "0")))
@@ -136,8 +142,11 @@ class PlanCheck(RunCheck):
 
     def _note_peak(self, trainer: Any) -> None:
         device = torch.get_device_module(trainer.device)
-        if hasattr(device, "max_memory_allocated"):
-            self._measured = device.max_memory_allocated(trainer.device)
+        self._measured = {
+            name: getattr(device, f"max_memory_{what}")(trainer.device)
+            for name, what in (("peak", "allocated"), ("reserved", "reserved"))
+            if hasattr(device, f"max_memory_{what}")
+        }
 
     def _compare(self, plan: Mapping[str, Any], trainer: Any) -> None:
         planned = plan["moments"][-1]
@@ -145,18 +154,23 @@ class PlanCheck(RunCheck):
             words: (planned[kind], nbytes)
             for (kind, words), nbytes in zip(_HELD.items(), _held_nbytes(trainer), strict=True)
         }
-        peak = plan["peak"]["sum"]
-        if self._measured is not None:
-            pairs = {"peak": (peak, self._measured), **pairs}
+        peaks = {"peak": plan["peak"]["sum"], "reserved": plan.get("reserved", 0)}
+        pairs = {name: (peaks[name], nbytes) for name, nbytes in self._measured.items()} | pairs
         said = [f"{name} {_compared(*pair)}" for name, pair in pairs.items()]
-        if self._measured is None:
-            said = [f"peak {format_bytes(peak)} planned, not measured on this device", *said]
+        if not self._measured:
+            each = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in peaks.items())
+            said = [f"{each} planned, not measured on this device", *said]
         self._said = f"Plan of rank {plan['rank']} and step {trainer.step}: {'; '.join(said)}"
         logger.info(self._said)
-        metrics = {}
-        for name, pair in pairs.items():
-            for what, nbytes in zip(("planned", "measured"), pair, strict=True):
-                metrics[f"plan/{name}, {what}(GiB)"] = nbytes / _GIB
+        self._pairs = {
+            name: {"planned": planned, "measured": measured}
+            for name, (planned, measured) in pairs.items()
+        }
+        metrics = {
+            f"plan/{name}, {what}(GiB)": nbytes / _GIB
+            for name, pair in self._pairs.items()
+            for what, nbytes in pair.items()
+        }
         trainer.metrics_processor.logger.log(metrics, trainer.step)
 
 
