@@ -22,7 +22,8 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, planned_config, start_as_planned
 from tests.plan.test_ledger import on_device, write_traces
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.base.op_cost import MACHINES, collective_ms, nodes_of, op_cost
+from titan_ext.base.machines import nodes_of, to_toml
+from titan_ext.base.op_cost import KINDS, MACHINES, collective_ms, op_cost
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.elsewhere import calibrate
 from titan_ext.plan.live import LiveBytes, MemoryKind
@@ -42,8 +43,9 @@ class Timed(NamedTuple):
 
 
 def _time(run: Run, folder: Path, arguments: dict[str, Any]) -> Timed:
+    arguments = {"machine": "h100", **arguments}
     with as_rank(run.world, 0):
-        done = dry_run(planned_config(run, folder), run.world, machine="h100", **arguments)
+        done = dry_run(planned_config(run, folder), run.world, **arguments)
     assert done.time is not None
     rows = memory_report_of(done.model_parts).rows()
     kept = [row for row in rows if row.treatment.startswith("float8")]
@@ -128,6 +130,23 @@ def test_steps_of_accumulation_and_links(tmp_path: Path):
     for part in set(once.ms) - set(WAITS):
         assert slower.ms[part] == pytest.approx(3 * once.ms[part])
     assert slower.ms[Part.GATHERS] < once.ms[Part.GATHERS]  # more to hide behind
+
+
+def test_a_kind_that_was_measured_is_slowed_down_by_itself(tmp_path: Path):
+    factors, file = {"GEMM": 2.0, "exchanges": 3.0}, tmp_path / "my_card.toml"
+    file.write_text("\n".join(to_toml(replace(MACHINES["h100"], name="h100", slower=factors))))
+    ideal = _timed(EIGHT, tmp_path).time
+    slow = _timed(EIGHT, tmp_path, machine=str(file)).time
+    messages = {"exchanges", "gathers", "reductions", "collectives"}
+    assert messages < set(ideal.kernels) <= set(KINDS)
+    for kind, ms in ideal.kernels.items():
+        assert slow.kernels[kind] == pytest.approx(factors.get(kind, 1.0) * ms), kind
+    assert slow.ms[Part.EXCHANGES] > 2 * ideal.ms[Part.EXCHANGES]
+    gemms = slow.kernels["GEMM"] - ideal.kernels["GEMM"]
+    assert sum(slow.ms[p] - ideal.ms[p] for p in Part if p not in WAITS) == pytest.approx(gemms)
+    assert slow.mfu is not None  # of an H100's peak
+    assert slow.verdict().endswith("on my_card")
+    assert slow.expected_ms == slow.step_ms
 
 
 def test_a_pipeline_waits_for_its_other_stages(tmp_path: Path):
@@ -325,7 +344,7 @@ def test_tokens_a_second_are_those_of_the_sum():
     assert replace(time, is_compiled=True).expected_ms == 23.0 * COMPILED_KERNELS
     waiting = replace(time, ms={Part.FORWARD: 13.0, Part.EXCHANGES: 10.0})
     assert waiting.expected_ms == 10.0 + 13.0 * KERNELS  # links are no slower
-    measured = replace(time, slower=1.2)
+    measured = replace(time, slower=1.2, is_measured=True)
     assert measured.verdict().startswith("100,000 tokens/s a GPU, MFU")
     assert measured.expected_ms == measured.step_ms
     for machine in MACHINES:

@@ -130,7 +130,8 @@ class DryRun:
     stock: bool = False
     """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
     machine: str = ""
-    """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x or mi355x."""
+    """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x, mi355x, or a
+    TOML file with rates of your card (docs/plan.md)."""
     measured: Path | None = None
     """Folder of a run on that machine, whose step time says how much slower real kernels are."""
     slower: float = 1.0
@@ -196,7 +197,7 @@ class DryRun:
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext.activation_checkpoint.solved import has_budget
         from titan_ext.base import no_accelerator
-        from titan_ext.base.op_cost import nodes_of
+        from titan_ext.base.machines import nodes_of
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import dry_run
         from titan_ext.plan.elsewhere import compare
