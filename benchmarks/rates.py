@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 
 from benchmarks.device_events import events_of, kernel_ms
 from titan_ext.base import no_accelerator
-from titan_ext.base.machines import to_toml
+from titan_ext.base.machines import machine_toml
 from titan_ext.base.op_cost import MACHINES, Machine, collective_ms, op_cost
 
 RATES = {
@@ -330,7 +330,7 @@ def main() -> None:
     print(*lines(found, before, after), sep="\n")
     name = "CPU" if device == "cpu" else torch.cuda.get_device_name()
     about = f"# {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}: benchmarks/rates.py"
-    args.out.write_text("\n".join([about, *to_toml(after)]) + "\n")
+    args.out.write_text("\n".join([about, *machine_toml(after)]) + "\n")
     took = time.monotonic() - begin
     print(
         f"{args.out}: {len(found)} shapes in {took:.0f} s; titan_ext dry-run --machine {args.out}"

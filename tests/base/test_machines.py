@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_ext.base.machines import machine_of, nodes_of, to_toml
+from titan_ext.base.machines import machine_of, machine_toml, nodes_of
 from titan_ext.base.op_cost import MACHINES
 
 ALL = "gemm = 1e11\ngrouped = 1e11\nattention = 2e10\nfp32 = 1e11\nmemory = 2e10\nin_node = 1e9\n"
@@ -28,7 +28,7 @@ def test_a_file_has_what_it_says_and_the_rest_of_what_it_extends(tmp_path: Path)
 def test_a_written_file_gives_the_same_machine(extends: str, tmp_path: Path):
     file, base = tmp_path / "my_card.toml", MACHINES[extends or "h100"]
     card = replace(base, name=extends, gemm=6.5e14, half_rate_rows=99.5, slower={"codec": 1.25})
-    lines = [*to_toml(card)]
+    lines = [*machine_toml(card)]
     assert len(lines) == (4 if extends else 9)  # only what differs
     file.write_text("\n".join(lines))
     assert machine_of(str(file)) == card

@@ -97,7 +97,7 @@ def _of_h100(key: str) -> str:
     return f"{getattr(MACHINES['h100'], key):.3g}"
 
 
-def to_toml(machine: Machine) -> Iterator[str]:
+def machine_toml(machine: Machine) -> Iterator[str]:
     """The lines of a file with that machine: what differs from the one that it extends."""
     base = MACHINES.get(machine.name)
     if base is not None:
