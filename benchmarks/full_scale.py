@@ -53,8 +53,8 @@ _BYTES = {
     "reserved": "GiB reserved",
     "reserved_aside": "GiB reserved by other streams",
 }
-_WIRE = ("collectives",)
-"""Classes of kernels that stand for messages."""
+_WIRE = ("exchanges", "gathers", "reductions", "collectives")
+"""Messages of a plan, and the class of kernels that stand for them."""
 
 Figures = dict[str, Any]
 
@@ -230,7 +230,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for key, words in _BYTES.items():
             yield from _line(row["name"], words, *_of(key, _GIB, measured, planned), 2)
         kinds = {**planned.get("kernels", {}), **measured.get("kernels", {})}
-        for kind in kinds:
+        for kind in [k for k in kinds if k not in _WIRE]:
             sides = (side.get("kernels", {}).get(kind) for side in (measured, planned))
             yield from _line(row["name"], f"ms, {kind}", *sides, 1)
         yield from _line(

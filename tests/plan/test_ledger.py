@@ -135,6 +135,21 @@ def test_every_microsecond_of_the_compute_stream_has_a_part(tmp_path: Path):
     assert all(a.end == b.start for a, b in itertools.pairwise(spans))
 
 
+def test_kernels_and_messages_are_added_up_by_kind(tmp_path: Path):
+    write_traces(tmp_path, {0: on_device()})
+    kinds = {"GEMM": 2.5, "grouped GEMM": 0.8, "elementwise": 0.6, "copies": 0.2, "codec": 0.1}
+    messages = {"exchanges": 0.4, "gathers": 0.8, "reductions": 0.7}
+    assert Ledger.read(tmp_path).kinds() == pytest.approx(kinds | messages, abs=0.01)
+    # A message takes as long as the last rank to come sees it.
+    late = on_device()
+    for event in late:
+        if "SendRecv" in event["name"]:
+            event |= {"ts": event["ts"] + 300, "dur": event["dur"] - 300}
+    write_traces(tmp_path, {0: on_device(), 1: late})
+    kinds |= messages | {"exchanges": 0.1}
+    assert Ledger.read(tmp_path).kinds() == pytest.approx(kinds, abs=0.01)
+
+
 def test_a_host_that_is_late_is_no_wait_for_what_runs_beside(tmp_path: Path):
     write_traces(tmp_path, {0: on_device(late_us=900)})
     ms = Ledger.read(tmp_path).ms[0]

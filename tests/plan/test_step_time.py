@@ -1,6 +1,7 @@
 """`titan_ext dry-run --machine`: what the clock of a step counts, and how streams wait."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,9 +23,11 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, planned_config, start_as_planned
 from tests.plan.test_ledger import on_device, write_traces
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.base.op_cost import MACHINES, collective_ms, nodes_of, op_cost
+from titan_ext.base.machines import machine_of, machine_toml, nodes_of
+from titan_ext.base.op_cost import KINDS, MACHINES, collective_ms, op_cost
 from titan_ext.plan.dry_run import dry_run
-from titan_ext.plan.elsewhere import calibrate
+from titan_ext.plan.elsewhere import MEASURED, calibrate
+from titan_ext.plan.ledger import Ledger
 from titan_ext.plan.live import LiveBytes, MemoryKind
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
 from titan_ext.plan.stand_ins import AttentionShapes, as_rank
@@ -42,8 +45,9 @@ class Timed(NamedTuple):
 
 
 def _time(run: Run, folder: Path, arguments: dict[str, Any]) -> Timed:
+    arguments = {"machine": "h100", **arguments}
     with as_rank(run.world, 0):
-        done = dry_run(planned_config(run, folder), run.world, machine="h100", **arguments)
+        done = dry_run(planned_config(run, folder), run.world, **arguments)
     assert done.time is not None
     rows = memory_report_of(done.model_parts).rows()
     kept = [row for row in rows if row.treatment.startswith("float8")]
@@ -128,6 +132,23 @@ def test_steps_of_accumulation_and_links(tmp_path: Path):
     for part in set(once.ms) - set(WAITS):
         assert slower.ms[part] == pytest.approx(3 * once.ms[part])
     assert slower.ms[Part.GATHERS] < once.ms[Part.GATHERS]  # more to hide behind
+
+
+def test_a_kind_that_was_measured_is_slowed_down_by_itself(tmp_path: Path):
+    factors, file = {"GEMM": 2.0, "exchanges": 3.0}, tmp_path / "my_card.toml"
+    file.write_text("\n".join(machine_toml(replace(MACHINES["h100"], name="h100", slower=factors))))
+    ideal = _timed(EIGHT, tmp_path).time
+    slow = _timed(EIGHT, tmp_path, machine=str(file)).time
+    messages = {"exchanges", "gathers", "reductions", "collectives"}
+    assert messages < set(ideal.kernels) <= set(KINDS)
+    for kind, ms in ideal.kernels.items():
+        assert slow.kernels[kind] == pytest.approx(factors.get(kind, 1.0) * ms), kind
+    assert slow.ms[Part.EXCHANGES] > 2 * ideal.ms[Part.EXCHANGES]
+    gemms = slow.kernels["GEMM"] - ideal.kernels["GEMM"]
+    assert sum(slow.ms[p] - ideal.ms[p] for p in Part if p not in WAITS) == pytest.approx(gemms)
+    assert slow.mfu is not None  # of an H100's peak
+    assert slow.verdict().endswith("on my_card")
+    assert slow.expected_ms == slow.step_ms
 
 
 def test_a_pipeline_waits_for_its_other_stages(tmp_path: Path):
@@ -325,7 +346,7 @@ def test_tokens_a_second_are_those_of_the_sum():
     assert replace(time, is_compiled=True).expected_ms == 23.0 * COMPILED_KERNELS
     waiting = replace(time, ms={Part.FORWARD: 13.0, Part.EXCHANGES: 10.0})
     assert waiting.expected_ms == 10.0 + 13.0 * KERNELS  # links are no slower
-    measured = replace(time, slower=1.2)
+    measured = replace(time, slower=1.2, is_measured=True)
     assert measured.verdict().startswith("100,000 tokens/s a GPU, MFU")
     assert measured.expected_ms == measured.step_ms
     for machine in MACHINES:
@@ -348,33 +369,56 @@ def test_a_measured_run_says_how_slow_kernels_are(tmp_path: Path):
     def model(config: Path, ranks: int, machine: str, slower: float) -> dict[str, Any]:
         asked.append((config.name, ranks, machine))
         ms = {"forward": 10 * slower, "gathers": max(0.0, 6 - slower), "host": 1.0}
-        return {"step_ms": sum(ms.values()), "ms": ms}
+        return {"step_ms": sum(ms.values()), "ms": ms, "kernels": {}}
 
     folder = _finished_run(tmp_path, [9.0, 0.026, 0.5, 0.025])
-    found = calibrate(folder, "h200", model)
+    found = calibrate(folder, "h200", tmp_path, model)
     assert asked == [("config.toml", 8, "h200")] * 2
     assert found.measured_ms == pytest.approx(26, rel=1e-6)  # neither the first nor the average
     assert found.slower == pytest.approx(2.0, rel=1e-6)  # 20 of 26 ms, for 10
+    assert found.machine == "h200"
     assert found.modelled_ms == pytest.approx(25, rel=1e-6)
     assert "(-3.8%)" in str(found)
     with pytest.raises(ValueError, match=r"waits 6\.0 ms for its links"):
-        calibrate(_finished_run(tmp_path, [9.0, 0.004, 0.004]), "h200", model)
+        calibrate(_finished_run(tmp_path, [9.0, 0.004, 0.004]), "h200", tmp_path, model)
     (folder / RECORD).unlink()
     with pytest.raises(ValueError, match=r"folder of a run, with run\.json"):
-        calibrate(folder, "h200", model)
+        calibrate(folder, "h200", tmp_path, model)
 
 
-def test_a_profiled_run_calibrates_kernels_by_themselves(tmp_path: Path):
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_ledger_calibrates_each_kind_by_itself(as_json: bool, tmp_path: Path):
+    kernels = {"GEMM": 1.0, "grouped GEMM": 0.8, "attention": 9.0, "exchanges": 0.2, "gathers": 0.0}
+    asked = []
+
     def model(config: Path, ranks: int, machine: str, slower: float) -> dict[str, Any]:
-        ms = {"forward": 2.1 * slower, "exchanges": 0.1, "gathers": 1.0}
-        return {"step_ms": sum(ms.values()), "ms": ms}
+        asked.append((machine_of(machine).slower, slower))
+        ms = {"forward": 2.1, "exchanges": 0.1, "gathers": 1.0}
+        return {"step_ms": sum(ms.values()), "ms": ms, "kernels": kernels}
 
     folder = _finished_run(tmp_path, [9.0, 0.008, 0.008])
     write_traces(folder, {0: on_device()})
-    found = calibrate(folder, "h100", model)
-    assert found.slower == pytest.approx(2.0, abs=0.02)  # 4.2 ms of kernels in the trace, for 2.1
+    if as_json:
+        Ledger.read(folder).write(folder)
+        shutil.rmtree(folder / "profiling")
+    before, out = tmp_path / "my_card.toml", tmp_path / "out"
+    before.write_text('extends = "h100"\nslower = {GEMM = 1.2, attention = 1.5}\n')
+    out.mkdir()
+    found = calibrate(folder, str(before), out, model)
+    # 2.5, 0.8 and 0.4 ms in the trace; of attention it has none, which says nothing.
+    kinds = {"grouped GEMM": 1.0, "GEMM": 2.5, "exchanges": 2.0}
+    assert found.kinds == pytest.approx(kinds, abs=0.01)
+    assert (found.slower, found.machine) == (1.0, str(out / MEASURED))
+    total = kinds | {"GEMM": 3.0, "attention": 1.5}
+    assert machine_of(found.machine).slower == pytest.approx(total, abs=0.01)
+    assert machine_of(found.machine).name == "h100"
+    assert asked == [
+        ({"GEMM": 1.2, "attention": 1.5}, 1.0),
+        (machine_of(found.machine).slower, 1.0),
+    ]
     assert found.waits[Part.EXCHANGES] == (pytest.approx(0.4, abs=0.01), 0.1)
     assert "waits for exchanges of tokens 0.4, not 0.1" in str(found)
+    assert "GEMM 2.50, exchanges 2.00, in the ledger of" in str(found)
 
 
 def test_operations_in_place_read_and_write_what_they_do():

@@ -1,12 +1,14 @@
 """The benchmarks of activation checkpointing, on tiny shapes: their counts, not their times."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import DeviceType
 
 from benchmarks import (
@@ -15,6 +17,7 @@ from benchmarks import (
     full_scale,
     gpu_receipts,
     published,
+    rates,
     step_time,
     titan_steps,
 )
@@ -23,6 +26,7 @@ from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import Layout
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run
+from titan_ext.base.op_cost import MACHINES
 from titan_ext.base.stdlib_corpus import make_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -166,11 +170,42 @@ def test_every_gpu_receipt_runs_tiny(
     assert results[item.name]["figures"]
 
 
+def test_rates_are_those_by_which_the_times_were_made() -> None:
+    """And what was held out is then planned right, where the table's rates were far off."""
+    h100 = MACHINES["h100"]
+    known: dict[str, Any] = {
+        "gemm": 6e10,
+        "grouped": 5e10,
+        "half_rate_rows": 90.0,
+        "attention": 3e10,
+    }
+    known |= {"fp32": 4e10, "memory": 1.1e10, "launch": 5e-6}
+    card = replace(h100, **known)
+    with FakeTensorMode():
+        made = [(item, held_out, item.make()) for item, held_out in rates.chosen("cpu", False)]
+        prices = [(item, held_out, price_of(call())) for item, held_out, (call, price_of) in made]
+    found = [
+        rates.Timed(item.kind, item.name, price(card), price, held_out)
+        for item, held_out, price in prices
+    ]
+    fitted = rates.fit(h100, found)
+    assert {name: getattr(fitted, name) for name in known} == pytest.approx(known, rel=0.05)
+    held_out = [one for one in found if one.held_out]
+    assert rates.mean_error(held_out, fitted) < 0.02
+    lines = [*rates.lines(found, replace(h100, name="h100"), fitted)]
+    said = {f["kind"]: f["value"] for f in gpu_receipts.figures("\n".join(lines))}
+    assert (
+        said["their mean error by the rates of h100"]
+        > 0.3
+        > said["their mean error by these rates"]
+    )
+
+
 def test_gpu_receipts_fit_their_minutes() -> None:
     seconds = [item.seconds for item in gpu_receipts.ITEMS]
     assert sum(seconds) <= 30 * 60
     assert [item.name for item in gpu_receipts.ITEMS[:2]] == ["codec", "full scale"]
-    assert sum(seconds[:3]) <= 10 * 60, "codec, full scale and block, with --quick"
+    assert sum(seconds[:4]) <= 10 * 60, "codec, full scale, rates and block, with --quick"
 
 
 def test_gpu_receipts_leave_out_what_an_older_torch_cannot_train(

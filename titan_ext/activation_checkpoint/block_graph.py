@@ -370,13 +370,15 @@ class _Sizes:
             nbytes, float8_nbytes = nbytes + whole, float8_nbytes + (small or whole)
             moved += 2 * (x.numel() * x.element_size() + small) if small else 0
         policies = set(CHOICES)
+        rates = self._rates
+        codec_ms = max(moved / rates.memory, 2 * rates.launch) * 1e3
         if not moved or self._is_exempt(location.module):
             policies.discard(FLOAT8)
         return Node(
             ms=ms,
             nbytes=nbytes,
             float8_nbytes=float8_nbytes,
-            codec_ms=max(moved / self._rates.memory, 2 * self._rates.launch) * 1e3,
+            codec_ms=codec_ms * rates.slower.get("codec", 1.0),
             policies=frozenset(policies),
         )
 

@@ -11,8 +11,8 @@ import math
 import os
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,14 +21,12 @@ from torch.distributed import GroupName, distributed_c10d
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from titan_ext.base.messages import did_you_mean
 from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
 
 RANKS_PER_NODE = 8
 """Where nobody says."""
 NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
 """Of the job that a dry run stands for (``plan.stand_ins.as_rank``)."""
-LAUNCH_MS = 0.015  # of a collective
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
 _TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
 SYNC_MS = 0.05  # the host reads how many tokens each expert gets
@@ -41,6 +39,9 @@ class Machine:
     Attributes:
         gemm: Of single large bf16 matrix products, FLOP/s.
         grouped: Of grouped ones (``torch._grouped_mm``) with very many rows an expert, FLOP/s.
+        half_rate_rows: Rows of an expert at which a grouped product has half of that: tiles of 128
+            rows are partly empty, and weights are read for few rows. torchao PR 2490 has 0.53 and
+            0.55 of an H100's peak at 512 rows an expert, of 0.71 with very many.
         attention: Of fused attention, FLOP/s, of what a causal mask leaves.
         fp32: Of fp32 matrix products, FLOP/s.
         memory: Of its memory, bytes/s.
@@ -48,8 +49,12 @@ class Machine:
         all_to_all: Of that link when all exchange tokens with all, bytes/s.
         network: Of a rank's share of the network, bytes/s each way.
         launch: Of the shortest kernel, seconds.
+        collective: Of the shortest collective, seconds.
         host: Of its link to pinned memory of the host, bytes/s each way.
         ranks_per_node, nvlink_domain: As such machines are usually built.
+        slower: How many times longer than by these rates a kind of kernels or messages takes, by
+            ``KINDS``, where a run was measured.
+        name: In ``MACHINES``, of what a file extends; by it Titan knows the peak.
     """
 
     gemm: float
@@ -60,10 +65,14 @@ class Machine:
     in_node: float
     all_to_all: float
     network: float = 45e9
+    half_rate_rows: float = 160.0
     launch: float = 3e-6
+    collective: float = 15e-6
     host: float = 50e9
     ranks_per_node: int = RANKS_PER_NODE
     nvlink_domain: int = RANKS_PER_NODE
+    slower: Mapping[str, float] = field(default_factory=dict)
+    name: str = ""
 
 
 # Rates of single kernels on an H100 SXM are those that are published as reached: of its 989 TFLOP/s
@@ -137,27 +146,6 @@ MACHINES = {
         all_to_all=340e9,
     ),
 }
-_HALF_RATE_ROWS = 160
-"""Rows of an expert at which a grouped product has half of its rate: tiles of 128 rows are partly
-empty, and weights are read for few rows. torchao PR 2490 has 0.53 and 0.55 of an H100's peak at 512
-rows an expert, of 0.71 with very many."""
-
-
-def nodes_of(machine: str, ranks_per_node: int, nvlink_domain: int) -> tuple[int, int]:
-    """Both numbers, where 0 is for what such a machine usually has; without one, 8 and a node.
-
-    Raises:
-        ValueError: if nobody knows the machine.
-    """
-    if machine and machine not in MACHINES:
-        raise ValueError(
-            f"--machine is {machine!r}; expected one of {', '.join(MACHINES)}"
-            f"{did_you_mean(machine, MACHINES)}"
-        )
-    usual = MACHINES.get(machine)
-    if ranks_per_node or usual is None:
-        return ranks_per_node or RANKS_PER_NODE, nvlink_domain
-    return usual.ranks_per_node, nvlink_domain or usual.nvlink_domain
 
 
 @dataclass(frozen=True)
@@ -181,19 +169,21 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
     if func._schema.name.endswith("all_to_all_single"):
         ranks = next(map(dist.get_process_group_ranks, groups_of(args)), [0])
         ms, _ = group_ms(machine, max(made, read), ranks, is_exchange=True)
-        return OpCost(0, made + read, ms)
+        return OpCost(0, made + read, ms * machine.slower.get("exchanges", 1.0))
     flops = count_flops(func, args, kwargs, out)
     seconds = max((made + read) / machine.memory, machine.launch)
     if flops:
         first = tensors_in(args)[0]
         rate = machine.fp32 if first.dtype == torch.float32 else machine.gemm
         if func.overloadpacket is _ops._grouped_mm:
-            rate = machine.grouped * (rows := _rows_of_a_group(*args)) / (rows + _HALF_RATE_ROWS)
+            rows = _rows_of_a_group(*args)
+            rate = machine.grouped * rows / (rows + machine.half_rate_rows)
         if func.overloadpacket in _ATTENTION:
             rate = 2 * machine.attention  # causal: half of the products are not computed
             rate /= max(1 - _share_masked(func, args), 1e-3)
         seconds = max(seconds, flops / rate)
-    return OpCost(flops, made + read, seconds * 1e3)
+    slower = machine.slower.get(kernel_class(func._schema.name), 1.0)
+    return OpCost(flops, made + read, seconds * 1e3 * slower)
 
 
 _KERNELS = {
@@ -204,6 +194,14 @@ _KERNELS = {
     "GEMM": r"::(mm|addmm|bmm|baddbmm|_scaled_mm)\b",
     "copies": r"fsdp::|::(copy_|_foreach_copy_|clone|_to_copy|cat)\b|Memcpy",
 }
+
+
+KINDS = (
+    *(kind for kind in _KERNELS if kind != "collectives"),
+    "elementwise",
+    *("exchanges", "gathers", "reductions", "collectives"),
+)
+"""What is slowed down by itself: kernels by ``kernel_class``, and messages by what they are for."""
 
 
 @functools.cache
@@ -366,7 +364,7 @@ def collective_ms(
     share = nbytes * (world - 1) / world if per_node > 1 else 0
     in_node_ms = share / (machine.all_to_all if is_exchange else machine.in_node) * 1e3
     if nodes == 1:
-        return LAUNCH_MS + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
+        return machine.collective * 1e3 + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
     sharing = 1 if is_exchange else per_node
     network_ms = nbytes * (nodes - 1) / nodes / sharing / machine.network * 1e3
     latency = nodes * _HOP_MS + (world - nodes) * _HOP_IN_NODE_MS
@@ -374,4 +372,4 @@ def collective_ms(
         latency = math.log2(world) * _TREE_STEP_MS
     if is_exchange:  # no ring: all messages are on their way at once
         latency = _HOP_MS + (world - 1) * _HOP_IN_NODE_MS
-    return LAUNCH_MS + latency + max(in_node_ms, network_ms), "network"
+    return machine.collective * 1e3 + latency + max(in_node_ms, network_ms), "network"

@@ -130,9 +130,11 @@ class DryRun:
     stock: bool = False
     """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
     machine: str = ""
-    """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x or mi355x."""
+    """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x, mi355x, or a
+    TOML file with rates of your card (docs/plan.md)."""
     measured: Path | None = None
-    """Folder of a run on that machine, whose step time says how much slower real kernels are."""
+    """Folder of a run on that machine, whose step or ledger says how much slower real kernels are.
+    With --out, measured.toml there is a --machine with what a ledger says."""
     slower: float = 1.0
     """How many times slower kernels are than ideal ones: the factor that --measured printed."""
     activations: str = ""
@@ -155,6 +157,10 @@ class DryRun:
     """Print the log of the start as well, with FSDP's plan."""
 
     def run(self, flags: list[str]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self._run(flags, Path(folder))
+
+    def _run(self, flags: list[str], folder: Path) -> None:
         memory, allowance = size_of("--memory", self.memory), size_of("--allowance", self.allowance)
         fits, no_plan = self.activations == "fit", not (self.memory or self.activations)
         activations = None if fits else size_of("--activations", self.activations)
@@ -196,7 +202,7 @@ class DryRun:
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext.activation_checkpoint.solved import has_budget
         from titan_ext.base import no_accelerator
-        from titan_ext.base.op_cost import nodes_of
+        from titan_ext.base.machines import nodes_of
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import dry_run
         from titan_ext.plan.elsewhere import compare
@@ -211,7 +217,7 @@ class DryRun:
             self.machine, self.ranks_per_node, self.nvlink_domain
         )
         with as_rank(self.ranks, self.rank, self.ranks_per_node, self.nvlink_domain):
-            self.slower = self._calibrated()
+            self._calibrate(self.out or folder)
             with no_accelerator.as_with_an_accelerator():
                 resolved = resolve_config(self.config, flags)
                 config = resolved.config
@@ -253,28 +259,26 @@ class DryRun:
         if self.all_stages:
             print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
         if self.against:
-            with tempfile.TemporaryDirectory() as folder:
-                options = self._words(("ranks", *chain(*_OPTIONS)))
-                others = {other: extends_in(Path(folder), other) for other in self.against}
-                for line in compare(Path(folder), fullest, options, others):
-                    print(line, flush=True)
+            options = self._words(("ranks", *chain(*_OPTIONS)))
+            others = {other: extends_in(folder, other) for other in self.against}
+            for line in compare(folder, fullest, options, others):
+                print(line, flush=True)
         elif not (fullest["fits"] or self.all_stages):
             print("            titan_ext tune, with the same options, finds what fits and is fast")
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
 
-    def _calibrated(self) -> float:
+    def _calibrate(self, out: Path) -> None:
         from titan_ext.plan.elsewhere import calibrate
 
         if not self.machine and (self.measured is not None or self.slower != 1.0):
             raise ValueError("--measured and --slower need --machine: they slow its kernels down.")
         if not 0 < self.slower < math.inf:
             raise ValueError(f"--slower is {self.slower}; expected a positive factor: 1.3.")
-        if self.measured is None:
-            return self.slower
-        calibration = calibrate(self.measured, self.machine)
-        print(f"{'measured':12}{calibration}")
-        return calibration.slower
+        if self.measured is not None:
+            calibration = calibrate(self.measured, self.machine, out)
+            print(f"{'measured':12}{calibration}")
+            self.machine, self.slower = calibration.machine, calibration.slower
 
     def _plan_activations(
         self, resolved: "Resolved", activations: int | None, memory: "DeviceMemory | None"

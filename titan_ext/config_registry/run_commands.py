@@ -100,22 +100,19 @@ class Check:
     config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]] = ""
     """Whose layout to judge; none by default."""
     machine: str = ""
-    """Whose links to expect: h100, h200, b200 or mi300x."""
+    """Whose links to expect: h100, h200, b200, ... or a TOML file of rates."""
     mib: int = 16
     """What two ranks send each other at a time."""
     nvlink_domain: int = 0
     """Neighbouring GPUs that NVLink joins: 72 on GB200 and GB300; 0 for a node's."""
 
     def run(self, flags: list[str]) -> None:
-        from titan_ext.base.messages import did_you_mean
-        from titan_ext.base.op_cost import MACHINES, NVLINK_DOMAIN
+        from titan_ext.base.machines import machine_of
+        from titan_ext.base.op_cost import NVLINK_DOMAIN
         from titan_ext.run import preflight
 
-        if self.machine and self.machine not in MACHINES:
-            raise ValueError(
-                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
-                f"{did_you_mean(self.machine, MACHINES)}"
-            )
+        if self.machine:
+            machine_of(self.machine)
         if self.mib < 1 or self.nvlink_domain < 0:
             raise ValueError(
                 f"--mib is {self.mib} and --nvlink-domain {self.nvlink_domain}; expected 1 or "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from titan_ext.base.messages import Mistakes, did_you_mean, duration, size_of
+from titan_ext.base.messages import Mistakes, duration, size_of
 from titan_ext.config_registry import resolve_config
 from titan_ext.config_registry.terminal import progress_of
 from titan_ext.toml.files import to_toml
@@ -44,7 +44,7 @@ class Tune:
     ranks: int
     """How many GPUs the job has."""
     machine: str = "h100"
-    """What they are: h100, h200, b200 or mi300x."""
+    """What they are: h100, h200, b200, ... or a TOML file with rates of yours (docs/plan.md)."""
     memory: str = ""
     """Of each GPU, such as 80GiB; by default what torch finds on one."""
     exact: bool = False
@@ -97,16 +97,12 @@ class Tune:
             raise SystemExit(_DOES_NOT_FIT)
 
     def _check(self) -> None:
-        from titan_ext.base.op_cost import MACHINES
+        from titan_ext.base.machines import machine_of
 
+        machine_of(self.machine)
         default = _MEMORY.get(self.machine, "")
         for is_wrong, problem in (
             (not 0 <= self.rank < self.ranks, f"--rank is {self.rank}; expected one of --ranks."),
-            (
-                self.machine not in MACHINES,
-                f"--machine is {self.machine!r}; expected one of {', '.join(MACHINES)}"
-                f"{did_you_mean(self.machine, MACHINES)}",
-            ),
             (
                 not (self.memory or default),
                 f"--machine {self.machine} needs --memory, such as 80GiB.",

@@ -30,8 +30,8 @@ from titan_ext.activation_checkpoint.solver import (
     solve,
     table_of,
 )
+from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import and_more, format_bytes, parse_bytes
-from titan_ext.base.op_cost import MACHINES
 from titan_ext.components.exchange_policy import exchange_policy_of
 from titan_ext.plan.dry_run import DryRun, dry_run
 from titan_ext.plan.live import MemoryKind, fsdp_kind
@@ -79,7 +79,7 @@ class TracedBlocks:
     Args:
         run: The dry run.
         settings: ``settings_of`` its config.
-        machine: A name in ``op_cost.MACHINES``.
+        machine: As ``machine_of`` takes it.
         offload_limit: For what may wait on the host ("64GiB"); "" if nothing may.
         stands_for: How many blocks of the job's model one of the run's stands for, by its index,
             where that model was shortened (``plan.shorten``).
@@ -94,7 +94,7 @@ class TracedBlocks:
         stands_for: Callable[[int], int] = lambda index: 1,
     ) -> None:
         self._stands_for = stands_for
-        self._settings, self._rates, self._machine = settings, MACHINES[machine], machine
+        self._settings, self._rates, self._machine = settings, machine_of(machine), machine
         self.offload_limit = offload_limit
         self.blocks = list(self._trace(run))
         if not self.blocks:
@@ -355,7 +355,7 @@ def plan_activations(
         budget: Bytes for activations; None: what is left of ``memory``.
         memory: Of the GPU.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
-        machine: Whose milliseconds count, a name in ``op_cost.MACHINES``.
+        machine: Whose milliseconds count, as ``machine_of`` takes it.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
 
     Raises:

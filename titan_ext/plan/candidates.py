@@ -96,7 +96,7 @@ class Job:
         values: Of the config as the user has it, by dotted key, with ``with_defaults``.
         facts: Of the job, for moves.
         memory: Of each GPU.
-        machine: A name in ``op_cost.MACHINES``.
+        machine: As ``base.machines.machine_of`` takes it.
         rank: The one to plan.
         slower: Factor on the ideal time of kernels.
         imbalance: Tokens that the rank's experts get, for one if routing were balanced.

@@ -27,12 +27,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
 from titan_ext.base import no_accelerator
+from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import format_bytes
-from titan_ext.base.op_cost import (
-    MACHINES,
-    nvlink_domain,
-    ranks_per_node,
-)
+from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import plain_tensors
 from titan_ext.base.titan import (
     microbatches_of_pass,
@@ -198,7 +195,7 @@ class DryRun(Trainer):
         )
         clock = None
         if machine:
-            clock = StepClock(self.model_parts, live, MACHINES[machine], slower=slower)
+            clock = StepClock(self.model_parts, live, machine_of(machine), slower=slower)
         with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
         if budget is not None:
@@ -234,6 +231,7 @@ class DryRun(Trainer):
         )
         idle = idle_share(actions_of(self.pp_schedule), forward) if self.stages else 0.0
         steps, dims = self.gradient_accumulation_steps, self.parallel_dims
+        rates = machine_of(machine)
         tokens = self._microbatch[0] * self._microbatches * steps
         return StepTime.of(
             clock.passes,
@@ -241,8 +239,9 @@ class DryRun(Trainer):
             idle=idle,
             machine=machine,
             tokens=tokens / dims.non_data_parallel_size,
-            flops_per_token=None if has_quantization(spec.model) else flops,
+            flops_per_token=flops if rates.name and not has_quantization(spec.model) else None,
             slower=clock.slower,
+            is_measured=clock.slower != 1 or bool(rates.slower) or not rates.name,
             is_compiled="model" in self._compiled,
         )
 
@@ -388,7 +387,7 @@ def dry_run(
         ranks: Of the job.
         rank: The one to be.
         budget: Plan the memory, too, and hold it against this.
-        machine: Time the step, too, on this one of ``MACHINES``.
+        machine: Time the step, too, on this one, as ``machine_of`` takes it.
         slower: Factor on the ideal time of its kernels.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.

@@ -12,14 +12,15 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from titan_ext.base.machines import machine_of, machine_toml
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.run_folder import read_scalar
-from titan_ext.plan.ledger import Ledger
+from titan_ext.plan.ledger import LEDGER, Ledger
 from titan_ext.plan.time import WAITS, Part
 from titan_ext.run.planned import dry_run_elsewhere, file_name
 from titan_ext.run.record import CONFIG, RECORD
@@ -32,7 +33,8 @@ _REASON = 160
 _Time = Mapping[str, Any]
 """The "time" of a plan's file."""
 _ANY_MEMORY = "1TiB"
-_KERNELS = [part for part in Part if part not in (*WAITS, Part.BUBBLE, Part.OTHER)]
+MEASURED = "measured.toml"
+"""A machine as slow as a run has shown it to be."""
 
 
 def compare(
@@ -93,38 +95,49 @@ class Calibration:
     """What the run in ``folder`` says about a machine: its kernels take ``slower`` times the ideal.
 
     A step took ``measured_ms``; the same step is modelled at ``modelled_ms``, with kernels so slow.
-    ``waits`` has, for each kind of waits in a trace of the run, its ms measured and modelled.
+    If the run has a ledger, ``machine`` is a file with what each kind of kernels and messages takes
+    (``kinds``), and ``slower`` is 1. ``waits`` has each kind of waits, in ms measured and modelled.
     """
 
     folder: Path
+    machine: str
     slower: float
     measured_ms: float
     modelled_ms: float
+    kinds: Mapping[str, float] = field(default_factory=dict)
     waits: Mapping[Part, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        where = "a trace of" if self.waits else "from"
+        what = f"kernels {self.slower:.2f} times slower than ideal, from"
+        if self.kinds:
+            kinds = ", ".join(f"{kind} {by:.2f}" for kind, by in self.kinds.items())
+            what = f"times the ideal: {kinds}, in the ledger of"
         waits = (f"{part} {ms:.1f}, not {model:.1f}" for part, (ms, model) in self.waits.items())
         return (
-            f"kernels {self.slower:.2f} times slower than ideal, {where} {self.folder}: a step of "
+            f"{what} {self.folder}: a step of "
             f"{self.measured_ms:.1f} ms, so modelled at {self.modelled_ms:.1f} "
             f"({self.modelled_ms / self.measured_ms - 1:+.1%})" + "".join(f"; {x}" for x in waits)
         )
 
 
 def calibrate(
-    folder: Path, machine: str, model: Callable[[Path, int, str, float], _Time] | None = None
+    folder: Path,
+    machine: str,
+    out: Path,
+    model: Callable[[Path, int, str, float], _Time] | None = None,
 ) -> Calibration:
     """How much slower kernels were in a run than a dry run's clock takes them to be.
 
     ``titan_ext dry-run --machine h100 --measured FOLDER`` dry-runs the config of a finished run,
     holds the clock's step against the run's, and slows down all kernels until both are the same.
-    What the run waited for its links stays as modelled. If the run was profiled, its kernels are
-    held against the clock's by themselves, and waits of each kind stand beside those modelled.
+    What the run waited for its links stays as modelled. If the run was profiled on accelerators,
+    or its folder has the ``ledger.json`` of such a run, each kind of kernels and messages is held
+    against the clock's by itself, and waits of each kind stand beside those modelled.
 
     Args:
         folder: Of the run: its ``config.toml``, ``run.json`` and TensorBoard files.
         machine: On which it ran.
+        out: The folder for ``MEASURED``.
         model: Times a step of a config file, on so many ranks, with kernels so slow, as a plan's
             file has it; by default a dry run of rank 0.
 
@@ -148,26 +161,35 @@ def calibrate(
             f"{waits_ms:.1f} ms for its links; was it another machine?"
         )
     slower = (measured_ms - waits_ms) / (ideal["step_ms"] - waits_ms)
-    if traced := _traced_ms(folder):
-        kernels = [sum(ms.get(part, 0.0) for part in _KERNELS) for ms in (traced, _by_part(ideal))]
-        slower = kernels[0] / kernels[1]
+    ledger, factors = _ledger(folder), {}
+    if ledger:
+        before = machine_of(machine)
+        took, slower = ideal["kernels"], 1.0
+        factors = {k: ms / took[k] for k, ms in ledger["kinds"].items() if took.get(k)}
+        total = {k: by * before.slower.get(k, 1.0) for k, by in factors.items()}
+        machine = str(out / MEASURED)
+        lines = machine_toml(replace(before, slower={**before.slower, **total}))
+        Path(machine).write_text("\n".join([f"# {folder}", *lines]) + "\n")
     modelled = model(folder / CONFIG, ranks, machine, slower)
-    then = _by_part(modelled)
-    waits = {part: (traced.get(part, 0.0), then.get(part, 0.0)) for part in WAITS if part in traced}
-    return Calibration(folder, slower, measured_ms, modelled["step_ms"], waits)
+    names = {part: part.name.lower() for part in WAITS}
+    waits = {
+        part: (ledger["ms"][name], modelled["ms"].get(name, 0.0))
+        for part, name in names.items()
+        if name in ledger.get("ms", ())
+    }
+    return Calibration(folder, machine, slower, measured_ms, modelled["step_ms"], factors, waits)
 
 
-def _by_part(time: _Time) -> dict[Part, float]:
-    return {part: time["ms"].get(part.name.lower(), 0.0) for part in Part}
-
-
-def _traced_ms(folder: Path) -> Mapping[Part, float]:
-    """Of rank 0 in the newest trace of a run on accelerators; empty without one."""
+def _ledger(folder: Path) -> Mapping[str, Any]:
+    """The folder's ``ledger.json``, or of its newest trace; empty where no accelerator ran."""
     try:
-        ledger = Ledger.read(folder)
+        if (file := folder / LEDGER).exists():
+            found = json.loads(file.read_text())
+        else:
+            found = Ledger.read(folder).to_json()
     except ValueError:
         return {}
-    return ledger.ms[0] if ledger.traces[0].on_device else {}
+    return found if found.get("kinds") else {}
 
 
 def _timed_elsewhere(config: Path, ranks: int, machine: str, slower: float) -> _Time:

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.op_cost import KINDS
 from titan_ext.plan.time import Part
 from titan_ext.plan.trace import Trace, read_trace
 from titan_ext.run.planned import file_name
 
+LEDGER = "ledger.json"
 _FOLDER = re.compile(r"iteration_(\d+)")
 _FILE = re.compile(r"rank(\d+)_trace\.json(\.gz)?")
 _FOR_OTHERS = (Part.EXCHANGES, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES)
@@ -156,9 +158,8 @@ class Ledger:
             ranks = tuple(trace.groups.get("mesh_ep", ()))
             if ranks in took or not self.traces.keys() >= set(ranks) or not ranks:
                 continue
-            each = [self.traces[rank].steps[-1].exchanges for rank in ranks]
-            if len({len(one) for one in each}) == 1 and each[0]:
-                took[ranks] = sum(map(min, *each))
+            if ms := self._sent_ms(Part.EXCHANGES, ranks):
+                took[ranks] = ms
         if len(took) < 2:
             return None
         slowest = max(took, key=took.__getitem__)
@@ -167,6 +168,25 @@ class Ledger:
         if not is_slow or took[slowest] - usual < _NOTABLE_LINK * self.step_ms:
             return None
         return list(slowest), took[slowest], usual
+
+    def _sent_ms(self, part: Part, ranks: Sequence[int]) -> float:
+        """How long messages take between ``ranks`` once the last of them has come."""
+        each = [self.traces[rank].steps[-1].messages.get(part, []) for rank in ranks]
+        return sum(map(min, zip(*each, strict=True))) if len({*map(len, each)}) == 1 else 0.0
+
+    def kinds(self) -> dict[str, float]:
+        """Milliseconds of the rank's kernels and messages by ``op_cost.KINDS``; of no CPU."""
+        trace = self.traces[self.rank]
+        if not trace.on_device:
+            return {}
+        found = _mean([step.kernels for step in trace.steps])
+        for part in _FOR_OTHERS:
+            near = trace.groups.get("mesh_ep", ()) if part is Part.EXCHANGES else self.traces
+            ranks = [*near] if self.traces.keys() >= {*near, self.rank} and near else [self.rank]
+            found[part.name.lower()] = self._sent_ms(part, ranks) or self._sent_ms(
+                part, [self.rank]
+            )
+        return {kind: found[kind] for kind in KINDS if found.get(kind)}
 
     def verdicts(self) -> Iterator[str]:
         """What is worth a sentence, the difference from the plan first."""
@@ -232,6 +252,7 @@ class Ledger:
             "ms": _named(self.ms[self.rank]),
             "planned": None if self.planned is None else _named(self.planned),
             "machine": self.machine,
+            "kinds": self.kinds(),
             "ranks": {rank: _named(ms) for rank, ms in self.ms.items()},
             "units": {
                 unit: _named(ms) for unit, ms in self.traces[self.rank].steps[-1].by_unit().items()
@@ -250,7 +271,7 @@ class Ledger:
     def write(self, folder: Path) -> None:
         """Write ``ledger.json`` and ``ledger.png``."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "ledger.json").write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        (folder / LEDGER).write_text(json.dumps(self.to_json(), indent=1) + "\n")
         self._draw().savefig(folder / "ledger.png", dpi=100)
 
     def _draw(self) -> Any:

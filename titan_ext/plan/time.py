@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
+from titan_ext.base.machines import machine_of
 from titan_ext.base.op_cost import (
     SYNC_MS,
     Machine,
@@ -90,7 +92,7 @@ class Pass:
     flops: Counter[Part] = field(default_factory=Counter)
     nbytes: Counter[Part] = field(default_factory=Counter)
     kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Milliseconds on all streams, by ``kernel_class``."""
+    """Milliseconds of kernels on all streams, and of messages, by ``op_cost.KINDS``."""
 
 
 class Span(NamedTuple):
@@ -176,7 +178,8 @@ class StepClock(TorchDispatchMode):
         never = self._live.never_made()
         for work, parts in self._fused:
             nbytes = sum(n for storage, n in parts if storage not in never)
-            work.ms = min(work.ms, nbytes / self._machine.memory * 1e3 * self.slower)
+            slower = self.slower * self._machine.slower.get(work.label[-1], 1.0)
+            work.ms = min(work.ms, nbytes / self._machine.memory * 1e3 * slower)
 
     def _add_up(self) -> None:
         for queue, works in self._streams.queues.items():
@@ -186,7 +189,7 @@ class StepClock(TorchDispatchMode):
                 now, part, moment, kernel = work.label
                 assert work.end is not None
                 if kernel:
-                    now.kernels[kernel] += work.ms
+                    now.kernels[kernel] += work.ms + work.on_link_ms
                 if queue is self._compute:
                     now.ms[part] += work.ms
                     for why, ms in self._streams.waits(work):
@@ -272,6 +275,7 @@ class StepClock(TorchDispatchMode):
         ranks, times = dist.get_process_group_ranks(group), 2 if kind == "allreduce" else 1
         cost = functools.partial(group_ms, self._machine, ranks=ranks, is_exchange=is_exchange)
         (ms, link), (latency_ms, _) = cost(nbytes), cost(0)
+        times *= self._machine.slower.get(why.name.lower(), 1.0)
         communicator = f"communicator {group.group_name}"
         self._streams.wait(communicator, (*self._host, *self._streams.last(stream)))
         if not is_functional and not all(self._known(x) for x in sent):
@@ -281,6 +285,7 @@ class StepClock(TorchDispatchMode):
             communicator,
             why,
             times * latency_ms,
+            why.name.lower(),
             link=link,
             on_link_ms=times * (ms - latency_ms),
         )
@@ -357,8 +362,10 @@ class StepTime:
         tokens: Of a step, for each GPU.
         flops_per_token: By Titan's formula; None where Titan reports no MFU either.
         slower: Factor on the ideal time of kernels.
+        is_measured: Whether these are rates of kernels in a run, and not a card's best.
         is_compiled: Whether the job compiles its blocks.
-        kernels: Milliseconds of kernels on all streams, by ``kernel_class``.
+        kernels: Milliseconds of kernels on all streams, and of messages that are alone on their
+            link, by ``op_cost.KINDS``.
     """
 
     machine: str
@@ -368,6 +375,7 @@ class StepTime:
     tokens: float
     flops_per_token: int | None
     slower: float = 1.0
+    is_measured: bool = False
     is_compiled: bool = False
     kernels: Mapping[str, float] = field(default_factory=dict)
 
@@ -403,8 +411,8 @@ class StepTime:
     def expected_ms(self) -> float:
         """Of a step whose kernels are as far from ideal as those of published runs."""
         waits = sum(self.ms.get(part, 0.0) for part in WAITS)
-        factor = COMPILED_KERNELS if self.is_compiled else KERNELS
-        factor = factor if self.slower == 1 else 1.0
+        usual = COMPILED_KERNELS if self.is_compiled else KERNELS
+        factor = 1.0 if self.is_measured else usual
         return waits + factor * (self.step_ms - waits)
 
     @property
@@ -420,15 +428,16 @@ class StepTime:
 
     @property
     def peak(self) -> float:
-        return get_peak_flops(self.machine.upper())
+        return get_peak_flops(machine_of(self.machine).name.upper())
 
     def verdict(self) -> str:
         mfu = f", MFU {self.mfu:.1%} of {self.peak / 1e12:.0f} TFLOP/s" if self.mfu else ""
         now = f"{self.tokens_per_second:,.0f}"
-        if self.slower == 1:
+        if not self.is_measured:
             expected = f"expect {self.expected_tokens_per_second:,.0f} tokens/s a GPU"
             now = f"{expected} (+-{SPREAD:.0%}); ideal {now}"
-        return f"{now} tokens/s a GPU{mfu}: {self.step_ms:.1f} ms a step on {self.machine}"
+        where = Path(self.machine).stem
+        return f"{now} tokens/s a GPU{mfu}: {self.step_ms:.1f} ms a step on {where}"
 
     def table(self) -> Iterator[str]:
         """A line for each part, in ms, and what the sum assumes."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titan_ext.base.op_cost import kernel_class
 from titan_ext.plan.time import Part
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
@@ -34,8 +35,6 @@ _SYNCS = re.compile(r"(cuda|hip|xpu)?.*(Synchronize|Memcpy)", re.IGNORECASE)
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver", "xpu_runtime", "hip_runtime")
 _HEADS = ("lm_head", "output")
-_GROUPED = "aten::_grouped_mm"
-_CODEC = ("titan_ext::float8_quantize", "titan_ext::float8_dequantize")
 _RECOMPUTE = "recompute"
 _BACKWARD = "autograd::engine::evaluate_function"
 
@@ -46,6 +45,7 @@ class _Context(NamedTuple):
     part: Part
     unit: str
     does: str  # "runs", "waits" for FSDP, "waits for a tensor", or "" between operations
+    names: tuple[str, ...] = ()  # of all that is open
 
 
 class _Event(NamedTuple):
@@ -75,14 +75,16 @@ class TracedStep:
         ms: How long it took.
         spans: Of the compute stream, in order and without gaps: their sum is ``ms``.
         rows: Tokens that the experts of this rank computed in forward, by unit.
-        exchanges: How long each exchange of tokens took, in their order, in ms.
+        kernels: Milliseconds of an accelerator's kernels on all streams, by ``kernel_class``.
+        messages: How long each collective took, in their order, by what waits for it, in ms.
     """
 
     number: int
     ms: float
     spans: list[Span] = field(default_factory=list)
     rows: Counter[str] = field(default_factory=Counter)
-    exchanges: list[float] = field(default_factory=list)
+    kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    messages: dict[Part, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def by_part(self) -> dict[Part, float]:
         """Milliseconds of each part."""
@@ -230,7 +232,7 @@ def _with_recomputes(events: Sequence[_Event]) -> list[_Event]:
 
 
 def _enter(event: _Event, outer: _Context, phases: _Phases) -> _Context:
-    name, (part, unit, does) = event.name, outer
+    name, (part, unit, does, _) = event.name, outer
     if name == _RECOMPUTE:
         return _Context(phases.part(event.start, Part.RECOMPUTE), unit, "runs")
     if does == "waits for a tensor" or name.startswith("ProfilerStep"):
@@ -248,7 +250,7 @@ def _enter(event: _Event, outer: _Context, phases: _Phases) -> _Context:
         if name.startswith(("c10d::", "nccl:", "gloo:", "record_param_comms", "FSDP::")):
             return outer
         return _Context(Part.COPIES, unit, "runs")
-    if name in _CODEC:
+    if name.startswith("titan_ext::float8_"):
         return _Context(Part.CODEC, unit, "runs")
     if name.startswith("Optimizer."):
         return _Context(Part.OPTIMIZER, unit, "runs")
@@ -282,7 +284,8 @@ def _contexts(
         before = unit if event.name == _RECOMPUTE else ""  # which runs other units' forward
         if event.name.startswith(("FSDP::pre_forward", "FSDP::pre_backward")):
             unit = _unit(event.name) or unit
-        stack.append((min(event.end, end), _enter(event, outer, phases), before))
+        inner = _enter(event, outer, phases)._replace(names=(*outer.names, event.name))
+        stack.append((min(event.end, end), inner, before))
 
 
 # -- a rank without an accelerator
@@ -296,7 +299,7 @@ def _on_cpu(number: int, step: _Event, tid: Any, threads: dict[Any, list[_Event]
     )
     ends = [event.end for event in collectives]
     found = TracedStep(number, step.end - step.start)
-    for start, end, (part, unit, does) in _contexts(threads[tid], step, phases):
+    for start, end, (part, unit, does, _) in _contexts(threads[tid], step, phases):
         if does == "waits for a tensor":
             # It ends with the collective that it waits for.
             at = bisect_right(ends, end) - 1
@@ -306,9 +309,8 @@ def _on_cpu(number: int, step: _Event, tid: Any, threads: dict[Any, list[_Event]
             part = part if part is Part.OTHER else phases.part(start, Part.HOST)
             part = Part.HOST if part is not Part.OTHER else part
         found.spans.append(Span(part, unit, start, end))
-    in_step = [e for e in collectives if step.start <= e.start < step.end]
-    by_start = sorted(in_step, key=lambda e: e.start)
-    found.exchanges = [e.end - e.start for e in by_start if _EXCHANGES.search(e.name)]
+    sent = sorted((e.start, e.end) for e in collectives if _EXCHANGES.search(e.name))
+    found.messages[Part.EXCHANGES] = [b - a for a, b in sent if step.start <= a < step.end]
     _count_rows(found, threads[tid])
     return found
 
@@ -319,7 +321,7 @@ def _count_rows(found: TracedStep, events: Sequence[_Event]) -> None:
     starts = [span.start for span in forward]
     for event in sorted(events, key=lambda e: e.start):
         dims = event.args.get("Input Dims")
-        if event.name != _GROUPED or not dims or not dims[0]:
+        if event.name != "aten::_grouped_mm" or not dims or not dims[0]:
             continue
         at = bisect_right(starts, event.start) - 1
         if at >= 0 and forward[at].end > event.start:
@@ -337,6 +339,7 @@ class _Kernel(NamedTuple):
     part: Part
     unit: str
     is_sent: bool
+    kind: str
 
 
 def _on_device(
@@ -365,10 +368,14 @@ def _on_device(
         kernels.append(_kernel(event, by, context, phases))
     kernels.sort()
     busy: Counter[Any] = Counter()
-    for kernel in kernels:
-        if not kernel.is_sent:
-            busy[kernel.stream] += int((kernel.end - kernel.start) * 1e6)
     found = TracedStep(number, step.end - step.start)
+    for kernel in kernels:
+        ms = kernel.end - kernel.start
+        if kernel.is_sent:
+            found.messages[kernel.part].append(ms)
+        else:
+            found.kernels[kernel.kind] += ms
+            busy[kernel.stream] += int(ms * 1e6)
     if busy:
         ((compute, _),) = busy.most_common(1)
         syncs = [e for _, e in runtime if _SYNCS.match(e.name)]
@@ -378,7 +385,6 @@ def _on_device(
         at = found.spans[-1].end if found.spans else step.start
         found.spans.append(Span(Part.HOST, "", at, at + missing))
     found.ms = sum(span.end - span.start for span in found.spans)
-    found.exchanges = [k.end - k.start for k in kernels if k.is_sent and k.part is Part.EXCHANGES]
     for tid in tids:
         host = TracedStep(number, 0.0, [Span(c.part, c.unit, a, b) for a, b, c in contexts[tid]])
         _count_rows(host, threads[tid])
@@ -397,7 +403,8 @@ def _kernel(event: _Event, launch: _Event, context: _Context, phases: _Phases) -
     elif not context.does:
         part = phases.part(launch.start, Part.FORWARD)
     stream = event.args.get("stream")
-    return _Kernel(event.start, event.end, launch.end, stream, part, context.unit, is_sent)
+    kind = kernel_class(event.name, *context.names)
+    return _Kernel(event.start, event.end, launch.end, stream, part, context.unit, is_sent, kind)
 
 
 def _stream(kernels: Sequence[_Kernel], compute: Any, syncs: Sequence[_Event]) -> Iterator[Span]:
@@ -405,7 +412,7 @@ def _stream(kernels: Sequence[_Kernel], compute: Any, syncs: Sequence[_Event]) -
     others = [k for k in kernels if k.stream != compute]
     starts = [kernel.start for kernel in others]
     longest = max((k.end - k.start for k in others), default=0.0)
-    sync_starts = [event.start for event in syncs]
+    began = [event.start for event in syncs]
     longest_sync = max((e.end - e.start for e in syncs), default=0.0)
     now = None
     for kernel in kernels:
@@ -414,10 +421,7 @@ def _stream(kernels: Sequence[_Kernel], compute: Any, syncs: Sequence[_Event]) -
         if now is not None and kernel.start > now:
             at, end = bisect_left(starts, now - longest), bisect_left(starts, kernel.start)
             beside = [k for k in others[at:end] if k.end > now]
-            at, end = (
-                bisect_left(sync_starts, now - longest_sync),
-                bisect_left(sync_starts, kernel.start),
-            )
+            at, end = bisect_left(began, now - longest_sync), bisect_left(began, kernel.start)
             yield from _gap(now, kernel, beside, [e for e in syncs[at:end] if e.end > now])
         if now is None or kernel.end > now:
             start = kernel.start if now is None else max(kernel.start, now)

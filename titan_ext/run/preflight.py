@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from titan_ext.base.agreement import this_job
+from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import ranks_in_words
-from titan_ext.base.op_cost import MACHINES, nvlink_domain, ranks_per_node
+from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.run.receipts import communication
 from titan_ext.run.record import versions
 
@@ -58,7 +59,7 @@ def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
 
     Args:
         config: A trainer config whose layout to judge; None for none.
-        machine: One of ``MACHINES``, whose links to expect.
+        machine: Whose links to expect, as ``machine_of`` takes it.
         mib: What two ranks send each other at a time.
 
     Raises:
@@ -174,7 +175,7 @@ def judge_links(links: Sequence[Link], machine: str = "") -> list[str]:
         text = f"links {where}: {len(rates)}, {_gb(median)} each way (median)"
         expected = 0.0
         if machine:
-            known = MACHINES[machine]
+            known = machine_of(machine)
             expected = known.in_node if in_node else known.network
             text += f", {_gb(expected)} in the plan for {machine}"
         lines.append(text)
