@@ -125,12 +125,14 @@ def _preset_rules(
     rules = [*_UNREAD]
     saves_exchange = saves_all_to_all and _has_exchange(block)
     early = has_early_scores(block)
-    if saves_exchange or early:
+    once = _dispatcher_of(block, "sends_once") is not None
+    if (saves_exchange and not once) or early:
         rules += _UNREAD_BY_SCORES
-    if early:
+    if early or once:
         rules.append(_UNREAD_TOKENS)
     if not _has_other_kernels(block):
-        rules += [*_UNREAD_SUM_OF_EXPERTS, *(_PERMUTED if saves_exchange else ())]
+        # A token that came once takes fewer bytes than its copies.
+        rules += [*_UNREAD_SUM_OF_EXPERTS, *(_PERMUTED if saves_exchange and not once else ())]
     rules += _for_modules(OpPolicy.SAVE, "moe.router.gate")
     rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
     is_exact = attention is OpPolicy.SAVE
@@ -163,9 +165,9 @@ def _for_modules(policy: OpPolicy, *modules: str) -> list[Rule]:
 
 def _has_exchange(block: nn.Module) -> bool:
     """Whether the routed experts' outputs go through an all-to-all before anything reads them."""
-    dispatcher = getattr(_routed_experts(block), "token_dispatcher", None)
-    return getattr(dispatcher, "ep_mesh", None) is not None
+    return _dispatcher_of(block, "ep_mesh") is not None
 
 
-def _routed_experts(block: nn.Module) -> Any:
-    return getattr(getattr(block, "moe", None), "routed_experts", None)
+def _dispatcher_of(block: nn.Module, attribute: str) -> Any:
+    routed = getattr(getattr(block, "moe", None), "routed_experts", None)
+    return getattr(getattr(routed, "token_dispatcher", None), attribute, None)
