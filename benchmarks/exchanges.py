@@ -40,7 +40,7 @@ ARMS = {
     "titan_ext": "",
     "halves": _HALVES,
     "float8": _FLOAT8,
-    "one row a rank": _ROWS,
+    "one row": _ROWS,
     "halves, float8": f"{_HALVES} {_FLOAT8}",
     "halves, one row": f"{_HALVES} {_ROWS}",
     "halves, float8, one row": f"{_HALVES} {_FLOAT8} {_ROWS}",

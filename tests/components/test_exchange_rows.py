@@ -201,6 +201,7 @@ def test_to_how_many_ranks_a_token_goes(
     """As counted among random scores."""
     scores_TE = torch.rand(20_000, experts, generator=torch.Generator().manual_seed(0))
     if groups is not None:
+        assert chosen is not None
         open_TG = torch.rand(20_000, groups).argsort(1) < chosen
         scores_TE *= open_TG.repeat_interleave(experts // groups, dim=1)
     rank_TK = scores_TE.topk(top_k).indices // (experts // ep)

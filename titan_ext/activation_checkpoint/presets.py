@@ -99,12 +99,14 @@ _UNREAD_BY_SCORES = (
 )
 # Nor does anything read what the exchange brings back, if scores are applied before it.
 _UNREAD_TOKENS = Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=3)
-# Of the tokens that an exchange brings, their order by expert is kept instead. The first three pack
-# what is sent in float8.
-_PERMUTED = (
+# Nor what is sent in float8, or once to a rank, if what arrives is kept.
+_UNREAD_SENT = (
     Rule(OpPolicy.DISCARD, _ROUTED, "titan_ext.float8_quantize"),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.cat"),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index_select"),
+)
+# Of the tokens that an exchange brings, their order by expert is kept instead.
+_PERMUTED = (
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index", occurrence=2),
     Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=2),
     Rule(OpPolicy.SAVE_FLOAT8, _ROUTED, "aten.index", occurrence=5),
@@ -131,8 +133,9 @@ def _preset_rules(
     if early or once:
         rules.append(_UNREAD_TOKENS)
     if not _has_other_kernels(block):
-        # A token that came once takes fewer bytes than its copies.
-        rules += [*_UNREAD_SUM_OF_EXPERTS, *(_PERMUTED if saves_exchange and not once else ())]
+        rules += _UNREAD_SUM_OF_EXPERTS
+        if saves_exchange:  # a token that came once takes fewer bytes than its copies
+            rules += [*_UNREAD_SENT, *(() if once else _PERMUTED)]
     rules += _for_modules(OpPolicy.SAVE, "moe.router.gate")
     rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
     is_exact = attention is OpPolicy.SAVE

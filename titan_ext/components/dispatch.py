@@ -37,16 +37,15 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from titan_ext.components.exchange import (
+    AddUp,
     Exchange,
     Finish,
     FinishSorted,
     Inside,
     RankRows,
-    SelectPacked,
+    Select,
     Start,
     Turn,
-    add_up,
-    pack,
 )
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
@@ -131,7 +130,9 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             if exchange.float8 == "out":  # in the order of experts while they are still packed
                 packed_RW = exchange.arrived()
                 _, packed_RW, indices, counts_e = self._permute(packed_RW, turn.counts)
-                routed_RD = FinishSorted.apply(turn.sent, exchange, packed_RW, indices, None)
+                routed_RD = FinishSorted.apply(
+                    turn.sent, exchange, packed_RW, indices, len(indices)
+                )
                 shape = routed_RD.shape
             else:
                 received_RD = Finish.apply(turn.sent, exchange)
@@ -158,20 +159,17 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
 
     def _local_reorder(self, x_TD, topk_scores_TK, topk_expert_ids_TK):
         turn = self._turn
-        if turn is not None and self.sends_float8:
-            # Each token once, however often it is sent, and ahead of the exchange, which first
-            # waits for counts: the host then has something to give out.
-            turn.packed = pack(x_TD)
         if turn is not None and self.sends_once is not None:
             ranks = self._ep_mesh.size()
             turn.rows = RankRows(topk_scores_TK, topk_expert_ids_TK, ranks, self.num_experts)
             return x_TD, turn.rows.tokens_N, turn.rows.scores_N  # how many rows is not known yet
-        if turn is None or turn.packed is None:
+        if turn is None or not self.sends_float8:
             return super()._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
+        # Of the tokens only their order: each is packed once, however often it is sent.
         _, indices_N, scores_N = super()._local_reorder(
             x_TD[:, :0], topk_scores_TK, topk_expert_ids_TK
         )
-        return SelectPacked.apply(x_TD, indices_N, turn), indices_N, scores_N
+        return Select.apply(x_TD, indices_N, turn), indices_N, scores_N
 
     def _permute(self, routed_input_RD, num_global_tokens_per_local_expert_E):
         if self._turn is not None:  # nothing has come yet
@@ -192,7 +190,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 routed_output_RD, metadata.input_shape, metadata.permuted_indices
             )
         scores_R = None if self._sends_scores else metadata.topk_scores_experts_sorted_N
-        return add_up(
+        return AddUp.apply(
             routed_output_RD, metadata.permuted_indices, metadata.input_shape[0], scores_R
         )
 
@@ -291,7 +289,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 assert self.sends_once is not None
                 self.sends_once(rows.send_scores, self._ep_mesh, input_splits, output_splits)
                 input_splits, output_splits = rows.sends, rows.receives
-                routed_input_ND = rows.select(routed_input_ND, turn)
+                routed_input_ND = rows.select(routed_input_ND, turn if self.sends_float8 else None)
             packed_NW, turn.packed = turn.packed, None
             float8 = "" if packed_NW is None else "out"
             turn.exchange = Exchange(self._ep_mesh, input_splits, output_splits, float8=float8)

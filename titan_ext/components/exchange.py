@@ -17,8 +17,8 @@ while it is packed. Checkpointing saves what arrived as it is: nothing is quanti
 
 **One row a token and rank** (``parallelism.exchange_rows``): a token goes to a rank once, however
 many of its experts live there. The scores travel beside, each with the row that it belongs to. The
-rank copies the row for each of its experts, and sends back one sum, which is made in fp32: of the
-outputs times their scores, and in backward of the gradients.
+rank copies the row for each of its experts, and sends back one sum of their outputs times the
+scores, which is made in fp32.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,6 @@ import torch.nn as nn
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common.token_dispatcher import AllToAllDispatchMetadata
-from torchtitan.ops.scatter_add import deterministic_scatter_add
 
 from titan_ext.fp8.codec import Codec, Quantized, codec_name, note_decoded
 from titan_ext.fp8.saved_tensors import compiles_for
@@ -55,7 +54,7 @@ class Turn:
     """Of the tokens that this rank's experts get, by rank and expert ``(E,)``."""
     metadata: Any = None
     packed: torch.Tensor | None = None
-    """Tokens ``(T, W)``, or what is sent of them, in float8."""
+    """Rows ``(N, W)`` that are sent in float8."""
     rows: "RankRows | None" = None
     """Where a token goes to a rank once."""
 
@@ -105,13 +104,13 @@ class RankRows:
         expected = self._tokens_from_EP, self._rows_from_EP
         return torch.stack((tokens_EP, self._sends_EP, *expected))
 
-    def select(self, x_TD: torch.Tensor, turn: Turn) -> torch.Tensor:
-        """The rows that are sent ``(M, D)``."""
+    def select(self, x_TD: torch.Tensor, turn: Turn | None) -> torch.Tensor:
+        """The rows that are sent ``(M, D)``; packed, if there is a ``turn`` to keep them."""
         starts_EP = self._sends_EP.cumsum(0) - self._sends_EP
         place_N = starts_EP[self._rank_N] + self._row_N
         tokens_M = self.tokens_N.new_empty(sum(self.sends)).scatter_(0, place_N, self.tokens_N)
         self._tokens_M = tokens_M
-        return x_TD[tokens_M] if turn.packed is None else SelectPacked.apply(x_TD, tokens_M, turn)
+        return Select.apply(x_TD, tokens_M, turn)
 
     def send_scores(self, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> None:
         """Begin to send the scores, each with its row, to the ranks of their experts.
@@ -140,10 +139,10 @@ class RankRows:
         place_R, rows, exchange = place_R1.squeeze(1), sum(self.receives), turn.exchange
         assert exchange is not None, "send() has run"
         if exchange.float8 == "out":
-            packed_RW = exchange.arrived().index_select(0, place_R)
+            packed_RW = exchange.arrived()[place_R]
             routed_RD = FinishSorted.apply(turn.sent, exchange, packed_RW, place_R, rows)
         else:
-            routed_RD = CopyRows.apply(Finish.apply(turn.sent, exchange), place_R)
+            routed_RD = Finish.apply(turn.sent, exchange)[place_R]
         metadata = AllToAllDispatchMetadata(
             token_indices_experts_sorted_N=self._tokens_M,
             topk_scores_experts_sorted_N=scores_R[order_R],
@@ -197,18 +196,22 @@ class Exchange:
         return wait_tensor(arriving)
 
 
-class SelectPacked(torch.autograd.Function):
-    """Copies the tokens that ``Turn`` has packed, each once, in the order in which they are sent.
+class Select(torch.autograd.Function):
+    """``x_TD[indices_N]``, the rows that are sent; or what has its place in the graph, but no values.
 
-    What is returned has the place of ``x_TD[indices_N]`` in the graph, but no values.
+    Then ``turn`` gets the rows packed. Each token is packed once, ahead of the exchange, which first
+    waits for counts: the host then has something to give out.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, indices_N: torch.Tensor, turn: Turn) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_TD: torch.Tensor, indices_N: torch.Tensor, turn: Turn | None
+    ) -> torch.Tensor:
         ctx.tokens = len(x_TD)
         ctx.save_for_backward(indices_N)
-        assert turn.packed is not None, "x_TD, packed"
-        turn.packed = turn.packed.index_select(0, indices_N)
+        if turn is None:
+            return x_TD.index_select(0, indices_N)
+        turn.packed = pack(x_TD).index_select(0, indices_N)
         return _placeholder(x_TD, len(indices_N))
 
     @staticmethod
@@ -258,8 +261,8 @@ class Finish(torch.autograd.Function):
 class FinishSorted(torch.autograd.Function):
     """``Finish`` for rows that arrived packed, and have been sorted by expert.
 
-    ``indices_R`` says where each sorted row was when it arrived; of ``rows``, if one may be there
-    for several experts. Backward starts the exchange of the gradients, in bf16.
+    ``indices_R`` says where each sorted row was among the ``rows`` that arrived, one of which may
+    be there for several experts. Backward starts the exchange of the gradients, in bf16.
     """
 
     @staticmethod
@@ -269,7 +272,7 @@ class FinishSorted(torch.autograd.Function):
         exchange: Exchange,
         packed_RW: torch.Tensor,
         indices_R: torch.Tensor,
-        rows: int | None,
+        rows: int,
     ) -> torch.Tensor:
         ctx.exchange, ctx.rows = exchange, rows
         ctx.save_for_backward(indices_R)
@@ -278,39 +281,42 @@ class FinishSorted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
         (indices_R,) = ctx.saved_tensors
-        if ctx.rows is None:
-            grad_MD = torch.empty_like(grad_RD)
-            grad_MD[indices_R] = grad_RD
-        else:
-            grad_MD = add_up(grad_RD, indices_R, ctx.rows)
+        adds = ctx.rows < len(grad_RD)
+        grad_MD = (grad_RD.new_zeros if adds else grad_RD.new_empty)(ctx.rows, grad_RD.shape[1])
+        grad_MD.index_put_((indices_R,), grad_RD, accumulate=adds)
         return ctx.exchange.start(grad_MD, back=True), None, None, None, None
 
 
-class CopyRows(torch.autograd.Function):
-    """``rows_MD[indices_R]``, with gradients that are summed in fp32."""
+class AddUp(torch.autograd.Function):
+    """The sums ``(M, D)`` of the rows of ``x_RD`` that ``indices_R`` has for each of ``rows`` rows.
+
+    Of their products with ``scores_R``, if given. Products and sums are made in fp32. Autograd by
+    itself would keep them, and make the gradient of ``x_RD`` in fp32.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows_MD: torch.Tensor, indices_R: torch.Tensor) -> torch.Tensor:
-        ctx.rows = len(rows_MD)
-        ctx.save_for_backward(indices_R)
-        return rows_MD.index_select(0, indices_R)
+    def forward(
+        ctx: Any,
+        x_RD: torch.Tensor,
+        indices_R: torch.Tensor,
+        rows: int,
+        scores_R: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(indices_R, scores_R, None if scores_R is None else x_RD)
+        dtype = torch.promote_types(x_RD.dtype, torch.float32)
+        terms_RD = x_RD.to(dtype) if scores_R is None else x_RD * scores_R.to(dtype).unsqueeze(1)
+        sums_MD = terms_RD.new_zeros(rows, x_RD.shape[1])
+        return sums_MD.index_put_((indices_R,), terms_RD, accumulate=True).to(x_RD.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        (indices_R,) = ctx.saved_tensors
-        return add_up(grad_RD, indices_R, ctx.rows), None
-
-
-def add_up(
-    x_RD: torch.Tensor, indices_R: torch.Tensor, rows: int, scores_R: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Of ``x_RD``, times its scores, the sums of each of ``rows`` rows ``(M, D)``."""
-    dtype = torch.promote_types(x_RD.dtype, torch.float32)
-    # By type promotion, so that autograd keeps no fp32 copy of ``x_RD``.
-    terms_RD = x_RD.to(dtype) if scores_R is None else x_RD * scores_R.to(dtype).unsqueeze(1)
-    zeros_MD = terms_RD.new_zeros(rows, x_RD.shape[1])
-    index_RD = indices_R.unsqueeze(1).expand_as(terms_RD)
-    return deterministic_scatter_add(zeros_MD, index_RD, terms_RD).to(x_RD.dtype)
+    def backward(ctx: Any, grad_MD: torch.Tensor) -> tuple[Any, None, None, Any]:  # type: ignore[override]
+        indices_R, scores_R, x_RD = ctx.saved_tensors
+        grad_RD = grad_MD[indices_R]
+        if scores_R is None:
+            return grad_RD, None, None, None
+        grad_scores_R = (grad_RD * x_RD.to(scores_R.dtype)).sum(1)
+        torch.mul(grad_RD, scores_R.unsqueeze(1), out=grad_RD)
+        return grad_RD, None, None, grad_scores_R
 
 
 def _placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:
