@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
-from tests.helpers.cluster import run_ranks
-from tests.helpers.training import Run, Runs, make_config, observed
+from tests.helpers.cluster import RankError, run_ranks
+from tests.helpers.training import Run, Runs, make_config, observed, train
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, exchange_once
 from titan_ext.components.exchange_policy import ranks_of_token
 
@@ -282,7 +283,7 @@ FOUR = replace(PLAIN, world=4, global_batch=16)
         replace(FOUR, pp=2, microbatch_size=2, global_batch=8, overlap_exchanges="halves"),
         replace(FOUR, ep=4, routing="one_expert", exchange_dtype="float8"),
         replace(FOUR, experts=6, expert_all_gather="float8", overlap_exchanges="halves"),
-        replace(FOUR, nodes=(3, 1), cp=2, ep=4, global_batch=8),
+        replace(FOUR, backend="partial_dtensor", cp=2, ep=4, global_batch=8),
     ],
     ids=str,
 )
@@ -291,6 +292,14 @@ def test_layouts(run: Run, runs: Runs):
     ours, plain = (runs.get(each) for each in (_once(run), run))
     assert ours.losses == pytest.approx(plain.losses, rel=5e-3)
     assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=5e-2)
+
+
+def test_outputs_of_experts_are_read_by_scores(tmp_path: Path):
+    """Here, and not behind the exchange: to discard them would make gradients NaN."""
+    last_gemm = {"moe.routed_experts.inner_experts:aten._grouped_mm:w2*": "discard"}
+    run = replace(PLAIN, layers=2, steps=1, traced_step=0, ac=FP8AC.Config(op_policies=last_gemm))
+    with pytest.raises(RankError, match=r"aten\.mul in moe\.routed_experts reads it"):
+        train(_once(run), tmp_path)
 
 
 def test_one_expert_a_rank_changes_nothing(runs: Runs):

@@ -86,9 +86,11 @@ _UNREAD = (
 )
 _UNREAD_SUM_OF_EXPERTS = (
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.zeros_like"),
+    Rule(OpPolicy.DISCARD, _ROUTED, "torchtitan.deterministic_scatter_add"),
+)
+_UNREAD_PRODUCTS = (
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.mul"),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten._to_copy", occurrence=2),
-    Rule(OpPolicy.DISCARD, _ROUTED, "torchtitan.deterministic_scatter_add"),
 )
 # The gradient of the routing scores reads the routed experts' results, or an exchange behind them.
 _UNREAD_BY_SCORES = (
@@ -133,7 +135,9 @@ def _preset_rules(
     if early or once:
         rules.append(_UNREAD_TOKENS)
     if not _has_other_kernels(block):
-        rules += _UNREAD_SUM_OF_EXPERTS
+        # Where sums are sent back, casts follow in the recompute. FSDP's own run in forward only,
+        # so that torch, which counts them, would take another for the discarded one.
+        rules += [*_UNREAD_SUM_OF_EXPERTS, *(() if once else _UNREAD_PRODUCTS)]
         if saves_exchange:  # a token that came once takes fewer bytes than its copies
             rules += [*_UNREAD_SENT, *(() if once else _PERMUTED)]
     rules += _for_modules(OpPolicy.SAVE, "moe.router.gate")

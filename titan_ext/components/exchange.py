@@ -197,10 +197,10 @@ class Exchange:
 
 
 class Select(torch.autograd.Function):
-    """``x_TD[indices_N]``, the rows that are sent; or what has its place in the graph, but no values.
+    """``x_TD[indices_N]``, which is sent; or what has its place in the graph, but no values.
 
-    Then ``turn`` gets the rows packed. Each token is packed once, ahead of the exchange, which first
-    waits for counts: the host then has something to give out.
+    ``turn`` then gets the rows packed, each token once. Ahead of the exchange, which first waits
+    for counts, the host has something to give out.
     """
 
     @staticmethod
