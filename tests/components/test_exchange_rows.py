@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
@@ -20,6 +21,7 @@ from tests.helpers.training import Run, Runs, make_config, observed, train
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, exchange_once
 from titan_ext.components.exchange_policy import ranks_of_token
+from titan_ext.plan.stand_ins import PlannedTokenDispatcher
 
 _T, _D = 24, 16
 
@@ -211,6 +213,29 @@ def test_to_how_many_ranks_a_token_goes(
     assert ranks_of_token(router, ep) == pytest.approx(counted, rel=0.01)
 
 
+def _planned() -> tuple[int, int, int]:
+    """Rows that a rank of 8 sends and receives in a dry run, and tokens of its experts."""
+    dist.init_process_group("fake", rank=0, world_size=8)
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("ep",))
+    router = _of_titan(64, 6, None, None)
+    config = PlannedTokenDispatcher.Config(num_experts=64, top_k=6, imbalance=1.5, router=router)
+    routed: Any = nn.Module()
+    routed.token_dispatcher = dispatcher = config.build()
+    dispatcher.ep_mesh = mesh
+    assert exchange_once(routed)
+    with FakeTensorMode(), set_current_spmd_mesh(mesh):
+        ids_TK, counts_E = (torch.zeros(n, dtype=torch.int64) for n in ((1000, 6), (64,)))
+        turn = dispatcher.send(torch.zeros(1000, _D), torch.zeros(1000, 6), ids_TK, counts_E)
+        routed_RD, _ = dispatcher.receive(turn)
+    assert turn.rows is not None
+    return sum(turn.rows.sends), sum(turn.rows.receives), len(routed_RD)
+
+
+def test_a_dry_run_counts_fewer_rows(tmp_path: Path):
+    """4.536 ranks a token; this one's experts get 1.5 times the tokens."""
+    assert run_ranks(_planned, 1, log_folder=tmp_path) == [(4536, 6803, 9000)]
+
+
 PLAIN = observed(Run(world=2, ep=2, global_batch=8, layers=3, parallelize="submodule"))
 _SCORES = 16_384
 """Bytes that the exchanges of counts and scores stay below, and those of tokens do not."""
@@ -283,7 +308,7 @@ FOUR = replace(PLAIN, world=4, global_batch=16)
         replace(FOUR, pp=2, microbatch_size=2, global_batch=8, overlap_exchanges="halves"),
         replace(FOUR, ep=4, routing="one_expert", exchange_dtype="float8"),
         replace(FOUR, experts=6, expert_all_gather="float8", overlap_exchanges="halves"),
-        replace(FOUR, backend="partial_dtensor", cp=2, ep=4, global_batch=8),
+        replace(PLAIN, cp=2, attention="flex", seq_len=512, global_batch=2),
     ],
     ids=str,
 )

@@ -131,7 +131,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 packed_RW = exchange.arrived()
                 _, packed_RW, indices, counts_e = self._permute(packed_RW, turn.counts)
                 routed_RD = FinishSorted.apply(
-                    turn.sent, exchange, packed_RW, indices, len(indices)
+                    turn.sent, exchange, packed_RW, indices, len(packed_RW)
                 )
                 shape = routed_RD.shape
             else:
