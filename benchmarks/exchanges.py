@@ -31,6 +31,7 @@ EXCHANGES = {
 }
 _HALVES = "--parallelism.overlap_exchanges halves"
 _FLOAT8 = "--parallelism.exchange_dtype float8"
+_ROWS = "--parallelism.exchange_rows rank"
 _EXPERTS = (
     "--parallelism.fsdp_expert_all_gather float8 --parallelism.fsdp_expert_reduce_scatter bfloat16"
 )
@@ -39,8 +40,11 @@ ARMS = {
     "titan_ext": "",
     "halves": _HALVES,
     "float8": _FLOAT8,
+    "one row": _ROWS,
     "halves, float8": f"{_HALVES} {_FLOAT8}",
-    "and experts' gathers": f"{_HALVES} {_FLOAT8} {_EXPERTS}",
+    "halves, one row": f"{_HALVES} {_ROWS}",
+    "halves, float8, one row": f"{_HALVES} {_FLOAT8} {_ROWS}",
+    "and experts' gathers": f"{_HALVES} {_FLOAT8} {_ROWS} {_EXPERTS}",
 }
 
 

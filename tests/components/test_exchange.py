@@ -123,13 +123,15 @@ def _codec_calls(run: Run, folder: Path) -> tuple[int, int]:
     return calls.found[_QUANTIZE], calls.found[_DEQUANTIZE]
 
 
+@pytest.mark.parametrize("rows", ["expert", "rank"])
 @pytest.mark.parametrize("ac", ["none", "fp8", "fp8_no_recompute"])
-def test_codec_calls(ac: str, tmp_path: Path):
+def test_codec_calls(ac: str, rows: str, tmp_path: Path):
     """A layer packs and unpacks its tokens, and gradients of what comes back: 2 calls each way.
 
     What a store would quantize of it comes in float8 and stays so, and no recompute packs again.
     """
     run = replace(PLAIN, ac=ac, save_all_to_all="always", layers=2)  # one with experts
+    run = replace(run, exchange_rows=rows)
     ours, its = (
         run_ranks(_codec_calls, 2, each, tmp_path, log_folder=tmp_path)[0]
         for each in (_float8(run), run)

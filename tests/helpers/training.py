@@ -141,6 +141,8 @@ class Run:
     """``parallelism.overlap_exchanges``; of ours only."""
     exchange_dtype: str | None = None
     """``parallelism.exchange_dtype``; of ours only."""
+    exchange_rows: str = "expert"
+    """``parallelism.exchange_rows``; of ours only."""
     replicate: tuple[str, ...] = ()
     """``parallelism.fsdp_replicate``; of ours only."""
     prefetch: int | str = 1
@@ -358,6 +360,7 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
     ours.parallelism.overlap_exchanges = cast(Any, run.overlap_exchanges)
     ours.parallelism.exchange_dtype = cast(Any, run.exchange_dtype)
+    ours.parallelism.exchange_rows = cast(Any, run.exchange_rows)
     ours.parallelism.fsdp_replicate = list(run.replicate)
     ours.parallelism.fsdp_prefetch = run.prefetch
     ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward

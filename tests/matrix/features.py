@@ -56,6 +56,7 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
         lambda run: f"experts' gradients sent in {run.expert_reduce_scatter}",
     ),
     "exchange_dtype": (_UNITS, lambda run: f"tokens travel in {run.exchange_dtype}"),
+    "exchange_rows": (_UNITS, lambda run: f"tokens travel once a {run.exchange_rows}"),
     "overlap_exchanges": (_UNITS, lambda run: "halves take turns at exchanges"),
     "replicate": (_UNITS, lambda run: f"{', '.join(run.replicate)} replicated"),
     "optimizer": (_OPTIMIZER, lambda run: run.optimizer),
@@ -99,7 +100,8 @@ def describe(run: Run) -> tuple[str, str]:
 def is_lossy(run: Run) -> bool:
     """Whether ``run`` rounds otherwise than stock Titan: in fewer bits, or sums of halves."""
     halves = run.overlap_exchanges != "none"  # other rounding: sums of two halves
-    lossy = run.all_gather or run.expert_all_gather or run.exchange_dtype or halves
+    sums = halves or run.exchange_rows != "expert"  # or those of a rank
+    lossy = run.all_gather or run.expert_all_gather or run.exchange_dtype or sums
     return bool(lossy) or not isinstance(run.ac, str) or run.ac.startswith("fp8")
 
 

@@ -86,9 +86,11 @@ _UNREAD = (
 )
 _UNREAD_SUM_OF_EXPERTS = (
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.zeros_like"),
+    Rule(OpPolicy.DISCARD, _ROUTED, "torchtitan.deterministic_scatter_add"),
+)
+_UNREAD_PRODUCTS = (
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.mul"),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten._to_copy", occurrence=2),
-    Rule(OpPolicy.DISCARD, _ROUTED, "torchtitan.deterministic_scatter_add"),
 )
 # The gradient of the routing scores reads the routed experts' results, or an exchange behind them.
 _UNREAD_BY_SCORES = (
@@ -99,12 +101,14 @@ _UNREAD_BY_SCORES = (
 )
 # Nor does anything read what the exchange brings back, if scores are applied before it.
 _UNREAD_TOKENS = Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=3)
-# Of the tokens that an exchange brings, their order by expert is kept instead. The first three pack
-# what is sent in float8.
-_PERMUTED = (
+# Nor what is sent in float8, or once to a rank, if what arrives is kept.
+_UNREAD_SENT = (
     Rule(OpPolicy.DISCARD, _ROUTED, "titan_ext.float8_quantize"),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.cat"),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index_select"),
+)
+# Of the tokens that an exchange brings, their order by expert is kept instead.
+_PERMUTED = (
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index", occurrence=2),
     Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=2),
     Rule(OpPolicy.SAVE_FLOAT8, _ROUTED, "aten.index", occurrence=5),
@@ -126,12 +130,17 @@ def _preset_rules(
     rules = [*_UNREAD]
     saves_exchange = saves_all_to_all and _has_exchange(block)
     early = has_early_scores(block)
-    if saves_exchange or early:
+    once = _dispatcher_of(block, "sends_once") is not None
+    if (saves_exchange and not once) or early:
         rules += _UNREAD_BY_SCORES
-    if early:
+    if early or once:
         rules.append(_UNREAD_TOKENS)
     if not _has_other_kernels(block):
-        rules += [*_UNREAD_SUM_OF_EXPERTS, *(_PERMUTED if saves_exchange else ())]
+        # Where sums are sent back, casts follow in the recompute. FSDP's own run in forward only,
+        # so that torch, which counts them, would take another for the discarded one.
+        rules += [*_UNREAD_SUM_OF_EXPERTS, *(() if once else _UNREAD_PRODUCTS)]
+        if saves_exchange:  # a token that came once takes fewer bytes than its copies
+            rules += [*_UNREAD_SENT, *(() if once else _PERMUTED)]
     rules += _for_modules(OpPolicy.SAVE, "moe.router.gate")
     rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
     is_exact = attention is OpPolicy.SAVE
@@ -165,9 +174,9 @@ def _for_modules(policy: OpPolicy, *modules: str) -> list[Rule]:
 
 def _has_exchange(block: nn.Module) -> bool:
     """Whether the routed experts' outputs go through an all-to-all before anything reads them."""
-    dispatcher = getattr(_routed_experts(block), "token_dispatcher", None)
-    return getattr(dispatcher, "ep_mesh", None) is not None
+    return _dispatcher_of(block, "ep_mesh") is not None
 
 
-def _routed_experts(block: nn.Module) -> Any:
-    return getattr(getattr(block, "moe", None), "routed_experts", None)
+def _dispatcher_of(block: nn.Module, attribute: str) -> Any:
+    routed = getattr(getattr(block, "moe", None), "routed_experts", None)
+    return getattr(getattr(routed, "token_dispatcher", None), attribute, None)

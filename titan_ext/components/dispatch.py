@@ -36,11 +36,21 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from titan_ext.components.exchange import Exchange, Finish, FinishSorted, Pack, Start, Turn
+from titan_ext.components.exchange import (
+    AddUp,
+    Exchange,
+    Finish,
+    FinishSorted,
+    Inside,
+    RankRows,
+    Select,
+    Start,
+    Turn,
+)
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
 # top-k), R = routed tokens received by this rank's experts, D = model dimension. T = tokens, E =
-# experts, EP = ranks of the expert axis, e = experts of one rank.
+# experts, EP = ranks of the expert axis, e = experts of one rank, M = rows that travel, if fewer.
 
 
 class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
@@ -58,6 +68,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
     sends_float8 = False
     """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
+    sends_once: nn.Module | None = None
+    """In which scores are exchanged, where a token goes to a rank once (``exchange_once``)."""
     meter: Any = None
     """In steps that are logged: what measures waits for counts (``run.meter.Meter``)."""
     _layer_tokens: torch.Tensor | None = None
@@ -73,7 +85,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
 
     def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Do what Titan's does."""
-        if self.sends_float8 and self._turn is None and self.ep_mesh is not None:
+        in_steps = self.sends_float8 or self.sends_once
+        if in_steps and self._turn is None and self.ep_mesh is not None:
             turn = self.send(*args, **kwargs)
             return *self.receive(turn), turn.metadata
         routed_RD, counts_E, metadata = super().dispatch(*args, **kwargs)
@@ -90,7 +103,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         """Do what Titan's does: outputs ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
         self._layer_tokens = x_TD
         try:
-            if self._sends_scores:
+            if self._sends_scores or self.sends_once:
                 return self._add_up(routed_output_RD, metadata, x_TD)
             return super().combine(routed_output_RD, metadata, x_TD)
         finally:
@@ -112,10 +125,16 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         exchange = turn.exchange
         assert exchange is not None, "send() has run"
         with maybe_set_sparse_mesh():
+            if turn.rows is not None:
+                routed_RD, counts_e, turn.metadata = turn.rows.receive(turn, self._permute)
+                self._dispatched = turn.metadata if self._sends_scores else None
+                return routed_RD, counts_e
             if exchange.float8 == "out":  # in the order of experts while they are still packed
                 packed_RW = exchange.arrived()
                 _, packed_RW, indices, counts_e = self._permute(packed_RW, turn.counts)
-                routed_RD = FinishSorted.apply(turn.sent, exchange, packed_RW, indices)
+                routed_RD = FinishSorted.apply(
+                    turn.sent, exchange, packed_RW, indices, len(packed_RW)
+                )
                 shape = routed_RD.shape
             else:
                 received_RD = Finish.apply(turn.sent, exchange)
@@ -128,9 +147,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         """Begin what ``combine`` does with outputs of experts ``(R, D)``."""
         metadata = turn.metadata
         with maybe_set_sparse_mesh():
-            rows_RD = self._unpermute(
-                routed_output_RD, metadata.input_shape, metadata.permuted_indices
-            )
+            rows_RD = self._rows_back(routed_output_RD, metadata)
             turn.exchange = self._exchange_back(metadata.input_splits, metadata.output_splits)
             turn.sent = Start.apply(rows_RD, turn.exchange)
 
@@ -143,13 +160,18 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             self._turn = None
 
     def _local_reorder(self, x_TD, topk_scores_TK, topk_expert_ids_TK):
-        if self._turn is None or not self.sends_float8:
+        turn = self._turn
+        if turn is not None and self.sends_once is not None:
+            ranks = self._ep_mesh.size()
+            turn.rows = RankRows(topk_scores_TK, topk_expert_ids_TK, ranks, self.num_experts)
+            return x_TD, turn.rows.tokens_N, turn.rows.scores_N  # how many rows is not known yet
+        if turn is None or not self.sends_float8:
             return super()._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
         # Of the tokens only their order: each is packed once, however often it is sent.
         _, indices_N, scores_N = super()._local_reorder(
             x_TD[:, :0], topk_scores_TK, topk_expert_ids_TK
         )
-        return Pack.apply(x_TD, indices_N, self._turn), indices_N, scores_N
+        return Select.apply(x_TD, indices_N, turn), indices_N, scores_N
 
     def _permute(self, routed_input_RD, num_global_tokens_per_local_expert_E):
         if self._turn is not None:  # nothing has come yet
@@ -161,16 +183,29 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             return routed_output_RD
         return super()._unpermute(routed_output_RD, input_shape, permuted_indices)
 
+    def _rows_back(
+        self, routed_output_RD: torch.Tensor, metadata: AllToAllDispatchMetadata
+    ) -> torch.Tensor:
+        """Outputs of experts as the rows that go back."""
+        if self._turn is not None or self.sends_once is None:
+            return self._unpermute(
+                routed_output_RD, metadata.input_shape, metadata.permuted_indices
+            )
+        scores_R = None if self._sends_scores else metadata.topk_scores_experts_sorted_N
+        return AddUp.apply(
+            routed_output_RD, metadata.permuted_indices, metadata.input_shape[0], scores_R
+        )
+
     def send_scores(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Send the scores of the tokens dispatched last to their experts.
 
         Returns fp32 scores ``(R,)``, as they arrive, and int64 indices ``(R,)``, which sort them by
-        expert; None without expert parallelism: they are sorted.
+        expert; None if they are sorted: without expert parallelism, or where they came with rows.
         """
         metadata, self._dispatched = self._dispatched, None
         assert metadata is not None, "dispatch has run"
         scores_N = metadata.topk_scores_experts_sorted_N
-        if not isinstance(metadata, AllToAllDispatchMetadata):
+        if self.sends_once is not None or not isinstance(metadata, AllToAllDispatchMetadata):
             return scores_N, None
         with maybe_set_sparse_mesh():
             scores_N = _on_this_mesh(scores_N)
@@ -187,9 +222,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         routed_ND = routed_output_RD
         if isinstance(metadata, AllToAllDispatchMetadata):
             with maybe_set_sparse_mesh():
-                routed_RD = self._unpermute(
-                    routed_output_RD, metadata.input_shape, metadata.permuted_indices
-                )
+                routed_RD = self._rows_back(routed_output_RD, metadata)
                 routed_ND = self._combine_token_exchange(
                     routed_RD, self._group, metadata.input_splits, metadata.output_splits
                 )
@@ -217,6 +250,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     ) -> torch.Tensor:
         """Tell every rank how many tokens it gets: ``(E,)`` int64 -> ``(EP, e)`` int64."""
         counts_EP_e = num_local_tokens_per_expert_E.view(ep_size, -1)
+        if self._turn is not None and self._turn.rows is not None:
+            counts_EP_e = self._turn.rows.counts_to_tell(num_local_tokens_per_expert_E)
         with _unchecked(counts_EP_e, pg):
             group = self.counts_group or self._ep_mesh
             received_EP_e = all_to_all_single(counts_EP_e, None, None, group)
@@ -233,9 +268,16 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         if self.meter is not None:
             with self.meter.timing("wait"):
                 received_EP_e = wait_tensor(received_EP_e)
-        counts_E, sends, expects = super()._sync_token_count_exchange(
-            num_local_tokens_per_expert_E, received_EP_e, ep_size
-        )
+        rows = None if self._turn is None else self._turn.rows
+        if rows is None:
+            counts_E, sends, expects = super()._sync_token_count_exchange(
+                num_local_tokens_per_expert_E, received_EP_e, ep_size
+            )
+        else:
+            received_EP_e = wait_tensor(received_EP_e)
+            counts = rows.counts_to_read(num_local_tokens_per_expert_E, received_EP_e)
+            sends, rows.sends, expects, rows.receives = counts.to(torch.device("cpu")).tolist()
+            counts_E = received_EP_e[:, :-1].flatten()
         if self.meter is not None:
             self.meter.tokens = sum(expects)
         return counts_E, sends, expects
@@ -245,6 +287,11 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     ) -> torch.Tensor:
         """Send tokens to the ranks of their experts: ``(N, D)`` -> ``(R, D)``, rank-major."""
         if (turn := self._turn) is not None:
+            if (rows := turn.rows) is not None:
+                assert self.sends_once is not None
+                self.sends_once(rows.send_scores, self._ep_mesh, input_splits, output_splits)
+                input_splits, output_splits = rows.sends, rows.receives
+                routed_input_ND = rows.select(routed_input_ND, turn if self.sends_float8 else None)
             packed_NW, turn.packed = turn.packed, None
             float8 = "" if packed_NW is None else "out"
             turn.exchange = Exchange(self._ep_mesh, input_splits, output_splits, float8=float8)
@@ -372,9 +419,28 @@ def exchange_in_float8(model: nn.Module) -> int:
     return len(ours)
 
 
+def exchange_once(model: nn.Module) -> int:
+    """Let a token go to a rank once in MoE layers where that sends less; return how many do.
+
+    Call it after expert parallelism.
+    """
+    layers = 0
+    for module in list(model.modules()):
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if not isinstance(dispatcher, FunctionalAllToAllTokenDispatcher) or not dispatcher.ep_mesh:
+            continue
+        if min(dispatcher.top_k, dispatcher.num_experts // dispatcher.ep_mesh.size()) > 1:
+            # A module of its own: policies count the exchanges of each.
+            dispatcher.sends_once = Inside()
+            module.add_module("row_scores", dispatcher.sends_once)
+            layers += 1
+    return layers
+
+
 def check_dispatchers(model: Module.Config, parallelism: Any) -> None:
     """Raise ValueError for a key that the token dispatchers of a model config do not serve."""
-    for key, off in (("overlap_exchanges", "none"), ("exchange_dtype", None)):
+    keys = {"overlap_exchanges": "none", "exchange_dtype": None, "exchange_rows": "expert"}
+    for key, off in keys.items():
         value = getattr(parallelism, key, off)
         for _, config, _, _ in model.traverse(BaseEPTokenDispatcher.Config):
             if value != off and not isinstance(config, FunctionalAllToAllTokenDispatcher.Config):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An all-to-all of rows in two steps, so that something else runs while they travel; or in float8.
+"""An all-to-all of rows in two steps, so that something else runs meanwhile; in float8; fewer rows.
 
 ``Start`` sends and ``Finish`` waits, in forward. In backward ``Finish`` sends the gradients and
 ``Start`` waits for them. Whatever runs between the two in forward overlaps the exchange, and so
@@ -14,23 +14,33 @@ row is packed as its values and then its scales, in one buffer of 0.508 of bf16'
 
 A token is packed once and copied for each of its experts, and what arrives is sorted by expert
 while it is packed. Checkpointing saves what arrived as it is: nothing is quantized twice.
+
+**One row a token and rank** (``parallelism.exchange_rows``): a token goes to a rank once, however
+many of its experts live there. The scores travel beside, each with the row that it belongs to. The
+rank copies the row for each of its experts, and sends back one sum of their outputs times the
+scores, which is made in fp32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn as nn
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.models.common.token_dispatcher import AllToAllDispatchMetadata
 
 from titan_ext.fp8.codec import Codec, Quantized, codec_name, note_decoded
 from titan_ext.fp8.saved_tensors import compiles_for
 
 ExchangeDtype = Literal["float8"]
+ExchangeRows = Literal["expert", "rank"]
 _CODEC = Codec()
 
 # Shape suffixes, as in dispatch.py: T = tokens, N = routed tokens that are sent, R = that arrive,
-# D = model dimension, W = bytes of a packed row.
+# D = model dimension, W = bytes of a packed row. K = experts of a token, E = experts, EP = ranks,
+# e = experts of one rank, M = rows that are sent or arrive where a token goes to a rank once.
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +55,103 @@ class Turn:
     metadata: Any = None
     packed: torch.Tensor | None = None
     """Rows ``(N, W)`` that are sent in float8."""
+    rows: "RankRows | None" = None
+    """Where a token goes to a rank once."""
+
+
+class Inside(nn.Module):
+    """Runs a function where its hooks tell that it runs inside of the module that this is in."""
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+class RankRows:
+    """The rows of one layer's exchanges, where a token goes to a rank once.
+
+    Attributes:
+        tokens_N, scores_N: Of the routed tokens, in the order of their experts.
+        sends, receives: Rows for each rank, and from each; known once the counts have come.
+    """
+
+    sends: list[int]
+    receives: list[int]
+
+    def __init__(
+        self, scores_TK: torch.Tensor, expert_ids_TK: torch.Tensor, ranks: int, experts: int
+    ) -> None:
+        rank_TK = expert_ids_TK // (experts // ranks)
+        goes_TEP = rank_TK.new_zeros(len(rank_TK), ranks).scatter_(1, rank_TK, 1)
+        self._sends_EP = goes_TEP.sum(0)
+        row_TK = (goes_TEP.cumsum(0) - 1).gather(1, rank_TK)  # among those for its rank
+        # As Titan's ``_local_reorder``: by expert, and so by rank.
+        order_N = torch.argsort(expert_ids_TK.flatten(), stable=True)
+        self.tokens_N, self.scores_N = order_N // rank_TK.shape[1], scores_TK.flatten()[order_N]
+        self._rank_N, self._row_N = (x.flatten()[order_N] for x in (rank_TK, row_TK))
+
+    def counts_to_tell(self, tokens_E: torch.Tensor) -> torch.Tensor:
+        """Counts of tokens by expert ``(E,)`` -> with one of rows for each rank ``(EP, e + 1)``."""
+        ranks = len(self._sends_EP)
+        return torch.cat((tokens_E.view(ranks, -1), self._sends_EP.unsqueeze(1)), dim=1)
+
+    def counts_to_read(self, tokens_E: torch.Tensor, told_EP_e: torch.Tensor) -> torch.Tensor:
+        """What the host reads: tokens and rows sent, tokens and rows expected, ``(4, EP)``.
+
+        ``told_EP_e`` is what other ranks had to tell.
+        """
+        self._tokens_from_EP, self._rows_from_EP = told_EP_e[:, :-1].sum(1), told_EP_e[:, -1]
+        tokens_EP = tokens_E.view(len(told_EP_e), -1).sum(1)
+        expected = self._tokens_from_EP, self._rows_from_EP
+        return torch.stack((tokens_EP, self._sends_EP, *expected))
+
+    def select(self, x_TD: torch.Tensor, turn: Turn | None) -> torch.Tensor:
+        """The rows that are sent ``(M, D)``; packed, if there is a ``turn`` to keep them."""
+        starts_EP = self._sends_EP.cumsum(0) - self._sends_EP
+        place_N = starts_EP[self._rank_N] + self._row_N
+        tokens_M = self.tokens_N.new_empty(sum(self.sends)).scatter_(0, place_N, self.tokens_N)
+        self._tokens_M = tokens_M
+        return Select.apply(x_TD, tokens_M, turn)
+
+    def send_scores(self, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> None:
+        """Begin to send the scores, each with its row, to the ranks of their experts.
+
+        ``sends`` and ``receives`` count routed tokens.
+        """
+        # Rows as floats, which are exact below 2^24. Flat: policies keep it, as they do scores.
+        dtype = torch.promote_types(self.scores_N.dtype, torch.float32)
+        pairs_N2 = torch.stack((self.scores_N.to(dtype), self._row_N.to(dtype)), dim=1)
+        self._exchange = Exchange(mesh, [2 * n for n in sends], [2 * n for n in receives])
+        self._sent = Start.apply(pairs_N2.flatten(), self._exchange)
+
+    def receive(
+        self, turn: Turn, permute: Callable[..., Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, AllToAllDispatchMetadata]:
+        """Tokens by expert ``(R, D)``, counts ``(e,)``, and what ``_rows_back`` needs of them.
+
+        ``permute`` is Titan's function of a dispatcher.
+        """
+        pairs_R2 = Finish.apply(self._sent, self._exchange).view(-1, 2)
+        scores_R, row_R = pairs_R2.unbind(1)
+        starts_EP = self._rows_from_EP.cumsum(0) - self._rows_from_EP
+        starts_R = starts_EP.repeat_interleave(self._tokens_from_EP, output_size=len(row_R))
+        place_R1 = (starts_R + row_R.detach().long()).unsqueeze(1)
+        _, place_R1, order_R, counts_e = permute(place_R1, turn.counts)
+        place_R, rows, exchange = place_R1.squeeze(1), sum(self.receives), turn.exchange
+        assert exchange is not None, "send() has run"
+        if exchange.float8 == "out":
+            packed_RW = exchange.arrived()[place_R]
+            routed_RD = FinishSorted.apply(turn.sent, exchange, packed_RW, place_R, rows)
+        else:
+            routed_RD = Finish.apply(turn.sent, exchange)[place_R]
+        metadata = AllToAllDispatchMetadata(
+            token_indices_experts_sorted_N=self._tokens_M,
+            topk_scores_experts_sorted_N=scores_R[order_R],
+            input_shape=(rows, routed_RD.shape[1]),
+            permuted_indices=place_R,
+            input_splits=self.sends,
+            output_splits=self.receives,
+        )
+        return routed_RD, counts_e, metadata
 
 
 class Exchange:
@@ -89,17 +196,21 @@ class Exchange:
         return wait_tensor(arriving)
 
 
-class Pack(torch.autograd.Function):
-    """Packs rows of ``x_TD`` for an exchange, each once, and copies them in the order of ``Turn``.
+class Select(torch.autograd.Function):
+    """``x_TD[indices_N]``, which is sent; or what has its place in the graph, but no values.
 
-    What is returned has the place of ``x_TD[indices_N]`` in the graph, but no values. Ahead of the
-    exchange, which first waits for counts: the host then has something to give out.
+    ``turn`` then gets the rows packed, each token once. Ahead of the exchange, which first waits
+    for counts, the host has something to give out.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, indices_N: torch.Tensor, turn: Turn) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_TD: torch.Tensor, indices_N: torch.Tensor, turn: Turn | None
+    ) -> torch.Tensor:
         ctx.tokens = len(x_TD)
         ctx.save_for_backward(indices_N)
+        if turn is None:
+            return x_TD.index_select(0, indices_N)
         turn.packed = pack(x_TD).index_select(0, indices_N)
         return _placeholder(x_TD, len(indices_N))
 
@@ -150,8 +261,8 @@ class Finish(torch.autograd.Function):
 class FinishSorted(torch.autograd.Function):
     """``Finish`` for rows that arrived packed, and have been sorted by expert.
 
-    ``indices_R`` says where each sorted row was when it arrived. Backward starts the exchange of
-    the gradients, in bf16.
+    ``indices_R`` says where each sorted row was among the ``rows`` that arrived, one of which may
+    be there for several experts. Backward starts the exchange of the gradients, in bf16.
     """
 
     @staticmethod
@@ -161,17 +272,51 @@ class FinishSorted(torch.autograd.Function):
         exchange: Exchange,
         packed_RW: torch.Tensor,
         indices_R: torch.Tensor,
+        rows: int,
     ) -> torch.Tensor:
-        ctx.exchange = exchange
+        ctx.exchange, ctx.rows = exchange, rows
         ctx.save_for_backward(indices_R)
         return unpack(packed_RW, sent_ND.shape[-1], sent_ND.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
         (indices_R,) = ctx.saved_tensors
-        unsorted_RD = torch.empty_like(grad_RD)
-        unsorted_RD[indices_R] = grad_RD
-        return ctx.exchange.start(unsorted_RD, back=True), None, None, None
+        adds = ctx.rows < len(grad_RD)
+        grad_MD = (grad_RD.new_zeros if adds else grad_RD.new_empty)(ctx.rows, grad_RD.shape[1])
+        grad_MD.index_put_((indices_R,), grad_RD, accumulate=adds)
+        return ctx.exchange.start(grad_MD, back=True), None, None, None, None
+
+
+class AddUp(torch.autograd.Function):
+    """The sums ``(M, D)`` of the rows of ``x_RD`` that ``indices_R`` has for each of ``rows`` rows.
+
+    Of their products with ``scores_R``, if given. Products and sums are made in fp32. Autograd by
+    itself would keep them, and make the gradient of ``x_RD`` in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: torch.Tensor,
+        indices_R: torch.Tensor,
+        rows: int,
+        scores_R: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(indices_R, scores_R, None if scores_R is None else x_RD)
+        dtype = torch.promote_types(x_RD.dtype, torch.float32)
+        terms_RD = x_RD.to(dtype) if scores_R is None else x_RD * scores_R.to(dtype).unsqueeze(1)
+        sums_MD = terms_RD.new_zeros(rows, x_RD.shape[1])
+        return sums_MD.index_put_((indices_R,), terms_RD, accumulate=True).to(x_RD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: torch.Tensor) -> tuple[Any, None, None, Any]:  # type: ignore[override]
+        indices_R, scores_R, x_RD = ctx.saved_tensors
+        grad_RD = grad_MD[indices_R]
+        if scores_R is None:
+            return grad_RD, None, None, None
+        grad_scores_R = (grad_RD * x_RD.to(scores_R.dtype)).sum(1)
+        torch.mul(grad_RD, scores_R.unsqueeze(1), out=grad_RD)
+        return grad_RD, None, None, grad_scores_R
 
 
 def _placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ The passes, the plan, the budget and the record of a run read the same object, s
 says what another does not do.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -12,13 +13,20 @@ from torch import nn
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.titan import tokens_of_microbatch
-from titan_ext.components.exchange import ExchangeDtype
+from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 
-__all__ = ["ExchangePolicy", "OverlapExchanges", "SaveAllToAll", "exchange_policy_of"]
+__all__ = [
+    "ExchangePolicy",
+    "OverlapExchanges",
+    "SaveAllToAll",
+    "exchange_policy_of",
+    "ranks_of_token",
+]
 
 SaveAllToAll = Literal["auto", "always", "never"]
 OverlapExchanges = Literal["none", "halves"]
@@ -36,6 +44,7 @@ class ExchangePolicy:
         overlap: What computes while tokens travel: the other half of a batch, shared experts
             while they travel back, or nothing.
         dtype: In what tokens travel to their experts; None for their own dtype.
+        rows: Whether a token travels once for each of its experts, or once to a rank of them.
     """
 
     ep: int
@@ -43,6 +52,7 @@ class ExchangePolicy:
     stock_saves: bool
     overlap: Literal["none", "shared experts", "halves"]
     dtype: ExchangeDtype | None
+    rows: ExchangeRows = "expert"
 
     @classmethod
     def decide(
@@ -75,7 +85,8 @@ class ExchangePolicy:
             else:
                 overlap = "halves"
         dtype = getattr(parallelism, "exchange_dtype", None)
-        return cls(ep, saved, stock_saves, overlap, dtype)
+        rows: ExchangeRows = getattr(parallelism, "exchange_rows", "expert")
+        return cls(ep, saved, stock_saves, overlap, dtype, rows)
 
     def log_saved(self, model: Decoder) -> None:
         """Say what selective activation checkpointing does with the exchanges, and its price."""
@@ -84,8 +95,10 @@ class ExchangePolicy:
         if moe is None:
             return
         early = getattr(moe.routed_experts.token_dispatcher, "sends_scores", False)
-        exchanges = 1 if early else 2  # what combine brings back is then not read again
-        mib = exchanges * moe.router.top_k * cast(Any, model.config).dim * 2 * 1024 / 2**20
+        # What combine brings back is not read again where scores were applied before.
+        exchanges = 1 if early or self.rows == "rank" else 2
+        rows = ranks_of_token(moe.router, self.ep) if self.rows == "rank" else moe.router.top_k
+        mib = exchanges * rows * cast(Any, model.config).dim * 2 * 1024 / 2**20
         where = "on one node" if self.ep <= ranks_per_node() else "across nodes"
         does = (
             "are saved: that keeps"
@@ -105,6 +118,29 @@ class ExchangePolicy:
 def exchange_policy_of(model: nn.Module) -> ExchangePolicy | None:
     """What was decided for a model or pipeline chunk; None if titan_ext did not parallelize it."""
     return cast(Any, model).__dict__.get("_exchanges")
+
+
+def ranks_of_token(router: TokenChoiceTopKRouter.Config, ep: int) -> float:
+    """To how many of ``ep`` ranks a token goes on average, if no expert is likelier than another.
+
+    A token chooses among all experts, or among those of some groups (node-limited routing).
+    """
+    experts, groups = router.num_experts, router.num_expert_groups or 1
+    chosen = router.num_limited_groups or 1 if groups > 1 else 1
+    of_group, of_rank = experts // groups, experts // ep
+    on_rank = max(of_rank // of_group, 1)  # groups of which a rank has experts
+    may = chosen * of_group
+
+    def misses(open_groups: int) -> float:
+        """Of a rank with experts of so many chosen groups, the chance that a token has none."""
+        here = open_groups * min(of_rank, of_group)
+        return math.comb(may - here, router.top_k) / math.comb(may, router.top_k)
+
+    missed = sum(
+        math.comb(on_rank, n) * math.comb(groups - on_rank, chosen - n) * misses(n)
+        for n in range(min(on_rank, chosen) + 1)
+    ) / math.comb(groups, chosen)
+    return ep * (1 - missed)
 
 
 def _no_halves(parallelism: Any, training: TrainingConfig, parallel_dims: ParallelDims) -> str:

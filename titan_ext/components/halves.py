@@ -38,6 +38,7 @@ from torchtitan.models.common.moe import MoE
 
 from titan_ext.base.tensors import in_backward
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, Turn
+from titan_ext.components.exchange import Inside
 
 SECOND_HALF = "second_half"
 """The name of modules that run code for B. They have no parameters; names in policies and reports
@@ -63,13 +64,6 @@ def _in_half(half: int) -> Iterator[None]:
         yield
     finally:
         _half = before
-
-
-class _Inside(nn.Module):
-    """Runs a function where its hooks tell that B runs inside of the module that it is in."""
-
-    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
 
 
 def overlap_in_halves(model: Decoder, ep: int) -> int:
@@ -124,8 +118,8 @@ class _BlockInHalves:
         self._block, self._forward, self._masks = block, block.forward, masks
         self._moe = moe = cast(Any, block.moe)
         self._moe_forward = moe.forward
-        block.add_module(SECOND_HALF, _Inside())
-        moe.add_module(SECOND_HALF, _Inside())
+        block.add_module(SECOND_HALF, Inside())
+        moe.add_module(SECOND_HALF, Inside())
         routed = moe.routed_experts
         routed.forward = _inside_or(routed.forward)
         routed.inner_experts.forward = _both_halves(routed.inner_experts.forward)

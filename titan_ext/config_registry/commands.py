@@ -404,7 +404,11 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
         raise ValueError(f"unknown: {' '.join(flags)}; try titan_ext {arguments[0]} --help.")
     options = [f"--{field.name.replace('_', '-')}" for field in fields(command)]
     for flag in flags:
-        if "." not in flag and (meant := did_you_mean(flag, options)) != ".":
+        if (
+            flag.startswith("-")
+            and "." not in flag
+            and (meant := did_you_mean(flag, options)) != "."
+        ):
             raise ValueError(f"{flag}: no option of titan_ext {arguments[0]}{meant}")
     for config in (getattr(command, "config", ""), *getattr(command, "against", ())):
         if config:

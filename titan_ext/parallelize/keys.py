@@ -18,7 +18,7 @@ from torchtitan.protocols.model import BaseModel
 
 from titan_ext.base.messages import are_checked_later, set_known_key, table_flag
 from titan_ext.base.titan import refuse
-from titan_ext.components.exchange import ExchangeDtype
+from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll
 from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.nf4 import find_frozen_linears
@@ -141,6 +141,14 @@ class ParallelismConfig(TitanParallelismConfig):
     exchanges stay as they are. None: mixed_precision_param. See docs/fsdp_units.md.
     """
 
+    exchange_rows: ExchangeRows = "expert"
+    """
+    How often a token travels to a rank where several of its experts live. "expert": once for each.
+    "rank": once; what goes back is one sum of their outputs, times the token's scores, made in
+    float32. Other rounding. It does nothing where no rank can have two of a token's experts. See
+    docs/fsdp_units.md.
+    """
+
     fsdp_replicate: list[str] = field(default_factory=list)
     """
     Parameters that every rank holds whole instead of sharded: "router", "norms", "adapters" (of
@@ -246,8 +254,9 @@ def check_parallelism(
         )
     if getattr(parallelism, "overlap_exchanges", "none") == "halves":
         _check_halves(parallelism, compiled)
-    if getattr(parallelism, "exchange_dtype", None) is not None:
-        _check_exchange_dtype(parallelism, compiled)
+    for key, value in (("exchange_dtype", "float8"), ("exchange_rows", "rank")):
+        if getattr(parallelism, key, None) == value:
+            _check_exchanges(f'parallelism.{key} = "{value}"', parallelism, compiled)
     if settings.replicate:
         _check_replicate(parallelism, compiled)
     if settings.quantize_frozen and parallelism.tensor_parallel_degree > 1:
@@ -320,8 +329,7 @@ def _check_halves(parallelism: TitanParallelismConfig, compiled: bool) -> None:
         )
 
 
-def _check_exchange_dtype(parallelism: TitanParallelismConfig, compiled: bool) -> None:
-    key = 'parallelism.exchange_dtype = "float8"'
+def _check_exchanges(key: str, parallelism: TitanParallelismConfig, compiled: bool) -> None:
     if parallelism.expert_parallel_degree == 1:
         raise ValueError(
             f"{key} needs parallelism.expert_parallel_degree > 1: without expert parallelism no "

@@ -31,6 +31,7 @@ from titan_ext.base.titan import apply_cp_to_forward, context_mesh, keep_frozen,
 from titan_ext.components.dispatch import (
     check_dispatchers,
     exchange_in_float8,
+    exchange_once,
     overlap_shared_experts,
     use_functional_all_to_all,
 )
@@ -103,10 +104,15 @@ def parallelize(
     with keep_frozen(model):
         _shard_model_axes(model, parallel_dims)
 
-    # 2. Let tokens travel in fewer bytes, and the other half of a batch or shared experts run
-    #    meanwhile.
+    # 2. Let tokens travel in fewer bytes or rows, and the other half of a batch or shared experts
+    #    run meanwhile.
     if exchanges.dtype is not None:
         exchange_in_float8(model)
+    if exchanges.rows == "rank" and not exchange_once(model):
+        logger.info(
+            'parallelism.exchange_rows = "rank" does nothing: no rank here has two experts of '
+            "a token."
+        )
     if exchanges.overlap == "halves":
         overlap_in_halves(model, exchanges.ep)
     elif exchanges.overlap == "shared experts":

@@ -212,6 +212,13 @@ MOVES = (
     Move(
         _SENDS,
         (),
+        Effect.ROUNDING,
+        "a token travels once to a rank where several of its experts live",
+        _if_experts(_values("parallelism.exchange_rows", "rank")),
+    ),
+    Move(
+        _SENDS,
+        (),
         Effect.LOSSY,
         "tokens travel in float8",
         _if_experts(_values("parallelism.exchange_dtype", "float8")),

@@ -29,7 +29,12 @@ from torchtitan.models.common.attention import (
     VarlenAttention,
 )
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import (
+    GroupedExperts,
+    MoE,
+    RoutedExperts,
+    TokenChoiceTopKRouter,
+)
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
@@ -41,6 +46,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.op_cost import NVLINK_DOMAIN, RANKS_PER_NODE
 from titan_ext.base.titan import BaseDataLoader, as_models_call, rows_of, tokens_of_microbatch
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.components.exchange_policy import ranks_of_token
 
 
 def use_stand_ins(
@@ -62,6 +68,8 @@ def use_stand_ins(
     rows = rows_of(*tokens_of_microbatch(config.training, pipelined))
     planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
     _replace(spec, BaseEPTokenDispatcher.Config, planned)
+    for _, moe, _, _ in spec.traverse(MoE.Config):
+        moe.routed_experts.token_dispatcher.router = moe.router
     if as_on_a_gpu:
         _replace(spec, RMSNorm.Config, _rms_norm)
         _replace(spec, TokenChoiceTopKRouter.Config, _router)
@@ -156,14 +164,15 @@ class _Planned:
     """Of a dispatcher that is told how many tokens go where: a fake tensor cannot be asked.
 
     This rank sends as many to each rank, and gets as many from each: what it sends to one, times
-    ``imbalance``.
+    ``imbalance``. Where a token goes to a rank once, it goes to as many as ``router`` has it.
     """
 
     _tokens = 0
+    _turn: Any = None
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        self._imbalance = config.imbalance
+        self._imbalance, self._router = config.imbalance, config.router
 
     def dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
         self._tokens = topk_expert_ids_TK.numel()
@@ -181,6 +190,13 @@ class _Planned:
             counts.view(ep_size, -1).sum(dim=1)  # as Titan's: policies count operations
         sent = _split(self._tokens, ep_size)
         received = _split(round(self._tokens * self._imbalance), ep_size)
+        if self._turn is not None and (rows := self._turn.rows) is not None:
+            told = num_local_tokens_per_expert_E, num_global_tokens_per_local_expert_EP_e
+            rows.counts_to_read(*told)
+            each = self._tokens / self._router.top_k * ranks_of_token(self._router, ep_size)
+            rows.sends = _split(round(each), ep_size)
+            rows.receives = _split(round(each * self._imbalance), ep_size)
+            return told[1][:, :-1].flatten(), sent, received
         return num_global_tokens_per_local_expert_EP_e.reshape(-1), sent, received
 
 
@@ -188,12 +204,14 @@ class PlannedTokenDispatcher(_Planned, FunctionalAllToAllTokenDispatcher):
     @dataclass(kw_only=True, slots=True)
     class Config(FunctionalAllToAllTokenDispatcher.Config):
         imbalance: float = 1.0
+        router: TokenChoiceTopKRouter.Config | None = None
 
 
 class PlannedStockTokenDispatcher(_Planned, AllToAllTokenDispatcher):
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
         imbalance: float = 1.0
+        router: TokenChoiceTopKRouter.Config | None = None
 
 
 _PLANNED = {

@@ -135,7 +135,8 @@ class Trainer(TitanTrainer):
 
         def _check_exchanges(self) -> None:
             # A dry run of stock TorchTitan has its own section, without our keys.
-            for key, value in (("overlap_exchanges", "halves"), ("exchange_dtype", "float8")):
+            keys = {"overlap_exchanges": "halves", "exchange_dtype": "float8"}
+            for key, value in {**keys, "exchange_rows": "rank"}.items():
                 if getattr(self.parallelism, key, "") == value and self.debug.spmd_typechecking:
                     raise ValueError(
                         f'parallelism.{key} = "{value}" does not go with debug.spmd_typechecking = '

@@ -1,0 +1,343 @@
+"""A token goes to a rank once: the same sums, rows that are counted, and what is refused."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+
+from tests.helpers.cluster import RankError, run_ranks
+from tests.helpers.training import Run, Runs, make_config, observed, train
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, exchange_once
+from titan_ext.components.exchange_policy import ranks_of_token
+from titan_ext.plan.stand_ins import PlannedTokenDispatcher
+
+_T, _D = 24, 16
+
+
+def _routing(kind: str, experts: int, top_k: int, rank: int, ranks: int) -> torch.Tensor:
+    """Expert ids ``(T, K)`` of the tokens of ``rank``."""
+    generator = torch.Generator().manual_seed(rank)
+    local = experts // ranks
+    if kind == "one rank":  # of all tokens; the others get none
+        choices = [torch.randperm(local, generator=generator)[:top_k] for _ in range(_T)]
+    elif kind == "a rank each":
+        choices = [token % ranks * local + torch.arange(top_k) for token in range(_T)]
+    else:
+        choices = [torch.randperm(experts, generator=generator)[:top_k] for _ in range(_T)]
+    return torch.stack(choices)
+
+
+class _Inputs:
+    """What one rank has: tokens, scores, expert ids, and the weights of all experts."""
+
+    def __init__(self, kind: str, experts: int, top_k: int, ranks: int, rank: int, dtype: Any):
+        self.ids_TK = _routing(kind, experts, top_k, rank, ranks)
+        generator = torch.Generator().manual_seed(100 + rank)
+        self.x_TD = torch.randn(_T, _D, generator=generator, dtype=torch.float64).to(dtype)
+        self.scores_TK = torch.rand(_T, top_k, generator=generator, dtype=torch.float64)
+        self.scores_TK = self.scores_TK.to(torch.promote_types(dtype, torch.float32))
+        weights = torch.Generator().manual_seed(7)
+        self.w_EDD = torch.randn(experts, _D, _D, generator=weights, dtype=torch.float64) / 4
+        self.w_EDD = self.w_EDD.to(dtype)
+
+
+class _Exchanges(TorchDispatchMode):
+    """Counts all-to-alls, and notes how many rows of tokens each sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.rows = 0, list[int]()
+
+    def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):
+        if func.__name__.startswith("all_to_all_single"):
+            self.count += 1
+            if args[0].dim() == 2 and args[0].is_floating_point():
+                self.rows.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def _loss(out_TD: torch.Tensor) -> torch.Tensor:
+    return (out_TD * torch.arange(1.0, _D + 1, dtype=out_TD.dtype)).sum()
+
+
+def _layer(once: bool, in_steps: bool, shape: tuple[str, int, int], dtype: Any) -> dict[str, Any]:
+    """Dispatch, experts and combine of one layer, and its backward, on this rank."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    kind, experts, top_k = shape
+    config = FunctionalAllToAllTokenDispatcher.Config(num_experts=experts, top_k=top_k)
+    routed: Any = nn.Module()
+    routed.token_dispatcher = dispatcher = config.build()
+    dispatcher.ep_mesh = mesh
+    if once:
+        assert exchange_once(routed) == (min(top_k, experts // ranks) > 1)
+    inputs = _Inputs(kind, experts, top_k, ranks, rank, dtype)
+    counts_E = torch.bincount(inputs.ids_TK.flatten(), minlength=experts)
+    x_TD, scores_TK = inputs.x_TD.requires_grad_(), inputs.scores_TK.requires_grad_()
+    w_eDD = inputs.w_EDD.chunk(ranks)[rank].clone().requires_grad_()
+
+    def experts_of(x_RD: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+        parts = x_RD.split(counts_e.tolist())
+        return torch.cat([torch.tanh(x @ w) for x, w in zip(parts, w_eDD, strict=True)])
+
+    with set_current_spmd_mesh(mesh), _Exchanges() as exchanges:
+        given = (x_TD, scores_TK, inputs.ids_TK, counts_E)
+        if in_steps:  # as halves do
+            turn = dispatcher.send(*given)
+            dispatcher.send_back(turn, experts_of(*dispatcher.receive(turn)))
+            out_TD = dispatcher.collect(turn, x_TD)
+        else:
+            routed_RD, counts_e, metadata = dispatcher.dispatch(*given)
+            out_TD = dispatcher.combine(experts_of(routed_RD, counts_e), metadata, x_TD)
+        _loss(out_TD).backward()
+    values: dict[str, Any] = {"out": out_TD, "x": x_TD.grad, "w": w_eDD.grad}
+    values["scores"] = scores_TK.grad
+    dist.destroy_process_group()
+    return {
+        "values": {name: value.detach().double().numpy() for name, value in values.items()},
+        "rows": exchanges.rows,
+        "exchanges": exchanges.count,
+    }
+
+
+def _without_ranks(shape: tuple[str, int, int], ranks: int) -> list[dict[str, np.ndarray]]:
+    """The same of all ranks, token by token, in float64."""
+    kind, experts, top_k = shape
+    given = [_Inputs(kind, experts, top_k, ranks, rank, torch.float64) for rank in range(ranks)]
+    w_EDD = given[0].w_EDD.requires_grad_()
+    outs = []
+    for each in given:
+        x_TD, scores_TK = each.x_TD.requires_grad_(), each.scores_TK.requires_grad_()
+        out_TKD = torch.tanh(torch.einsum("td,tkdf->tkf", x_TD, w_EDD[each.ids_TK]))
+        outs.append((out_TKD * scores_TK.unsqueeze(-1)).sum(1))
+        _loss(outs[-1]).backward()
+    assert w_EDD.grad is not None
+    return [
+        {
+            "out": out_TD.detach().numpy(),
+            "x": each.x_TD.grad.numpy(),  # type: ignore[union-attr]
+            "scores": each.scores_TK.grad.numpy(),  # type: ignore[union-attr]
+            "w": w_eDD.numpy(),
+        }
+        for each, out_TD, w_eDD in zip(given, outs, w_EDD.grad.chunk(ranks), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        (2, ("random", 8, 3)),
+        (2, ("one rank", 8, 3)),
+        (4, ("random", 16, 4)),
+        (4, ("a rank each", 16, 4)),
+        (4, ("random", 4, 2)),  # one expert a rank: nothing to gain
+    ],
+)
+def test_sums_are_those_of_every_expert(
+    ranks: int, shape: tuple[str, int, int], in_steps: bool, tmp_path: Path
+):
+    found = run_ranks(_layer, ranks, True, in_steps, shape, torch.float64, log_folder=tmp_path)
+    kind, experts, top_k = shape
+    gains = experts > ranks
+    sends = torch.zeros(ranks, ranks, dtype=torch.int64)
+    for rank in range(ranks):
+        ids_TK = _routing(kind, experts, top_k, rank, ranks)
+        for ids in (ids_TK // (experts // ranks)).tolist():
+            for to in set(ids) if gains else ids:
+                sends[rank, to] += 1
+    for rank, (mine, expected) in enumerate(zip(found, _without_ranks(shape, ranks), strict=True)):
+        # Titan makes the products of outputs and scores in fp32, whatever comes.
+        tolerance = 1e-12 if gains else 1e-6
+        for name, value in expected.items():
+            scale = max(np.abs(value).max(), 1.0)
+            assert np.abs(mine["values"][name] - value).max() < tolerance * scale, name
+        sent, received = int(sends[rank].sum()), int(sends[:, rank].sum())
+        # Tokens out and back, gradients out and back. Once more: the counts; scores both ways.
+        assert mine["rows"] == [sent, received, sent, received]
+        assert mine["exchanges"] == 4 + 1 + (2 if gains else 0)
+
+
+def test_bf16_is_as_close_as_a_row_for_each_expert(tmp_path: Path):
+    """Sums in fp32 round less than a bf16 number for each expert."""
+    shape = ("random", 8, 3)
+    errors = {}
+    for once in (False, True):
+        found = run_ranks(_layer, 2, once, False, shape, torch.bfloat16, log_folder=tmp_path)
+        errors[once] = {
+            name: max(
+                np.linalg.norm(mine["values"][name] - its[name]) / np.linalg.norm(its[name])
+                for mine, its in zip(found, _without_ranks(shape, 2), strict=True)
+            )
+            for name in found[0]["values"]
+        }
+    for name, error in errors[True].items():
+        assert error < min(0.02, 1.05 * errors[False][name]), name
+
+
+def _of_titan(experts: int, top_k: int, groups: int | None, chosen: int | None) -> Any:
+    return SimpleNamespace(
+        num_experts=experts, top_k=top_k, num_expert_groups=groups, num_limited_groups=chosen
+    )
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "chosen", "ep"),
+    [(64, 6, None, None, 8), (256, 8, 8, 4, 32), (256, 8, 8, 4, 4), (32, 4, None, None, 32)],
+)
+def test_to_how_many_ranks_a_token_goes(
+    experts: int, top_k: int, groups: int | None, chosen: int | None, ep: int
+):
+    """As counted among random scores."""
+    scores_TE = torch.rand(20_000, experts, generator=torch.Generator().manual_seed(0))
+    if groups is not None:
+        assert chosen is not None
+        open_TG = torch.rand(20_000, groups).argsort(1) < chosen
+        scores_TE *= open_TG.repeat_interleave(experts // groups, dim=1)
+    rank_TK = scores_TE.topk(top_k).indices // (experts // ep)
+    counted = torch.zeros(20_000, ep).scatter_(1, rank_TK, 1).sum(1).mean().item()
+    router = _of_titan(experts, top_k, groups, chosen)
+    assert ranks_of_token(router, ep) == pytest.approx(counted, rel=0.01)
+
+
+def _planned() -> tuple[int, int, int]:
+    """Rows that a rank of 8 sends and receives in a dry run, and tokens of its experts."""
+    dist.init_process_group("fake", rank=0, world_size=8)
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("ep",))
+    router = _of_titan(64, 6, None, None)
+    config = PlannedTokenDispatcher.Config(num_experts=64, top_k=6, imbalance=1.5, router=router)
+    routed: Any = nn.Module()
+    routed.token_dispatcher = dispatcher = config.build()
+    dispatcher.ep_mesh = mesh
+    assert exchange_once(routed)
+    with FakeTensorMode(), set_current_spmd_mesh(mesh):
+        ids_TK, counts_E = (torch.zeros(n, dtype=torch.int64) for n in ((1000, 6), (64,)))
+        turn = dispatcher.send(torch.zeros(1000, _D), torch.zeros(1000, 6), ids_TK, counts_E)
+        routed_RD, _ = dispatcher.receive(turn)
+    assert turn.rows is not None
+    return sum(turn.rows.sends), sum(turn.rows.receives), len(routed_RD)
+
+
+def test_a_dry_run_counts_fewer_rows(tmp_path: Path):
+    """4.536 ranks a token; this one's experts get 1.5 times the tokens."""
+    assert run_ranks(_planned, 1, log_folder=tmp_path) == [(4536, 6803, 9000)]
+
+
+PLAIN = observed(Run(world=2, ep=2, global_batch=8, layers=3, parallelize="submodule"))
+_SCORES = 16_384
+"""Bytes that the exchanges of counts and scores stay below, and those of tokens do not."""
+
+
+def _once(run: Run) -> Run:
+    return replace(run, exchange_rows="rank")
+
+
+def _tokens(run: Run, runs: Runs) -> dict[bool, list[int]]:
+    """Bytes of the exchanges of tokens, in forward and in backward (with its recompute)."""
+    found: dict[bool, list[int]] = {False: [], True: []}
+    for event in runs.get(run).ranks[0].collectives:
+        if event.kind == "all_to_all" and event.nbytes > _SCORES:
+            found[event.in_backward].append(event.nbytes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overlap", "dtype", "ac"),
+    [
+        ("none", None, "selective"),
+        ("none", None, "fp8"),
+        ("halves", None, "fp8"),
+        ("none", "float8", "fp8"),
+        ("halves", "float8", "selective"),
+    ],
+)
+def test_bytes_on_the_wire(overlap: str, dtype: str | None, ac: str, runs: Runs):
+    """Of 3 experts out of 8 on two ranks a token has 1.86 ranks, if all are as likely."""
+    run = replace(PLAIN, overlap_exchanges=overlap, exchange_dtype=dtype, ac=ac)
+    run = replace(run, save_all_to_all="always")
+    once, plain = (_tokens(each, runs) for each in (_once(run), run))
+    for in_backward in (False, True):
+        ours, its = once[in_backward], plain[in_backward]
+        assert len(ours) == len(its) > 0
+        assert 0.45 < sum(ours) / sum(its) < 0.75
+    results, plain_results = runs.get(_once(run)), runs.get(run)
+    assert results.losses != plain_results.losses
+    assert results.losses == pytest.approx(plain_results.losses, rel=1e-3)
+    assert results.grad_norms == pytest.approx(plain_results.grad_norms, rel=1e-2)
+
+
+def test_gradients_are_close(runs: Runs):
+    run = replace(PLAIN, steps=1, traced_step=0, keep_gradients=True)
+    ours, plain = (runs.get(each).ranks[0].gradients for each in (_once(run), run))
+    assert ours.keys() == plain.keys()
+    for name, mine in ours.items():
+        x, y = mine.astype(np.float64).ravel(), plain[name].astype(np.float64).ravel()
+        assert x @ y / (np.linalg.norm(x) * np.linalg.norm(y)) > 0.9999, name
+
+
+FOUR = replace(PLAIN, world=4, global_batch=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(PLAIN, ac="none", backend="partial_dtensor", parallelize="block"),
+        replace(PLAIN, ac="full", overlap_exchanges="halves", accumulate=2, global_batch=12),
+        replace(PLAIN, ac="fp8_early", save_all_to_all="always"),
+        replace(PLAIN, ac="fp8_early", overlap_exchanges="halves", exchange_dtype="float8"),
+        replace(PLAIN, ac="fp8_no_recompute"),
+        replace(PLAIN, ac="fp8_speed", save_all_to_all="always"),
+        replace(PLAIN, model="gpt_oss", save_all_to_all="never"),
+        replace(PLAIN, model="qwen3_moe", ac="on_host_all"),
+        replace(PLAIN, model="deepseek_v3", routing="one_expert"),
+        replace(FOUR, tp=2, global_batch=8),
+        replace(FOUR, pp=2, microbatch_size=2, global_batch=8, overlap_exchanges="halves"),
+        replace(FOUR, ep=4, routing="one_expert", exchange_dtype="float8"),
+        replace(FOUR, experts=6, expert_all_gather="float8", overlap_exchanges="halves"),
+        replace(PLAIN, cp=2, attention="flex", seq_len=512, global_batch=2),
+    ],
+    ids=str,
+)
+def test_layouts(run: Run, runs: Runs):
+    run = replace(run, traced_step=0)
+    ours, plain = (runs.get(each) for each in (_once(run), run))
+    assert ours.losses == pytest.approx(plain.losses, rel=5e-3)
+    assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=5e-2)
+
+
+def test_outputs_of_experts_are_read_by_scores(tmp_path: Path):
+    """Here, and not behind the exchange: to discard them would make gradients NaN."""
+    last_gemm = {"moe.routed_experts.inner_experts:aten._grouped_mm:w2*": "discard"}
+    run = replace(PLAIN, layers=2, steps=1, traced_step=0, ac=FP8AC.Config(op_policies=last_gemm))
+    with pytest.raises(RankError, match=r"aten\.mul in moe\.routed_experts reads it"):
+        train(_once(run), tmp_path)
+
+
+def test_one_expert_a_rank_changes_nothing(runs: Runs):
+    run = replace(FOUR, ep=4, experts=4, steps=2, traced_step=0)
+    assert runs.get(_once(run)).losses == runs.get(run).losses
+
+
+def test_what_it_does_not_serve_is_refused_by_key(tmp_path: Path):
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(ValueError, match="exchange_rows") as refused:
+            make_config(_once(replace(PLAIN, **changes)), tmp_path)
+        return str(refused.value)
+
+    assert "does not go with compile.enable = true" in refusal(compiled=True)
+    assert "needs parallelism.expert_parallel_degree > 1" in refusal(ep=1)
+    assert "debug.spmd_typechecking = true" in refusal(typechecked=True)
