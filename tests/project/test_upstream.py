@@ -40,6 +40,15 @@ def test_patch_applies(patch: check.Patch):
     assert _applied(patch) == "applies"
 
 
+def test_another_version_gets_the_patch_that_was_made_for_it(monkeypatch: pytest.MonkeyPatch):
+    (patch,) = (p for p in check.patches() if (p.folder / "main").is_dir())
+    of_release = patch.file
+    assert of_release.parent == patch.folder.resolve()
+    monkeypatch.setattr(check, "installed", lambda _: ("0.2.2", Path()))
+    assert patch.file == of_release.parent / "main" / of_release.name
+    assert not patch.lacks()
+
+
 def test_incomplete_folders_are_named(tmp_path: Path):
     patch = replace(check.patches()[0], folder=tmp_path / "copy")
     shutil.copytree(check.patches()[0].folder, patch.folder)
