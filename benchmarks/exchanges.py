@@ -44,7 +44,7 @@ ARMS = {
     "halves, float8": f"{_HALVES} {_FLOAT8}",
     "halves, one row": f"{_HALVES} {_ROWS}",
     "halves, float8, one row": f"{_HALVES} {_FLOAT8} {_ROWS}",
-    "and experts' gathers": f"{_HALVES} {_FLOAT8} {_ROWS} {_EXPERTS}",
+    "and experts' gathers": f"{_HALVES} {_FLOAT8} {_EXPERTS}",
 }
 
 

@@ -208,6 +208,14 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         (["dry-run", "moe_debug", "--ranks", "4", "--on-cpu"], "--on-cpu needs --activations"),
         (["dry-run", "moe_debug", "--ranks", "4", "--rank", "1", "--all-stages"], "no --rank"),
         (["dry-run", "moe_debug", "--ranks", "4", "--memry", "8GiB"], "did you mean '--memory'"),
+        # A value is no option: "rank" is not --rank.
+        (
+            [
+                *("dry-run", "moe_debug", "--ranks", "4", "--parallelism.exchange_rows", "rank"),
+                *("--parallelism.expert_parallel_degree", "1"),
+            ],
+            "needs parallelism.expert_parallel_degree > 1",
+        ),
         (
             ["dry-run", "moe_debug", "--ranks", "4", "--memory", "8GiB", "--out", "run.toml"],
             "run.toml: File exists.",

@@ -179,5 +179,8 @@ def test_all_to_alls_of_a_layer(policy: Any, saves: Any, exchanges: int | None):
     beside = ", as stock selective" if exchanges == 8 else "; 8 with stock selective"
     said = f"all-to-alls a MoE layer and step: {exchanges}{beside} (predicted)"
     assert found == ([said] if exchanges else [])
+    if exchanges == 5:  # scores and their gradients
+        once = said_of(exchange_rows="rank", expert_parallel_degree=2)[0]
+        assert "and step: 7" in once
     if exchanges:  # twice as many, of half the bytes
         assert f"and step: {2 * exchanges}" in said_of(overlap_exchanges="halves")[0]

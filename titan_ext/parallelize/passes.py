@@ -109,10 +109,10 @@ def parallelize(
     if exchanges.dtype is not None:
         exchange_in_float8(model)
     if exchanges.rows == "rank" and not exchange_once(model):
-        logger.info(
-            'parallelism.exchange_rows = "rank" does nothing: no rank here has two experts of '
-            "a token."
-        )
+        exchanges = dataclasses.replace(exchanges, rows="expert")
+        exchanges.leave_with(model)
+        why = "no rank here has two experts of a token"
+        logger.info(f'parallelism.exchange_rows = "rank" does nothing: {why}.')
     if exchanges.overlap == "halves":
         overlap_in_halves(model, exchanges.ep)
     elif exchanges.overlap == "shared experts":
