@@ -275,7 +275,7 @@ def test_nodes_of_this_machine_do_not_leak_into_a_plan(monkeypatch: pytest.Monke
 
 def test_options_of_the_clock_are_checked(folder: Path):
     for options, message in (
-        (("--machine", "h10"), "gb300, mi300x, mi355x; did you mean 'h100'?"),
+        (("--machine", "h10"), "mi355x, or a TOML file with rates; did you mean 'h100'?"),
         (("--ranks-per-node", "-1"), "--ranks-per-node is -1; expected 0 or more."),
         (("--document", "-1"), "--document is -1; expected 0 or more."),
         (("--nvlink-domain", "-1"), "--nvlink-domain is -1; expected 0 or more."),
