@@ -6,7 +6,7 @@
     python benchmarks/fp8_ac_loss.py --ep 1 --warm 300 --steps 100 \
         --arms selective noise float8-gather bad-gather --output outputs/fp8_gather_loss
     python benchmarks/fp8_ac_loss.py --warm 200 --steps 80 \
-        --arms selective noise halves float8-exchange bad-exchange --output outputs/exchange_loss
+        --arms selective noise halves rows float8-exchange bad-exchange --output outputs/exchange_loss
 
 It trains the DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, for 300 steps on Python's
 standard library. Parameters are fp32, computation is bf16. Training is chaotic: a relative change
@@ -77,6 +77,7 @@ ARMS: dict[str, Any] = {
     "bad-gather": SelectiveAC.Config,
     "bad-gather-all": SelectiveAC.Config,
     "halves": SelectiveAC.Config,
+    "rows": SelectiveAC.Config,
     "float8-exchange": SelectiveAC.Config,
     "bad-exchange": SelectiveAC.Config,
 }
@@ -112,6 +113,7 @@ def train_rank(
         expert_all_gather="float8" if arm in _GATHERS else None,
         all_gather="float8" if arm in _GATHERS_ALL else None,
         exchange_dtype="float8" if arm in _EXCHANGES else None,
+        exchange_rows="rank" if arm == "rows" else "expert",
         overlap_exchanges="halves" if arm == "halves" else "none",
         global_batch=2 * batch,
         seq_len=seq_len,

@@ -290,6 +290,7 @@ def test_what_blocks_may_hold_in_a_memory():
     with pytest.raises(ValueError, match="needs 1 B more"):
         budget_in(_without_checkpointing(49), 40, 10)
     # Pools are 26 % larger than what comes and goes, 42 at the loss, of what the blocks may hold,
-    # too: in the backward of the last block (60 - 65 - 10) / 1.26 + 40 - 10.
+    # too: in the backward of the last block (60 - 4 - 65 - 10) / 1.26 + 40 - 10, where 4 are what
+    # a plan of 60 may be off.
     aside = {"allowance": None, "context": 0, "communicator": 0}
-    assert budget_in(_without_checkpointing(60, {0: 62 + 11}, **aside), 40, 10) == 19
+    assert budget_in(_without_checkpointing(60, {0: 62 + 11}, **aside), 40, 10) == 14

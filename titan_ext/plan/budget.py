@@ -386,7 +386,7 @@ def budget_in(memory: MemoryPlan, everything: int, one: int) -> int:
         one: Bytes that the largest block holds.
 
     Raises:
-        ValueError: if a moment does not fit with nothing held.
+        ValueError: if a moment may not fit with nothing held.
     """
     budget = everything
     for moment in memory.moments:
@@ -395,8 +395,8 @@ def budget_in(memory: MemoryPlan, everything: int, one: int) -> int:
         room = memory.room(moment) + held - (min(one, held) if runs else 0)
         if room < 0:
             raise ValueError(
-                f"without activations a step needs {format_bytes(-room)} more than there is: no "
-                "policy makes it fit."
+                f"without activations a step needs {format_bytes(-room)} more than surely fit: no "
+                "policy makes it fit. A budget of a size is tried all the same."
             )
         if memory.room(moment) < 0:
             budget = min(budget, room * everything // held)

@@ -87,12 +87,25 @@ class MemoryPlan:
     @property
     def band(self) -> int:
         """Bytes by which published jobs were off their plans, nine of ten of them."""
-        share = COMPILED_BAND if self.is_compiled else BAND
-        return int(share * (self.peak.nbytes + self.allowance - self._fixed))
+        return int(self._share * (self.peak.nbytes + self.allowance - self._fixed))
+
+    @property
+    def _share(self) -> float:
+        return COMPILED_BAND if self.is_compiled else BAND
+
+    @property
+    def _unsure(self) -> int:
+        """Bytes to keep free so that the step fits, however far off the plan is."""
+        return self.band if self.budget.allowance is None else 0
 
     @property
     def is_uncertain(self) -> bool:
-        return self.budget.allowance is None and abs(self.spare) < self.band
+        return abs(self.spare) < self._unsure
+
+    @property
+    def surely_spare(self) -> int:
+        """Bytes that are left if the plan is too small by its band; negative if that is too many."""
+        return self.spare - self._unsure
 
     @property
     def spare(self) -> int:
@@ -103,10 +116,15 @@ class MemoryPlan:
         return self.budget.memory - moment.nbytes - self._allowance(moment)
 
     def room(self, moment: Peak) -> int:
-        """Bytes that could be made at ``moment``; negative if those that are do not fit."""
-        spare = self._spare(moment)
-        is_given = self.budget.allowance is not None
-        return spare if is_given else int(spare / (1 + max(self._unused, 0.0)))
+        """Bytes that could be made at ``moment``; negative if it has more than surely fit.
+
+        The band of a step that fills the memory stays free.
+        """
+        if self.budget.allowance is not None:
+            return self._spare(moment)
+        filled = (self.budget.memory - self._fixed) * self._share // (1 + self._share)
+        spare = self._spare(moment) - min(self.band, int(filled))
+        return int(spare / (1 + max(self._unused, 0.0)))
 
     def verdict(self, rank: str) -> str:
         fits = "fits" if self.spare >= 0 else "does not fit"
@@ -138,7 +156,7 @@ class MemoryPlan:
 
     def _reserved(self) -> Iterator[str]:
         others = sum(n for stream, n in self.reserved.items() if stream)
-        off_by = f"+-{COMPILED_BAND if self.is_compiled else BAND:.0%}"
+        off_by = f"+-{self._share:.0%}"
         fused = ", without what is fused" if self.is_compiled else ""
         yield (
             f"{_gib(sum(self.reserved.values())):>8}  reserved ({off_by}), of it {_gib(others)} in "

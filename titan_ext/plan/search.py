@@ -85,7 +85,8 @@ class Tried:
 
     @property
     def fits(self) -> bool:
-        return self.memory is not None and self.memory.spare >= 0
+        """Whether it does even if the plan of its memory is off by its band."""
+        return self.memory is not None and self.memory.surely_spare >= 0
 
     @property
     def us_per_token(self) -> float:
@@ -97,7 +98,7 @@ class Tried:
         """The fastest that fits comes first; what does not by what it lacks."""
         if self.memory is None or self.fits:
             return self.memory is None, self.us_per_token
-        return True, -self.memory.spare * 1e9
+        return True, -self.memory.surely_spare * 1e9
 
     def saves(self, other: "Tried") -> float:
         """Of the time of a token with ``other``, the share that it saves."""
@@ -231,19 +232,31 @@ class Search:
             if any(one.level is level for one in tried) or _gains_nothing(level, tried):
                 break
             tried.append((yield from self._price(choices, level)))
-            if tried[-1].memory is None:
+            if tried[-1].memory is None or self._is_behind(tried[-1]):
                 break
             room = _room(tried[-1])
         return min(tried, key=lambda one: one.order)
+
+    def _is_behind(self, one: Tried) -> bool:
+        """Whether a candidate that fits would not be the best if it recomputed nothing at all."""
+        if not (one.fits and self.best.fits and one.level and one.time):
+            return False
+        saved = one.level.ms / one.time.step_ms
+        return one.us_per_token * (1 - saved) > self.best.us_per_token
 
     # -- the search
 
     def _bases(self, is_coarse: bool) -> list[Tried]:
         """The best; for other keys than degrees also the best of other degrees or another batch.
 
-        Keys that only one of two degrees allows may be worth more than the degrees differ.
+        Keys that only one of two degrees allows may be worth more than the degrees differ. While
+        nothing with the user's batch fits, the one of those that lacks least is a base, too: a
+        smaller batch frees most, and other keys may free enough.
         """
         best = self.best
+        with_own_batch = [one for one in self.tried if LOCAL not in one.keys]
+        if not any(one.fits for one in with_own_batch) and LOCAL in best.keys:
+            return [best, min(with_own_batch, key=lambda one: one.order)]
         here = _place(self.job.values, best)
         others = [
             one

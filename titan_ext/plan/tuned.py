@@ -51,9 +51,10 @@ def table(search: Search) -> Iterator[str]:
         if max(both) >= 0.05:
             yield _row(f"  {part}", *(f"{ms:,.1f}" for ms in both))
     if not best.fits:
-        yield f"nothing that was tried fits; the least lacks {format_bytes(-_spare(best))}."
+        lacks = -best.memory.surely_spare if best.memory else 0
+        yield f"nothing that was tried surely fits; the least lacks {format_bytes(lacks)}."
     elif not own.fits:
-        yield "yours does not fit: its times are of a step that would run out of memory."
+        yield f"yours {_why_not(own)}: its times are of a step that would run out of memory."
 
 
 def _row(name: str, *values: str) -> str:
@@ -87,7 +88,7 @@ def _saves(search: Search, move: Any) -> str:
     if not without.fits:
         assert search.compared is not None
         freed = format_bytes(max(_spare(search.compared) - _spare(without), 0))
-        return f"frees {freed}" + (", without which it does not fit" if search.best.fits else "")
+        return f"frees {freed}" + (", without which it may not fit" if search.best.fits else "")
     assert search.compared is not None
     ms = (without.us_per_token - search.compared.us_per_token) * without.time.tokens / 1e3
     return f"saves {ms:,.0f} ms" if ms >= 1 else f"saves {ms:.1f} ms"
@@ -102,7 +103,7 @@ def file_lines(search: Search, extends: str, given: Mapping[str, str], about: st
         f"# {about}",
         f"# Planned, not measured: {reaches}, {_peak(best) / _GIB:.1f} GiB.",
         f"# Without the changes: {_per_second(own):,.0f} tokens/s, {_ms(own):,.0f} ms,"
-        f" {_peak(own) / _GIB:.1f} GiB{'' if own.fits else ', which does not fit'}.",
+        f" {_peak(own) / _GIB:.1f} GiB{'' if own.fits else f', which {_why_not(own)}'}.",
         f"extends = {to_toml(extends)}",
     ]
     found = list(changes(search))
@@ -221,6 +222,11 @@ def _per_second(one: Tried) -> float:
 
 def _peak(one: Tried) -> int:
     return one.memory.peak.nbytes if one.memory else 0
+
+
+def _why_not(one: Tried) -> str:
+    """Of a candidate that is not sure to fit."""
+    return "may not fit" if _spare(one) >= 0 else "does not fit"
 
 
 def _spare(one: Tried) -> int:
