@@ -5,8 +5,8 @@
     python benchmarks/fp8_ac_loss.py --report-only
     python benchmarks/fp8_ac_loss.py --ep 1 --warm 300 --steps 100 \
         --arms selective noise float8-gather bad-gather --output outputs/fp8_gather_loss
-    python benchmarks/fp8_ac_loss.py --warm 200 --steps 80 \
-        --arms selective noise halves rows float8-exchange bad-exchange --output outputs/exchange_loss
+    python benchmarks/fp8_ac_loss.py --warm 200 --steps 80 --output outputs/exchange_loss \
+        --arms selective noise halves rows float8-exchange bad-exchange
 
 It trains the DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, for 300 steps on Python's
 standard library. Parameters are fp32, computation is bf16. Training is chaotic: a relative change

@@ -363,17 +363,13 @@ def _patterns(call: Call, full: str, is_expensive: bool) -> Iterator[str]:
 
 def _names(graph: BlockGraph) -> dict[int, str]:
     """Nodes by the pattern that matches nothing else of the block."""
-    names = {}
+    names, by_op = {}, defaultdict(list)
     for call in graph.calls:
+        module, op, operand = call.location
+        by_op[op].append(call.location)
         if call.node < 0:
             continue
-        module, op, operand = call.location
         pattern = f"{module or ROOT}:{op}:{operand or '*'}"
         (rule,) = parse_rules({pattern: SAVE.value})
-        before = 0
-        for other in graph.calls:
-            before += rule.matches(other.location)
-            if other is call:
-                break
-        names[call.node] = f"{pattern}:{before}"
+        names[call.node] = f"{pattern}:{sum(map(rule.matches, by_op[op]))}"
     return names

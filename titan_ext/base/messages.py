@@ -76,6 +76,7 @@ def and_more(names: Collection[object], limit: int = 5) -> str:
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
+@functools.lru_cache(2**16)
 def matches(name: str, pattern: str) -> bool:
     """Whether the glob ``pattern`` matches ``name``, or a module that ``name`` lies in.
 

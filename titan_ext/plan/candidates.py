@@ -144,7 +144,7 @@ class Job:
         config = self._config(asked, depths.short if depths else 0)
         settings = settings_of(config.activation_checkpoint)
         config.activation_checkpoint = None
-        run = dry_run(config, self.facts.ranks, self.rank, imbalance=self.imbalance)
+        run = dry_run(config, self.facts.ranks, self.rank, imbalance=self.imbalance, step=False)
         limit = now[OFFLOAD_LIMIT]
         stands_for = depths.stands_for if depths else lambda index: 1
         traced = TracedBlocks(run, settings, self.machine, limit, stands_for)

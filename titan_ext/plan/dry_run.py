@@ -379,6 +379,7 @@ def dry_run(
     as_on_a_gpu: bool = True,
     imbalance: float = 1.0,
     document: int = 0,
+    step: bool = True,
 ) -> DryRun:
     """Build the trainer of ``rank`` of ``ranks`` and run one step of it; one in a process.
 
@@ -392,6 +393,7 @@ def dry_run(
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
         document: How long packed documents are, where attention is masked to them; 0: a sequence.
+        step: Whether to run one, where nothing is planned.
 
     Raises:
         ValueError: for a config that would not start, or a machine whose accelerator is visible.
@@ -410,7 +412,7 @@ def dry_run(
     run.imbalance, run.dispatchers = imbalance, dispatchers
     if budget is not None or machine:
         run.plan(budget, machine, slower)
-    else:
+    elif step:
         run.run_step()
     return run
 

@@ -104,7 +104,7 @@ class MemoryPlan:
 
     @property
     def surely_spare(self) -> int:
-        """Bytes that are left if the plan is too small by its band; negative if that is too many."""
+        """Bytes that are left if the plan is too small by its band."""
         return self.spare - self._unsure
 
     @property
