@@ -37,11 +37,11 @@ _SCORES = "activation_checkpoint.score_before_last_gemm"
 _COPIES = "parallelism.data_parallel_replicate_degree"
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2")
 JOBS: dict[str, tuple[str, int, str, dict[str, tuple[Any, ...]]]] = {
-    "debug, 8 GPUs of 1.5 GiB": (
+    "debug, 8 GPUs of 2.5 GiB": (
         "moe_debug_gpu",
         8,
-        "1536MiB",
-        {_EP: (2, 4, 8), _SCORES: (False, True), _WRAP: ("auto", "block"), _COPIES: (1, 2)},
+        "2560MiB",
+        {_EP: (1, 2, 8), _SCORES: (False, True), _LOCAL: (4, 8), _COPIES: (1, 2)},
     ),
     "16B, 8 GPUs of 60 GiB": (
         "train_configs/deepseek_v3_16b.toml",
@@ -129,10 +129,8 @@ def check(
         found = search.forks.run(search.evaluate(point, own) for point in points)
         best = min(found, key=lambda one: one.order)
         print(
-            f"{name}: yours {own.us_per_token:.3f} us a token{'' if own.fits else ' (too large)'}; "
-            f"tuned {tuned.us_per_token:.3f} with {dict(tuned.keys)}, {priced} plans, "
-            f"{cpu_s:.0f} CPU s; best of {len(points)} in the grid {best.us_per_token:.3f} with "
-            f"{dict(best.keys)}, {_cpu_s() - cpu_s:.0f} CPU s: "
+            f"{name}: yours {_words(own)}; tuned {_words(tuned)}, {priced} plans, {cpu_s:.0f} CPU "
+            f"s; best of {len(points)} in the grid {_words(best)}, {_cpu_s() - cpu_s:.0f} CPU s: "
             f"tune saves {tuned.saves(best):+.2%} of it",
             flush=True,
         )
@@ -219,6 +217,11 @@ def train(file: Path) -> None:
         steps = zip(*each, strict=True)
         print(json.dumps([[max(w for w, _ in s), max(c for _, c in s)] for s in steps]))
     trainer.close()
+
+
+def _words(one: Any) -> str:
+    too_large = "" if one.fits else ", which is too large,"
+    return f"{one.us_per_token:.3f} us a token{too_large} with {dict(one.keys)}"
 
 
 def _cpu_s() -> float:

@@ -378,6 +378,14 @@ def test_a_move_that_acts_on_nothing_is_not_tried():
     assert not any("exchange_dtype" in key for x in one.tried for key in x.keys)
 
 
+def test_what_cannot_win_is_not_priced_with_more_memory(monkeypatch: pytest.MonkeyPatch):
+    search = _search()
+    monkeypatch.setattr(Search, "_is_behind", lambda self, one: False)
+    longer = _search()
+    assert len(search.tried) < len(longer.tried)
+    assert search.best.us_per_token == longer.best.us_per_token
+
+
 def test_every_change_that_saves_nothing_is_taken_back():
     search = _search()
     best = search.best

@@ -249,14 +249,9 @@ class Search:
     def _bases(self, is_coarse: bool) -> list[Tried]:
         """The best; for other keys than degrees also the best of other degrees or another batch.
 
-        Keys that only one of two degrees allows may be worth more than the degrees differ. While
-        nothing with the user's batch fits, the one of those that lacks least is a base, too: a
-        smaller batch frees most, and other keys may free enough.
+        Keys that only one of two degrees allows may be worth more than the degrees differ.
         """
         best = self.best
-        with_own_batch = [one for one in self.tried if LOCAL not in one.keys]
-        if not any(one.fits for one in with_own_batch) and LOCAL in best.keys:
-            return [best, min(with_own_batch, key=lambda one: one.order)]
         here = _place(self.job.values, best)
         others = [
             one
