@@ -57,7 +57,7 @@ def test_rows_arrive_as_the_codec_has_them(kind: str, width: int, dtype: torch.d
     rows = ROWS[kind](width).to(dtype)
     packed = pack(rows)
     assert packed.dtype == torch.uint8
-    assert packed.shape == (len(rows), width + -(-width // 128))
+    assert packed.shape == (len(rows), -(-(width + -(-width // 128)) // 16) * 16)
     sorted_rows = torch.arange(len(rows)).flip(0)
     expected = dequantize(quantize(rows, Codec()), Codec(), dtype)[sorted_rows]
     arrived = unpack(packed[sorted_rows], width, dtype)
@@ -76,7 +76,7 @@ def test_a_store_keeps_what_arrived_as_it_came():
     assert torch.equal(restored, arrived)
     assert torch.equal(store.unpack(again), arrived.view(8, 8, _DIM))
     assert (calls.found[_QUANTIZE], calls.found[_DEQUANTIZE]) == (0, 1)
-    assert store.memory_report.nbytes == 64 * (_DIM + 2)
+    assert store.memory_report.nbytes == 64 * (_DIM + 16)
     arrived.mul_(2)  # no longer what came
     assert torch.equal(store.unpack(store.pack(arrived)), arrived)
 
@@ -108,8 +108,8 @@ def test_bytes_on_the_wire(overlap: str, runs: Runs):
     for in_backward in (False, True):
         ours, its = (sorted(sizes[in_backward]) for sizes in (packed, plain))
         assert len(ours) == len(its) > 0
-        # A packed row is 256 values and 2 scales, a plain one 512 bytes; one of two exchanges.
-        assert 0.74 < sum(ours) / sum(its) < 0.77
+        # A packed row is 256 values, 2 scales and 14 zeros, a plain one 512 bytes; one of two.
+        assert 0.76 < sum(ours) / sum(its) < 0.77
     losses, plain_losses = (runs.get(each).losses for each in (_float8(run), run))
     assert losses != plain_losses
     assert losses == pytest.approx(plain_losses, rel=2e-3)

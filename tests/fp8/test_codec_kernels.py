@@ -8,11 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map
 from triton.compiler.errors import CompilationError
 
 from tests.helpers.gpu_kernels import GpuCompiler, Kernel
+from titan_ext.components import exchange
 from titan_ext.fp8 import Codec, SavedTensorStore, codec
+from titan_ext.fsdp import collectives
 
 # An H100's 132 multiprocessors start 128 instructions of a thread in each of 1.76e9 cycles a
 # second, and its memory moves 3.35e12 bytes; the codec moves 3 a value.
@@ -88,6 +91,56 @@ def test_whole_blocks_of_any_width_share_kernels():
     assert kernels()[640] == ([], [])
 
 
+def new_kernels(function: Callable[[], Any]) -> list[Kernel]:
+    compiler = codec._BACKEND
+    assert isinstance(compiler, GpuCompiler)
+    before = len(compiler.graphs)
+    with (
+        mock.patch.object(exchange, "compiles_for", return_value=True),
+        mock.patch.object(collectives, "compiles_for", return_value=True),
+    ):
+        function()
+    assert codec._warned == []
+    return [kernel for graph in compiler.graphs[before:] for kernel in graph]
+
+
+@pytest.mark.parametrize("width", [7168, pytest.param(2880, marks=pytest.mark.slow)])
+def test_rows_that_are_exchanged(width: int):
+    """What arrives is decoded out of packed rows, here and by a store that keeps them."""
+
+    def run() -> None:
+        packed_RW = exchange.pack(torch.randn(512, width).bfloat16())
+        # Else torch copies rows a byte at a time: fast_gather_kernel_eligible in
+        # ATen/native/cuda/IndexKernelUtils.h, CatArrayBatchedCopy_vectorized in Shape.cu.
+        assert packed_RW.shape[1] % 16 == width % 16 == 0
+        sorted_RW = packed_RW.index_select(0, torch.arange(512).flip(0))
+        arrived = exchange.unpack(sorted_RW, width, torch.bfloat16)
+        store = SavedTensorStore(Codec(), policy=lambda x: None, one_kernel=True)
+        assert torch.equal(store.unpack(store.pack(arrived)), arrived)
+
+    kernels = with_compiler(lambda: new_kernels(run))
+    assert len(kernels) == (3 if width % 128 else 2), "a store needs no kernel of its own"
+    check(kernels[-1])
+
+
+@pytest.mark.parametrize("ranks", [16, pytest.param(8, marks=pytest.mark.slow)])
+def test_weights_that_are_gathered(ranks: int):
+    """Of 16 ranks two are decoded at once, out of rows; of 8 one. A norm is between matrices."""
+    shard = [(2047 * 128, True), (72, False), (577 * 128, True)]
+
+    def run() -> None:
+        gather = collectives.Float8AllGather(shard)
+        output = torch.randn(ranks * sum(n for n, _ in shard)).bfloat16()
+        mine = output[-len(output) // ranks :]
+        with mock.patch.object(dist, "all_gather_into_tensor"):
+            gather(output, mine, mock.MagicMock(size=lambda: ranks))
+
+    kernels = with_compiler(lambda: new_kernels(run))
+    assert len(kernels) == (3 if ranks > 8 else 2), "one decoder for each width of rows"
+    for kernel in kernels[1:] if ranks > 8 else kernels:
+        check(kernel)
+
+
 @pytest.mark.slow
 def test_the_codec_as_it_was_is_found(monkeypatch: pytest.MonkeyPatch):
     """Its block size was a symbol: 2 kernels, an intermediate, a byte at a time."""
@@ -138,8 +191,10 @@ def test_amd(arch: str, converts: bool, most: float):
 class _OnlyWrites(GpuCompiler):
     """A graph's results have shapes and no values, so that tensors of gigabytes are never read."""
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        super().__call__(graph, inputs)
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        super().__call__(graph, inputs, options)
 
         def run(*arguments: Any) -> Any:
             shapes = graph(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
