@@ -118,7 +118,8 @@ class RankRows:
 
         ``sends`` and ``receives`` count routed tokens.
         """
-        # Rows as floats, which are exact below 2^24. Flat: policies keep it, as they do scores.
+        assert max(self.sends) <= 2**24, "rows are sent as floats, exact up to there"
+        # Flat: policies keep it, as they do scores.
         dtype = torch.promote_types(self.scores_N.dtype, torch.float32)
         pairs_N2 = torch.stack((self.scores_N.to(dtype), self._row_N.to(dtype)), dim=1)
         self._exchange = Exchange(mesh, [2 * n for n in sends], [2 * n for n in receives])
