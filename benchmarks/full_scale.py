@@ -261,7 +261,7 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             if measured.get(key) and planned.get(key):
                 yield f"{name}: {words}, of the plan's = {measured[key] / planned[key]:.3f}"
         for key, words in (
-            ("step_ms", "ms a step, no wire"),
+            ("step_ms", "ms a step on this card"),
             ("host_ms", "host ms a step"),
             ("launched", "kernels a step"),
             ("idle", "idle share of the device"),

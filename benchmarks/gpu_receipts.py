@@ -284,7 +284,8 @@ def write(results: dict[str, Any], out: Path) -> None:
             lines += ["    " + line for line in result["output"].splitlines()[-8:]]
         lines.append("")
     (out / "log.md").write_text("\n".join(lines))
-    plot(results, out / "figures.png")
+    with contextlib.suppress(ImportError):  # a machine may have no matplotlib
+        plot(results, out / "figures.png")
 
 
 def plot(results: dict[str, Any], path: Path) -> None:

@@ -224,7 +224,8 @@ def _large_layer(float8: bool, rows: str) -> tuple[int, int, set[str]]:
         routed_RD, _ = dispatcher.receive(turn)
         dispatcher.send_back(turn, routed_RD * 2)
         dispatcher.collect(turn, x_TD).sum().backward()
-        assert x_TD.grad is not None and scores_TK.grad is not None
+        assert x_TD.grad is not None
+        assert scores_TK.grad is not None
     return routed_RD.numel(), x_TD.grad.numel(), narrow.found
 
 

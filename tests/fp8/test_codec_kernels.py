@@ -9,11 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as nnf
 from torch.utils._pytree import tree_map
 from triton.compiler.errors import CompilationError
 
 from tests.helpers.gpu_kernels import GpuCompiler, Kernel
-from titan_ext.components import exchange
+from titan_ext.components import early_scores, exchange
 from titan_ext.fp8 import Codec, SavedTensorStore, codec
 from titan_ext.fsdp import collectives
 
@@ -61,12 +62,17 @@ def kernels(dtype: Any = "e4m3") -> dict[int, tuple[list[Kernel], list[Kernel]]]
     return with_compiler(run)
 
 
-def check(kernel: Kernel, compute_capability: int = 90) -> None:
+def check(
+    kernel: Kernel,
+    compute_capability: int = 90,
+    *,
+    most: float = INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC,
+) -> None:
     """Memory is the limit, in that configuration that the autotuner would find the fastest."""
     configurations = kernel.machine_code(compute_capability)
     assert not any(code.spills for code in configurations)
     code = min(configurations, key=lambda code: code.instructions_per_value)
-    assert code.instructions_per_value < INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC
+    assert code.instructions_per_value < most
     # bf16 by 16 bytes a thread, float8 by 8 or 16; a scale for 8 values or more.
     accesses = [op for op in code.opcodes.elements() if op.startswith(("LDG", "STG"))]
     wide = [op for op in accesses if op.endswith((".128", ".64"))]
@@ -139,6 +145,21 @@ def test_weights_that_are_gathered(ranks: int):
     assert len(kernels) == (3 if ranks > 8 else 2), "one decoder for each width of rows"
     for kernel in kernels[1:] if ranks > 8 else kernels:
         check(kernel)
+
+
+def test_early_scores_in_a_compiled_block():
+    """One kernel from the GEMMs of tokens to the last: the product with scores costs no other."""
+
+    def hidden(gate_RF: torch.Tensor, up_RF: torch.Tensor, scores_R: torch.Tensor) -> torch.Tensor:
+        return early_scores.scaled(nnf.silu(gate_RF) * up_RF, scores_R)
+
+    compiler = GpuCompiler()
+    gate_RF, up_RF = torch.randn(2, 4096, 1408, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    torch.compile(hidden, backend=compiler)(gate_RF, up_RF, torch.rand(4096))
+    torch._dynamo.reset()
+    ((kernel,),) = compiler.graphs
+    check(kernel, most=2 * INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC)  # it moves 6 bytes a value
 
 
 @pytest.mark.slow

@@ -279,27 +279,28 @@ def _dequantize(
     return _compile_and_run(_decode, [data, scales], settings, dtype)
 
 
-def _rows(data: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+def _rows(data: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
     """The rows that both are columns of, contiguous, and where in them both begin and end.
 
     Alone, a part of rows has a stride that is no product of its sizes. torch.compile makes that a
     variable, of which kernels do not know that they may read more than a byte at a time.
     """
     storage, width = data.untyped_storage(), data.stride(0)
-    ends = scales.storage_offset() + scales.shape[-1] - data.storage_offset()
-    first = (width - ends) // ALIGNMENT * ALIGNMENT
+    scales_begin = scales.storage_offset() - data.storage_offset()
+    scales_end = scales_begin + scales.shape[-1]
+    # What is before ``data`` in a row; 0 in a row that begins with it.
+    first = (width - scales_end) // ALIGNMENT * ALIGNMENT
     begin = data.storage_offset() - first
     if (
-        data.stride() != scales.stride()
-        or data.stride() != (width, 1)
+        not data.stride() == scales.stride() == (width, 1)
         or storage._cdata != scales.untyped_storage()._cdata
-        or not data.shape[1] <= ends - scales.shape[1] < ends <= width
+        or not data.shape[1] <= scales_begin < scales_end <= width
         or not 0 <= begin <= storage.nbytes() - len(data) * width
     ):
         return None
     rows = data.view(torch.uint8).as_strided((len(data), width), (width, 1), begin)
-    ends += first
-    return rows, (first, first + data.shape[1], ends - scales.shape[1], ends)
+    columns = 0, data.shape[1], scales_begin, scales_end
+    return rows, tuple(first + column for column in columns)
 
 
 def _whole_blocks(x: torch.Tensor, codec: Codec) -> int:
@@ -345,7 +346,7 @@ def _compiled(function: Callable[..., Any], constant: Any) -> Callable[..., Any]
     A copy: torch.compile stops after 8 kinds of inputs of the same code.
     """
     copy = types.FunctionType(function.__code__.replace(), function.__globals__)
-    options = {"assume_aligned_inputs": True}  # a copy is made of those that are not
+    options: Any = {"assume_aligned_inputs": True}  # a copy is made of those that are not
     return torch.compile(copy, backend=_BACKEND, dynamic=constant is None, options=options)
 
 
