@@ -1,7 +1,7 @@
 """One card as a rank of a large job: what its step takes, beside what a dry run plans for it.
 
     python -m benchmarks.full_scale --out outputs/full_scale         # a GPU; about 5 minutes
-    python -m benchmarks.full_scale --out outputs/halves --jobs 16B --shallow --arms whole halves
+    python -m benchmarks.full_scale --jobs 16B --shallow --arms whole halves halves-wire
     python -m benchmarks.full_scale --out outputs/dry --dry          # a debug model on a CPU
 
 Titan's fake process group (``comm.mode`` "fake_backend") makes one process a rank of any mesh, with
@@ -9,6 +9,10 @@ real kernels, a real allocator and FSDP's own hooks. There is no wire: what woul
 with copies of what is sent. These are the kernels "collectives", which a plan does not have, and
 which are left out of the ratios. Routing is forced to be balanced, as a plan takes it, and every
 rank then sends what this one does.
+
+With the arm "halves-wire" each exchange also copies as many bytes from pinned host memory, on a
+stream of its own, and is waited for until they have come: a wire of the host's link, about as fast
+as a network card's. So the profiler shows how much of it lies beside kernels.
 
 Each job runs at two depths, so that slopes show what a layer adds, in processes of its own: one for
 the plan and one for three steps. The first makes states and tunes kernels. The second is timed, and
@@ -27,6 +31,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.exchanges import EXCHANGES
 
@@ -46,7 +51,8 @@ DRY_JOBS = {
         (2, 3),
     )
 }
-ARMS = {"whole": "", "halves": "--parallelism.overlap_exchanges halves"}
+_HALVES = "--parallelism.overlap_exchanges halves"
+ARMS = {"whole": "", "halves": _HALVES, "halves-wire": _HALVES}
 _GIB = 2**30
 _BYTES = {
     "allocated": "GiB allocated at most",
@@ -108,20 +114,76 @@ def trained_config(job: str, depth: int, arm: str, folder: str) -> Any:
     return _config(job, depth, arm, own.split())
 
 
+class _Wire:
+    """Copies from the host that stand for exchanges of tokens, while ``in_place``."""
+
+    def __init__(self, cuda: bool) -> None:
+        import torch
+
+        self._stream = torch.Stream() if cuda else None
+        self._host = self._device = torch.empty(0, dtype=torch.uint8)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        from titan_ext.components.exchange import Exchange
+
+        start, arrived = Exchange.start, Exchange.arrived
+
+        def send(exchange: Any, rows: Any, *, back: bool = False) -> Any:
+            arriving = start(exchange, rows, back=back)
+            exchange.has_come = self._send(arriving)
+            return arriving
+
+        def receive(exchange: Any) -> Any:
+            if exchange.has_come is not None:
+                exchange.has_come.wait()
+            return arrived(exchange)
+
+        with (
+            mock.patch.object(Exchange, "start", send),
+            mock.patch.object(Exchange, "arrived", receive),
+        ):
+            yield
+
+    def _send(self, arriving: Any) -> Any:
+        import torch
+
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream or contextlib.nullcontext():
+            if arriving.nbytes > len(self._host):
+                size: Any = {"size": (arriving.nbytes,), "dtype": torch.uint8}
+                self._host = torch.empty(**size, pin_memory=self._stream is not None)
+                self._device = torch.empty(**size, device=arriving.device)
+            part = slice(arriving.nbytes)
+            self._device[part].copy_(self._host[part], non_blocking=True)
+        return None if self._stream is None else self._stream.record_event()
+
+
 def measure(job: str, depth: int, arm: str) -> Figures:
     """Of the second and the third step of Titan's trainer, in the units of ``plan``."""
     import torch
     from torchtitan.tools import utils as titan_utils
 
-    from benchmarks.device_events import busy_in, events_of, idle_share, kernel_ms
+    from benchmarks.device_events import (
+        busy_in,
+        copies_beside_kernels,
+        events_of,
+        idle_share,
+        kernel_ms,
+    )
     from titan_ext.base.stdlib_corpus import make_corpus
     from titan_ext.plan.stand_ins import as_rank
 
     make_corpus()
     ranks = job.split()[2]
     os.environ["NGPU"] = ranks  # where fake_backend's init_distributed reads it
-    cuda = torch.cuda.is_available()
-    with tempfile.TemporaryDirectory() as folder, as_rank(int(ranks), 0):
+    cuda, has_wire = torch.cuda.is_available(), arm.endswith("wire")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        as_rank(int(ranks), 0),
+        _Wire(cuda).in_place() if has_wire else contextlib.nullcontext(),
+    ):
         trainer = trained_config(job, depth, arm, folder).build()
         trainer.metrics_processor.log = lambda *_, **__: None  # it would begin a new peak
         batches = trainer.batch_generator(trainer.dataloader)
@@ -145,7 +207,9 @@ def measure(job: str, depth: int, arm: str) -> Figures:
         events = events_of(step, cuda)
         busy = busy_in(events, cuda)
         trainer.close()
-    return {
+    copies = [b.end - b.begin for b in busy if b.is_copy]
+    wire = {"wire_ms": sum(copies) / 1e3, "beside": copies_beside_kernels(busy)} if has_wire else {}
+    return wire | {
         # A CPU has only the resident set of the process.
         "allocated": stats.get("allocated_bytes.all.peak", stats["active_bytes.all.peak"]),
         "reserved": stats["reserved_bytes.all.peak"],
@@ -197,10 +261,12 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             if measured.get(key) and planned.get(key):
                 yield f"{name}: {words}, of the plan's = {measured[key] / planned[key]:.3f}"
         for key, words in (
-            ("step_ms", "ms a step, no wire"),
+            ("step_ms", "ms a step on this card"),
             ("host_ms", "host ms a step"),
             ("launched", "kernels a step"),
             ("idle", "idle share of the device"),
+            ("wire_ms", "ms of exchanges on a wire"),
+            ("beside", "share of them beside kernels"),
         ):
             if key in measured:
                 yield f"{name}: {words} = {measured[key]:g}"

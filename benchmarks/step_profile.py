@@ -11,6 +11,7 @@ down, so the idle share is an upper bound. On a CPU each operation counts as a k
 """
 
 import argparse
+import contextlib
 import cProfile
 import pstats
 import statistics
@@ -94,7 +95,8 @@ def main() -> None:
         if beside is not None:
             print(f"{arm}: copies beside computation = {beside:.3f}")
         print("\n".join(by_function(step, args.functions)), flush=True)
-    draw(timelines, args.out / "timeline.png")
+    with contextlib.suppress(ImportError):  # a machine may have no matplotlib
+        draw(timelines, args.out / "timeline.png")
 
 
 if __name__ == "__main__":

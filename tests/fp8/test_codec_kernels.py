@@ -8,11 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as nnf
 from torch.utils._pytree import tree_map
 from triton.compiler.errors import CompilationError
 
 from tests.helpers.gpu_kernels import GpuCompiler, Kernel
+from titan_ext.components import early_scores, exchange
 from titan_ext.fp8 import Codec, SavedTensorStore, codec
+from titan_ext.fsdp import collectives
 
 # An H100's 132 multiprocessors start 128 instructions of a thread in each of 1.76e9 cycles a
 # second, and its memory moves 3.35e12 bytes; the codec moves 3 a value.
@@ -58,12 +62,17 @@ def kernels(dtype: Any = "e4m3") -> dict[int, tuple[list[Kernel], list[Kernel]]]
     return with_compiler(run)
 
 
-def check(kernel: Kernel, compute_capability: int = 90) -> None:
+def check(
+    kernel: Kernel,
+    compute_capability: int = 90,
+    *,
+    most: float = INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC,
+) -> None:
     """Memory is the limit, in that configuration that the autotuner would find the fastest."""
     configurations = kernel.machine_code(compute_capability)
     assert not any(code.spills for code in configurations)
     code = min(configurations, key=lambda code: code.instructions_per_value)
-    assert code.instructions_per_value < INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC
+    assert code.instructions_per_value < most
     # bf16 by 16 bytes a thread, float8 by 8 or 16; a scale for 8 values or more.
     accesses = [op for op in code.opcodes.elements() if op.startswith(("LDG", "STG"))]
     wide = [op for op in accesses if op.endswith((".128", ".64"))]
@@ -86,6 +95,71 @@ def test_memory_is_the_limit(width: int):
 
 def test_whole_blocks_of_any_width_share_kernels():
     assert kernels()[640] == ([], [])
+
+
+def new_kernels(function: Callable[[], Any]) -> list[Kernel]:
+    compiler = codec._BACKEND
+    assert isinstance(compiler, GpuCompiler)
+    before = len(compiler.graphs)
+    with (
+        mock.patch.object(exchange, "compiles_for", return_value=True),
+        mock.patch.object(collectives, "compiles_for", return_value=True),
+    ):
+        function()
+    assert codec._warned == []
+    return [kernel for graph in compiler.graphs[before:] for kernel in graph]
+
+
+@pytest.mark.parametrize("width", [7168, pytest.param(2880, marks=pytest.mark.slow)])
+def test_rows_that_are_exchanged(width: int):
+    """What arrives is decoded out of packed rows, here and by a store that keeps them."""
+
+    def run() -> None:
+        packed_RW = exchange.pack(torch.randn(512, width).bfloat16())
+        # Else torch copies rows a byte at a time: fast_gather_kernel_eligible in
+        # ATen/native/cuda/IndexKernelUtils.h, CatArrayBatchedCopy_vectorized in Shape.cu.
+        assert packed_RW.shape[1] % 16 == width % 16 == 0
+        sorted_RW = packed_RW.index_select(0, torch.arange(512).flip(0))
+        arrived = exchange.unpack(sorted_RW, width, torch.bfloat16)
+        store = SavedTensorStore(Codec(), policy=lambda x: None, one_kernel=True)
+        assert torch.equal(store.unpack(store.pack(arrived)), arrived)
+
+    kernels = with_compiler(lambda: new_kernels(run))
+    assert len(kernels) == (3 if width % 128 else 2), "a store needs no kernel of its own"
+    check(kernels[-1])
+
+
+@pytest.mark.parametrize("ranks", [16, pytest.param(8, marks=pytest.mark.slow)])
+def test_weights_that_are_gathered(ranks: int):
+    """Of 16 ranks two are decoded at once, out of rows; of 8 one. A norm is between matrices."""
+    shard = [(2047 * 128, True), (72, False), (577 * 128, True)]
+
+    def run() -> None:
+        gather = collectives.Float8AllGather(shard)
+        output = torch.randn(ranks * sum(n for n, _ in shard)).bfloat16()
+        mine = output[-len(output) // ranks :]
+        with mock.patch.object(dist, "all_gather_into_tensor"):
+            gather(output, mine, mock.MagicMock(size=lambda: ranks))
+
+    kernels = with_compiler(lambda: new_kernels(run))
+    assert len(kernels) == (3 if ranks > 8 else 2), "one decoder for each width of rows"
+    for kernel in kernels[1:] if ranks > 8 else kernels:
+        check(kernel)
+
+
+def test_early_scores_in_a_compiled_block():
+    """One kernel from the GEMMs of tokens to the last: the product with scores costs no other."""
+
+    def hidden(gate_RF: torch.Tensor, up_RF: torch.Tensor, scores_R: torch.Tensor) -> torch.Tensor:
+        return early_scores.scaled(nnf.silu(gate_RF) * up_RF, scores_R)
+
+    compiler = GpuCompiler()
+    gate_RF, up_RF = torch.randn(2, 4096, 1408, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    torch.compile(hidden, backend=compiler)(gate_RF, up_RF, torch.rand(4096))
+    torch._dynamo.reset()
+    ((kernel,),) = compiler.graphs
+    check(kernel, most=2 * INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC)  # it moves 6 bytes a value
 
 
 @pytest.mark.slow
@@ -138,8 +212,10 @@ def test_amd(arch: str, converts: bool, most: float):
 class _OnlyWrites(GpuCompiler):
     """A graph's results have shapes and no values, so that tensors of gigabytes are never read."""
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        super().__call__(graph, inputs)
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        super().__call__(graph, inputs, options)
 
         def run(*arguments: Any) -> Any:
             shapes = graph(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))

@@ -486,7 +486,9 @@ class _Compiler:
     def __init__(self) -> None:
         self.graphs = self.runs = 0
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: Any, options: Any
+    ) -> Callable[..., Any]:
         self.graphs += 1
 
         def run(*args: Any) -> Any:
@@ -592,7 +594,7 @@ def test_a_width_that_is_new_at_every_step_does_not_compile_at_every_step(
 def test_an_eager_codec_says_why(
     reason: str, compiler: _Compiler, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ):
-    def refuse(graph: Any, inputs: Any) -> Any:
+    def refuse(graph: Any, inputs: Any, options: Any) -> Any:
         raise RuntimeError(reason)
 
     monkeypatch.setattr(codec, "_BACKEND", refuse)

@@ -117,7 +117,9 @@ class GpuCompiler:
     def __init__(self) -> None:
         self.graphs: list[list[Kernel]] = []
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
         kernels: dict[str, Kernel] = {}  # the module may be loaded twice
         code: list[str] = []
 
@@ -129,7 +131,9 @@ class GpuCompiler:
         with (
             _pretended(),
             # Constant folding and the patterns of attention run small kernels on the device.
-            inductor_config.patch(force_disable_caches=True, joint_graph_constant_folding=False),
+            inductor_config.patch(
+                force_disable_caches=True, joint_graph_constant_folding=False, **(options or {})
+            ),
             mock.patch.object(joint_graph, "lazy_init"),
             mock.patch.object(AsyncCompile, "triton", take),
             mock.patch.object(GraphLowering, "save_output_code", code.append),
@@ -153,12 +157,14 @@ def _on_device(graph: torch.fx.GraphModule, inputs: Any) -> tuple[torch.fx.Graph
     # Dynamo's examples: with symbols for what varies, which ``inputs`` do not have.
     examples = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"]
     with mode:
-        return graph, [
-            torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=_DEVICE)
-            if isinstance(x, torch.Tensor)
-            else x
-            for x in examples
-        ]
+        return graph, [_with_offset(x) if isinstance(x, torch.Tensor) else x for x in examples]
+
+
+def _with_offset(x: torch.Tensor) -> torch.Tensor:
+    """Where a tensor begins in its storage decides how much of it a thread may read at once."""
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    storage = torch.empty(x.storage_offset() + extent, dtype=x.dtype, device=_DEVICE)
+    return storage.as_strided(x.size(), x.stride(), x.storage_offset())
 
 
 @contextlib.contextmanager

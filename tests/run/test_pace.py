@@ -191,6 +191,34 @@ def test_a_logged_step_is_one_word_to_the_store_and_others_are_none(
         assert store.values["step 20"].split()[-2:] == ["0", "60"]
 
 
+def test_a_step_may_be_done_again(monkeypatch: pytest.MonkeyPatch):
+    """At once, which is one step, or after a step back to a checkpoint."""
+    trainer: Any = SimpleNamespace(step=0, device=torch.device("cpu"))
+    trainer.metrics_processor = SimpleNamespace(
+        should_log=lambda step: True, logger=SimpleNamespace(log=lambda metrics, step: None)
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    clock = iter(range(100))
+    check = PaceCheck(clock=lambda: float(next(clock)))
+    check._store = store = _Store()
+    check._thread = ThreadPoolExecutor(1)
+    judged: list[tuple[int, int]] = []
+    paces: list[float] = []
+    monkeypatch.setattr(
+        check.judge, "take", lambda step, rows: judged.append((step, len(rows))) or []
+    )
+    monkeypatch.setattr(check.judge, "pace", lambda step, ms: paces.append(ms) or [])
+    with check.around_run(trainer):
+        for trainer.step in (1, 2, 2, 3, 2, 3, 4):
+            with check.around_step(trainer):
+                pass
+            assert check._told is not None
+            check._told.result()
+    assert judged == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    assert store.values == {}
+    assert min(paces) > 0
+
+
 def test_a_meter_adds_up_the_waits_of_a_step(monkeypatch: pytest.MonkeyPatch):
     times = iter([1.0, 1.5, 3.0, 3.25, 4.0, 4.125])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))

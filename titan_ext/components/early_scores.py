@@ -56,9 +56,12 @@ class EarlyScoreExperts(GroupedExperts):
         h_RF = nnf.silu(gemm(tokens_RD, self.w1_EFD)) * gemm(tokens_RD, self.w3_EFD)
         if order_R is not None:
             scores_R = scores_R[order_R]  # waits until they have come
-        # In fp32 by type promotion, so that autograd keeps no fp32 copy of ``h_RF``.
-        scaled_RF = (h_RF * scores_R.float().unsqueeze(-1)).to(h_RF.dtype)
-        return gemm(scaled_RF, self.w2_EDF).type_as(x_RD)
+        return gemm(scaled(h_RF, scores_R), self.w2_EDF).type_as(x_RD)
+
+
+def scaled(h_RF: torch.Tensor, scores_R: torch.Tensor) -> torch.Tensor:
+    """Rows times their scores; in fp32 by type promotion, so autograd keeps no such copy."""
+    return (h_RF * scores_R.float().unsqueeze(-1)).to(h_RF.dtype)
 
 
 class EarlyScoreRoutedExperts(RoutedExperts):

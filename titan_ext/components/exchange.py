@@ -10,7 +10,7 @@ travel to their experts in e4m3 with a scale for 128 values, and so do the gradi
 back. What the experts return, and the gradients of tokens, stay in bf16: they are sums' terms. A
 row is packed as its values and then its scales, in one buffer of 0.508 of bf16's bytes::
 
-    packed_NW   uint8, W = D + ceil(D / 128)
+    packed_NW   uint8, W = D + ceil(D / 128), and zeros up to a multiple of 16
 
 A token is packed once and copied for each of its experts, and what arrives is sorted by expert
 while it is packed. Checkpointing saves what arrived as it is: nothing is quantized twice.
@@ -27,11 +27,12 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as nnf
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common.token_dispatcher import AllToAllDispatchMetadata
 
-from titan_ext.fp8.codec import Codec, Quantized, codec_name, note_decoded
+from titan_ext.fp8.codec import ALIGNMENT, Codec, Quantized, codec_name, note_decoded
 from titan_ext.fp8.saved_tensors import compiles_for
 
 ExchangeDtype = Literal["float8"]
@@ -117,7 +118,8 @@ class RankRows:
 
         ``sends`` and ``receives`` count routed tokens.
         """
-        # Rows as floats, which are exact below 2^24. Flat: policies keep it, as they do scores.
+        assert max(self.sends) <= 2**24, "rows are sent as floats, exact up to there"
+        # Flat: policies keep it, as they do scores.
         dtype = torch.promote_types(self.scores_N.dtype, torch.float32)
         pairs_N2 = torch.stack((self.scores_N.to(dtype), self._row_N.to(dtype)), dim=1)
         self._exchange = Exchange(mesh, [2 * n for n in sends], [2 * n for n in receives])
@@ -325,9 +327,13 @@ def _placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:
 
 @torch.no_grad()
 def pack(x_TD: torch.Tensor) -> torch.Tensor:
-    """Rows ``(T, D)`` in bf16, fp16 or fp32 -> uint8 ``(T, W)``: values in e4m3, then scales."""
+    """Rows ``(T, D)`` in bf16, fp16 or fp32 -> uint8 ``(T, W)``: values in e4m3, then scales.
+
+    With each row at a multiple of 16 bytes, copies and the decoder move 16 bytes at once.
+    """
     quantize = torch.ops.titan_ext.float8_quantize
     data, scales = quantize(x_TD, codec_name(_CODEC), compiles_for(x_TD.device))
+    scales = nnf.pad(scales, (0, -(data.shape[1] + scales.shape[1]) % ALIGNMENT))
     return torch.cat((data.view(torch.uint8), scales), dim=-1)
 
 

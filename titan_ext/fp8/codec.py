@@ -238,6 +238,8 @@ _BACKEND = "inductor"
 _warned: list[str] = []
 _not_compiled: set[Callable[..., Any]] = set()
 _MOST_KINDS = 32
+ALIGNMENT = 16
+"""Bytes that a thread reads at once, where a tensor, and each of its rows, begins at a multiple."""
 _kinds: dict[Callable[..., Any], set[Any]] = defaultdict(set)
 
 
@@ -265,11 +267,40 @@ def _dequantize(
     data: torch.Tensor, scales: torch.Tensor, codec: str, dtype: torch.dtype, one_kernel: bool
 ) -> torch.Tensor:
     settings = _codec_called(codec)
+    scales = scales[..., : settings.scales_shape(data.shape)[-1]]  # behind them may be padding
     if not one_kernel or data.numel() == 0:
         return dequantize(Quantized(data, scales), settings, dtype)
-    blocks = _whole_blocks(data, settings)
-    tensors = [data.view(blocks, -1), scales.view(blocks, 1)] if blocks else [data, scales]
-    return _compile_and_run(_decode, tensors, settings, dtype).view(data.shape)
+    if blocks := _whole_blocks(data, settings):
+        tensors = [data.view(blocks, -1), scales.reshape(blocks, 1)]
+        return _compile_and_run(_decode, tensors, settings, dtype).view(data.shape)
+    if packed := _rows(data, scales):
+        rows, columns = packed
+        return _compile_and_run(_decode_rows, [rows], columns, settings, dtype)
+    return _compile_and_run(_decode, [data, scales], settings, dtype)
+
+
+def _rows(data: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
+    """The rows that both are columns of, contiguous, and where in them both begin and end.
+
+    Alone, a part of rows has a stride that is no product of its sizes. torch.compile makes that a
+    variable, of which kernels do not know that they may read more than a byte at a time.
+    """
+    storage, width = data.untyped_storage(), data.stride(0)
+    scales_begin = scales.storage_offset() - data.storage_offset()
+    scales_end = scales_begin + scales.shape[-1]
+    # What is before ``data`` in a row; 0 in a row that begins with it.
+    first = (width - scales_end) // ALIGNMENT * ALIGNMENT
+    begin = data.storage_offset() - first
+    if (
+        not data.stride() == scales.stride() == (width, 1)
+        or storage._cdata != scales.untyped_storage()._cdata
+        or not data.shape[1] <= scales_begin < scales_end <= width
+        or not 0 <= begin <= storage.nbytes() - len(data) * width
+    ):
+        return None
+    rows = data.view(torch.uint8).as_strided((len(data), width), (width, 1), begin)
+    columns = 0, data.shape[1], scales_begin, scales_end
+    return rows, tuple(first + column for column in columns)
 
 
 def _whole_blocks(x: torch.Tensor, codec: Codec) -> int:
@@ -295,7 +326,7 @@ def _compile_and_run(
         return function(*tensors, *settings)
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    constant = tuple((t.shape[1:], t.stride(), t.dtype) for t in tensors)
+    constant = tuple((t.shape[1:], t.stride(), t.dtype) for t in tensors), settings
     kinds = _kinds[function]
     if constant not in kinds and len(kinds) < _MOST_KINDS:
         kinds.add(constant)
@@ -315,7 +346,8 @@ def _compiled(function: Callable[..., Any], constant: Any) -> Callable[..., Any]
     A copy: torch.compile stops after 8 kinds of inputs of the same code.
     """
     copy = types.FunctionType(function.__code__.replace(), function.__globals__)
-    return torch.compile(copy, backend=_BACKEND, dynamic=constant is None)
+    options: Any = {"assume_aligned_inputs": True}  # a copy is made of those that are not
+    return torch.compile(copy, backend=_BACKEND, dynamic=constant is None, options=options)
 
 
 def _encode(x: torch.Tensor, codec: Codec) -> Any:
@@ -328,6 +360,14 @@ def _decode(data: torch.Tensor, scales: torch.Tensor, codec: Codec, dtype: torch
     if not torch.compiler.is_dynamo_compiling():
         _warn_of_eager("torch.compile is switched off, or was asked for too many kinds of shapes")
     return dequantize(Quantized(data, scales), codec, dtype)
+
+
+def _decode_rows(
+    rows: torch.Tensor, columns: tuple[int, ...], codec: Codec, dtype: torch.dtype
+) -> Any:
+    begin, end, scales_begin, scales_end = columns
+    data = rows[:, begin:end].view(codec.float8)
+    return _decode(data, rows[:, scales_begin:scales_end], codec, dtype)
 
 
 def _warn_of_eager(reason: str) -> None:

@@ -17,7 +17,6 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_all_
 ``_default_all_gather_output_fn``.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torchtitan.models.common.moe import GroupedExperts
 
-from titan_ext.fp8.codec import codec_name
+from titan_ext.fp8.codec import ALIGNMENT, codec_name
 from titan_ext.fp8.saved_tensors import compiles_for
 from titan_ext.fsdp.plan import WIRE_CODEC, FSDPPlan
 from titan_ext.fsdp.units import param_groups
@@ -130,9 +129,13 @@ class Float8AllGather(DefaultAllGather):
                 packed += [t.view(torch.uint8) for t in quantize(values, codec, one_kernel)]
             else:
                 exact.append(values.view(torch.uint8))
-        sent = torch.cat((*exact, *packed))
-        if exact:  # whose values begin at a multiple of their size
-            sent = nn.functional.pad(sent, (0, -sent.numel() % input_tensor.element_size()))
+        sizes = _sizes(runs, input_tensor.element_size())
+        sent = torch.cat(
+            [
+                part if len(part) == size else nn.functional.pad(part, (0, size - len(part)))
+                for part, size in zip(exact + packed, sizes, strict=True)
+            ]
+        )
         received = output_tensor.view(torch.uint8)[-ranks * sent.numel() :]
         dist.all_gather_into_tensor(received, sent, group=group)
         # From the front, where a shard's values never reach the bytes of the shards after it. In
@@ -144,24 +147,38 @@ class Float8AllGather(DefaultAllGather):
             target.copy_(values[0] if len(values) == 1 else torch.cat(values, dim=1))
 
 
+def _sizes(runs: Sequence[tuple[int, bool]], itemsize: int) -> list[int]:
+    """Bytes of what a rank sends: exact runs, then data and scales of each other one.
+
+    Padded, so that each begins where the codec reads 16 bytes at once; but not in tiny shards,
+    which would then take more bytes than they have values.
+    """
+    sizes = [numel * itemsize for numel, float8 in runs if not float8]
+    for numel in (numel for numel, float8 in runs if float8):
+        sizes += [numel, math.ceil(numel / WIRE_CODEC.block)]
+    padded = [size + -size % ALIGNMENT for size in sizes]
+    if sum(padded) <= sum(numel for numel, _ in runs) * itemsize:
+        return padded
+    sizes[-1] += -sum(sizes) % itemsize
+    return sizes
+
+
 def _decoded(
     rows: torch.Tensor, runs: Sequence[tuple[int, bool]], dtype: torch.dtype, one_kernel: bool
 ) -> list[torch.Tensor]:
     """The values of ``runs`` in the bytes that some ranks sent, a row each."""
-    exact = [numel * dtype.itemsize for numel, float8 in runs if not float8]
-    packed = [(n, math.ceil(n / WIRE_CODEC.block)) for n, float8 in runs if float8]
-    sizes = [*exact, *itertools.chain(*packed)]
-    parts = iter(rows[:, : sum(sizes)].split_with_sizes(sizes, dim=1))
-    whole = [next(parts).view(dtype) for _ in exact]
+    parts = iter(rows.split_with_sizes(_sizes(runs, dtype.itemsize), dim=1))
+    whole = [next(parts)[:, : n * dtype.itemsize].view(dtype) for n, float8 in runs if not float8]
     rounded = [
         torch.ops.titan_ext.float8_dequantize(
-            next(parts).view(WIRE_CODEC.float8),
+            next(parts)[:, :n].view(WIRE_CODEC.float8),
             next(parts),
             codec_name(WIRE_CODEC),
             dtype,
             one_kernel,
         )
-        for _ in packed
+        for n, float8 in runs
+        if float8
     ]
     return [(rounded if float8 else whole).pop(0) for _, float8 in runs]
 

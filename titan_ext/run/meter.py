@@ -98,7 +98,8 @@ class PaceCheck(RunCheck):
 
     @contextlib.contextmanager
     def around_step(self, trainer: Any) -> Iterator[None]:
-        is_logged = trainer.metrics_processor.should_log(trainer.step)
+        repeats = self._last is not None and self._last[0] == trainer.step
+        is_logged = trainer.metrics_processor.should_log(trainer.step) and not repeats
         meters: dict[int, Meter] = {}
         if is_logged and self._store is not None:
             for layer, dispatcher in self._dispatchers.items():
@@ -112,16 +113,15 @@ class PaceCheck(RunCheck):
         if not is_logged:
             return
         now_s = self._clock()
+        last, self._last = self._last, (trainer.step, now_s)
         if self._store is not None:
             self._tell(trainer.step, 1e3 * (now_s - since_s), meters)
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         warnings = []
-        if self._last is not None:
-            step, then_s = self._last
-            step_ms = 1e3 * (now_s - then_s) / (trainer.step - step)
+        if last is not None and last[0] < trainer.step:  # a trainer may go back to a checkpoint
+            step_ms = 1e3 * (now_s - last[1]) / (trainer.step - last[0])
             warnings = self.judge.pace(trainer.step, step_ms)
-        self._last = trainer.step, now_s
         for warning in warnings:
             logger.warning(warning)
         if self.judge.latest is not None:
@@ -155,7 +155,8 @@ class PaceCheck(RunCheck):
         self._store.append(f"step {step}", row.word())
         if row.rank != 0:
             return
-        self._steps.append(step)
+        if step not in self._steps:  # else it is done again, and all ranks say so
+            self._steps.append(step)
         self._judge_all(2)
 
     def _judge_all(self, but: int) -> None:
@@ -164,7 +165,8 @@ class PaceCheck(RunCheck):
             step = self._steps.pop(0)
             lines = self._store.get(f"step {step}").decode().splitlines()
             self._store.delete_key(f"step {step}")
-            for warning in self.judge.take(step, [RankStep.read(line) for line in lines]):
+            newest = {row.rank: row for row in map(RankStep.read, lines)}
+            for warning in self.judge.take(step, list(newest.values())):
                 logger.warning(warning)
 
     def receipts(self) -> dict[str, Any]:
