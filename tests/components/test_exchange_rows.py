@@ -19,8 +19,9 @@ from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from tests.helpers.cluster import RankError, run_ranks
 from tests.helpers.training import Run, Runs, make_config, observed, train
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, exchange_once
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.components.exchange_policy import ranks_of_token
+from titan_ext.components.rows import exchange_once
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher
 
 _T, _D = 24, 16
@@ -72,8 +73,13 @@ def _loss(out_TD: torch.Tensor) -> torch.Tensor:
     return (out_TD * torch.arange(1.0, _D + 1, dtype=out_TD.dtype)).sum()
 
 
-def _layer(once: bool, in_steps: bool, shape: tuple[str, int, int], dtype: Any) -> dict[str, Any]:
-    """Dispatch, experts and combine of one layer, and its backward, on this rank."""
+def _layer(
+    rows: str, in_steps: bool, shape: tuple[str, int, int], dtype: Any, float8: bool = False
+) -> dict[str, Any]:
+    """Dispatch, experts and combine of one layer, and its backward, on this rank.
+
+    With ``rows`` "node" the ranks are two nodes.
+    """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
@@ -82,8 +88,10 @@ def _layer(once: bool, in_steps: bool, shape: tuple[str, int, int], dtype: Any) 
     routed: Any = nn.Module()
     routed.token_dispatcher = dispatcher = config.build()
     dispatcher.ep_mesh = mesh
-    if once:
-        assert exchange_once(routed) == (min(top_k, experts // ranks) > 1)
+    dispatcher.sends_float8 = float8
+    nodes = 2 if rows == "node" else 0
+    if rows != "expert":
+        assert exchange_once(routed, nodes=nodes) == (min(top_k, experts // (nodes or ranks)) > 1)
     inputs = _Inputs(kind, experts, top_k, ranks, rank, dtype)
     counts_E = torch.bincount(inputs.ids_TK.flatten(), minlength=experts)
     x_TD, scores_TK = inputs.x_TD.requires_grad_(), inputs.scores_TK.requires_grad_()
@@ -97,7 +105,9 @@ def _layer(once: bool, in_steps: bool, shape: tuple[str, int, int], dtype: Any) 
         given = (x_TD, scores_TK, inputs.ids_TK, counts_E)
         if in_steps:  # as halves do
             turn = dispatcher.send(*given)
+            dispatcher.relay(turn)
             dispatcher.send_back(turn, experts_of(*dispatcher.receive(turn)))
+            dispatcher.relay_back(turn)
             out_TD = dispatcher.collect(turn, x_TD)
         else:
             routed_RD, counts_e, metadata = dispatcher.dispatch(*given)
@@ -150,7 +160,7 @@ def _without_ranks(shape: tuple[str, int, int], ranks: int) -> list[dict[str, np
 def test_sums_are_those_of_every_expert(
     ranks: int, shape: tuple[str, int, int], in_steps: bool, tmp_path: Path
 ):
-    found = run_ranks(_layer, ranks, True, in_steps, shape, torch.float64, log_folder=tmp_path)
+    found = run_ranks(_layer, ranks, "rank", in_steps, shape, torch.float64, log_folder=tmp_path)
     kind, experts, top_k = shape
     gains = experts > ranks
     sends = torch.zeros(ranks, ranks, dtype=torch.int64)
@@ -175,17 +185,17 @@ def test_bf16_is_as_close_as_a_row_for_each_expert(tmp_path: Path):
     """Sums in fp32 round less than a bf16 number for each expert."""
     shape = ("random", 8, 3)
     errors = {}
-    for once in (False, True):
-        found = run_ranks(_layer, 2, once, False, shape, torch.bfloat16, log_folder=tmp_path)
-        errors[once] = {
+    for rows in ("expert", "rank"):
+        found = run_ranks(_layer, 2, rows, False, shape, torch.bfloat16, log_folder=tmp_path)
+        errors[rows] = {
             name: max(
                 np.linalg.norm(mine["values"][name] - its[name]) / np.linalg.norm(its[name])
                 for mine, its in zip(found, _without_ranks(shape, 2), strict=True)
             )
             for name in found[0]["values"]
         }
-    for name, error in errors[True].items():
-        assert error < min(0.02, 1.05 * errors[False][name]), name
+    for name, error in errors["rank"].items():
+        assert error < min(0.02, 1.05 * errors["expert"][name]), name
 
 
 def _of_titan(experts: int, top_k: int, groups: int | None, chosen: int | None) -> Any:
@@ -228,7 +238,7 @@ def _planned() -> tuple[int, int, int]:
         turn = dispatcher.send(torch.zeros(1000, _D), torch.zeros(1000, 6), ids_TK, counts_E)
         routed_RD, _ = dispatcher.receive(turn)
     assert turn.rows is not None
-    return sum(turn.rows.sends), sum(turn.rows.receives), len(routed_RD)
+    return sum(turn.rows.sends[0]), sum(turn.rows.receives[0]), len(routed_RD)
 
 
 def test_a_dry_run_counts_fewer_rows(tmp_path: Path):
