@@ -106,8 +106,8 @@ class ExchangePolicy:
             return
         early = getattr(moe.routed_experts.token_dispatcher, "sends_scores", False)
         # What combine brings back is not read again where scores were applied before.
-        exchanges = 1 if early or self.rows == "rank" else 2
-        rows = ranks_of_token(moe.router, self.ep) if self.rows == "rank" else moe.router.top_k
+        exchanges = 1 if early or self.rows != "expert" else 2
+        rows = moe.router.top_k if self.rows == "expert" else ranks_of_token(moe.router, self.ep)
         mib = exchanges * rows * cast(Any, model.config).dim * 2 * 1024 / 2**20
         where = "on one node" if self.ep <= ranks_per_node() else "across nodes"
         does = (

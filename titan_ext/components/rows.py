@@ -209,8 +209,7 @@ class TokenRows:
             second, self._hop = turn.exchange, 0
             assert second is not None, "start_back() has run"
             turn.exchange = self._exchange(0, second.float8, back=True)
-            given = turn.sent, second, turn.exchange, *self._copies, True
-            turn.sent = self._hops.second(Relay.apply, *given)
+            turn.sent = Relay.apply(turn.sent, second, turn.exchange, *self._copies, True)
 
     def _exchange(self, hop: int, float8: Any, *, back: bool = False) -> Exchange:
         self._hop = hop
