@@ -371,7 +371,7 @@ def test_exchanges_of_two_hops(saves: str, again: int, runs: Runs):
         replace(FOUR, ep=4, routing="one_expert", exchange_dtype="float8"),
         replace(FOUR, experts=6, expert_all_gather="float8", overlap_exchanges="halves"),
         replace(PLAIN, cp=2, attention="flex", seq_len=512, global_batch=2),
-        replace(NODES, ac="full", overlap_exchanges="halves", accumulate=2, global_batch=20),
+        replace(NODES, ac="full", overlap_exchanges="halves", accumulate=2, global_batch=16),
         replace(NODES, ac="fp8_early", overlap_exchanges="halves", exchange_dtype="float8"),
         replace(NODES, ac="fp8_no_recompute", routing="one_expert"),
         replace(NODES, ac="fp8_speed", save_all_to_all="always", backend="partial_dtensor"),

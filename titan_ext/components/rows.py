@@ -8,8 +8,8 @@ rank that has the sender's place there, and on to the ranks. Of two hops the net
     node 0, place 1  --network-->  node 2, place 1  --NVLink-->  node 2, places 0 and 5
 
 Beside a row travel its ``routes``: scores and experts of the token. By them whoever gets it makes
-copies, for ranks or for experts. What goes back are sums, made in fp32 and rounded once: on the
-rank of the experts those of outputs times scores, and on the way those of a node's ranks.
+copies, for ranks or for experts. What goes back are sums: of outputs times scores on the rank of
+the experts, made in fp32 and rounded once, and of the sums of a node's ranks on the way.
 
 The host reads all counts at once, ahead of the first hop, as every rank tells every other what it
 sends to it and to its neighbours.
@@ -236,8 +236,8 @@ class Relay(torch.autograd.Function):
     """Waits for one exchange, and starts the next with what came.
 
     These are the rows ``copies_M`` of it, or with ``adds`` for each of ``rows`` rows the sum of its
-    copies, in fp32. Rows in float8 stay packed. What is returned has no values. Backward does the
-    other of the two with the gradients.
+    copies. Rows in float8 stay packed. What is returned has no values. Backward does the other of
+    the two with the gradients.
     """
 
     @staticmethod
@@ -252,28 +252,28 @@ class Relay(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(copies_M)
         ctx.exchanges, ctx.rows, ctx.sent, ctx.adds = (arriving, leaving), rows, len(sent_TD), adds
-        came = arriving.arrived()
-        if adds:
-            terms = came.to(torch.promote_types(came.dtype, torch.float32))
-            leaves = _sums(terms, copies_M, rows).to(came.dtype)
-        else:
-            leaves = came.index_select(0, copies_M)
+        leaves = _copied_or_added(arriving.arrived(), copies_M, rows, adds)
         leaving.start(leaves)
         return sent_TD.new_zeros(()).expand(len(leaves), sent_TD.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None, None, None, None, None]:  # type: ignore[override]
         (copies_M,), (arriving, leaving) = ctx.saved_tensors, ctx.exchanges
-        came = leaving.arrived()
-        leaves = came.index_select(0, copies_M) if ctx.adds else _sums(came, copies_M, ctx.rows)
+        leaves = _copied_or_added(leaving.arrived(), copies_M, ctx.rows, not ctx.adds)
         arriving.start(leaves, back=True)
         sent = grad.new_zeros(()).expand(ctx.sent, grad.shape[1])
         return sent, None, None, None, None, None
 
 
-def _sums(terms_MD: torch.Tensor, row_M: torch.Tensor, rows: int) -> torch.Tensor:
-    sums = terms_MD.new_zeros(rows, terms_MD.shape[1])
-    return sums.index_put_((row_M,), terms_MD, accumulate=True)
+def _copied_or_added(
+    came_TD: torch.Tensor, copies_M: torch.Tensor, rows: int, adds: bool
+) -> torch.Tensor:
+    if not adds:
+        return came_TD.index_select(0, copies_M)
+    # In their own dtype: kernels of a GPU add up in fp32, and fp32 copies take longer than bytes
+    # that travel.
+    sums = came_TD.new_zeros(rows, came_TD.shape[1])
+    return sums.index_put_((copies_M,), came_TD, accumulate=True)
 
 
 def exchange_once(model: nn.Module, *, nodes: int = 0) -> int:
