@@ -31,7 +31,7 @@ EXCHANGES = {
 }
 _HALVES = "--parallelism.overlap_exchanges halves"
 _FLOAT8 = "--parallelism.exchange_dtype float8"
-_ROWS = "--parallelism.exchange_rows rank"
+_ROWS, _NODE = (f"--parallelism.exchange_rows {once}" for once in ("rank", "node"))
 _EXPERTS = (
     "--parallelism.fsdp_expert_all_gather float8 --parallelism.fsdp_expert_reduce_scatter bfloat16"
 )
@@ -44,6 +44,8 @@ ARMS = {
     "halves, float8": f"{_HALVES} {_FLOAT8}",
     "halves, one row": f"{_HALVES} {_ROWS}",
     "halves, float8, one row": f"{_HALVES} {_FLOAT8} {_ROWS}",
+    "halves, float8, a node": f"{_HALVES} {_FLOAT8} {_NODE}",
+    "halves, float8 gathers": f"{_HALVES} --parallelism.fsdp_all_gather float8",
     "and experts' gathers": f"{_HALVES} {_FLOAT8} {_EXPERTS}",
 }
 
@@ -70,6 +72,8 @@ def main() -> None:
 def _is_served(arm: str, job: str) -> bool:
     """Experts travel in fewer bits where FSDP shards them, without biases and pipelines."""
     whole = any(f"--ranks {n} {_EP} {n}" in job for n in (8, 16))
+    if _NODE in ARMS[arm] and (f"{_EP} 8" in job or job.startswith("deepseek_v3_16b")):
+        return False  # all tokens stay on their node
     return _EXPERTS not in ARMS[arm] or not (whole or "pipeline" in job or "gpt_oss" in job)
 
 

@@ -61,15 +61,15 @@ def main() -> None:
 def planned(command: str, folder: Path, memory: str = "80GiB") -> dict[str, Any]:
     """The plan of ``titan_ext dry-run COMMAND`` on an H100, from ``folder`` if it has it."""
     out = folder / hashlib.sha256(f"{command} {memory}".encode()).hexdigest()[:16]
-    file = out / "plan_rank0.json"
-    if not file.exists():
+    if not list(out.glob("plan_rank*.json")):
         line = f"{command} --memory {memory} --machine h100 --out {out}"
         program = [sys.executable, "-m", "titan_ext", "dry-run"]
         done = subprocess.run(
             [*program, *shlex.split(line)], capture_output=True, text=True, check=False
         )
-        if not file.exists():
+        if not list(out.glob("plan_rank*.json")):
             raise SystemExit(f"{line}: {done.stderr}")
+    (file,) = out.glob("plan_rank*.json")
     return json.loads(file.read_text())
 
 

@@ -1,5 +1,6 @@
 """Tokens travel in float8: what arrives, bytes on the wire, codec calls, and what is refused."""
 
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,8 @@ def test_bytes_on_the_wire(overlap: str, runs: Runs):
 
 
 def _codec_calls(run: Run, folder: Path) -> tuple[int, int]:
+    if run.nodes:
+        os.environ["LOCAL_WORLD_SIZE"] = str(run.nodes[0])
     trainer, batches = start_as_planned(run, folder)
     with _CodecCalls() as calls:
         trainer.train_step(batches)
@@ -132,7 +135,7 @@ def _codec_calls(run: Run, folder: Path) -> tuple[int, int]:
     return calls.found[_QUANTIZE], calls.found[_DEQUANTIZE]
 
 
-@pytest.mark.parametrize("rows", ["expert", "rank"])
+@pytest.mark.parametrize("rows", ["expert", "rank", "node"])
 @pytest.mark.parametrize("ac", ["none", "fp8", "fp8_no_recompute"])
 def test_codec_calls(ac: str, rows: str, tmp_path: Path):
     """A layer packs and unpacks its tokens, and gradients of what comes back: 2 calls each way.
@@ -141,8 +144,10 @@ def test_codec_calls(ac: str, rows: str, tmp_path: Path):
     """
     run = replace(PLAIN, ac=ac, save_all_to_all="always", layers=2)  # one with experts
     run = replace(run, exchange_rows=rows)
+    if rows == "node":
+        run = replace(run, world=4, ep=4, nodes=(2, 2))
     ours, its = (
-        run_ranks(_codec_calls, 2, each, tmp_path, log_folder=tmp_path)[0]
+        run_ranks(_codec_calls, run.world, each, tmp_path, log_folder=tmp_path)[0]
         for each in (_float8(run), run)
     )
     stored = 0 if ac == "none" else 1

@@ -1,4 +1,4 @@
-"""A token goes to a rank once: the same sums, rows that are counted, and what is refused."""
+"""A token goes to a rank or a node once: the same sums, counted rows, and what is refused."""
 
 import os
 from dataclasses import replace
@@ -14,13 +14,16 @@ import torch.nn as nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.config import TrainingConfig
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
 from tests.helpers.cluster import RankError, run_ranks
 from tests.helpers.training import Run, Runs, make_config, observed, train
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, exchange_once
-from titan_ext.components.exchange_policy import ranks_of_token
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.components.exchange_policy import ExchangePolicy, ranks_of_token
+from titan_ext.components.rows import exchange_once
+from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher
 
 _T, _D = 24, 16
@@ -72,8 +75,13 @@ def _loss(out_TD: torch.Tensor) -> torch.Tensor:
     return (out_TD * torch.arange(1.0, _D + 1, dtype=out_TD.dtype)).sum()
 
 
-def _layer(once: bool, in_steps: bool, shape: tuple[str, int, int], dtype: Any) -> dict[str, Any]:
-    """Dispatch, experts and combine of one layer, and its backward, on this rank."""
+def _layer(
+    rows: str, in_steps: bool, shape: tuple[str, int, int], dtype: Any, float8: bool = False
+) -> dict[str, Any]:
+    """Dispatch, experts and combine of one layer, and its backward, on this rank.
+
+    With ``rows`` "node" the ranks are two nodes.
+    """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
@@ -82,8 +90,10 @@ def _layer(once: bool, in_steps: bool, shape: tuple[str, int, int], dtype: Any) 
     routed: Any = nn.Module()
     routed.token_dispatcher = dispatcher = config.build()
     dispatcher.ep_mesh = mesh
-    if once:
-        assert exchange_once(routed) == (min(top_k, experts // ranks) > 1)
+    dispatcher.sends_float8 = float8
+    nodes = 2 if rows == "node" else 0
+    if rows != "expert":
+        assert exchange_once(routed, nodes=nodes) == (min(top_k, experts // (nodes or ranks)) > 1)
     inputs = _Inputs(kind, experts, top_k, ranks, rank, dtype)
     counts_E = torch.bincount(inputs.ids_TK.flatten(), minlength=experts)
     x_TD, scores_TK = inputs.x_TD.requires_grad_(), inputs.scores_TK.requires_grad_()
@@ -97,7 +107,9 @@ def _layer(once: bool, in_steps: bool, shape: tuple[str, int, int], dtype: Any) 
         given = (x_TD, scores_TK, inputs.ids_TK, counts_E)
         if in_steps:  # as halves do
             turn = dispatcher.send(*given)
+            dispatcher.relay(turn)
             dispatcher.send_back(turn, experts_of(*dispatcher.receive(turn)))
+            dispatcher.relay_back(turn)
             out_TD = dispatcher.collect(turn, x_TD)
         else:
             routed_RD, counts_e, metadata = dispatcher.dispatch(*given)
@@ -138,26 +150,32 @@ def _without_ranks(shape: tuple[str, int, int], ranks: int) -> list[dict[str, np
 
 @pytest.mark.parametrize("in_steps", [False, True])
 @pytest.mark.parametrize(
-    ("ranks", "shape"),
+    ("ranks", "rows", "shape"),
     [
-        (2, ("random", 8, 3)),
-        (2, ("one rank", 8, 3)),
-        (4, ("random", 16, 4)),
-        (4, ("a rank each", 16, 4)),
-        (4, ("random", 4, 2)),  # one expert a rank: nothing to gain
+        (2, "rank", ("random", 8, 3)),
+        (2, "rank", ("one rank", 8, 3)),
+        (4, "rank", ("random", 16, 4)),
+        (4, "rank", ("a rank each", 16, 4)),
+        (4, "rank", ("random", 4, 2)),  # one expert a rank: nothing to gain
+        (4, "node", ("random", 16, 4)),
+        (4, "node", ("one rank", 16, 4)),
+        (4, "node", ("random", 4, 2)),
     ],
 )
 def test_sums_are_those_of_every_expert(
-    ranks: int, shape: tuple[str, int, int], in_steps: bool, tmp_path: Path
+    ranks: int, rows: str, shape: tuple[str, int, int], in_steps: bool, tmp_path: Path
 ):
-    found = run_ranks(_layer, ranks, True, in_steps, shape, torch.float64, log_folder=tmp_path)
+    found = run_ranks(_layer, ranks, rows, in_steps, shape, torch.float64, log_folder=tmp_path)
     kind, experts, top_k = shape
-    gains = experts > ranks
-    sends = torch.zeros(ranks, ranks, dtype=torch.int64)
+    gains = experts > ranks or rows == "node"
+    sends, forwards = torch.zeros(2, ranks, ranks, dtype=torch.int64)
     for rank in range(ranks):
         ids_TK = _routing(kind, experts, top_k, rank, ranks)
         for ids in (ids_TK // (experts // ranks)).tolist():
-            for to in set(ids) if gains else ids:
+            here = [to // 2 * 2 + rank % 2 for to in set(ids)]  # the rank of its node and my place
+            for via, to in zip(here, set(ids), strict=True):
+                forwards[via, to] += 1
+            for to in set(here if rows == "node" else ids) if gains else ids:
                 sends[rank, to] += 1
     for rank, (mine, expected) in enumerate(zip(found, _without_ranks(shape, ranks), strict=True)):
         # Titan makes the products of outputs and scores in fp32, whatever comes.
@@ -165,27 +183,43 @@ def test_sums_are_those_of_every_expert(
         for name, value in expected.items():
             scale = max(np.abs(value).max(), 1.0)
             assert np.abs(mine["values"][name] - value).max() < tolerance * scale, name
-        sent, received = int(sends[rank].sum()), int(sends[:, rank].sum())
+        hops = (sends, forwards) if rows == "node" else (sends,)
+        out = [int(hop[rank].sum()) for hop in hops]
+        back = [int(hop[:, rank].sum()) for hop in hops[::-1]]
         # Tokens out and back, gradients out and back. Once more: the counts; scores both ways.
-        assert mine["rows"] == [sent, received, sent, received]
-        assert mine["exchanges"] == 4 + 1 + (2 if gains else 0)
+        assert mine["rows"] == [*out, *back] * 2
+        assert mine["exchanges"] == 1 + len(hops) * (4 + (2 if gains else 0))
+
+
+def test_two_hops_pass_float8_on_as_it_came(tmp_path: Path):
+    """Tokens, and gradients of what comes back, are quantized once, however many hops there are."""
+    shape = ("random", 16, 4)
+    one, two = (
+        run_ranks(_layer, 4, rows, True, shape, torch.bfloat16, True, log_folder=tmp_path)
+        for rows in ("rank", "node")
+    )
+    for mine, its in zip(two, one, strict=True):
+        for name, value in its["values"].items():
+            error = np.linalg.norm(mine["values"][name] - value) / np.linalg.norm(value)
+            # Of sums, the order and what is rounded on the way.
+            assert error < (0.005 if name in ("out", "x") else 1e-6), name
 
 
 def test_bf16_is_as_close_as_a_row_for_each_expert(tmp_path: Path):
     """Sums in fp32 round less than a bf16 number for each expert."""
     shape = ("random", 8, 3)
     errors = {}
-    for once in (False, True):
-        found = run_ranks(_layer, 2, once, False, shape, torch.bfloat16, log_folder=tmp_path)
-        errors[once] = {
+    for rows in ("expert", "rank"):
+        found = run_ranks(_layer, 2, rows, False, shape, torch.bfloat16, log_folder=tmp_path)
+        errors[rows] = {
             name: max(
                 np.linalg.norm(mine["values"][name] - its[name]) / np.linalg.norm(its[name])
                 for mine, its in zip(found, _without_ranks(shape, 2), strict=True)
             )
             for name in found[0]["values"]
         }
-    for name, error in errors[True].items():
-        assert error < min(0.02, 1.05 * errors[False][name]), name
+    for name, error in errors["rank"].items():
+        assert error < min(0.02, 1.05 * errors["expert"][name]), name
 
 
 def _of_titan(experts: int, top_k: int, groups: int | None, chosen: int | None) -> Any:
@@ -213,7 +247,7 @@ def test_to_how_many_ranks_a_token_goes(
     assert ranks_of_token(router, ep) == pytest.approx(counted, rel=0.01)
 
 
-def _planned() -> tuple[int, int, int]:
+def _planned(nodes: int) -> tuple[Any, Any, int]:
     """Rows that a rank of 8 sends and receives in a dry run, and tokens of its experts."""
     dist.init_process_group("fake", rank=0, world_size=8)
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("ep",))
@@ -222,18 +256,26 @@ def _planned() -> tuple[int, int, int]:
     routed: Any = nn.Module()
     routed.token_dispatcher = dispatcher = config.build()
     dispatcher.ep_mesh = mesh
-    assert exchange_once(routed)
+    assert exchange_once(routed, nodes=nodes)
     with FakeTensorMode(), set_current_spmd_mesh(mesh):
         ids_TK, counts_E = (torch.zeros(n, dtype=torch.int64) for n in ((1000, 6), (64,)))
         turn = dispatcher.send(torch.zeros(1000, _D), torch.zeros(1000, 6), ids_TK, counts_E)
         routed_RD, _ = dispatcher.receive(turn)
     assert turn.rows is not None
-    return sum(turn.rows.sends), sum(turn.rows.receives), len(routed_RD)
+    sends, receives = ([sum(hop) for hop in hops] for hops in (turn.rows.sends, turn.rows.receives))
+    return sends, receives, len(routed_RD)
 
 
 def test_a_dry_run_counts_fewer_rows(tmp_path: Path):
     """4.536 ranks a token; this one's experts get 1.5 times the tokens."""
-    assert run_ranks(_planned, 1, log_folder=tmp_path) == [(4536, 6803, 9000)]
+    ((sends, receives, tokens),) = run_ranks(_planned, 1, 0, log_folder=tmp_path)
+    assert (sends[0], receives[0], tokens) == (4536, 6803, 9000)
+
+
+def test_a_dry_run_counts_the_rows_of_two_hops(tmp_path: Path):
+    """Two nodes of 4 ranks: 1.976 a token. This rank's gets 1.125 times the tokens."""
+    ((sends, receives, tokens),) = run_ranks(_planned, 1, 2, log_folder=tmp_path)
+    assert (sends, receives, tokens) == ([1976, 5102], [2223, 6803], 9000)
 
 
 PLAIN = observed(Run(world=2, ep=2, global_batch=8, layers=3, parallelize="submodule"))
@@ -242,7 +284,7 @@ _SCORES = 16_384
 
 
 def _once(run: Run) -> Run:
-    return replace(run, exchange_rows="rank")
+    return replace(run, exchange_rows="node" if run.nodes else "rank")
 
 
 def _tokens(run: Run, runs: Runs) -> dict[bool, list[int]]:
@@ -291,6 +333,26 @@ def test_gradients_are_close(runs: Runs):
 FOUR = replace(PLAIN, world=4, global_batch=16)
 
 
+NODES = replace(FOUR, ep=4, nodes=(2, 2), layers=2)
+
+
+@pytest.mark.parametrize(("saves", "again"), [("always", 0), ("never", 1)])
+def test_exchanges_of_two_hops(saves: str, again: int, runs: Runs):
+    """Of one layer: twice as many but for the counts, and fewer bytes through the network."""
+    run = replace(NODES, ac="fp8", save_all_to_all=saves, steps=2)
+    found = {}
+    for rows, hops in (("rank", 1), ("node", 2)):
+        results = runs.get(replace(run, exchange_rows=rows))
+        events = [e for e in results.ranks[0].collectives if e.kind == "all_to_all"]
+        forward, backward = ([e for e in events if e.in_backward is x] for x in (False, True))
+        assert len(forward) == 1 + 3 * hops  # counts; scores, tokens out and back
+        assert len(backward) == (3 + again) * hops  # the recompute sends tokens out
+        found[rows] = max(e.nbytes for e in forward[: 2 + hops]), results.losses
+    (first, losses), (one, its) = found["node"], found["rank"]
+    assert first < 0.85 * one  # 1.79 nodes a token of 2.46 ranks, if all are as likely
+    assert losses == pytest.approx(its, rel=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
@@ -309,6 +371,13 @@ FOUR = replace(PLAIN, world=4, global_batch=16)
         replace(FOUR, ep=4, routing="one_expert", exchange_dtype="float8"),
         replace(FOUR, experts=6, expert_all_gather="float8", overlap_exchanges="halves"),
         replace(PLAIN, cp=2, attention="flex", seq_len=512, global_batch=2),
+        replace(NODES, ac="full", overlap_exchanges="halves", accumulate=2, global_batch=16),
+        replace(NODES, ac="fp8_early", overlap_exchanges="halves", exchange_dtype="float8"),
+        replace(NODES, ac="fp8_no_recompute", routing="one_expert"),
+        replace(NODES, ac="fp8_speed", save_all_to_all="always", backend="partial_dtensor"),
+        replace(NODES, model="gpt_oss", save_all_to_all="never"),
+        replace(NODES, model="qwen3_moe", ac="on_host_all", overlap_exchanges="halves"),
+        replace(NODES, tp=2, global_batch=4),
     ],
     ids=str,
 )
@@ -332,6 +401,26 @@ def test_one_expert_a_rank_changes_nothing(runs: Runs):
     assert runs.get(_once(run)).losses == runs.get(run).losses
 
 
+@pytest.mark.parametrize(
+    ("ep", "joined", "nodes"), [(32, 8, 4), (64, 72, 0), (8, 8, 0), (12, 8, 0), (4, 1, 0)]
+)
+def test_two_hops_need_whole_nodes(
+    ep: int,
+    joined: int,
+    nodes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setenv("TITAN_EXT_NVLINK_DOMAIN", str(joined))
+    parallelism = ParallelismConfig(exchange_rows="node", expert_parallel_degree=ep)
+    dims: Any = SimpleNamespace(ep=ep, tp_enabled=False)
+    caplog.set_level("INFO")
+    exchanges = ExchangePolicy.decide(parallelism, TrainingConfig(), dims, compiled=False)
+    assert (exchanges.rows, exchanges.nodes) == ("node" if nodes else "rank", nodes)
+    said = f'"node" does as "rank": {ep} ranks exchange tokens, and NVLink joins {joined}.'
+    assert (said in caplog.text) == (not nodes)
+
+
 def test_what_it_does_not_serve_is_refused_by_key(tmp_path: Path):
     def refusal(**changes: Any) -> str:
         with pytest.raises(ValueError, match="exchange_rows") as refused:
@@ -339,5 +428,6 @@ def test_what_it_does_not_serve_is_refused_by_key(tmp_path: Path):
         return str(refused.value)
 
     assert "does not go with compile.enable = true" in refusal(compiled=True)
+    assert 'exchange_rows = "node" does not go with' in refusal(compiled=True, nodes=(1, 1))
     assert "needs parallelism.expert_parallel_degree > 1" in refusal(ep=1)
     assert "debug.spmd_typechecking = true" in refusal(typechecked=True)

@@ -340,6 +340,8 @@ _ON_THE_WIRE: list[dict[str, Any]] = [
     {"world": 2, "ep": 2, "exchange_rows": "rank", "ac": "fp8", "save_all_to_all": "always"},
     {"world": 2, "ep": 2, "tp": 2, "exchange_rows": "rank"},
     {"world": 2, "ep": 2, **_TWO_SEQUENCES, "exchange_rows": "rank", "exchange_dtype": "float8"},
+    {"world": 4, "ep": 4, "nodes": (2, 2), "exchange_rows": "node"},
+    {"world": 4, "ep": 4, "nodes": (2, 2), **_TWO_SEQUENCES, "exchange_rows": "node"},
     {"world": 2, "ep": 2, **_TWO_SEQUENCES},
     {"world": 4, "ep": 2, **_TWO_SEQUENCES, "backend": "partial_dtensor"},
     {"world": 4, "ep": 2, **_TWO_SEQUENCES, "exchange_dtype": "float8", "dp_replicate": 2},

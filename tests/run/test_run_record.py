@@ -164,11 +164,13 @@ class _OwnSelectiveAC(SelectiveAC):
         (None, "always", None),
     ],
 )
-def test_all_to_alls_of_a_layer(policy: Any, saves: Any, exchanges: int | None):
-    def said_of(**keys: Any) -> list[str]:
+def test_all_to_alls_of_a_layer(
+    policy: Any, saves: Any, exchanges: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    def said_of(ep: int = 2, **keys: Any) -> list[str]:
         parallelism = ParallelismConfig(save_all_to_all=saves, **keys)
         config = SimpleNamespace(activation_checkpoint=policy, parallelism=parallelism)
-        dims: Any = SimpleNamespace(ep=2, ep_enabled=True, tp_enabled=False, pp_enabled=False)
+        dims: Any = SimpleNamespace(ep=ep, ep_enabled=True, tp_enabled=False, pp_enabled=False)
         model = nn.Module()
         training = TrainingConfig(local_batch_size=2)
         ExchangePolicy.decide(parallelism, training, dims, compiled=False).leave_with(model)
@@ -182,5 +184,7 @@ def test_all_to_alls_of_a_layer(policy: Any, saves: Any, exchanges: int | None):
     if exchanges == 5:  # scores and their gradients
         once = said_of(exchange_rows="rank", expert_parallel_degree=2)[0]
         assert "and step: 7" in once
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert "and step: 13" in said_of(4, exchange_rows="node", expert_parallel_degree=4)[0]
     if exchanges:  # twice as many, of half the bytes
         assert f"and step: {2 * exchanges}" in said_of(overlap_exchanges="halves")[0]

@@ -59,6 +59,7 @@ from titan_ext.fp8.saved_tensors import StoredEntry
 _HARMLESS_FUNCTIONS = (
     "spmd_types.",
     "titan_ext.components.exchange.",
+    "titan_ext.components.rows.",
     "torchtitan.models.gpt_oss.",
     "torch._library.autograd",
     "torch.distributed.fsdp._fully_shard.",
@@ -70,7 +71,11 @@ _HARMLESS_FUNCTIONS = (
 # And those that compute a GEMM inside and save its operands, not its result.
 _GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
 # And those around an operation that only passes values on: torch.library's, and an exchange's.
-_PASSING_FUNCTIONS = ("torch._library.autograd", "titan_ext.components.exchange.")
+_PASSING_FUNCTIONS = (
+    "torch._library.autograd",
+    "titan_ext.components.exchange.",
+    "titan_ext.components.rows.",
+)
 # How torch calls what the node of an operation has saved of its own results (sigmoid, softmax).
 _SAVED_OUTPUTS = ("_saved_result", "_saved_output", "_saved_out")
 _NOT_FOUND = "a custom autograd Function that does not lead to the block's outputs"

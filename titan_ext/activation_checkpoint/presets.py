@@ -70,6 +70,7 @@ def block_policies(
 _QKV = ("attention.qkv_linear", "attention.wq", "attention.wq_a", "attention.wkv_a")
 _FEED_FORWARDS = ("moe.shared_experts", "feed_forward")
 _ROUTED, _INNER = "(moe.routed_experts)", f"({_EXPERTS})"
+_SECOND_HOP = "moe.routed_experts.second_hop"
 
 
 def _gemm(policy: OpPolicy, operand: str) -> Rule:
@@ -100,12 +101,20 @@ _UNREAD_BY_SCORES = (
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index_put_"),
 )
 # Nor does anything read what the exchange brings back, if scores are applied before it.
-_UNREAD_TOKENS = Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=3)
+_UNREAD_TOKENS = (
+    Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=3),
+    Rule(OpPolicy.DISCARD, _SECOND_HOP, "*all_to_all_single", occurrence=2),
+)
 # Nor what is sent in float8, or once to a rank, if what arrives is kept.
 _UNREAD_SENT = (
     Rule(OpPolicy.DISCARD, _ROUTED, "titan_ext.float8_quantize"),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.cat"),
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index_select"),
+)
+# Nor what the first of two hops brings, if what the second does is kept.
+_FORWARDED = (
+    Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=2),
+    Rule(OpPolicy.DISCARD, _SECOND_HOP, "aten.index_select"),
 )
 # Of the tokens that an exchange brings, their order by expert is kept instead.
 _PERMUTED = (
@@ -130,17 +139,19 @@ def _preset_rules(
     rules = [*_UNREAD]
     saves_exchange = saves_all_to_all and _has_exchange(block)
     early = has_early_scores(block)
-    once = _dispatcher_of(block, "sends_once") is not None
+    once = _dispatcher_of(block, "sends_once")
+    two_hops = once is not None and len(once.meshes) > 1
     if (saves_exchange and not once) or early:
         rules += _UNREAD_BY_SCORES
     if early or once:
-        rules.append(_UNREAD_TOKENS)
+        rules += _UNREAD_TOKENS
     if not _has_other_kernels(block):
         # Where sums are sent back, casts follow in the recompute. FSDP's own run in forward only,
         # so that torch, which counts them, would take another for the discarded one.
         rules += [*_UNREAD_SUM_OF_EXPERTS, *(() if once else _UNREAD_PRODUCTS)]
         if saves_exchange:  # a token that came once takes fewer bytes than its copies
             rules += [*_UNREAD_SENT, *(() if once else _PERMUTED)]
+            rules += _FORWARDED if two_hops else ()
     rules += _for_modules(OpPolicy.SAVE, "moe.router.gate")
     rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
     is_exact = attention is OpPolicy.SAVE

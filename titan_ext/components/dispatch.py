@@ -41,12 +41,11 @@ from titan_ext.components.exchange import (
     Exchange,
     Finish,
     FinishSorted,
-    Inside,
-    RankRows,
     Select,
     Start,
     Turn,
 )
+from titan_ext.components.rows import Hops, RowsMetadata, TokenRows
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
 # top-k), R = routed tokens received by this rank's experts, D = model dimension. T = tokens, E =
@@ -68,8 +67,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
     sends_float8 = False
     """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
-    sends_once: nn.Module | None = None
-    """In which scores are exchanged, where a token goes to a rank once (``exchange_once``)."""
+    sends_once: Hops | None = None
+    """Where a token goes to a rank or a node once (``exchange_once``)."""
     meter: Any = None
     """In steps that are logged: what measures waits for counts (``run.meter.Meter``)."""
     _layer_tokens: torch.Tensor | None = None
@@ -101,6 +100,13 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
         """Do what Titan's does: outputs ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
+        if self._turn is None and isinstance(metadata, RowsMetadata):
+            turn = Turn(metadata=metadata, rows=metadata.rows)
+            self.send_back(turn, routed_output_RD)
+            self.relay_back(turn)
+            if self.shared_experts is not None:
+                self.shared_experts.run_ahead(x_TD)
+            return self.collect(turn, x_TD)
         self._layer_tokens = x_TD
         try:
             if self._sends_scores or self.sends_once:
@@ -120,13 +126,25 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             self._turn = None
         return turn
 
+    def relay(self, turn: Turn) -> None:
+        """Between ``send`` and ``receive``, which else does it: begin a second hop, if any."""
+        if turn.rows is not None:
+            with maybe_set_sparse_mesh():
+                turn.rows.relay(turn)
+
+    def relay_back(self, turn: Turn) -> None:
+        """The same between ``send_back`` and ``collect``."""
+        if turn.rows is not None:
+            with maybe_set_sparse_mesh():
+                turn.rows.relay_back(turn)
+
     def receive(self, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
         """The rest of ``dispatch``: tokens by expert ``(R, D)``, and counts ``(e,)``."""
         exchange = turn.exchange
         assert exchange is not None, "send() has run"
         with maybe_set_sparse_mesh():
             if turn.rows is not None:
-                routed_RD, counts_e, turn.metadata = turn.rows.receive(turn, self._permute)
+                routed_RD, counts_e, turn.metadata = turn.rows.receive(turn)
                 self._dispatched = turn.metadata if self._sends_scores else None
                 return routed_RD, counts_e
             if exchange.float8 == "out":  # in the order of experts while they are still packed
@@ -148,11 +166,15 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         metadata = turn.metadata
         with maybe_set_sparse_mesh():
             rows_RD = self._rows_back(routed_output_RD, metadata)
+            if turn.rows is not None:
+                turn.rows.start_back(rows_RD, turn, float8=self.sends_float8)
+                return
             turn.exchange = self._exchange_back(metadata.input_splits, metadata.output_splits)
             turn.sent = Start.apply(rows_RD, turn.exchange)
 
     def collect(self, turn: Turn, x_TD: torch.Tensor) -> torch.Tensor:
         """The rest of ``combine``; ``x_TD`` are the tokens."""
+        self.relay_back(turn)
         self._turn = turn
         try:
             return self.combine(turn.sent, turn.metadata, x_TD)
@@ -162,9 +184,9 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     def _local_reorder(self, x_TD, topk_scores_TK, topk_expert_ids_TK):
         turn = self._turn
         if turn is not None and self.sends_once is not None:
-            ranks = self._ep_mesh.size()
-            turn.rows = RankRows(topk_scores_TK, topk_expert_ids_TK, ranks, self.num_experts)
-            return x_TD, turn.rows.tokens_N, turn.rows.scores_N  # how many rows is not known yet
+            hops, experts = self.sends_once, self.num_experts
+            turn.rows = TokenRows(topk_scores_TK, topk_expert_ids_TK, hops, experts)
+            return x_TD, topk_expert_ids_TK, topk_scores_TK  # how many rows is not known yet
         if turn is None or not self.sends_float8:
             return super()._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
         # Of the tokens only their order: each is packed once, however often it is sent.
@@ -274,10 +296,9 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 num_local_tokens_per_expert_E, received_EP_e, ep_size
             )
         else:
-            received_EP_e = wait_tensor(received_EP_e)
-            counts = rows.counts_to_read(num_local_tokens_per_expert_E, received_EP_e)
-            sends, rows.sends, expects, rows.receives = counts.to(torch.device("cpu")).tolist()
-            counts_E = received_EP_e[:, :-1].flatten()
+            counts = rows.counts_to_read(wait_tensor(received_EP_e))
+            counts_E, sends = received_EP_e, []
+            expects = [rows.read(counts.to(torch.device("cpu")).tolist())]
         if self.meter is not None:
             self.meter.tokens = sum(expects)
         return counts_E, sends, expects
@@ -287,11 +308,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     ) -> torch.Tensor:
         """Send tokens to the ranks of their experts: ``(N, D)`` -> ``(R, D)``, rank-major."""
         if (turn := self._turn) is not None:
-            if (rows := turn.rows) is not None:
-                assert self.sends_once is not None
-                self.sends_once(rows.send_scores, self._ep_mesh, input_splits, output_splits)
-                input_splits, output_splits = rows.sends, rows.receives
-                routed_input_ND = rows.select(routed_input_ND, turn if self.sends_float8 else None)
+            if turn.rows is not None:
+                return turn.rows.start(routed_input_ND, turn, float8=self.sends_float8)
             packed_NW, turn.packed = turn.packed, None
             float8 = "" if packed_NW is None else "out"
             turn.exchange = Exchange(self._ep_mesh, input_splits, output_splits, float8=float8)
@@ -417,24 +435,6 @@ def exchange_in_float8(model: nn.Module) -> int:
     for dispatcher in ours:
         dispatcher.sends_float8 = True
     return len(ours)
-
-
-def exchange_once(model: nn.Module) -> int:
-    """Let a token go to a rank once in MoE layers where that sends less; return how many do.
-
-    Call it after expert parallelism.
-    """
-    layers = 0
-    for module in list(model.modules()):
-        dispatcher = getattr(module, "token_dispatcher", None)
-        if not isinstance(dispatcher, FunctionalAllToAllTokenDispatcher) or not dispatcher.ep_mesh:
-            continue
-        if min(dispatcher.top_k, dispatcher.num_experts // dispatcher.ep_mesh.size()) > 1:
-            # A module of its own: policies count the exchanges of each.
-            dispatcher.sends_once = Inside()
-            module.add_module("row_scores", dispatcher.sends_once)
-            layers += 1
-    return layers
 
 
 def check_dispatchers(model: Module.Config, parallelism: Any) -> None:

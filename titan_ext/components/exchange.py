@@ -14,11 +14,6 @@ row is packed as its values and then its scales, in one buffer of 0.508 of bf16'
 
 A token is packed once and copied for each of its experts, and what arrives is sorted by expert
 while it is packed. Checkpointing saves what arrived as it is: nothing is quantized twice.
-
-**One row a token and rank** (``parallelism.exchange_rows``): a token goes to a rank once, however
-many of its experts live there. The scores travel beside, each with the row that it belongs to. The
-rank copies the row for each of its experts, and sends back one sum of their outputs times the
-scores, which is made in fp32.
 """
 
 from collections.abc import Callable
@@ -30,18 +25,16 @@ import torch.nn as nn
 import torch.nn.functional as nnf
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.models.common.token_dispatcher import AllToAllDispatchMetadata
 
 from titan_ext.fp8.codec import ALIGNMENT, Codec, Quantized, codec_name, note_decoded
 from titan_ext.fp8.saved_tensors import compiles_for
 
 ExchangeDtype = Literal["float8"]
-ExchangeRows = Literal["expert", "rank"]
+ExchangeRows = Literal["expert", "rank", "node"]
 _CODEC = Codec()
 
 # Shape suffixes, as in dispatch.py: T = tokens, N = routed tokens that are sent, R = that arrive,
-# D = model dimension, W = bytes of a packed row. K = experts of a token, E = experts, EP = ranks,
-# e = experts of one rank, M = rows that are sent or arrive where a token goes to a rank once.
+# D = model dimension, W = bytes of a packed row, M = rows that are sent or arrive, if fewer.
 
 
 @dataclass(eq=False, slots=True)
@@ -56,8 +49,8 @@ class Turn:
     metadata: Any = None
     packed: torch.Tensor | None = None
     """Rows ``(N, W)`` that are sent in float8."""
-    rows: "RankRows | None" = None
-    """Where a token goes to a rank once."""
+    rows: Any = None
+    """``rows.TokenRows``, where a token goes to a rank or a node once."""
 
 
 class Inside(nn.Module):
@@ -65,95 +58,6 @@ class Inside(nn.Module):
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
-
-
-class RankRows:
-    """The rows of one layer's exchanges, where a token goes to a rank once.
-
-    Attributes:
-        tokens_N, scores_N: Of the routed tokens, in the order of their experts.
-        sends, receives: Rows for each rank, and from each; known once the counts have come.
-    """
-
-    sends: list[int]
-    receives: list[int]
-
-    def __init__(
-        self, scores_TK: torch.Tensor, expert_ids_TK: torch.Tensor, ranks: int, experts: int
-    ) -> None:
-        rank_TK = expert_ids_TK // (experts // ranks)
-        goes_TEP = rank_TK.new_zeros(len(rank_TK), ranks).scatter_(1, rank_TK, 1)
-        self._sends_EP = goes_TEP.sum(0)
-        row_TK = (goes_TEP.cumsum(0) - 1).gather(1, rank_TK)  # among those for its rank
-        # As Titan's ``_local_reorder``: by expert, and so by rank.
-        order_N = torch.argsort(expert_ids_TK.flatten(), stable=True)
-        self.tokens_N, self.scores_N = order_N // rank_TK.shape[1], scores_TK.flatten()[order_N]
-        self._rank_N, self._row_N = (x.flatten()[order_N] for x in (rank_TK, row_TK))
-
-    def counts_to_tell(self, tokens_E: torch.Tensor) -> torch.Tensor:
-        """Counts of tokens by expert ``(E,)`` -> with one of rows for each rank ``(EP, e + 1)``."""
-        ranks = len(self._sends_EP)
-        return torch.cat((tokens_E.view(ranks, -1), self._sends_EP.unsqueeze(1)), dim=1)
-
-    def counts_to_read(self, tokens_E: torch.Tensor, told_EP_e: torch.Tensor) -> torch.Tensor:
-        """What the host reads: tokens and rows sent, tokens and rows expected, ``(4, EP)``.
-
-        ``told_EP_e`` is what other ranks had to tell.
-        """
-        self._tokens_from_EP, self._rows_from_EP = told_EP_e[:, :-1].sum(1), told_EP_e[:, -1]
-        tokens_EP = tokens_E.view(len(told_EP_e), -1).sum(1)
-        expected = self._tokens_from_EP, self._rows_from_EP
-        return torch.stack((tokens_EP, self._sends_EP, *expected))
-
-    def select(self, x_TD: torch.Tensor, turn: Turn | None) -> torch.Tensor:
-        """The rows that are sent ``(M, D)``; packed, if there is a ``turn`` to keep them."""
-        starts_EP = self._sends_EP.cumsum(0) - self._sends_EP
-        place_N = starts_EP[self._rank_N] + self._row_N
-        tokens_M = self.tokens_N.new_empty(sum(self.sends)).scatter_(0, place_N, self.tokens_N)
-        self._tokens_M = tokens_M
-        return Select.apply(x_TD, tokens_M, turn)
-
-    def send_scores(self, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> None:
-        """Begin to send the scores, each with its row, to the ranks of their experts.
-
-        ``sends`` and ``receives`` count routed tokens.
-        """
-        assert max(self.sends) <= 2**24, "rows are sent as floats, exact up to there"
-        # Flat: policies keep it, as they do scores.
-        dtype = torch.promote_types(self.scores_N.dtype, torch.float32)
-        pairs_N2 = torch.stack((self.scores_N.to(dtype), self._row_N.to(dtype)), dim=1)
-        self._exchange = Exchange(mesh, [2 * n for n in sends], [2 * n for n in receives])
-        self._sent = Start.apply(pairs_N2.flatten(), self._exchange)
-
-    def receive(
-        self, turn: Turn, permute: Callable[..., Any]
-    ) -> tuple[torch.Tensor, torch.Tensor, AllToAllDispatchMetadata]:
-        """Tokens by expert ``(R, D)``, counts ``(e,)``, and what ``_rows_back`` needs of them.
-
-        ``permute`` is Titan's function of a dispatcher.
-        """
-        pairs_R2 = Finish.apply(self._sent, self._exchange).view(-1, 2)
-        scores_R, row_R = pairs_R2.unbind(1)
-        starts_EP = self._rows_from_EP.cumsum(0) - self._rows_from_EP
-        starts_R = starts_EP.repeat_interleave(self._tokens_from_EP, output_size=len(row_R))
-        place_R1 = (starts_R + row_R.detach().long()).unsqueeze(1)
-        _, place_R1, order_R, counts_e = permute(place_R1, turn.counts)
-        place_R, rows, exchange = place_R1.squeeze(1), sum(self.receives), turn.exchange
-        assert exchange is not None, "send() has run"
-        if exchange.float8 == "out":
-            packed_RW = exchange.arrived()[place_R]
-            routed_RD = FinishSorted.apply(turn.sent, exchange, packed_RW, place_R, rows)
-        else:
-            routed_RD = Finish.apply(turn.sent, exchange)[place_R]
-        metadata = AllToAllDispatchMetadata(
-            token_indices_experts_sorted_N=self._tokens_M,
-            topk_scores_experts_sorted_N=scores_R[order_R],
-            input_shape=(rows, routed_RD.shape[1]),
-            permuted_indices=place_R,
-            input_splits=self.sends,
-            output_splits=self.receives,
-        )
-        return routed_RD, counts_e, metadata
 
 
 class Exchange:

@@ -16,7 +16,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.tools.logging import logger
 
-from titan_ext.base.op_cost import ranks_per_node
+from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.titan import tokens_of_microbatch
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 
@@ -44,7 +44,9 @@ class ExchangePolicy:
         overlap: What computes while tokens travel: the other half of a batch, shared experts
             while they travel back, or nothing.
         dtype: In what tokens travel to their experts; None for their own dtype.
-        rows: Whether a token travels once for each of its experts, or once to a rank of them.
+        rows: Whether a token travels once for each of its experts, or once to a rank or a node of
+            them.
+        nodes: Among how many nodes, if once to each.
     """
 
     ep: int
@@ -53,6 +55,7 @@ class ExchangePolicy:
     overlap: Literal["none", "shared experts", "halves"]
     dtype: ExchangeDtype | None
     rows: ExchangeRows = "expert"
+    nodes: int = 0
 
     @classmethod
     def decide(
@@ -86,7 +89,14 @@ class ExchangePolicy:
                 overlap = "halves"
         dtype = getattr(parallelism, "exchange_dtype", None)
         rows: ExchangeRows = getattr(parallelism, "exchange_rows", "expert")
-        return cls(ep, saved, stock_saves, overlap, dtype, rows)
+        nodes, joined = 0, nvlink_domain()
+        if rows == "node":
+            nodes = 0 if ep % joined or joined in (1, ep) else ep // joined
+            if not nodes:
+                why = f"{ep} ranks exchange tokens, and NVLink joins {joined}"
+                logger.info(f'parallelism.exchange_rows = "node" does as "rank": {why}.')
+                rows = "rank"
+        return cls(ep, saved, stock_saves, overlap, dtype, rows, nodes)
 
     def log_saved(self, model: Decoder) -> None:
         """Say what selective activation checkpointing does with the exchanges, and its price."""
@@ -96,8 +106,8 @@ class ExchangePolicy:
             return
         early = getattr(moe.routed_experts.token_dispatcher, "sends_scores", False)
         # What combine brings back is not read again where scores were applied before.
-        exchanges = 1 if early or self.rows == "rank" else 2
-        rows = ranks_of_token(moe.router, self.ep) if self.rows == "rank" else moe.router.top_k
+        exchanges = 1 if early or self.rows != "expert" else 2
+        rows = moe.router.top_k if self.rows == "expert" else ranks_of_token(moe.router, self.ep)
         mib = exchanges * rows * cast(Any, model.config).dim * 2 * 1024 / 2**20
         where = "on one node" if self.ep <= ranks_per_node() else "across nodes"
         does = (

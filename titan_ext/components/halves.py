@@ -205,12 +205,15 @@ class _Turns:
         """Inside, the MoE layer sends B's tokens, and runs the experts of both halves."""
 
         def routed(*args: torch.Tensor) -> torch.Tensor:
+            self._relay(0)
             self._send(*args)
             self._run_experts()
             if self._shared is not None:
                 for half, x_BLD in enumerate(self._inputs):
                     with _in_half(half):
                         self._shared_out.append(self._shared(x_BLD))
+                    if half == 0:
+                        self._relay_back(1)
             with _in_half(0):
                 self._out_a = self._collect(0)
             return self._collect(1)
@@ -238,6 +241,14 @@ class _Turns:
         given = (x_BLD.view(sizes), scores_BLK.view(sizes), expert_ids_BLK.view(sizes), counts_E)
         self._sent.append(self._routed(lambda: self._dispatcher.send(*given)))
 
+    def _relay(self, half: int) -> None:
+        with _in_half(half):
+            self._routed(lambda: self._dispatcher.relay(self._sent[half]))
+
+    def _relay_back(self, half: int) -> None:
+        with _in_half(half):
+            self._routed(lambda: self._dispatcher.relay_back(self._sent[half]))
+
     def _receive(self, half: int) -> tuple[torch.Tensor, torch.Tensor]:
         with _in_half(half):
             return self._routed(lambda: self._dispatcher.receive(self._sent[half]))
@@ -260,6 +271,7 @@ class _Turns:
 
         with maybe_set_sparse_mesh():
             _, out_RD = self._routed.inner_experts(*self._receive(0), between)
+        self._relay_back(0)
         self._send_back(1, out_RD)
 
 

@@ -145,8 +145,9 @@ class ParallelismConfig(TitanParallelismConfig):
     """
     How often a token travels to a rank where several of its experts live. "expert": once for each.
     "rank": once; what goes back is one sum of their outputs, times the token's scores, made in
-    float32. Other rounding. It does nothing where no rank can have two of a token's experts. See
-    docs/fsdp_units.md.
+    float32. "node": once to each node of them, and from there to the ranks; where expert
+    parallelism does not span several whole nodes it is "rank". Other rounding. Nothing changes
+    where no rank can have two of a token's experts. See docs/fsdp_units.md.
     """
 
     fsdp_replicate: list[str] = field(default_factory=list)
@@ -254,8 +255,8 @@ def check_parallelism(
         )
     if getattr(parallelism, "overlap_exchanges", "none") == "halves":
         _check_halves(parallelism, compiled)
-    for key, value in (("exchange_dtype", "float8"), ("exchange_rows", "rank")):
-        if getattr(parallelism, key, None) == value:
+    for key, off in (("exchange_dtype", None), ("exchange_rows", "expert")):
+        if (value := getattr(parallelism, key, off)) != off:
             _check_exchanges(f'parallelism.{key} = "{value}"', parallelism, compiled)
     if settings.replicate:
         _check_replicate(parallelism, compiled)

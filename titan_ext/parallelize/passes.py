@@ -31,7 +31,6 @@ from titan_ext.base.titan import apply_cp_to_forward, context_mesh, keep_frozen,
 from titan_ext.components.dispatch import (
     check_dispatchers,
     exchange_in_float8,
-    exchange_once,
     overlap_shared_experts,
     use_functional_all_to_all,
 )
@@ -45,6 +44,7 @@ from titan_ext.components.float8_linears import (
 from titan_ext.components.halves import overlap_in_halves
 from titan_ext.components.hf_export import for_replicated_weights
 from titan_ext.components.lora import lora_settings
+from titan_ext.components.rows import exchange_once
 from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
@@ -108,11 +108,11 @@ def parallelize(
     #    run meanwhile.
     if exchanges.dtype is not None:
         exchange_in_float8(model)
-    if exchanges.rows == "rank" and not exchange_once(model):
+    if exchanges.rows != "expert" and not exchange_once(model, nodes=exchanges.nodes):
+        key = f'parallelism.exchange_rows = "{exchanges.rows}"'
+        logger.info(f"{key} does nothing: no {exchanges.rows} here has two experts of a token.")
         exchanges = dataclasses.replace(exchanges, rows="expert")
         exchanges.leave_with(model)
-        why = "no rank here has two experts of a token"
-        logger.info(f'parallelism.exchange_rows = "rank" does nothing: {why}.')
     if exchanges.overlap == "halves":
         overlap_in_halves(model, exchanges.ep)
     elif exchanges.overlap == "shared experts":

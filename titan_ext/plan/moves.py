@@ -167,6 +167,12 @@ def _halves(now: Keys, facts: Facts) -> Iterator[Keys]:
         yield from ({**batch, _HALVES: "halves"} for batch in _with_batch(now, facts, 2 * unit))
 
 
+def _rows(now: Keys, facts: Facts) -> Iterator[Keys]:
+    spans_nodes = now[EP] > facts.ranks_per_node and now[EP] % facts.ranks_per_node == 0
+    values = ("rank", "node") if spans_nodes else ("rank",)
+    yield from _values("parallelism.exchange_rows", *values)(now, facts)
+
+
 def _offload(now: Keys, facts: Facts) -> Iterator[Keys]:
     if facts.host_nbytes and not now.get(OFFLOAD_LIMIT):
         yield {OFFLOAD_LIMIT: f"{facts.host_nbytes >> 30}GiB"}
@@ -213,8 +219,8 @@ MOVES = (
         _SENDS,
         (),
         Effect.ROUNDING,
-        "a token travels once to a rank where several of its experts live",
-        _if_experts(_values("parallelism.exchange_rows", "rank")),
+        "a token travels once to a rank or a node where several of its experts live",
+        _if_experts(_rows),
     ),
     Move(
         _SENDS,

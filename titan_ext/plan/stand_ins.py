@@ -191,12 +191,20 @@ class _Planned:
         sent = _split(self._tokens, ep_size)
         received = _split(round(self._tokens * self._imbalance), ep_size)
         if self._turn is not None and (rows := self._turn.rows) is not None:
-            told = num_local_tokens_per_expert_E, num_global_tokens_per_local_expert_EP_e
-            rows.counts_to_read(*told)
-            each = self._tokens / self._router.top_k * ranks_of_token(self._router, ep_size)
-            rows.sends = _split(round(each), ep_size)
-            rows.receives = _split(round(each * self._imbalance), ep_size)
-            return told[1][:, :-1].flatten(), sent, received
+            rows.counts_to_read(num_global_tokens_per_local_expert_EP_e)
+            tokens, nodes = self._tokens / self._router.top_k, ep_size // rows.ranks
+            of_node = 1 + (self._imbalance - 1) / rows.ranks  # other ranks there have their share
+            to_nodes, to_ranks = (
+                tokens * ranks_of_token(self._router, n) for n in (nodes, ep_size)
+            )
+            counts = [
+                *_split(round(to_nodes), nodes),
+                *_split(round(to_nodes * of_node), nodes),
+                *_split(round(to_ranks * of_node), rows.ranks),
+                *_split(round(to_ranks * self._imbalance), rows.ranks),
+                sum(received),
+            ]
+            return num_global_tokens_per_local_expert_EP_e, [], [rows.read(counts)]
         return num_global_tokens_per_local_expert_EP_e.reshape(-1), sent, received
 
 

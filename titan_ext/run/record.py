@@ -162,17 +162,18 @@ def _exchanges(trainer: Any) -> list[str]:
     if exchanges is None or exchanges.ep == 1 or trainer.parallel_dims.pp_enabled:
         return []
     is_ours = isinstance(policy, FP8AC.Config)
-    once = exchanges.rows == "rank"
+    once, hops = exchanges.rows != "expert", 2 if exchanges.nodes else 1
     early = once or (is_ours and policy.score_before_last_gemm)
     ours = _EXCHANGES + (2 if early else 0)  # scores travel, and their gradients
+    ours += 6 * (hops - 1)  # all but the counts
     if (is_ours and policy.mode == "no_recompute") or (
         heeds_save_all_to_all(policy) and exchanges.saved
     ):
         again = 0
     elif heeds_save_all_to_all(policy):
-        again = 4 if once else 3
+        again = 1 + 3 * hops if once else 3
         if is_ours:  # counts and scores are kept
-            again = 1 if early and policy.preset != "stock" else 2
+            again = hops if early and policy.preset != "stock" else 2 * hops
     else:
         return []
     stock = _EXCHANGES + (0 if exchanges.stock_saves else 3)

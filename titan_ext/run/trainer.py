@@ -135,9 +135,10 @@ class Trainer(TitanTrainer):
 
         def _check_exchanges(self) -> None:
             # A dry run of stock TorchTitan has its own section, without our keys.
-            keys = {"overlap_exchanges": "halves", "exchange_dtype": "float8"}
-            for key, value in {**keys, "exchange_rows": "rank"}.items():
-                if getattr(self.parallelism, key, "") == value and self.debug.spmd_typechecking:
+            keys = {"overlap_exchanges": "none", "exchange_dtype": None, "exchange_rows": "expert"}
+            for key, off in keys.items():
+                value = getattr(self.parallelism, key, off)
+                if value != off and self.debug.spmd_typechecking:
                     raise ValueError(
                         f'parallelism.{key} = "{value}" does not go with debug.spmd_typechecking = '
                         "true: the checker has no rule for an exchange in two steps."
