@@ -20,8 +20,8 @@ from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, make_config, observed, start_as_planned
-from titan_ext.components.dispatch import exchange_once
 from titan_ext.components.exchange import pack, unpack
+from titan_ext.components.rows import exchange_once
 from titan_ext.fp8.codec import Codec, Quantized, dequantize, quantize
 from titan_ext.fp8.saved_tensors import SavedTensorStore
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher
