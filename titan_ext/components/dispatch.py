@@ -45,6 +45,7 @@ from titan_ext.components.exchange import (
     Start,
     Turn,
 )
+from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.rows import Hops, RowsMetadata, TokenRows
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
@@ -439,11 +440,9 @@ def exchange_in_float8(model: nn.Module) -> int:
 
 def check_dispatchers(model: Module.Config, parallelism: Any) -> None:
     """Raise ValueError for a key that the token dispatchers of a model config do not serve."""
-    keys = {"overlap_exchanges": "none", "exchange_dtype": None, "exchange_rows": "expert"}
-    for key, off in keys.items():
-        value = getattr(parallelism, key, off)
+    for key, value in changed_exchanges(parallelism).items():
         for _, config, _, _ in model.traverse(BaseEPTokenDispatcher.Config):
-            if value != off and not isinstance(config, FunctionalAllToAllTokenDispatcher.Config):
+            if not isinstance(config, FunctionalAllToAllTokenDispatcher.Config):
                 raise ValueError(
                     f"parallelism.{key} = {value!r} needs TorchTitan's all-to-all dispatcher; this "
                     f"model has {type(config).__qualname__.removesuffix('.Config')}."

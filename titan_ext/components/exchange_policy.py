@@ -24,12 +24,19 @@ __all__ = [
     "ExchangePolicy",
     "OverlapExchanges",
     "SaveAllToAll",
+    "changed_exchanges",
     "exchange_policy_of",
+    "nodes_among",
     "ranks_of_token",
 ]
 
 SaveAllToAll = Literal["auto", "always", "never"]
 OverlapExchanges = Literal["none", "halves"]
+_AS_STOCK: dict[str, Any] = {
+    "overlap_exchanges": "none",
+    "exchange_dtype": None,
+    "exchange_rows": "expert",
+}
 
 
 @dataclass(frozen=True)
@@ -89,13 +96,11 @@ class ExchangePolicy:
                 overlap = "halves"
         dtype = getattr(parallelism, "exchange_dtype", None)
         rows: ExchangeRows = getattr(parallelism, "exchange_rows", "expert")
-        nodes, joined = 0, nvlink_domain()
-        if rows == "node":
-            nodes = 0 if ep % joined or joined in (1, ep) else ep // joined
-            if not nodes:
-                why = f"{ep} ranks exchange tokens, and NVLink joins {joined}"
-                logger.info(f'parallelism.exchange_rows = "node" does as "rank": {why}.')
-                rows = "rank"
+        nodes = nodes_among(ep) if rows == "node" else 0
+        if rows == "node" and not nodes:
+            why = f"{ep} ranks exchange tokens, and NVLink joins {nvlink_domain()}"
+            logger.info(f'parallelism.exchange_rows = "node" does as "rank": {why}.')
+            rows = "rank"
         return cls(ep, saved, stock_saves, overlap, dtype, rows, nodes)
 
     def log_saved(self, model: Decoder) -> None:
@@ -128,6 +133,27 @@ class ExchangePolicy:
 def exchange_policy_of(model: nn.Module) -> ExchangePolicy | None:
     """What was decided for a model or pipeline chunk; None if titan_ext did not parallelize it."""
     return cast(Any, model).__dict__.get("_exchanges")
+
+
+def changed_exchanges(parallelism: Any) -> dict[str, str]:
+    """The keys of a ``[parallelism]`` section with which tokens do not travel as in stock.
+
+    A stock section has none of them.
+    """
+    return {
+        key: value
+        for key, stock in _AS_STOCK.items()
+        if (value := getattr(parallelism, key, stock)) != stock
+    }
+
+
+def nodes_among(ep: int) -> int:
+    """In how many nodes ``ep`` ranks lie that exchange tokens in two hops.
+
+    A node is what NVLink joins. 0 if it is one, if not all are whole, or if each has one rank.
+    """
+    joined = nvlink_domain()
+    return 0 if ep % joined or joined in (1, ep) else ep // joined
 
 
 def ranks_of_token(router: TokenChoiceTopKRouter.Config, ep: int) -> float:

@@ -19,7 +19,7 @@ from torchtitan.protocols.model import BaseModel
 from titan_ext.base.messages import are_checked_later, set_known_key, table_flag
 from titan_ext.base.titan import refuse
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
-from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll
+from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll, changed_exchanges
 from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.plan import ShardSizes
@@ -253,10 +253,10 @@ def check_parallelism(
             'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
             'gather the experts inside a compiled block; expected "submodule" or "block".'
         )
-    if getattr(parallelism, "overlap_exchanges", "none") == "halves":
-        _check_halves(parallelism, compiled)
-    for key, off in (("exchange_dtype", None), ("exchange_rows", "expert")):
-        if (value := getattr(parallelism, key, off)) != off:
+    for key, value in changed_exchanges(parallelism).items():
+        if key == "overlap_exchanges":
+            _check_halves(parallelism, compiled)
+        else:
             _check_exchanges(f'parallelism.{key} = "{value}"', parallelism, compiled)
     if settings.replicate:
         _check_replicate(parallelism, compiled)

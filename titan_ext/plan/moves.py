@@ -14,6 +14,7 @@ from typing import Any
 from titan_ext.base.titan import GLOBAL_BATCH as GLOBAL
 from titan_ext.base.titan import LOCAL_BATCH as LOCAL
 from titan_ext.base.titan import unit_of_batch
+from titan_ext.components.exchange_policy import nodes_among
 from titan_ext.plan.memory import LASTING, MemoryKind
 from titan_ext.plan.time import Part
 
@@ -168,8 +169,7 @@ def _halves(now: Keys, facts: Facts) -> Iterator[Keys]:
 
 
 def _rows(now: Keys, facts: Facts) -> Iterator[Keys]:
-    spans_nodes = now[EP] > facts.ranks_per_node and now[EP] % facts.ranks_per_node == 0
-    values = ("rank", "node") if spans_nodes else ("rank",)
+    values = ("rank", "node") if nodes_among(now[EP]) else ("rank",)
     yield from _values("parallelism.exchange_rows", *values)(now, facts)
 
 

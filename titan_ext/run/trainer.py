@@ -30,6 +30,7 @@ from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_st
 from titan_ext.base.titan import named_data
 from titan_ext.components.dispatch import check_dispatchers
 from titan_ext.components.early_scores import use_early_scores
+from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.float8_linears import check_float8_gather
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
 from titan_ext.parallelize.keys import (
@@ -134,11 +135,8 @@ class Trainer(TitanTrainer):
             mistakes.raise_all()
 
         def _check_exchanges(self) -> None:
-            # A dry run of stock TorchTitan has its own section, without our keys.
-            keys = {"overlap_exchanges": "none", "exchange_dtype": None, "exchange_rows": "expert"}
-            for key, off in keys.items():
-                value = getattr(self.parallelism, key, off)
-                if value != off and self.debug.spmd_typechecking:
+            for key, value in changed_exchanges(self.parallelism).items():
+                if self.debug.spmd_typechecking:
                     raise ValueError(
                         f'parallelism.{key} = "{value}" does not go with debug.spmd_typechecking = '
                         "true: the checker has no rule for an exchange in two steps."
