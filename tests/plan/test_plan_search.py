@@ -17,6 +17,7 @@ from tests.helpers.cluster import run_command, run_ranks
 from tests.helpers.toml_files import DEBUG, Loader
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.config_registry.resolve import resolve
+from titan_ext.config_registry.tune import Tune
 from titan_ext.plan import tuned
 from titan_ext.plan.candidates import Job, Level, block_keys, with_defaults
 from titan_ext.plan.dry_run import dry_run
@@ -98,6 +99,27 @@ def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
     assert memory.spare == pytest.approx(whole[0].spare, abs=40 * 2**20)
     for kind in (MemoryKind.EXACT, MemoryKind.GRADIENTS, MemoryKind.STATES):
         assert memory.peak.by_kind[kind] == pytest.approx(whole[0].peak.by_kind[kind], rel=0.001)
+
+
+def _solved_and_planned(folder: Path) -> tuple[Level, StepTime]:
+    """The least checkpointing of the debug model, in a step of four passes, and a plan with it."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with as_rank(2, 0):
+        job = Tune("moe_debug", 2, memory="8GiB").search([], folder)[0].job
+        keys = {LOCAL: 1, GLOBAL: 8}
+
+        def steps() -> Any:
+            ((least, *_),) = yield [("levels", keys)]
+            ((_, time),) = yield [("price", keys | least.keys({**job.values, **keys}), 0)]
+            return least, time
+
+        return Forks(job.ask, 1).run([steps()])[0]
+
+
+def test_a_solved_recompute_is_of_all_passes_of_a_step(tmp_path: Path):
+    (found,) = run_ranks(_solved_and_planned, 1, tmp_path, log_folder=tmp_path)
+    level, time = found
+    assert level.ms == pytest.approx(time.ms[Part.RECOMPUTE], rel=0.2)
 
 
 _RUN = """extends = "deepseek_v3.deepseek_v3_debugmodel"

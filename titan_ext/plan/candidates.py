@@ -149,7 +149,8 @@ class Job:
         stands_for = depths.stands_for if depths else lambda index: 1
         traced = TracedBlocks(run, settings, self.machine, limit, stands_for)
         presets = ("stock",) if self.exact else _PRESETS
-        return [*_levels(traced, low, high), *(() if high else _presets(traced, presets))]
+        found = [*_levels(traced, low, high), *(() if high else _presets(traced, presets))]
+        return [level._replace(ms=level.ms * self.facts.passes(now)) for level in found]
 
     def priced(self, found: Sequence[tuple[MemoryPlan, StepTime]]) -> tuple[MemoryPlan, StepTime]:
         """The whole model, from the prices of ``layers``; raises the first FailedError."""

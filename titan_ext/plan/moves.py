@@ -63,6 +63,10 @@ class Facts:
             ranks //= now[f"parallelism.{axis}_parallel_degree"]
         return ranks
 
+    def passes(self, now: Keys) -> int:
+        """Forwards of a batch in a step."""
+        return max(now[GLOBAL] // (now[LOCAL] * self.copies(now)), 1)
+
     def sharing(self, now: Keys) -> int:
         """Ranks over which expert parallelism can spread experts."""
         return self.ranks // now["parallelism.pipeline_parallel_degree"] // max(now[REPLICATE], 1)
