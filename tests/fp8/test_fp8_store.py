@@ -609,16 +609,24 @@ def test_an_eager_codec_says_why(
     assert reason in warnings[0]
 
 
-def test_fake_tensors_have_the_shapes_of_real_ones(compiler: _Compiler):
+@pytest.mark.parametrize(
+    "x",
+    [normal(16, N), normal(N, 16).t(), normal(8, 300)[:, :200], normal(0, N), normal(2, 3, 7)],
+    ids=lambda x: str(tuple(x.shape)),
+)
+def test_fake_tensors_have_the_shapes_of_real_ones(compiler: _Compiler, x: torch.Tensor):
     ops = torch.ops.titan_ext
     name = codec.codec_name(Codec())
-    with FakeTensorMode():
-        x = torch.empty(16, N, dtype=torch.bfloat16)
-        data, scales = ops.float8_quantize(x, name, True)
-        assert (data.shape, data.dtype, scales.shape) == (x.shape, torch.float8_e4m3fn, (16, 16))
-        back = ops.float8_dequantize(data, scales, name, x.dtype, True)
-        assert (back.shape, back.dtype) == (x.shape, x.dtype)
+
+    def stored(x: torch.Tensor, one_kernel: bool) -> list[Any]:
+        data, scales = ops.float8_quantize(x, name, one_kernel)
+        back = ops.float8_dequantize(data, scales, name, x.dtype, one_kernel)
+        return [(t.shape, t.stride(), t.dtype) for t in (data, scales, back)]
+
+    with FakeTensorMode() as mode:
+        fake = stored(mode.from_tensor(x), True)
     assert compiler.graphs == 0
+    assert fake == stored(x, False)
 
 
 # Policy and dtypes.

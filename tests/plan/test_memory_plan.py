@@ -27,6 +27,7 @@ from titan_ext.plan.budget import budget_in
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 from titan_ext.plan.memory import BAND, COMPILED_BAND, DeviceMemory, MemoryPlan
+from titan_ext.plan.search import Tried
 from titan_ext.plan.stand_ins import as_rank
 
 BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=256, layers=4)
@@ -251,11 +252,18 @@ def test_an_allowance_decides_too():
     assert plan.verdict("rank 0").startswith("uncertain, it may fit")
     assert plan.band == int(BAND * 80)
     assert replace(plan, is_compiled=True).band == int(COMPILED_BAND * 80)
-    for memory, verdict in ((107, "fits"), (93, "does not fit"), (99, "uncertain, it may not fit")):
+    for memory, verdict in (
+        (107, "fits"),
+        (93, "does not fit"),
+        (99, "uncertain, it may not fit"),
+        (103, "uncertain"),
+    ):
         plan = replace(plan, budget=replace(budget, memory=memory))
         assert plan.verdict("rank 0").startswith(verdict)
+        assert (plan.surely_spare >= 0) is (verdict == "fits")
+        assert Tried(choices={}, keys={}, memory=plan).fits is (verdict == "fits")
     plan = replace(plan, budget=replace(budget, memory=100, allowance=41))
-    assert plan.spare == -1
+    assert plan.spare == plan.surely_spare == -1
     assert plan.verdict("rank 0").startswith("does not fit")  # what is given is certain
 
 
