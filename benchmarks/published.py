@@ -21,6 +21,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ _GIB = 2**30
 _AT_ONCE = 2
 _SEED = 33
 _SPLITS = 200
+_APART = 0.03
+"""Of a speed: jobs that are nearer to each other are listed apart."""
 
 
 def main() -> None:
@@ -174,7 +177,28 @@ def time_table(
         tenth = sorted(errors)[int(0.9 * len(errors))]
         mean = statistics.mean(errors)
         lines.append(f"{_SPLITS} random halves: mean {mean:.1%}, nine of ten within {tenth:.1%}")
+    for words, pairs in orders(rows, plans).items():
+        wrong = [pair for pair, is_right in pairs.items() if not is_right]
+        lines.append(f"order of two jobs of a model, {words}: {len(pairs)} pairs, wrong {wrong}")
     return lines
+
+
+def orders(
+    rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[tuple[str, str], bool]]:
+    """Whether the plan has the faster of two jobs of a model right: what ``tune`` relies on.
+
+    Pairs whose published speeds are at least ``_APART`` apart come first, then the others.
+    """
+    found: dict[str, dict[tuple[str, str], bool]] = {"apart": {}, "close": {}}
+    timed = [name for name in plans if "tokens" in rows[name]]
+    for pair in combinations(timed, 2):
+        if len({rows[name]["values"]["extends"] for name in pair}) == 1:
+            a, b = (rows[name]["tokens"] for name in pair)
+            mine, other = (plans[name]["time"]["expected_tokens_per_second"] for name in pair)
+            is_apart = abs(a - b) >= _APART * min(a, b)
+            found["apart" if is_apart else "close"][pair] = (a > b) == (mine > other)
+    return found
 
 
 def halves(

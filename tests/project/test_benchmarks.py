@@ -419,3 +419,21 @@ def test_factors_are_on_kernels_alone() -> None:
     factors = published.fit(rows, rows, plans)
     assert factors == {False: pytest.approx(2.0)}
     assert published._expected(plans["eager"], factors[False]) == pytest.approx(400.0)
+
+
+def test_orders_compare_jobs_of_one_model() -> None:
+    """B against C is 2% apart, and planned the wrong way round; D is another model's."""
+    model, other = {"extends": "llama3_8b"}, {"extends": "qwen3_32b"}
+    published_ = {"A": 5000, "B": 6600, "C": 6500, "D": 900}
+    rows = {
+        name: {"tokens": tokens, "values": other if name == "D" else model}
+        for name, tokens in published_.items()
+    }
+    planned = {"A": 5100.0, "B": 8000.0, "C": 8100.0, "D": 1000.0}
+    plans = {
+        name: {"time": {"expected_tokens_per_second": speed}} for name, speed in planned.items()
+    }
+    assert published.orders(rows, plans) == {
+        "apart": {("A", "B"): True, ("A", "C"): True},
+        "close": {("B", "C"): False},
+    }
