@@ -273,23 +273,32 @@ def plot(runs: dict[str, dict[int, list[float]]], file: Path, window: int = 20) 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    arms = [arm for arm in runs if arm != REFERENCE]
+    def smooth(arm: str, seed: int) -> list[float]:
+        pairs = zip(runs[arm][seed], runs[REFERENCE][seed], strict=True)
+        gaps = [mine - reference for mine, reference in pairs]
+        return [statistics.fmean(gaps[max(0, i - window) : i + 1]) for i in range(len(gaps))]
+
+    curves = {
+        arm: {seed: smooth(arm, seed) for seed in sorted(runs[arm].keys() & runs[REFERENCE].keys())}
+        for arm in runs
+        if arm != REFERENCE
+    }
     figure, panels = pyplot.subplots(
-        len(arms),
+        len(curves),
         sharex=True,
-        figsize=(9.5, 1 + 2 * len(arms)),
+        figsize=(9.5, 1 + 2 * len(curves)),
         layout="constrained",
         squeeze=False,
     )
-    for axes, arm in zip(panels[:, 0], arms, strict=True):
+    # One scale for all, by which float8 can be told from noise; a broken codec leaves it.
+    honest = [by_seed for arm, by_seed in curves.items() if not arm.startswith("bad-")]
+    most = max((abs(x) for by_seed in honest for one in by_seed.values() for x in one), default=0)
+    for axes, (arm, by_seed) in zip(panels[:, 0], curves.items(), strict=True):
         axes.axhspan(-BOUND, BOUND, color="0.9", label=f"limit of the mean, {BOUND:g}")
-        for seed in sorted(runs[arm].keys() & runs[REFERENCE].keys()):
-            pairs = zip(runs[arm][seed], runs[REFERENCE][seed], strict=True)
-            gaps = [mine - reference for mine, reference in pairs]
-            smooth = [statistics.fmean(gaps[max(0, i - window) : i + 1]) for i in range(len(gaps))]
-            axes.plot(smooth, linewidth=1, label=f"seed {seed}")
+        for seed, curve in by_seed.items():
+            axes.plot(curve, linewidth=1, label=f"seed {seed}")
         axes.set_title(arm, loc="left")
-        axes.set_ylim(-0.1, 0.1)
+        axes.set_ylim(-1.2 * most or -BOUND, 1.2 * most or BOUND)
         axes.grid(alpha=0.3)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     panels[-1, 0].set_xlabel("step")
