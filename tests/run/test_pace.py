@@ -147,14 +147,22 @@ class _Store:
         self.calls["get"] += 1
         return self.values[key].encode()
 
+    def set(self, key: str, value: str) -> None:
+        self.calls["set"] += 1
+        self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return self.values.keys() >= set(keys)
+
     def delete_key(self, key: str) -> None:
         del self.values[key]
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(("rank", "logs"), [(0, True), (3, False), (3, True)])
 def test_a_logged_step_is_one_word_to_the_store_and_others_are_none(
-    rank: int, monkeypatch: pytest.MonkeyPatch
+    rank: int, logs: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    """A rank of a pipeline's last stage, which Titan lets log, reads a second word."""
     logged: list[tuple[int, dict[str, float]]] = []
     trainer: Any = SimpleNamespace(step=0, device=torch.device("cpu"))
     trainer.metrics_processor = SimpleNamespace(
@@ -166,6 +174,9 @@ def test_a_logged_step_is_one_word_to_the_store_and_others_are_none(
     check = PaceCheck()
     check._store = store = _Store()
     check._layers = 2
+    check._logs = logs
+    if rank != 0:  # as rank 0 would
+        store.values["metrics"] = '{"titan_ext/latest rank": 2.0}'
     check._thread = ThreadPoolExecutor(1)
     dispatcher: Any = SimpleNamespace(meter=None)
     check._dispatchers = {1: dispatcher}
@@ -181,12 +192,16 @@ def test_a_logged_step_is_one_word_to_the_store_and_others_are_none(
             if check._told is not None:
                 check._told.result()
     assert store.calls["append"] == 4
-    assert store.calls["get"] == (4 if rank == 0 else 0)
+    assert store.calls["get"] == 4 * logs
     if rank == 0:
-        assert store.values == {}
+        assert store.calls["set"] == 4
+        assert store.values.keys() == {"metrics"}
         assert [step for step, _ in logged] == [20]
     else:
-        assert store.values.keys() == {"step 5", "step 10", "step 15", "step 20"}
+        found = {"titan_ext/latest rank": 2.0}
+        # The thread may have read it before step 5 is logged, or not.
+        assert logged[-3:] == [(step, found) for step in (10, 15, 20) if logs]
+        assert store.values.keys() == {"metrics", "step 5", "step 10", "step 15", "step 20"}
         assert store.values["step 20"].split()[0] == "3"
         assert store.values["step 20"].split()[-2:] == ["0", "60"]
 
@@ -204,6 +219,7 @@ def test_a_step_may_be_done_again(monkeypatch: pytest.MonkeyPatch):
     check._thread = ThreadPoolExecutor(1)
     judged: list[tuple[int, int]] = []
     paces: list[float] = []
+    check.judge.latest = Findings()
     monkeypatch.setattr(
         check.judge, "take", lambda step, rows: judged.append((step, len(rows))) or []
     )
@@ -215,7 +231,7 @@ def test_a_step_may_be_done_again(monkeypatch: pytest.MonkeyPatch):
             assert check._told is not None
             check._told.result()
     assert judged == [(1, 1), (2, 1), (3, 1), (4, 1)]
-    assert store.values == {}
+    assert store.values.keys() == {"metrics"}
     assert min(paces) > 0
 
 

@@ -4,13 +4,15 @@
 Where tokens are exchanged the host reads the counts anyway, and the stream waits for the tokens. So
 a measurement waits for nothing that the step would not wait for. What a rank has measured goes to
 the job's store, from a thread: no collective, and no step waits. Rank 0 reads it two logged steps
-later, judges it (``run.pace``), warns, and logs it among Titan's metrics.
+later, judges it (``run.pace``), warns, and logs it among Titan's metrics. In a pipeline Titan logs
+on a rank of the last stage, which gets them by the store.
 
 Titan's standard dispatcher without a compiler has counts that the host reads. Elsewhere only the
 pace is judged.
 """
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.metrics import LoggerContainer
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.compile import compiles_model
@@ -26,6 +29,9 @@ from titan_ext.base.agreement import this_job
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.run.pace import Judge, RankStep
+
+_METRICS = "metrics"
+"""Of the newest step that was judged, in the store."""
 
 
 class Meter:
@@ -76,6 +82,8 @@ class PaceCheck(RunCheck):
         self._steps: list[int] = []
         """Logged steps of which the ranks have told or are telling."""
         self._told: Future[Any] | None = None
+        self._logs = False
+        self._metrics: dict[str, float] = {}
 
     def after_build(self, trainer: Any) -> None:
         config = trainer.config
@@ -92,6 +100,8 @@ class PaceCheck(RunCheck):
                     self._group = min(dist.get_process_group_ranks(dispatcher.ep_mesh.get_group()))
         # All ranks take part, also those of a stage without experts.
         self._layers = len(getattr(trainer.model_config, "layers", ()))
+        # Titan gives others a logger that does nothing.
+        self._logs = isinstance(trainer.metrics_processor.logger, LoggerContainer)
         if trainer.parallel_dims.ep_enabled:
             self._store = this_job().subject("pace")
             self._thread = ThreadPoolExecutor(1, "pace")
@@ -116,16 +126,14 @@ class PaceCheck(RunCheck):
         last, self._last = self._last, (trainer.step, now_s)
         if self._store is not None:
             self._tell(trainer.step, 1e3 * (now_s - since_s), meters)
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return
-        warnings = []
-        if last is not None and last[0] < trainer.step:  # a trainer may go back to a checkpoint
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        # A trainer may go back to a checkpoint.
+        if is_first and last is not None and last[0] < trainer.step:
             step_ms = 1e3 * (now_s - last[1]) / (trainer.step - last[0])
-            warnings = self.judge.pace(trainer.step, step_ms)
-        for warning in warnings:
-            logger.warning(warning)
-        if self.judge.latest is not None:
-            trainer.metrics_processor.logger.log(self.judge.latest.metrics(), trainer.step)
+            for warning in self.judge.pace(trainer.step, step_ms):
+                logger.warning(warning)
+        if self._metrics:
+            trainer.metrics_processor.logger.log(self._metrics, trainer.step)
 
     @contextlib.contextmanager
     def around_run(self, trainer: Any) -> Iterator[None]:
@@ -154,6 +162,8 @@ class PaceCheck(RunCheck):
         """In the thread. Rank 0 reads the step before last, of which all ranks have told by now."""
         self._store.append(f"step {step}", row.word())
         if row.rank != 0:
+            if self._logs and self._store.check([_METRICS]):
+                self._metrics = json.loads(self._store.get(_METRICS))
             return
         if step not in self._steps:  # else it is done again, and all ranks say so
             self._steps.append(step)
@@ -168,6 +178,9 @@ class PaceCheck(RunCheck):
             newest = {row.rank: row for row in map(RankStep.read, lines)}
             for warning in self.judge.take(step, list(newest.values())):
                 logger.warning(warning)
+            assert self.judge.latest is not None
+            self._metrics = self.judge.latest.metrics()
+            self._store.set(_METRICS, json.dumps(self._metrics))
 
     def receipts(self) -> dict[str, Any]:
         """The newest findings, and every warning."""
