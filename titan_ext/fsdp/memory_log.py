@@ -9,6 +9,7 @@ step the log shows the peak; Titan's metrics get the peaks of every logged step.
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class MemoryLog(RunCheck):
             "left_over": list(left_over),
         }
         if is_first_steady:
-            line["events"] = timeline.to_json()
+            line["events"] = [asdict(event) for event in timeline.events]
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:

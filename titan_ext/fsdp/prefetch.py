@@ -66,12 +66,13 @@ AUTO_FORWARD = PrefetchLimit(units=1)
 AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
 
 
-def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
-    """Read ``parallelism.fsdp_prefetch``: 0, 1, 2, ... units, or a size such as "512MiB".
+def parse_prefetch_limit(key: str, value: object, auto: PrefetchLimit) -> PrefetchLimit:
+    """Read ``parallelism.fsdp_prefetch``: 0, 1, 2, ... units, a size such as "512MiB", or "auto".
 
-    "auto" is read before: what it means depends on the direction. Raises ValueError for anything
-    else.
+    What that means, ``auto``, depends on the direction. Raises ValueError for anything else.
     """
+    if value == "auto":
+        return auto
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return PrefetchLimit(units=value)
     if isinstance(value, str):
@@ -90,12 +91,7 @@ def plan_prefetch(
     forward: PrefetchLimit,
     backward: PrefetchLimit,
 ) -> list[UnitPlan]:
-    """``units`` with those to gather ahead of each.
-
-    Args:
-        units: In forward order; backward runs in the reverse.
-        forward: How far ahead in forward, ``backward`` in backward.
-    """
+    """``units``, which are in forward order, with those to gather ahead of each."""
     order, back = list(units), _backward_order(units)
     if units and units[0].kind is UnitKind.TIED:
         order.append(units[0])  # embeddings run first, norm and head last

@@ -65,7 +65,7 @@ def shard_decoder(
     settings = choose(model, settings or FSDPSettings(), parallel_dims)
     if units is None:
         units = plan_units(model, settings.resolved_wrap)
-    meshes = FSDPMeshes.resolve(parallel_dims)
+    meshes = FSDPMeshes(parallel_dims)
     plan = make_plan(model, units, settings, meshes.sizes, is_chunk=parallel_dims.pp_enabled)
     if meshes.dense_axes is not None:
         replicate_undeclared(model, parallel_dims, plan.ignored)

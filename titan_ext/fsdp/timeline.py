@@ -6,8 +6,8 @@ Plain data, which the tracker fills from storages.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from titan_ext.fsdp.units import BLOCK_KINDS
 
@@ -49,7 +49,6 @@ class Bytes:
 
 
 CLASSES = tuple(field.name for field in fields(Bytes))
-NOTHING = Bytes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +98,7 @@ class Timeline:
         live: dict[str, Bytes] = {}
         unsharded = []
         for group in groups:
-            so_far = live.setdefault(group.kind, NOTHING)
-            if group.live is not NOTHING:  # most are idle, and a step has thousands of events
-                live[group.kind] = so_far + group.live
+            live[group.kind] = live.get(group.kind, Bytes()) + group.live
             if group.is_unsharded:
                 unsharded.append(group.name)
         event = Event(action=action, unit=unit, live=live, unsharded=tuple(unsharded))
@@ -138,10 +135,6 @@ class Timeline:
         live = last.bytes_of()
         buffers = [n for n in ("all_gather", "reduce_scatter") if getattr(live, n)]
         return (*last.unsharded, *(f"{name} buffers" for name in buffers))
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """The events as JSON data."""
-        return [asdict(event) for event in self.events]
 
     def _count(self, change: Callable[[set[str], set[str]], set[str]]) -> dict[str, int]:
         counts: Counter[str] = Counter()

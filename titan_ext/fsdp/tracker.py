@@ -147,20 +147,17 @@ class _Group:
         is_unsharded = (
             is_issuing or self._group.is_unsharded or self._group._all_gather_result is not None
         )
-        live = Bytes(
-            gathered=sum(self._storages().values()),
-            logical=self._nbytes_when_gathered if is_unsharded else 0,
-            **self._buffers,
-        )
-        return GroupBytes(self.name, self.kind, live, is_unsharded)
-
-    def _storages(self) -> dict[int, int]:
-        """Bytes of the storages of its unsharded parameters."""
-        return {
+        storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
             for param in self._group.fsdp_params
             for tensor in _gathered_tensors(param)
         }
+        live = Bytes(
+            gathered=sum(storages.values()),
+            logical=self._nbytes_when_gathered if is_unsharded else 0,
+            **self._buffers,
+        )
+        return GroupBytes(self.name, self.kind, live, is_unsharded)
 
     @functools.cached_property
     def _nbytes_when_gathered(self) -> int:

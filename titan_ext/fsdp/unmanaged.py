@@ -150,7 +150,7 @@ def synchronize_unmanaged_parameters(
         _check_place(path, by_path, managed)
     _place_on_model_axes(modules, parallel_dims)
 
-    meshes = FSDPMeshes.resolve(parallel_dims)
+    meshes = FSDPMeshes(parallel_dims)
     arguments = FSDPSettings.from_config(training=training).fully_shard_arguments(
         meshes.dense.device_type
     )
