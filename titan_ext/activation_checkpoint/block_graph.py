@@ -41,8 +41,6 @@ from titan_ext.base.op_cost import Machine, op_cost
 from titan_ext.base.tensors import parts_in, storage_ids, tensors_in
 from titan_ext.fp8 import Codec
 
-__all__ = ["CHOICES", "BlockGraph", "Call", "Node", "blocks_on_device", "trace"]
-
 SAVE, FLOAT8 = OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8
 RECOMPUTE, DISCARD = OpPolicy.RECOMPUTE, OpPolicy.DISCARD
 CHOICES = (SAVE, FLOAT8, RECOMPUTE, DISCARD)

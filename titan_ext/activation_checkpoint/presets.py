@@ -17,8 +17,6 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from titan_ext.activation_checkpoint.op_policies import ROOT, BlockPolicies, OpPolicy, Rule, op_name
 from titan_ext.components.early_scores import has_early_scores
 
-__all__ = ["Attention", "Preset", "block_policies"]
-
 Preset = Literal["memory", "balanced", "speed", "gemms", "stock"]
 Attention = Literal["auto", "save", "save_float8", "recompute"]
 _EXPERTS = "moe.routed_experts.inner_experts"

@@ -39,8 +39,6 @@ from titan_ext.activation_checkpoint.op_policies import (
 )
 from titan_ext.base.messages import format_bytes
 
-__all__ = ["BlockKind", "BudgetTooSmallError", "Host", "Solution", "solve", "table_of"]
-
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8
 _ORDER = (SAVE, FLOAT8, OFFLOAD, OFFLOAD_FLOAT8, RECOMPUTE, DISCARD)

@@ -43,8 +43,6 @@ from titan_ext.fsdp.units import (
     vision_units,
 )
 
-__all__ = ["DebugConfig", "ParallelismConfig"]
-
 _SPMD_BACKENDS = ("spmd_types", "partial_dtensor")
 
 

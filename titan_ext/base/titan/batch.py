@@ -22,22 +22,6 @@ from typing import Any
 
 from torchtitan.config import TrainingConfig
 
-__all__ = [
-    "BATCH_KEYS",
-    "GLOBAL_BATCH",
-    "LOCAL_BATCH",
-    "OTHER_TITAN",
-    "OTHER_UNIT",
-    "RENAMED",
-    "microbatches_of_pass",
-    "own_keys",
-    "refuse",
-    "shape_of_tokens",
-    "tokens_of_microbatch",
-    "unit_of_batch",
-    "wrong_global_batch",
-]
-
 _COUNTS_TOKENS = "max_context_length" in {f.name for f in fields(TrainingConfig)}
 _TRAINING, _PARALLELISM = "training", "parallelism"
 _DEGREE = "pipeline_parallel_degree"
