@@ -66,7 +66,7 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.base.titan import PlainAttention, as_models_call
+from titan_ext.base.titan.attention import PlainAttention, as_models_call
 
 _HOLDERS_OF_A_COPY = (
     "torchtitan.components.metrics",

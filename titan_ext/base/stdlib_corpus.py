@@ -25,7 +25,7 @@ from pathlib import Path
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from titan_ext.base.titan import register_dataset
+from titan_ext.base.titan.data import register_dataset
 
 STDLIB_CORPUS = "python_stdlib"
 """The name of the data set in Titan's registry (``--dataloader.dataset``)."""

@@ -17,7 +17,7 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
-from titan_ext.base.titan import tokens_of_microbatch
+from titan_ext.base.titan.batch import tokens_of_microbatch
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 
 SaveAllToAll = Literal["auto", "always", "never"]

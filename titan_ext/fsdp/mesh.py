@@ -23,7 +23,7 @@ from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.base.no_accelerator import reduce_without_premul_sum
-from titan_ext.base.titan import EXPERT_SHARDS, dense_mesh, experts_mesh
+from titan_ext.base.titan.parallelism import EXPERT_SHARDS, dense_mesh, experts_mesh
 from titan_ext.fsdp.plan import GroupKind, ShardSizes
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 

@@ -38,7 +38,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
 from titan_ext.base.messages import and_more
-from titan_ext.base.titan import keep_frozen, mesh_with_axes
+from titan_ext.base.titan.parallelism import keep_frozen, mesh_with_axes
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import GroupKind, plan_of, set_plan
 from titan_ext.fsdp.prefetch import gather_unseen_in_recompute, prefetch_nothing_in_backward

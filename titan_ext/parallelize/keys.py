@@ -17,7 +17,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
 from titan_ext.base.messages import are_checked_later, set_known_key, table_flag
-from titan_ext.base.titan import refuse
+from titan_ext.base.titan.batch import refuse
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll, changed_exchanges
 from titan_ext.fsdp.make_plan import make_plan

@@ -26,7 +26,7 @@ from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import and_more
-from titan_ext.base.titan import BATCH_KEYS, wrong_global_batch
+from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
 from titan_ext.components.optim import MUON
 from titan_ext.fsdp.settings import FSDPSettings
 

@@ -43,7 +43,9 @@ from torchtitan.models.common.token_dispatcher import (
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.op_cost import NVLINK_DOMAIN, RANKS_PER_NODE
-from titan_ext.base.titan import BaseDataLoader, as_models_call, rows_of, tokens_of_microbatch
+from titan_ext.base.titan.attention import as_models_call, rows_of
+from titan_ext.base.titan.batch import tokens_of_microbatch
+from titan_ext.base.titan.data import BaseDataLoader
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
 from titan_ext.components.exchange_policy import ranks_of_token
 
