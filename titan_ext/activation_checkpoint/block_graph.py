@@ -8,7 +8,7 @@ checkpoint gives them, so a solution is a table of ordinary ``op_policies``.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -286,7 +286,8 @@ class _Tracer(TorchDispatchMode):
         recorded = zip(self._calls, self._is_foreign, self._entries, strict=True)
         for call, foreign, entries in recorded:
             given = set(storage_ids((call.args, call.kwargs)))
-            made = _unless(parts_in(call.out), {*makers, *given})
+            known = {*makers, *given}
+            made = [x for x in parts_in(call.out) if x.untyped_storage()._cdata not in known]
             writes = [
                 x
                 for x in parts_in(written(call.func, call.args, call.kwargs))
@@ -299,7 +300,8 @@ class _Tracer(TorchDispatchMode):
                     looked_at |= reads
                 continue
             index, touched = len(nodes), set(storage_ids((made, writes)))
-            node = sizes.node(call.out, call.location, op_cost(*_cost_args(call), rates).ms)
+            cost = op_cost(call.func, call.args, call.kwargs, call.out, rates)
+            node = sizes.node(call.out, call.location, cost.ms)
             policies = self._policies(call, node.policies)
             if len(entries) < len(tensors_in(call.out)) or any(map(autograd.reader, entries)):
                 policies -= {DISCARD}
@@ -379,14 +381,6 @@ class _Sizes:
             codec_ms=codec_ms * rates.slower.get("codec", 1.0),
             policies=frozenset(policies),
         )
-
-
-def _cost_args(call: Call) -> tuple[Any, Any, Any, Any]:
-    return call.func, call.args, call.kwargs, call.out
-
-
-def _unless(tensors: Iterable[torch.Tensor], known: set[int]) -> list[torch.Tensor]:
-    return [x for x in tensors if x.untyped_storage()._cdata not in known]
 
 
 def _is_attention(func: Any) -> bool:

@@ -149,10 +149,7 @@ def _train_tokenizer(rows: list[dict[str, str]], folder: Path) -> str:
 
 
 def _sha256(*texts: str) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode())
-    return digest.hexdigest()
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def main() -> None:
