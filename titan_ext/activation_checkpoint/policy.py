@@ -215,16 +215,7 @@ class FP8AC(ActivationCheckpointing):
             ``saves_all_to_all``: whether what an exchange of tokens delivers is saved, and not only
             its counts.
             """
-            return block_policies(
-                block,
-                name,
-                mode=self.mode,
-                preset=self.preset,
-                attention=self.attention,
-                rules=self.rules(),
-                exempt=tuple(self.exempt),
-                saves_all_to_all=saves_all_to_all,
-            )
+            return block_policies(block, name, self, saves_all_to_all=saves_all_to_all)
 
         def offloads(self) -> bool:
             """Whether a rule keeps anything on the host, or a budget may."""

@@ -10,7 +10,6 @@ a file, and rows are shuffled: batches of whole files would differ in kind, and 
 ``python -m titan_ext.base.stdlib_corpus`` makes them; training makes what is missing.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -153,9 +152,7 @@ def _sha256(*texts: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--folder", type=Path, default=default_folder())
-    folder = make_corpus(parser.parse_args().folder)
+    folder = make_corpus()
     manifest = json.loads((folder / "manifest.json").read_text())
     print(f"{manifest['pieces']:,} pieces, {manifest['characters']:,} characters: {folder}")
 

@@ -151,31 +151,25 @@ def _set_chunks_prefetch(model: Decoder, head: FSDPModule) -> None:
         head.set_modules_to_backward_prefetch([head])
 
 
+@dataclass(eq=False)
 class _BeforeForward:
     """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit."""
 
-    def __init__(
-        self,
-        module: FSDPModule,
-        ahead: Sequence[FSDPModule] = (),
-        frees_buffer: bool = False,
-        opens_range: bool = False,
-    ) -> None:
-        self._module = module
-        self._ahead = list(ahead)
-        self._frees_buffer = frees_buffer
-        self._opens_range = opens_range
+    module: FSDPModule
+    ahead: Sequence[FSDPModule] = ()
+    frees_buffer: bool = False
+    opens_range: bool = False
 
     @torch._dynamo.disable
     def __call__(self, part: nn.Module, args: Any) -> None:
         backward = in_backward()
-        if not backward and self._opens_range:
+        if not backward and self.opens_range:
             with torch.profiler.record_function("titan_ext::before_forward"):
                 pass
-        self._module.set_modules_to_forward_prefetch([] if backward else self._ahead)
-        if backward or self._frees_buffer:
+        self.module.set_modules_to_forward_prefetch([] if backward else list(self.ahead))
+        if backward or self.frees_buffer:
             with _out_of_sight_of_checkpointing():
-                self._module.unshard()
+                self.module.unshard()
 
 
 def _out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:

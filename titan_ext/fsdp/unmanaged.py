@@ -12,7 +12,6 @@ usual. The new modules of one unit form one group. It stays gathered from forwar
 unless Titan's chunked loss ends a backward in between (``units.with_norm_apart``).
 """
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ from torchtitan.protocols.module import Module
 from titan_ext.base.messages import and_more
 from titan_ext.base.titan.parallelism import keep_frozen, mesh_with_axes
 from titan_ext.fsdp.mesh import FSDPMeshes
-from titan_ext.fsdp.plan import GroupKind, plan_of, set_plan
+from titan_ext.fsdp.plan import GroupKind, plan_of
 from titan_ext.fsdp.prefetch import gather_unseen_in_recompute, prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups
@@ -183,8 +182,6 @@ def synchronize_unmanaged_parameters(
         gather_unseen_in_recompute(group)
     meshes.sum_gradients(model)
     assert not unmanaged_parameters(model)
-    if (plan := plan_of(model)) is not None:
-        set_plan(model, dataclasses.replace(plan, unmanaged=tuple(sorted(names))))
     return sorted(names)
 
 
