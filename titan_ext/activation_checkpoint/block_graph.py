@@ -193,9 +193,7 @@ def trace(
 
     Args:
         block: A block without checkpointing, parallelized as it will run.
-        rates: Of the accelerator.
-        codec: How float8 tensors are stored.
-        compress_fp32: Whether fp32 tensors may be.
+        compress_fp32: Whether fp32 tensors may be stored in float8.
         exempt: Globs for modules that use no float8.
         name: Of the block in the model, for ``exempt``.
         foreign: Tells, inside of an operation, whether it is none of the block's: FSDP's.

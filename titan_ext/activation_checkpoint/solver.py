@@ -303,10 +303,7 @@ def table_of(
 ) -> dict[str, str]:
     """The ``op_policies`` that choose so, in the order of the operations.
 
-    Args:
-        kinds: The blocks.
-        chosen: The policies of their nodes.
-        plans: Of each kind, for the config to which the table is added.
+    ``plans`` are of each kind, for the config to which the table is added.
     """
     (input_policy,) = {policies[0] for policies in chosen}
     ends = {INPUT: str(input_policy)}, {"*": str(RECOMPUTE)}

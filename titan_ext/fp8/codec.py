@@ -113,7 +113,6 @@ def quantize(x: torch.Tensor, codec: Codec) -> Quantized:
     Args:
         x: bfloat16, float16 or float32 (else ValueError), of any shape and strides. Of a DTensor,
             this rank's shard is stored: blocks end where the shard ends.
-        codec: How.
     """
     if x.dtype not in SUPPORTED_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)

@@ -53,8 +53,6 @@ def choose(
 
     Args:
         model: The decoder or pipeline chunk on the meta device, before any parallelism.
-        settings: The user's.
-        parallel_dims: Sizes of the axes.
         compiled: Whether the model is compiled: the experts cannot be a unit of their own then.
     """
     units_are_given = "auto" not in (settings.wrap, settings.reduce_scatter_buffers)

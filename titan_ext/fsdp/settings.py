@@ -216,8 +216,6 @@ class FSDPSettings:
         next forward.
 
         Args:
-            unit: The unit; its groups are planned.
-            is_chunk: Whether the model is a chunk of a pipeline.
             is_rounding_error: Whether its bytes are negligible beside the largest unit's.
             has_dtensors: Whether another kind of parallelism has split its parameters already:
                 torch cannot reshard those to a smaller world.

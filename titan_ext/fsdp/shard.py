@@ -51,8 +51,6 @@ def shard_decoder(
     Args:
         model: The decoder or pipeline chunk, after tensor and expert parallelism, activation
             checkpointing and compile.
-        parallel_dims: The axes to shard over.
-        settings: How; the defaults if None.
         units: What to shard; if None, what ``settings.wrap`` makes of ``model``.
 
     Returns:

@@ -117,7 +117,6 @@ def synchronize_unmanaged_parameters(
 
     Args:
         model: The model, or the chunk of a pipeline stage, that ``parallelize`` returned.
-        parallel_dims: As ``parallelize`` had it.
         training: As ``parallelize`` had it: the dtypes of computation and reduction, CPU offload.
 
     Returns:

@@ -236,7 +236,6 @@ def check_parallelism(
         parallelism: Titan's section or ours. A stock section (a drop-in model spec under the
             stock trainer) has none of our keys; they read as their defaults.
         training: Titan's section, where it is known.
-        compiled: Whether the model is compiled.
     """
     settings = FSDPSettings.from_config(parallelism, training)
     refuse(parallelism)

@@ -84,9 +84,7 @@ OTHER_UNIT = (
 def tokens_of_microbatch(training: Any, parallelism: Any = None) -> tuple[int, int]:
     """Tokens of a microbatch on a data-parallel rank, and of one of its sequences.
 
-    Args:
-        training: Titan's ``TrainingConfig``.
-        parallelism: Titan's ``ParallelismConfig`` if a pipeline splits the batch.
+    ``parallelism`` is Titan's section if a pipeline splits the batch.
     """
     if hasattr(training, "max_context_length"):  # main counts tokens, a pipeline's included
         return training.num_tokens_per_microbatch_per_dp_rank, training.max_context_length
