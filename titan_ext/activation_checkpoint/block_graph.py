@@ -21,11 +21,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_ext.activation_checkpoint.blocks import OpLocator, attention_statistics, block_store
-from titan_ext.activation_checkpoint.discards import (
-    AutogradNodes,
-    Discarded,
-    last_node,
-)
+from titan_ext.activation_checkpoint.discards import AutogradNodes, Discarded, last_node
 from titan_ext.activation_checkpoint.op_effects import makes_node, passes_values, written
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,

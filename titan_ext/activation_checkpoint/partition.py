@@ -108,11 +108,7 @@ class Float8Partitioner(CustomPartitionerFn):
         if OpPolicy.SAVE_FLOAT8 in _annotations(gm.graph, _INPUTS):
             _tag_inputs(gm.graph)
         forward, backward = min_cut_rematerialization_partition(
-            gm,
-            joint_inputs,
-            compiler,
-            num_fwd_outputs=num_fwd_outputs,
-            **kwargs,
+            gm, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, **kwargs
         )
         # The codec's operations are decomposed as the compiler decomposed the rest.
         trace = functools.partial(_trace, decompositions=_decompositions(compiler))

@@ -38,15 +38,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from titan_ext.base.tensors import storage_ids
-from titan_ext.components.exchange import (
-    AddUp,
-    Exchange,
-    Finish,
-    FinishSorted,
-    Select,
-    Start,
-    Turn,
-)
+from titan_ext.components.exchange import AddUp, Exchange, Finish, FinishSorted, Select, Start, Turn
 from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.rows import Hops, RowsMetadata, TokenRows
 
@@ -97,10 +89,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         return routed_RD, counts_E, metadata
 
     def combine(
-        self,
-        routed_output_RD: torch.Tensor,
-        metadata: AllToAllDispatchMetadata,
-        x_TD: torch.Tensor,
+        self, routed_output_RD: torch.Tensor, metadata: AllToAllDispatchMetadata, x_TD: torch.Tensor
     ) -> torch.Tensor:
         """Do what Titan's does: outputs ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
         if self._turn is None and isinstance(metadata, RowsMetadata):

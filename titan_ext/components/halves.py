@@ -148,11 +148,7 @@ class _BlockInHalves:
             with turns.of_b():
                 return self._moe.second_half(self._moe_forward, h_BLD)
 
-        with (
-            _in_half(0),
-            self._attention_kept_gathered() as reshard,
-            turns.of_a(run_b, reshard),
-        ):
+        with _in_half(0), self._attention_kept_gathered() as reshard, turns.of_a(run_b, reshard):
             out_a_BLD = self._forward(*of_a)
         return torch.cat([out_a_BLD, turns.out_b])
 

@@ -43,11 +43,7 @@ _ACROSS_NODES = (
 
 
 def choose(
-    model: Decoder,
-    settings: FSDPSettings,
-    parallel_dims: ParallelDims,
-    *,
-    compiled: bool = False,
+    model: Decoder, settings: FSDPSettings, parallel_dims: ParallelDims, *, compiled: bool = False
 ) -> FSDPSettings:
     """Return ``settings`` with values in place of "auto", said in the log with the reason.
 

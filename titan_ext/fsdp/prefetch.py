@@ -87,9 +87,7 @@ def parse_prefetch_limit(key: str, value: object, auto: PrefetchLimit) -> Prefet
 
 
 def plan_prefetch(
-    units: Sequence[UnitPlan],
-    forward: PrefetchLimit,
-    backward: PrefetchLimit,
+    units: Sequence[UnitPlan], forward: PrefetchLimit, backward: PrefetchLimit
 ) -> list[UnitPlan]:
     """``units``, which are in forward order, with those to gather ahead of each."""
     order, back = list(units), _backward_order(units)

@@ -21,12 +21,7 @@ from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_ext.base.messages import did_you_mean
 from titan_ext.fsdp.plan import UnitPlan
-from titan_ext.fsdp.prefetch import (
-    AUTO_BACKWARD,
-    AUTO_FORWARD,
-    PrefetchLimit,
-    parse_prefetch_limit,
-)
+from titan_ext.fsdp.prefetch import AUTO_BACKWARD, AUTO_FORWARD, PrefetchLimit, parse_prefetch_limit
 from titan_ext.fsdp.units import REPLICATE, Unit, UnitKind, Wrap, resolve_wrap
 
 Reshard = Literal["default", "always", "never"] | int
@@ -79,9 +74,7 @@ class FSDPSettings:
 
     @classmethod
     def from_config(
-        cls,
-        parallelism: ParallelismConfig | None = None,
-        training: TrainingConfig | None = None,
+        cls, parallelism: ParallelismConfig | None = None, training: TrainingConfig | None = None
     ) -> "FSDPSettings":
         """The settings in Titan's sections, or ours. Missing keys have their defaults."""
         given: dict[str, Any] = {

@@ -12,10 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.fsdp import (
-    apply_fsdp_to_vision_encoder,
-    enable_fsdp_symm_mem,
-)
+from torchtitan.distributed.fsdp import apply_fsdp_to_vision_encoder, enable_fsdp_symm_mem
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
