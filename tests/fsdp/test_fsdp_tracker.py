@@ -16,8 +16,7 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, make_config, observed, patched, planned_config
 from titan_ext.fsdp.memory_log import _CLASS_COLOURS, _KIND_COLOURS, FOLDER
 from titan_ext.fsdp.settings import copies_out_directly
-from titan_ext.fsdp.timeline import CLASSES, Timeline
-from titan_ext.fsdp.tracker import MemoryTracker
+from titan_ext.fsdp.tracker import CLASSES, MemoryTracker, Timeline
 from titan_ext.fsdp.units import Unit, UnitKind
 
 TRACKED = Run(steps=2, tracked=True, narrow=True)

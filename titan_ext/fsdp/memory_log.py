@@ -19,8 +19,7 @@ from torchtitan.tools.logging import logger
 from titan_ext.base.agreement import leaves_files
 from titan_ext.base.run_check import RunCheck
 from titan_ext.fsdp.plan import plan_of
-from titan_ext.fsdp.timeline import Timeline
-from titan_ext.fsdp.tracker import MemoryTracker
+from titan_ext.fsdp.tracker import MemoryTracker, Timeline
 
 FOLDER = "fsdp_memory"
 _MIB = 2**20
