@@ -303,11 +303,6 @@ class FP8AC(ActivationCheckpointing):
         self.reporter.is_compiled = True
         return self._config.policies_of(block, name, saves_all_to_all=self._saves_all_to_all)
 
-    def remove_hooks(self) -> None:
-        """Remove our hooks from the modules; the wrappers around the blocks stay."""
-        for locator in self._locators:
-            locator.remove()
-
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         name = f"{self._prefix}{base_fqn or 'block'}"
         self.reporter.blocks[name] = None
@@ -410,6 +405,7 @@ def measure_block(
     policy.apply(holder)
     out = holder.get_submodule("layers.0")(*args, **kwargs)
     (loss(out) if loss is not None else out.float().sum()).backward()
-    policy.remove_hooks()
+    for locator in policy._locators:
+        locator.remove()
     (report,) = policy.memory_report.blocks
     return report
