@@ -329,7 +329,7 @@ def trainer_rows(folder: Path) -> Iterator[str]:
 def _tokens_read() -> str:
     from torchtitan.config import TrainingConfig
 
-    from titan_ext.base.titan import tokens_of_microbatch
+    from titan_ext.base.titan.batch import tokens_of_microbatch
 
     config: Any = TrainingConfig
     read = tokens_of_microbatch(

@@ -318,6 +318,12 @@ WRITES: dict[str, _Use] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _float8_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a report that has none is an error."""
+    monkeypatch.setattr(FP8AC, "_wants_float8", lambda self: False)
+
+
 def _config(**policies: str) -> FP8AC.Config:
     return FP8AC.Config(op_policies={"input": "save", "feed_forward.w1": "save", **policies})
 
@@ -336,8 +342,7 @@ def _run(
     if config is None:
         block(x).square().sum().backward()
     else:
-        with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
-            report = measure_block(block, x, config=config, loss=lambda out: out.square().sum())
+        report = measure_block(block, x, config=config, loss=lambda out: out.square().sum())
     grads = [t.grad for t in (x, *block.parameters()) if t.grad is not None]
     kept = [block.stat, block.last]
     if block.seen is not None:
@@ -368,8 +373,7 @@ def _steps(use: _Use, config: Any) -> list[list[torch.Tensor]]:
         block.feed_forward.w2.weight.mul_(4)
     holder.layers = nn.ModuleDict({"0": block})
     if config is not None:
-        with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
-            config.build(dump_folder="").apply(holder)
+        config.build(dump_folder="").apply(holder)
     x = torch.randn(2, 4, WIDTH, requires_grad=True)
     wanted = (x, *holder.parameters())
     return [
@@ -390,6 +394,15 @@ def _steps(use: _Use, config: Any) -> list[list[torch.Tensor]]:
 def test_indices_and_writes_leave_gradients_as_they_are(use, config):
     for ours, grads in zip(_steps(use, config), _steps(use, None), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+
+
+def _run_as_plain(use: _Use, config: FP8AC.Config) -> BlockMemoryReport:
+    """The report of a run whose gradients are those without a policy, to the bit."""
+    grads, _, _ = _run(use)
+    ours, _, report = _run(use, config)
+    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+    assert report is not None
+    return report
 
 
 def _w2(report: BlockMemoryReport | None) -> list[str]:
@@ -416,10 +429,8 @@ def test_what_reads_a_discarded_output_gets_it(use):
 
 @pytest.mark.parametrize("use", SOUND.values(), ids=SOUND.keys())
 def test_what_nothing_reads_is_discarded(use):
-    grads, _, _ = _run(use)
-    ours, _, report = _run(use, _config(**{"feed_forward.w2": "discard"}))
+    report = _run_as_plain(use, _config(**{"feed_forward.w2": "discard"}))
     assert _w2(report) == ["discarded"]
-    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
 
 
 def test_a_process_group_lets_go_late(one_rank: None):
@@ -459,13 +470,10 @@ def test_an_exchange_that_is_read_does_not_run_again(one_rank: None):
     def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
         return x + _exchanged(o) ** 2
 
-    grads, _, _ = _run(use)
     discards = (Rule(OpPolicy.DISCARD, "feed_forward.w2"), Rule(OpPolicy.DISCARD, "*", "*_single"))
     with unittest.mock.patch.object(presets, "_preset_rules", return_value=discards):
-        ours, _, report = _run(use, _config())
-    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+        report = _run_as_plain(use, _config())
     assert _w2(report) == ["discarded"]
-    assert report is not None
     treatments = {row.name: row.treatment for row in report.stored}
     assert treatments[_EXCHANGE] == "exact: read by aten.pow in the block"
 
@@ -483,9 +491,7 @@ def test_an_exchange_that_is_written_to_and_not_read_is_discarded(one_rank: None
     def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
         return x + _exchanged(o).add_(x)
 
-    grads, _, _ = _run(use)
-    ours, _, _ = _run(use, _config(**{_EXCHANGE: "discard"}))
-    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+    _run_as_plain(use, _config(**{_EXCHANGE: "discard"}))
 
 
 def test_a_saved_output_that_is_written_to_is_reported_as_recomputed():
@@ -534,16 +540,9 @@ def test_a_forward_hook_reads_what_it_may_see(where):
     assert seen[0] == seen[1]
 
 
-def test_a_hook_on_another_module_reads_nothing():
+def test_a_hook_on_another_module_and_a_backward_hook_read_no_output():
     def prepare(block: Block) -> None:
         block.feed_forward.w1.register_forward_hook(lambda module, args, out: None)
-
-    _, _, report = _run(SOUND["added"], _config(), prepare)
-    assert _w2(report) == ["discarded"]
-
-
-def test_a_backward_hook_reads_no_output():
-    def prepare(block: Block) -> None:
         block.feed_forward.register_full_backward_hook(lambda module, grads, out_grads: None)
 
     _, _, report = _run(SOUND["added"], _config(), prepare)
@@ -566,8 +565,7 @@ def test_outputs_that_cannot_be_looked_into_prove_nothing():
         if config is None:
             block(x).x.sum().backward()
         else:
-            with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
-                measure_block(block, x, config=config, loss=_sum_of_x)
+            measure_block(block, x, config=config, loss=_sum_of_x)
         assert x.grad is not None
         return x.grad
 
@@ -576,13 +574,10 @@ def test_outputs_that_cannot_be_looked_into_prove_nothing():
 
 def test_a_block_without_gradients_discards_nothing_and_says_nothing():
     block = Block(lambda block, x, o: (x + o).detach())
-    config = _config(**{"feed_forward.w2": "discard"})
-    with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
-        policy = FP8AC(config)
-        holder = nn.Module()
-        holder.layers = nn.ModuleDict({"0": block})
-        policy.apply(holder)
-        out = holder.get_submodule("layers.0")(torch.randn(4, WIDTH))
+    holder = nn.Module()
+    holder.layers = nn.ModuleDict({"0": block})
+    FP8AC(_config(**{"feed_forward.w2": "discard"})).apply(holder)
+    out = holder.get_submodule("layers.0")(torch.randn(4, WIDTH))
     assert out.isfinite().all()
 
 
@@ -591,10 +586,7 @@ def test_a_discard_that_is_refused_is_not_tried_again(caplog):
     holder = nn.Module()
     holder.layers = nn.ModuleDict({"0": Block(READERS["an operation"])})
     x = torch.randn(4, WIDTH, requires_grad=True)
-    with (
-        unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False),
-        caplog.at_level(logging.INFO),
-    ):
+    with caplog.at_level(logging.INFO):
         FP8AC(_config()).apply(holder)
         for _ in range(3):
             holder.get_submodule("layers.0")(x).sum().backward()
@@ -607,9 +599,7 @@ def test_both_of_two_discarded_outputs_are_read_by_what_reads_their_sum():
         total = o + block.feed_forward(x + 1)
         return x + total * total
 
-    grads, _, _ = _run(use)
-    ours, _, report = _run(use, _config(**{"(block):aten.add": "recompute"}))
-    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+    report = _run_as_plain(use, _config(**{"(block):aten.add": "recompute"}))
     assert _w2(report) == ["recomputed: read by aten.mul in the block"]
 
 
@@ -620,12 +610,9 @@ def test_what_reads_the_output_of_a_discarded_operation_reads_its_operand():
         total = o.sum(0)
         return x + total * total
 
-    grads, _, _ = _run(use)
     rules = (Rule(OpPolicy.DISCARD, "feed_forward.w2"), Rule(OpPolicy.DISCARD, "*", "aten.sum"))
     with unittest.mock.patch.object(presets, "_preset_rules", return_value=rules):
-        ours, _, report = _run(use, _config())
-    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
-    assert report is not None
+        report = _run_as_plain(use, _config())
     treatments = {row.name: row.treatment for row in report.stored}
     why = "recomputed: read by aten.mul in the block"
     assert treatments["(block):aten.sum"] == why
@@ -637,10 +624,7 @@ def test_a_stand_in_has_the_strides_of_what_it_stands_for():
         y = torch.bmm(x.view(2, 2, WIDTH), x.view(2, WIDTH, 2)).transpose(1, 2)
         return x + o + y.contiguous().sum()
 
-    grads, _, _ = _run(use)
-    config = _config(**{"*:aten.bmm": "discard", "*:aten.transpose": "recompute"})
-    ours, _, _ = _run(use, config)
-    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+    _run_as_plain(use, _config(**{"*:aten.bmm": "discard", "*:aten.transpose": "recompute"}))
 
 
 def test_a_hook_that_comes_later_is_seen():
@@ -649,16 +633,15 @@ def test_a_hook_that_comes_later_is_seen():
     holder = nn.Module()
     holder.layers = nn.ModuleDict({"0": Block(SOUND["added"])})
     policy = FP8AC(_config())
-    with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
-        policy.apply(holder)
-        x = torch.randn(4, WIDTH, requires_grad=True)
-        block = holder.get_submodule("layers.0")
-        block(x).sum().backward()
-        assert _w2(policy.memory_report.blocks[0]) == ["discarded"]
-        seen: list[torch.Tensor] = []
-        w2 = block.get_submodule("_checkpoint_wrapped_module.feed_forward.w2")
-        w2.register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
-        block(x).sum().backward()
+    policy.apply(holder)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    block = holder.get_submodule("layers.0")
+    block(x).sum().backward()
+    assert _w2(policy.memory_report.blocks[0]) == ["discarded"]
+    seen: list[torch.Tensor] = []
+    w2 = block.get_submodule("_checkpoint_wrapped_module.feed_forward.w2")
+    w2.register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
+    block(x).sum().backward()
     assert len(seen) == 2
     assert torch.equal(seen[0], seen[1])
 
@@ -705,10 +688,7 @@ def _scale(
     if config is None:
         block(x).float().square().sum().backward()
     else:
-        with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
-            report = measure_block(
-                block, x, config=config, loss=lambda out: out.float().square().sum()
-            )
+        report = measure_block(block, x, config=config, loss=lambda out: out.float().square().sum())
     grads = [x.grad, block.scale.grad]
     block.zero_grad()
     return [grad.clone() for grad in grads if grad is not None], report

@@ -34,11 +34,7 @@ from titan_ext.activation_checkpoint.compile import (
     parts,
 )
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, parse_rules
-from titan_ext.activation_checkpoint.partition import (
-    Float8Partitioner,
-    Saved,
-    compile_arguments,
-)
+from titan_ext.activation_checkpoint.partition import Float8Partitioner, Saved, compile_arguments
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Wrap, plan_units
 

@@ -13,15 +13,17 @@ import torch
 from torchtitan.config import ParallelismConfig, TrainingConfig
 
 from titan_ext.base.no_accelerator import CausalAttention
-from titan_ext.base.titan import (
+from titan_ext.base.titan.attention import with_packed_tokens
+from titan_ext.base.titan.batch import (
+    NEW,
+    OLD,
+    in_tokens,
     own_keys,
     shape_of_tokens,
     tokens_of_microbatch,
     unit_of_batch,
     wrong_global_batch,
 )
-from titan_ext.base.titan.attention import with_packed_tokens
-from titan_ext.base.titan.batch import NEW, OLD, in_tokens
 
 ROOT = Path(__file__).parents[2] / "titan_ext"
 _MESHES = ("get_mesh", "get_optional_mesh", "get_activated_mesh", "resolve_mesh", "build_mesh")

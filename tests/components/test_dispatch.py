@@ -35,9 +35,10 @@ def _dispatcher_types(spec) -> list[type]:
 def test_swaps_the_stock_dispatcher_of_every_moe_layer_once():
     spec = titan_config("deepseek_v3_mtp").model_spec
     assert spec is not None
-    assert use_functional_all_to_all(spec) == 6  # 5 MoE layers and one MTP layer
-    assert use_functional_all_to_all(spec) == 0
-    assert set(_dispatcher_types(spec)) == {FunctionalAllToAllTokenDispatcher.Config}
+    for _ in range(2):  # the second time changes nothing
+        use_functional_all_to_all(spec)
+    types = _dispatcher_types(spec)
+    assert types == [FunctionalAllToAllTokenDispatcher.Config] * 6  # 5 MoE layers, one MTP layer
     for _, config, _, _ in spec.traverse(LocalTokenDispatcher.Config):
         dispatcher = cast(AllToAllTokenDispatcher.Config, config)
         assert (dispatcher.num_experts, dispatcher.top_k) == (8, 3)
@@ -59,13 +60,7 @@ def test_extended_spec_keeps_everything_but_the_parallelize_function():
     assert spec is not None
     ours = extend_model_spec(spec)
     assert ours.parallelize_fn is parallelize
-    for kept in (
-        "name",
-        "flavor",
-        "model",
-        "pipelining_fn",
-        "post_optimizer_build_fn",
-    ):
+    for kept in ("name", "flavor", "model", "pipelining_fn", "post_optimizer_build_fn"):
         assert getattr(ours, kept) is getattr(spec, kept), kept
     assert ours.state_dict_adapter is not None
     assert spec.state_dict_adapter is not None
@@ -165,7 +160,7 @@ def _moe_layer(overlaps: bool, checkpoints: bool) -> dict[str, Any]:
         param.data = param.data.chunk(2)[rank].clone()
     dispatcher = layer.routed_experts.token_dispatcher
     dispatcher.ep_mesh = mesh
-    assert overlap_shared_experts(layer if overlaps else torch.nn.Module()) == overlaps
+    overlap_shared_experts(layer if overlaps else torch.nn.Module())
     x_BLD = torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(rank))
     x_BLD.requires_grad_()
     order = Order()

@@ -270,11 +270,7 @@ def _peft(base: Path, adapters: Path) -> Any:
     ],
 )
 def test_peft_computes_what_titan_does(
-    name: str,
-    linears: list[str] | None,
-    modules: list[str],
-    parameters: list[str],
-    tmp_path: Path,
+    name: str, linears: list[str] | None, modules: list[str], parameters: list[str], tmp_path: Path
 ):
     base, run = tmp_path / "base", tmp_path / "run"
     _save_base(name, base)

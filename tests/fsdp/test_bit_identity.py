@@ -26,9 +26,7 @@ _SLOW = [row for row in FAST if row.world == 4 and row.parallelize == "submodule
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=[pytest.mark.slow] * (row in _SLOW)) for row in FAST],
-    ids=str,
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in _SLOW)) for row in FAST], ids=str
 )
 def test_equals_stock(row: Run, runs: Runs):
     ours, stock = runs.get(_short(row)), runs.get(reference_of(_short(row)))

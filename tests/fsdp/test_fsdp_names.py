@@ -92,11 +92,7 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="fsdp_quantize_frozen is 'nf8'; expected \"nf4\""):
         ParallelismConfig(fsdp_quantize_frozen=cast(Any, "nf8"))
     with pytest.raises(ValueError, match="which torch does not offer for weights in NF4"):
-        ParallelismConfig(
-            **nf4,
-            fsdp_reshard_after_forward=2,
-            spmd_backend="partial_dtensor",
-        )
+        ParallelismConfig(**nf4, fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor")
     for key, value in (("fsdp_replicate", ["norms"]), ("fsdp_quantize_frozen", "nf4")):
         parallelism = ParallelismConfig(**cast(Any, {key: value}))
         check_parallelism(parallelism, compiled=False)

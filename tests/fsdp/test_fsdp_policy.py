@@ -155,7 +155,7 @@ def test_a_model_without_sharded_experts_cannot_send_them():
     ],
 )
 def test_prefetch_limit(value: int | str, limit: PrefetchLimit):
-    assert parse_prefetch_limit("key", value) == limit
+    assert parse_prefetch_limit("key", value, PrefetchLimit()) == limit
 
 
 def test_prefetch_by_units():

@@ -16,8 +16,7 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, make_config, observed, patched, planned_config
 from titan_ext.fsdp.memory_log import _CLASS_COLOURS, _KIND_COLOURS, FOLDER
 from titan_ext.fsdp.settings import copies_out_directly
-from titan_ext.fsdp.timeline import CLASSES, Timeline
-from titan_ext.fsdp.tracker import MemoryTracker
+from titan_ext.fsdp.tracker import CLASSES, MemoryTracker, Timeline
 from titan_ext.fsdp.units import Unit, UnitKind
 
 TRACKED = Run(steps=2, tracked=True, narrow=True)
@@ -73,9 +72,7 @@ if copies_out_directly():
 
 
 @pytest.mark.parametrize(
-    "run",
-    [*LAYOUTS, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_LAYOUTS)],
-    ids=str,
+    "run", [*LAYOUTS, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_LAYOUTS)], ids=str
 )
 def test_measured_is_planned(run: Run, runs: Runs, tmp_path: Path):
     """To the byte: the same storages, seen by hooks of FSDP's and by every operation."""
@@ -264,12 +261,7 @@ _LAYER = 64 * 64 * 4
         ("none", 0, 0, ()),
         # Two gathers a step, two steps.
         ("leaked all-gather buffer", 0, 4 * _LAYER, ("all_gather buffers",)),
-        (
-            "never resharded",
-            3 * _LAYER,
-            0,
-            tuple(f"layers.{i}.attention" for i in range(3)),
-        ),
+        ("never resharded", 3 * _LAYER, 0, tuple(f"layers.{i}.attention" for i in range(3))),
     ],
 )
 def test_planted_faults_show_up(fault, gathered, all_gather, left_over, tmp_path: Path):

@@ -61,7 +61,7 @@ from titan_ext.base.tensors import in_backward
 from titan_ext.fsdp import make_plan, prefetch
 from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.fsdp.plan import ShardSizes
-from titan_ext.fsdp.timeline import Timeline
+from titan_ext.fsdp.tracker import Timeline
 from titan_ext.run.trainer import extend_config
 
 

@@ -165,9 +165,7 @@ def test_the_number_of_ranks_is_titans(monkeypatch: pytest.MonkeyPatch):
     assert world_size(config) == 512
 
 
-def test_a_config_made_in_python_is_refused_before_a_process_group(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_config_made_in_python_is_refused_before_a_process_group(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=REGION.format(8, 4, "1, 2, 4")):
         _config(expert_parallel=8).build()

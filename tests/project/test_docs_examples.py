@@ -22,7 +22,7 @@ from tests.helpers import muon
 from tests.helpers.cluster import SCRIPT, run_line, run_ranks
 from tests.helpers.toml_files import DEBUG, Loader
 from titan_ext.base.stdlib_corpus import default_folder, make_corpus
-from titan_ext.base.titan import OTHER_UNIT, RENAMED
+from titan_ext.base.titan.batch import OTHER_UNIT, RENAMED
 from titan_ext.components.optim import resolve_groups
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.fsdp.unmanaged import replicate_undeclared

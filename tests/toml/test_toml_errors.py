@@ -7,7 +7,7 @@ import pytest
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from tests.helpers.bad_tomls import BadToml, bad_tomls
-from titan_ext.base.titan import OTHER_UNIT, RENAMED
+from titan_ext.base.titan.batch import OTHER_UNIT, RENAMED
 from titan_ext.config_registry.resolve import load
 from titan_ext.run.trainer import Trainer
 from titan_ext.toml.files import TomlConfigError

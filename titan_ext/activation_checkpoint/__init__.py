@@ -3,18 +3,12 @@
 
 ``policy`` is the configuration and the entry point. ``op_policies`` decides for each operation.
 ``blocks`` checkpoints one block; ``no_recompute`` is a block that recomputes nothing. ``discards``
-proves that nothing reads what is discarded, and ``memory_report`` counts bytes. ``early_scores``
-changes Titan's experts so that more can be discarded. ``partition`` stores in float8 what
-``titan_ext.activation_checkpoint.compile`` compiles.
+proves that nothing reads what is discarded, and ``memory_report`` counts bytes. ``partition``
+stores in float8 what ``titan_ext.activation_checkpoint.compile`` compiles.
 """
 
-from titan_ext.activation_checkpoint.memory_report import (
-    BlockMemoryReport,
-    MemoryReport,
-    OpRow,
-    memory_report_of,
-)
-from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, Rule
+from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, memory_report_of
+from titan_ext.activation_checkpoint.op_policies import OpPolicy, Rule
 from titan_ext.activation_checkpoint.policy import (
     FP8AC,
     enable_fp8_activation_checkpointing,
@@ -24,10 +18,7 @@ from titan_ext.activation_checkpoint.policy import (
 __all__ = [
     "FP8AC",
     "BlockMemoryReport",
-    "MemoryReport",
-    "OpLocation",
     "OpPolicy",
-    "OpRow",
     "Rule",
     "enable_fp8_activation_checkpointing",
     "measure_block",

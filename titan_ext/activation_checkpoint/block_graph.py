@@ -8,7 +8,7 @@ checkpoint gives them, so a solution is a table of ordinary ``op_policies``.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +21,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_ext.activation_checkpoint.blocks import OpLocator, attention_statistics, block_store
-from titan_ext.activation_checkpoint.discards import (
-    AutogradNodes,
-    Discarded,
-    last_node,
-)
+from titan_ext.activation_checkpoint.discards import AutogradNodes, Discarded, last_node
 from titan_ext.activation_checkpoint.op_effects import makes_node, passes_values, written
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
@@ -40,8 +36,6 @@ from titan_ext.activation_checkpoint.op_policies import (
 from titan_ext.base.op_cost import Machine, op_cost
 from titan_ext.base.tensors import parts_in, storage_ids, tensors_in
 from titan_ext.fp8 import Codec
-
-__all__ = ["CHOICES", "BlockGraph", "Call", "Node", "blocks_on_device", "trace"]
 
 SAVE, FLOAT8 = OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8
 RECOMPUTE, DISCARD = OpPolicy.RECOMPUTE, OpPolicy.DISCARD
@@ -195,9 +189,7 @@ def trace(
 
     Args:
         block: A block without checkpointing, parallelized as it will run.
-        rates: Of the accelerator.
-        codec: How float8 tensors are stored.
-        compress_fp32: Whether fp32 tensors may be.
+        compress_fp32: Whether fp32 tensors may be stored in float8.
         exempt: Globs for modules that use no float8.
         name: Of the block in the model, for ``exempt``.
         foreign: Tells, inside of an operation, whether it is none of the block's: FSDP's.
@@ -288,7 +280,8 @@ class _Tracer(TorchDispatchMode):
         recorded = zip(self._calls, self._is_foreign, self._entries, strict=True)
         for call, foreign, entries in recorded:
             given = set(storage_ids((call.args, call.kwargs)))
-            made = _unless(parts_in(call.out), {*makers, *given})
+            known = {*makers, *given}
+            made = [x for x in parts_in(call.out) if x.untyped_storage()._cdata not in known]
             writes = [
                 x
                 for x in parts_in(written(call.func, call.args, call.kwargs))
@@ -301,7 +294,8 @@ class _Tracer(TorchDispatchMode):
                     looked_at |= reads
                 continue
             index, touched = len(nodes), set(storage_ids((made, writes)))
-            node = sizes.node(call.out, call.location, op_cost(*_cost_args(call), rates).ms)
+            cost = op_cost(call.func, call.args, call.kwargs, call.out, rates)
+            node = sizes.node(call.out, call.location, cost.ms)
             policies = self._policies(call, node.policies)
             if len(entries) < len(tensors_in(call.out)) or any(map(autograd.reader, entries)):
                 policies -= {DISCARD}
@@ -381,14 +375,6 @@ class _Sizes:
             codec_ms=codec_ms * rates.slower.get("codec", 1.0),
             policies=frozenset(policies),
         )
-
-
-def _cost_args(call: Call) -> tuple[Any, Any, Any, Any]:
-    return call.func, call.args, call.kwargs, call.out
-
-
-def _unless(tensors: Iterable[torch.Tensor], known: set[int]) -> list[torch.Tensor]:
-    return [x for x in tensors if x.untyped_storage()._cdata not in known]
 
 
 def _is_attention(func: Any) -> bool:

@@ -27,10 +27,7 @@ from torch.utils.checkpoint import (
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.discards import (
-    Discarded,
-    DiscardTracker,
-)
+from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_effects import is_mutable, must_write
 from titan_ext.activation_checkpoint.op_policies import (

@@ -46,6 +46,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_policies import (
+    CHILDREN,
     BlockPolicies,
     OpLocation,
     OpPolicy,
@@ -63,7 +64,6 @@ from titan_ext.activation_checkpoint.partition import (
 from titan_ext.base.tensors import parts_in, plain_tensors
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks, vision_modules
 
-_MAIN = ("attention", "attn", "moe", "feed_forward")
 _RECOMPILE_LIMIT = 12
 _ANSWERS = {
     OpPolicy.SAVE: CheckpointPolicy.MUST_SAVE,
@@ -159,7 +159,7 @@ def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
         block = blocks[unit.block]
         names = {block: "", **{module: name for name, module in block.named_children()}}
         modules = {names[module]: module for module in unit.modules(model)}
-        child = next(name for name in modules if name in ("", *_MAIN))
+        child = next(name for name in modules if name in ("", *CHILDREN))
         yield CompiledPart(block, unit.block, modules, child)
 
 
@@ -229,7 +229,7 @@ class TracedOpLocator:
 
     def locate(self, func: Any, args: tuple[Any, ...], out: Any) -> OpLocation:
         """The location of a call of ``func``."""
-        operand = self._operand(args)
+        operand = next(filter(None, map(self._operands.get, _storages(args))), "")
         if operand and func is torch.ops.aten._to_copy.default:
             # The parameter in another dtype is still the parameter.
             self._operands |= dict.fromkeys(_storages(out), operand)
@@ -242,10 +242,6 @@ class TracedOpLocator:
         return next(
             (self._modules[key] for key in reversed(stack) if key in self._modules), self._root
         )
-
-    def _operand(self, args: tuple[Any, ...]) -> str:
-        found = (self._operands.get(storage) for storage in _storages(args))
-        return next((name for name in found if name), "")
 
 
 def _stand_ins(param: torch.Tensor) -> Iterator[int]:

@@ -26,7 +26,7 @@ from titan_ext.components.halves import current_half
 GROUPED_GEMMS = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
 GEMMS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", *GROUPED_GEMMS)
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
-_CHILDREN = ("attention", "attn", "moe", "feed_forward")
+CHILDREN = ("attention", "attn", "moe", "feed_forward")
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 INPUT = "input"
@@ -205,7 +205,7 @@ def check_names(
     whole = getattr(getattr(model, "config", None), "layers", None) or list(layers.children())
     blocks = [f"layers.{index}" for index in range(len(whole))]
     in_model = {*blocks, *(f"{block}.{name}" for block in blocks for name in inside)}
-    elsewhere = {name for name in _CHILDREN if name not in inside}
+    elsewhere = {name for name in CHILDREN if name not in inside}
 
     def check(key: str, patterns: Iterable[str], known: set[str], where: str) -> None:
         for pattern in patterns:

@@ -108,11 +108,7 @@ class Float8Partitioner(CustomPartitionerFn):
         if OpPolicy.SAVE_FLOAT8 in _annotations(gm.graph, _INPUTS):
             _tag_inputs(gm.graph)
         forward, backward = min_cut_rematerialization_partition(
-            gm,
-            joint_inputs,
-            compiler,
-            num_fwd_outputs=num_fwd_outputs,
-            **kwargs,
+            gm, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, **kwargs
         )
         # The codec's operations are decomposed as the compiler decomposed the rest.
         trace = functools.partial(_trace, decompositions=_decompositions(compiler))
@@ -296,7 +292,8 @@ def _replace(
         halves_received = [backward.graph.placeholder(half.name) for half in halves]
     for sent, arrived in zip(halves, halves_received, strict=True):
         arrived.meta = dict(sent.meta)
-    with backward.graph.inserting_before(_first_user(received)):
+    first_user = next(user for user in backward.graph.nodes if user in received.users)
+    with backward.graph.inserting_before(first_user):
         (whole,) = _inline(restored, backward.graph, halves_received, [f"{node.name}_restored"])
     received.replace_all_uses_with(whole)
     backward.graph.erase_node(received)
@@ -350,10 +347,6 @@ def _after(node: fx.Node) -> fx.Node:
     while following.op == "placeholder":
         following = following.next
     return following
-
-
-def _first_user(node: fx.Node) -> fx.Node:
-    return next(candidate for candidate in node.graph.nodes if candidate in node.users)
 
 
 def _source(node: fx.Node) -> str:

@@ -215,16 +215,7 @@ class FP8AC(ActivationCheckpointing):
             ``saves_all_to_all``: whether what an exchange of tokens delivers is saved, and not only
             its counts.
             """
-            return block_policies(
-                block,
-                name,
-                mode=self.mode,
-                preset=self.preset,
-                attention=self.attention,
-                rules=self.rules(),
-                exempt=tuple(self.exempt),
-                saves_all_to_all=saves_all_to_all,
-            )
+            return block_policies(block, name, self, saves_all_to_all=saves_all_to_all)
 
         def offloads(self) -> bool:
             """Whether a rule keeps anything on the host, or a budget may."""
@@ -311,11 +302,6 @@ class FP8AC(ActivationCheckpointing):
         self._config.check_compiled()
         self.reporter.is_compiled = True
         return self._config.policies_of(block, name, saves_all_to_all=self._saves_all_to_all)
-
-    def remove_hooks(self) -> None:
-        """Remove our hooks from the modules; the wrappers around the blocks stay."""
-        for locator in self._locators:
-            locator.remove()
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         name = f"{self._prefix}{base_fqn or 'block'}"
@@ -419,6 +405,7 @@ def measure_block(
     policy.apply(holder)
     out = holder.get_submodule("layers.0")(*args, **kwargs)
     (loss(out) if loss is not None else out.float().sum()).backward()
-    policy.remove_hooks()
+    for locator in policy._locators:
+        locator.remove()
     (report,) = policy.memory_report.blocks
     return report

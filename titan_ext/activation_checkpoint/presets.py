@@ -17,25 +17,15 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from titan_ext.activation_checkpoint.op_policies import ROOT, BlockPolicies, OpPolicy, Rule, op_name
 from titan_ext.components.early_scores import has_early_scores
 
-__all__ = ["Attention", "Preset", "block_policies"]
-
 Preset = Literal["memory", "balanced", "speed", "gemms", "stock"]
 Attention = Literal["auto", "save", "save_float8", "recompute"]
 _EXPERTS = "moe.routed_experts.inner_experts"
 
 
 def block_policies(
-    block: nn.Module,
-    name: str,
-    *,
-    mode: str,
-    preset: Preset,
-    attention: Attention,
-    rules: tuple[Rule, ...],
-    exempt: tuple[str, ...],
-    saves_all_to_all: bool,
+    block: nn.Module, name: str, config: Any, *, saves_all_to_all: bool
 ) -> BlockPolicies:
-    """The policies of one block called ``name`` in the model; the other arguments are the policy's.
+    """The policies of one block called ``name`` in the model, by a config of policy ``fp8``.
 
     Expert parallelism has been applied to ``block``, if it will be.
     """
@@ -43,7 +33,8 @@ def block_policies(
     # The wrapper is not used, its policy is.
     wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
     contexts = wrapper.checkpoint_fn.keywords["context_fn"]
-    of_attention = OpPolicy("save" if attention == "auto" else attention)
+    mode, preset = config.mode, config.preset
+    of_attention = OpPolicy("save" if config.attention == "auto" else config.attention)
     float8 = mode != "selective" or preset != "stock"
     exact = mode == "selective" and preset != "gemms" and of_attention is OpPolicy.SAVE
     preset_rules: tuple[Rule, ...] = ()
@@ -54,14 +45,14 @@ def block_policies(
         base = "routing" if mode == "full" else "autograd"
     return BlockPolicies(
         name=name,
-        user_rules=rules,
+        user_rules=config.rules(),
         preset_rules=preset_rules,
         base=base,
         saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
         attention=of_attention if float8 else None,
         input=OpPolicy.SAVE_FLOAT8 if float8 and not exact else OpPolicy.SAVE,
         saves_all_to_all=saves_all_to_all,
-        exempt=exempt,
+        exempt=tuple(config.exempt),
         stock_policy=lambda: contexts()[0].policy_fn,
         stock_ops=frozenset(op_name(op) for op in stock.get_save_ops()),
     )

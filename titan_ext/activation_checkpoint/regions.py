@@ -20,8 +20,6 @@ from fnmatch import fnmatchcase
 from titan_ext.activation_checkpoint.op_policies import OpPolicy
 from titan_ext.activation_checkpoint.presets import Preset
 
-__all__ = ["PRESETS", "RegionPolicy"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPolicy:

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from titan_ext.base.messages import BYTES, parse_bytes
 
-__all__ = ["FIT", "KEY", "Budget", "check_releases", "has_budget", "releases"]
-
 KEY = "activation_checkpoint"
 FIT = "fit"
 _PACKAGES = ("torch", "torchtitan")

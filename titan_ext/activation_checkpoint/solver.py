@@ -39,8 +39,6 @@ from titan_ext.activation_checkpoint.op_policies import (
 )
 from titan_ext.base.messages import format_bytes
 
-__all__ = ["BlockKind", "BudgetTooSmallError", "Host", "Solution", "solve", "table_of"]
-
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8
 _ORDER = (SAVE, FLOAT8, OFFLOAD, OFFLOAD_FLOAT8, RECOMPUTE, DISCARD)
@@ -305,10 +303,7 @@ def table_of(
 ) -> dict[str, str]:
     """The ``op_policies`` that choose so, in the order of the operations.
 
-    Args:
-        kinds: The blocks.
-        chosen: The policies of their nodes.
-        plans: Of each kind, for the config to which the table is added.
+    ``plans`` are of each kind, for the config to which the table is added.
     """
     (input_policy,) = {policies[0] for policies in chosen}
     ends = {INPUT: str(input_policy)}, {"*": str(RECOMPUTE)}

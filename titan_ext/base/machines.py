@@ -71,7 +71,8 @@ def _mistakes(given: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(_USUAL[key], int) and not (type(value) is int and value > 0):
             yield f"{key} is {value!r}; expected how many ranks it joins: {_USUAL[key]}."
         elif not _is_positive(value):
-            yield f"{key} is {value!r}; expected a positive number, as {_of_h100(key)} of an h100."
+            usual = f"{getattr(MACHINES['h100'], key):.3g}"
+            yield f"{key} is {value!r}; expected a positive number, as {usual} of an h100."
     missing = [] if _EXTENDS in given else [key for key in _NEEDED if key not in given]
     if missing:
         yield f'no {", ".join(missing)}; expected all rates, or {_EXTENDS} = "h100" for the others.'
@@ -91,10 +92,6 @@ def _wrong_factors(table: Any) -> Iterator[str]:
 
 def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
-
-
-def _of_h100(key: str) -> str:
-    return f"{getattr(MACHINES['h100'], key):.3g}"
 
 
 def machine_toml(machine: Machine) -> Iterator[str]:

@@ -29,7 +29,7 @@ from typing import Any
 from tyro.constructors import PrimitiveConstructorSpec
 
 REFUSED_MODELS = {
-    "flux": "it is no decoder (so its units are unknown) and has a training loop of its own",
+    "flux": "it is no decoder (so its units are unknown) and has a training loop of its own"
 }
 """Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
 COMMAND_LINE = "command line"

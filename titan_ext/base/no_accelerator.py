@@ -66,7 +66,7 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.base.titan import PlainAttention, as_models_call
+from titan_ext.base.titan.attention import PlainAttention, as_models_call
 
 _HOLDERS_OF_A_COPY = (
     "torchtitan.components.metrics",
@@ -349,7 +349,10 @@ class CPUDeviceModule:
         return SimpleNamespace(name=self.get_device_name(), total_memory=total_bytes)
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        peak = _peak_rss_bytes()
+        # VmHWM can be reset, ru_maxrss cannot; some sandboxes lack the former.
+        match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        peak = 1024 * (int(match[1]) if match else usage.ru_maxrss)
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
@@ -362,10 +365,3 @@ class CPUDeviceModule:
         raise AttributeError(
             f"this machine has no accelerator: base.no_accelerator has no {name!r} for Titan"
         )
-
-
-def _peak_rss_bytes() -> int:
-    # VmHWM can be reset, ru_maxrss cannot; some sandboxes lack the former.
-    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    peak_kib = int(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak_kib * 1024

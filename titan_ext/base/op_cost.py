@@ -354,7 +354,6 @@ def collective_ms(
     """Time of a collective, and the link that it takes: "node" or "network".
 
     Args:
-        machine: Whose links.
         nbytes: Of the whole buffer.
         world: Ranks that take part.
         per_node: Of them, on a node, or in an NVLink domain.

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-__all__ = ["ONE_PROCESS_MODES", "RunCheck", "is_logged_or_saved", "is_saved_anyway", "world_size"]
-
 ONE_PROCESS_MODES = ("fake_backend", "local_tensor")
 """Values of ``comm.mode`` that train in one process."""
 

@@ -10,7 +10,6 @@ a file, and rows are shuffled: batches of whole files would differ in kind, and 
 ``python -m titan_ext.base.stdlib_corpus`` makes them; training makes what is missing.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from titan_ext.base.titan import register_dataset
+from titan_ext.base.titan.data import register_dataset
 
 STDLIB_CORPUS = "python_stdlib"
 """The name of the data set in Titan's registry (``--dataloader.dataset``)."""
@@ -149,16 +148,11 @@ def _train_tokenizer(rows: list[dict[str, str]], folder: Path) -> str:
 
 
 def _sha256(*texts: str) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode())
-    return digest.hexdigest()
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--folder", type=Path, default=default_folder())
-    folder = make_corpus(parser.parse_args().folder)
+    folder = make_corpus()
     manifest = json.loads((folder / "manifest.json").read_text())
     print(f"{manifest['pieces']:,} pieces, {manifest['characters']:,} characters: {folder}")
 

@@ -44,12 +44,7 @@ class Layout:
     def wrap(self, local: torch.Tensor) -> DTensor:
         """A DTensor of this layout around ``local``; nothing is sent or checked."""
         return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride,
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
 

@@ -13,6 +13,7 @@ in forward and, in reverse, in backward.
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,15 +37,8 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from titan_ext.components.exchange import (
-    AddUp,
-    Exchange,
-    Finish,
-    FinishSorted,
-    Select,
-    Start,
-    Turn,
-)
+from titan_ext.base.tensors import storage_ids
+from titan_ext.components.exchange import AddUp, Exchange, Finish, FinishSorted, Select, Start, Turn
 from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.rows import Hops, RowsMetadata, TokenRows
 
@@ -95,10 +89,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         return routed_RD, counts_E, metadata
 
     def combine(
-        self,
-        routed_output_RD: torch.Tensor,
-        metadata: AllToAllDispatchMetadata,
-        x_TD: torch.Tensor,
+        self, routed_output_RD: torch.Tensor, metadata: AllToAllDispatchMetadata, x_TD: torch.Tensor
     ) -> torch.Tensor:
         """Do what Titan's does: outputs ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
         if self._turn is None and isinstance(metadata, RowsMetadata):
@@ -363,30 +354,23 @@ class _SharedExperts:
 
     def _take_or_run(self, x: torch.Tensor) -> torch.Tensor:
         ahead, self._ahead = self._ahead, None
-        if ahead is None or _storage_of(ahead[0]) != _storage_of(x):
+        if ahead is None or storage_ids(ahead[0]) != storage_ids(x):
             return self._forward(x)
         return ahead[1].view_as(x)
 
 
-def _storage_of(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def overlap_shared_experts(model: nn.Module) -> int:
-    """Let shared experts run while routed ones' outputs travel back; return in how many layers.
+def overlap_shared_experts(model: nn.Module) -> None:
+    """Let shared experts run while routed ones' outputs travel back.
 
     Results are the same, bit for bit: nothing is added up in another order. Call it after expert
     parallelism. Layers with a forward or a dispatcher of their own stay as they are.
     """
-    layers = 0
     for layer in model.modules():
         if not isinstance(layer, MoE) or type(layer).forward is not MoE.forward:
             continue
         dispatcher = layer.routed_experts.token_dispatcher
         if isinstance(dispatcher, FunctionalAllToAllTokenDispatcher) and layer.shared_experts:
             dispatcher.shared_experts = _SharedExperts(layer.shared_experts)
-            layers += 1
-    return layers
 
 
 def _on_this_mesh(x: torch.Tensor) -> torch.Tensor:
@@ -409,33 +393,36 @@ def _typed_like(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
     return received
 
 
-def use_functional_all_to_all(spec: ModelSpec) -> int:
+def replace_configs(tree: Any, kind: type, replacement: Callable[[Any], Any]) -> None:
+    """Put ``replacement(config)`` in place of each config of ``kind`` in a config or model spec."""
+    for _, config, parent, key in list(tree.traverse(kind)):
+        assert key is not None, "no such config is the root of its tree"
+        if isinstance(parent, list):
+            parent[int(key)] = replacement(config)
+        else:
+            setattr(parent, str(key), replacement(config))
+
+
+def use_functional_all_to_all(spec: ModelSpec) -> None:
     """Swap Titan's all-to-all dispatcher for ours in the model config of ``spec``, in place.
 
     It swaps the exact stock class only. DeepEP, HybridEP, the padded torchao dispatcher and a
-    user's own subclass stay as they are. Returns in how many MoE layers it did.
+    user's own subclass stay as they are.
     """
-    swapped = 0
-    for _, config, parent, key in list(spec.traverse(AllToAllTokenDispatcher.Config)):
-        if type(config) is not AllToAllTokenDispatcher.Config:
-            continue
-        ours = derive(config, FunctionalAllToAllTokenDispatcher.Config)
-        assert key is not None, "a dispatcher config is never the root of a model config"
-        if isinstance(parent, list):
-            parent[int(key)] = ours
-        else:
-            setattr(parent, str(key), ours)
-        swapped += 1
-    return swapped
+
+    def ours(config: Any) -> Any:
+        is_stock = type(config) is AllToAllTokenDispatcher.Config
+        return derive(config, FunctionalAllToAllTokenDispatcher.Config) if is_stock else config
+
+    replace_configs(spec, AllToAllTokenDispatcher.Config, ours)
 
 
-def exchange_in_float8(model: nn.Module) -> int:
-    """Let the MoE layers of ``model`` send in float8 what exchange.py says; return how many do."""
-    found = [getattr(module, "token_dispatcher", None) for module in model.modules()]
-    ours = [d for d in found if isinstance(d, FunctionalAllToAllTokenDispatcher)]
-    for dispatcher in ours:
-        dispatcher.sends_float8 = True
-    return len(ours)
+def exchange_in_float8(model: nn.Module) -> None:
+    """Let the MoE layers of ``model`` send in float8 what exchange.py says."""
+    for module in model.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if isinstance(dispatcher, FunctionalAllToAllTokenDispatcher):
+            dispatcher.sends_float8 = True
 
 
 def check_dispatchers(model: Module.Config, parallelism: Any) -> None:

@@ -112,9 +112,7 @@ def use_early_scores(spec: ModelSpec) -> None:
             EarlyScoreRoutedExperts.Config,
             inner_experts=derive(config.inner_experts, EarlyScoreExperts.Config),
             token_dispatcher=derive(
-                config.token_dispatcher,
-                FunctionalAllToAllTokenDispatcher.Config,
-                sends_scores=True,
+                config.token_dispatcher, FunctionalAllToAllTokenDispatcher.Config, sends_scores=True
             ),
         )
         setattr(parent, str(key), ours)

@@ -60,37 +60,31 @@ class Inside(nn.Module):
         return function(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class Exchange:
     """Rows that travel out, and whose gradients travel back.
 
-    Args:
+    Attributes:
         mesh: The ranks that exchange.
         sends: Rows for each rank.
         receives: Rows from each rank.
         float8: Which of the two ways is packed.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        sends: list[int],
-        receives: list[int],
-        *,
-        float8: Literal["", "out", "back"] = "",
-    ) -> None:
-        self._mesh = mesh
-        self._sends, self._receives = sends, receives
-        self.float8 = float8
-        self._arriving: torch.Tensor | None = None
+    mesh: DeviceMesh
+    sends: list[int]
+    receives: list[int]
+    float8: Literal["", "out", "back"] = ""
+    _arriving: torch.Tensor | None = None
 
     def start(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
         """Send ``rows``; ``back``: to where rows came from. Returns what is on its way."""
-        sends, receives = self._sends, self._receives
+        sends, receives = self.sends, self.receives
         if back:
             sends, receives = receives, sends
         # The operation itself: torch's function waits at once under fake tensors, where a dry run
         # would see nothing overlap (_are_we_tracing in torch/distributed/_functional_collectives).
-        group = self._mesh.get_group().group_name
+        group = self.mesh.get_group().group_name
         exchange = torch.ops._c10d_functional.all_to_all_single
         self._arriving = exchange(rows.contiguous(), receives, sends, group)
         return self._arriving

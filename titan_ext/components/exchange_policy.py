@@ -17,18 +17,8 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
-from titan_ext.base.titan import tokens_of_microbatch
+from titan_ext.base.titan.batch import tokens_of_microbatch
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
-
-__all__ = [
-    "ExchangePolicy",
-    "OverlapExchanges",
-    "SaveAllToAll",
-    "changed_exchanges",
-    "exchange_policy_of",
-    "nodes_among",
-    "ranks_of_token",
-]
 
 SaveAllToAll = Literal["auto", "always", "never"]
 OverlapExchanges = Literal["none", "halves"]

@@ -15,6 +15,7 @@ Source: torchao/float8/fsdp_utils.py, whose own function for that fails on a ran
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from torchtitan.config import derive
 from torchtitan.protocols.module import Module
 
 from titan_ext.base.tensors import Layout, local_tensor
+from titan_ext.components.dispatch import replace_configs
 
 _Float8Linear: Any = titan_float8.Float8Linear  # None where there is no torchao
 _SMALLEST = 1e-12  # as torchao's EPS
@@ -81,13 +83,9 @@ class TensorwiseFloat8LinearConverter(Float8LinearConverter):
 
     def convert(self, model_config: Any) -> Any:
         model_config = super().convert(model_config)
-        found = list(model_config.traverse(_Float8Linear.Config)) if self._gathers else []
-        for _, linear, parent, key in found:
-            ours = derive(linear, GatheredFloat8Linear.Config)
-            if isinstance(parent, list):
-                parent[int(key)] = ours
-            else:
-                setattr(parent, str(key), ours)
+        if self._gathers:
+            gathered = functools.partial(derive, target_cls=GatheredFloat8Linear.Config)
+            replace_configs(model_config, _Float8Linear.Config, gathered)
         return model_config
 
 

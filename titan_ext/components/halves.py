@@ -66,8 +66,8 @@ def _in_half(half: int) -> Iterator[None]:
         _half = before
 
 
-def overlap_in_halves(model: Decoder, ep: int) -> int:
-    """Let the MoE blocks of ``model`` run their batch as two halves; return how many do.
+def overlap_in_halves(model: Decoder, ep: int) -> None:
+    """Let the MoE blocks of ``model`` run their batch as two halves.
 
     Call it on every rank, after expert parallelism and before activation checkpointing and FSDP.
     Blocks without routed experts of Titan's and our dispatcher stay as they are.
@@ -86,7 +86,6 @@ def overlap_in_halves(model: Decoder, ep: int) -> int:
     masks = _Masks(model)
     for block in found:
         block.forward = _BlockInHalves(block, masks, counts)
-    return len(found)
 
 
 class _Masks:
@@ -149,11 +148,7 @@ class _BlockInHalves:
             with turns.of_b():
                 return self._moe.second_half(self._moe_forward, h_BLD)
 
-        with (
-            _in_half(0),
-            self._attention_kept_gathered() as reshard,
-            turns.of_a(run_b, reshard),
-        ):
+        with _in_half(0), self._attention_kept_gathered() as reshard, turns.of_a(run_b, reshard):
             out_a_BLD = self._forward(*of_a)
         return torch.cat([out_a_BLD, turns.out_b])
 
@@ -205,7 +200,7 @@ class _Turns:
         """Inside, the MoE layer sends B's tokens, and runs the experts of both halves."""
 
         def routed(*args: torch.Tensor) -> torch.Tensor:
-            self._relay(0)
+            self._step(0, self._dispatcher.relay)
             self._send(*args)
             self._run_experts()
             if self._shared is not None:
@@ -213,7 +208,7 @@ class _Turns:
                     with _in_half(half):
                         self._shared_out.append(self._shared(x_BLD))
                     if half == 0:
-                        self._relay_back(1)
+                        self._step(1, self._dispatcher.relay_back)
             with _in_half(0):
                 self._out_a = self._collect(0)
             return self._collect(1)
@@ -241,38 +236,28 @@ class _Turns:
         given = (x_BLD.view(sizes), scores_BLK.view(sizes), expert_ids_BLK.view(sizes), counts_E)
         self._sent.append(self._routed(lambda: self._dispatcher.send(*given)))
 
-    def _relay(self, half: int) -> None:
+    def _step(self, half: int, step: Callable[..., Any], *args: Any) -> Any:
+        """A step of the dispatcher with what a half has sent."""
         with _in_half(half):
-            self._routed(lambda: self._dispatcher.relay(self._sent[half]))
-
-    def _relay_back(self, half: int) -> None:
-        with _in_half(half):
-            self._routed(lambda: self._dispatcher.relay_back(self._sent[half]))
-
-    def _receive(self, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with _in_half(half):
-            return self._routed(lambda: self._dispatcher.receive(self._sent[half]))
-
-    def _send_back(self, half: int, out_RD: torch.Tensor) -> None:
-        with _in_half(half):
-            self._routed(lambda: self._dispatcher.send_back(self._sent[half], out_RD))
+            return self._routed(lambda: step(self._sent[half], *args))
 
     def _collect(self, half: int) -> torch.Tensor:
         x_BLD = self._inputs[half]
         x_TD = x_BLD.view(-1, x_BLD.shape[-1])
-        return self._routed(lambda: self._dispatcher.collect(self._sent[half], x_TD)).view_as(x_BLD)
+        return self._step(half, self._dispatcher.collect, x_TD).view_as(x_BLD)
 
     def _run_experts(self) -> None:
         """Run the experts of both in one call, so that their FSDP unit gathers and reduces once."""
 
         def between(out_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            self._send_back(0, out_RD)
-            return self._receive(1)
+            self._step(0, self._dispatcher.send_back, out_RD)
+            return self._step(1, self._dispatcher.receive)
 
         with maybe_set_sparse_mesh():
-            _, out_RD = self._routed.inner_experts(*self._receive(0), between)
-        self._relay_back(0)
-        self._send_back(1, out_RD)
+            received = self._step(0, self._dispatcher.receive)
+            _, out_RD = self._routed.inner_experts(*received, between)
+        self._step(0, self._dispatcher.relay_back)
+        self._step(1, self._dispatcher.send_back, out_RD)
 
 
 def _inside_or(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,16 +310,12 @@ def _units_that_run_twice(block: nn.Module, moe: nn.Module) -> list[FSDPParamGro
     are B's, come first. See ``post_backward`` in
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
     """
-    units = {id(m): m for m in block.modules() if isinstance(m, FSDPModule)}
-    once = {id(m._get_fsdp_state()) for m in (block, *moe.modules()) if isinstance(m, FSDPModule)}
-    states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in units.values()}
-    groups = []
-    for key, state in states.items():
-        if key in once:
-            continue
-        for group in state._fsdp_param_groups:
-            groups.append(group)
-            group.modules[-1].register_forward_hook(_SumOverHalves(group))
+    units = [m for m in block.modules() if isinstance(m, FSDPModule)]
+    once = {m._get_fsdp_state() for m in (block, *moe.modules()) if isinstance(m, FSDPModule)}
+    states = dict.fromkeys(m._get_fsdp_state() for m in units)
+    groups = [g for state in states if state not in once for g in state._fsdp_param_groups]
+    for group in groups:
+        group.modules[-1].register_forward_hook(_SumOverHalves(group))
     return groups
 
 

@@ -81,7 +81,7 @@ def _is_adaptable(linear: Any) -> bool:
 
 
 def export_adapters(config: Any, output: Path | None = None, base_model: str = "") -> Path:
-    """Write the adapters in a checkpoint of a run as PEFT does, in the checkpoint's dtype.
+    """Write the adapters in a checkpoint of a run as PEFT does, in its dtype; return the folder.
 
     Args:
         config: The trainer's, of the run. ``checkpoint.load_step`` chooses the checkpoint, by
@@ -89,9 +89,6 @@ def export_adapters(config: Any, output: Path | None = None, base_model: str = "
         output: The folder to write; by default ``peft/step-N`` in the run's ``dump_folder``.
         base_model: What becomes ``base_model_name_or_path``; by default the path of the
             safetensors that the run was started from.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: if there is no such checkpoint, or its adapters are not those of ``config``.

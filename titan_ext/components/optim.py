@@ -38,8 +38,6 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.base.messages import and_more, did_you_mean, set_known_key
 
-__all__ = ["OptimizersContainer", "check_param_groups", "resolve_groups"]
-
 MUON = "DistMuon"
 """The ``optimizer_name`` of Titan's Muon."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_ext.base.messages import COMMAND_LINE, checks_later, warn_once
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
-from titan_ext.base.titan import own_keys
+from titan_ext.base.titan.batch import own_keys
 from titan_ext.config_registry.model import choose_model, load_base
 from titan_ext.run.trainer import Trainer
 from titan_ext.toml.convert import Given, build, changed

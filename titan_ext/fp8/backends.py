@@ -27,8 +27,6 @@ from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name
 from titan_ext.fp8.offload import host_memory
 from titan_ext.fp8.saved_tensors import compiles_for
 
-__all__ = ["TreatedStorage"]
-
 
 @dataclass(eq=False)
 class _Payload:

@@ -44,10 +44,7 @@ SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What can be quantised. fp64 cannot: its range is not that of the scales."""
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_VALUES: dict[str, tuple[object, ...]] = {
-    "dtype": tuple(_FLOAT8),
-    "block": (64, 128, 256),
-}
+_VALUES: dict[str, tuple[object, ...]] = {"dtype": tuple(_FLOAT8), "block": (64, 128, 256)}
 
 # fp32: sign, 8 bits of exponent (biased by 127), 23 bits of mantissa.
 _MANTISSA_BITS = 23
@@ -113,7 +110,6 @@ def quantize(x: torch.Tensor, codec: Codec) -> Quantized:
     Args:
         x: bfloat16, float16 or float32 (else ValueError), of any shape and strides. Of a DTensor,
             this rank's shard is stored: blocks end where the shard ends.
-        codec: How.
     """
     if x.dtype not in SUPPORTED_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
@@ -377,8 +373,7 @@ def _warn_of_eager(reason: str) -> None:
 
 
 torch.library.define(
-    "titan_ext::float8_quantize",
-    "(Tensor x, str codec, bool one_kernel) -> (Tensor, Tensor)",
+    "titan_ext::float8_quantize", "(Tensor x, str codec, bool one_kernel) -> (Tensor, Tensor)"
 )
 torch.library.define(
     "titan_ext::float8_dequantize",

@@ -148,22 +148,18 @@ def memory_rows(entries: Iterable[StoredEntry]) -> MemoryRows:
     classes: dict[tuple[str, str], list[StoredEntry]] = defaultdict(list)
     for entry in {id(entry.whole): entry.whole for entry in entries}.values():
         classes[entry.name, entry.treatment].append(entry)
-    counted: set[int] = set()
-    counted_original: set[int] = set()
-    counted_copies: set[int] = set()
+    counted: tuple[set[int], ...] = set(), set(), set()
     rows = []
     for (name, treatment), members in sorted(classes.items()):
         owners = [entry for entry in members if entry.owns_bytes]
         held = dict(s for entry in owners for part in entry.tensors() for s in storages_of(part))
         original = dict(s for entry in owners for s in entry.original)
-        nbytes = sum(size for storage, size in held.items() if storage not in counted)
-        original_nbytes = sum(n for s, n in original.items() if s not in counted_original)
         copies = {id(x.copy): x.copy.nbytes for entry in owners for x in entry.on_host}
-        host_nbytes = sum(n for copy, n in copies.items() if copy not in counted_copies)
-        counted |= held.keys()
-        counted_original |= original.keys()
-        counted_copies |= copies.keys()
-        rows.append(MemoryRow(name, treatment, len(members), nbytes, original_nbytes, host_nbytes))
+        totals = []
+        for nbytes, known in zip((held, original, copies), counted, strict=True):
+            totals.append(sum(n for storage, n in nbytes.items() if storage not in known))
+            known.update(nbytes)
+        rows.append(MemoryRow(name, treatment, len(members), *totals))
     return MemoryRows(rows)
 
 

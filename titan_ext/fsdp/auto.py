@@ -43,18 +43,12 @@ _ACROSS_NODES = (
 
 
 def choose(
-    model: Decoder,
-    settings: FSDPSettings,
-    parallel_dims: ParallelDims,
-    *,
-    compiled: bool = False,
+    model: Decoder, settings: FSDPSettings, parallel_dims: ParallelDims, *, compiled: bool = False
 ) -> FSDPSettings:
     """Return ``settings`` with values in place of "auto", said in the log with the reason.
 
     Args:
         model: The decoder or pipeline chunk on the meta device, before any parallelism.
-        settings: The user's.
-        parallel_dims: Sizes of the axes.
         compiled: Whether the model is compiled: the experts cannot be a unit of their own then.
     """
     units_are_given = "auto" not in (settings.wrap, settings.reduce_scatter_buffers)

@@ -9,6 +9,7 @@ step the log shows the peak; Titan's metrics get the peaks of every logged step.
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from torchtitan.tools.logging import logger
 from titan_ext.base.agreement import leaves_files
 from titan_ext.base.run_check import RunCheck
 from titan_ext.fsdp.plan import plan_of
-from titan_ext.fsdp.timeline import Timeline
-from titan_ext.fsdp.tracker import MemoryTracker
+from titan_ext.fsdp.tracker import MemoryTracker, Timeline
 
 FOLDER = "fsdp_memory"
 _MIB = 2**20
@@ -97,7 +97,7 @@ class MemoryLog(RunCheck):
             "left_over": list(left_over),
         }
         if is_first_steady:
-            line["events"] = timeline.to_json()
+            line["events"] = [asdict(event) for event in timeline.events]
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:

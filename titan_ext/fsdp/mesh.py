@@ -8,7 +8,6 @@ alone under ``partial_dtensor``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,38 +23,23 @@ from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.base.no_accelerator import reduce_without_premul_sum
-from titan_ext.base.titan import EXPERT_SHARDS, dense_mesh, experts_mesh
+from titan_ext.base.titan.parallelism import EXPERT_SHARDS, dense_mesh, experts_mesh
 from titan_ext.fsdp.plan import GroupKind, ShardSizes
 from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
-@dataclass(frozen=True, kw_only=True)
 class FSDPMeshes:
     """Meshes for dense parameters and, when EP > 1, for routed experts. They exist at size 1 too.
 
     ``*_axes`` names the data-parallel axes of the mesh; None where the mesh has no others.
     """
 
-    dense: DeviceMesh
-    dense_axes: DataParallelMeshDims | None = None
-    experts: DeviceMesh | None = None
-    experts_axes: DataParallelMeshDims | None = None
-    ep_degree: int = 1
-
-    @classmethod
-    def resolve(cls, parallel_dims: ParallelDims) -> "FSDPMeshes":
-        """The meshes of ``parallel_dims``."""
-        dense, dense_axes = dense_mesh(parallel_dims)
-        experts, experts_axes = experts_mesh(parallel_dims)
-        return cls(
-            dense=dense,
-            dense_axes=dense_axes,
-            experts=experts,
-            experts_axes=experts_axes,
-            ep_degree=parallel_dims.ep,
-        )
+    def __init__(self, parallel_dims: ParallelDims) -> None:
+        self.dense, self.dense_axes = dense_mesh(parallel_dims)
+        self.experts, self.experts_axes = experts_mesh(parallel_dims)
+        self._ep_degree = parallel_dims.ep
 
     def mesh_and_axes(self, kind: GroupKind) -> tuple[DeviceMesh, DataParallelMeshDims | None]:
         """The mesh of a group of parameters of this kind."""
@@ -94,14 +78,10 @@ class FSDPMeshes:
         if self.experts is None:
             return ShardSizes(dense=dense, expert_ranks=self.dense.size())
         experts = self.experts[EXPERT_SHARDS].size()
-        return ShardSizes(dense=dense, experts=experts, expert_ranks=experts * self.ep_degree)
+        return ShardSizes(dense=dense, experts=experts, expert_ranks=experts * self._ep_degree)
 
     def placement_fn(self, experts: GroupedExperts | None) -> ShardPlacementFn | None:
-        """FSDP2's ``shard_placement_fn`` for a unit; None where FSDP2's default is right.
-
-        Args:
-            experts: The routed experts inside the unit.
-        """
+        """FSDP2's ``shard_placement_fn`` for a unit with these; None where its default is right."""
         if experts is None:
             return None
         expert_params = set(experts.parameters())

@@ -162,7 +162,6 @@ class FSDPPlan:
         replicated: Parameters that every rank holds whole (``fsdp.units``); in no unit.
         quantized: Names of the linears whose shards are quantized (``fsdp.nf4``).
         ignored: Names of the parameters that FSDP leaves alone.
-        unmanaged: Names of the parameters that FSDP got later (``fsdp.unmanaged``); in no unit.
         reduce_scatter_buffers: Inputs of reduce-scatters that may live at the same time.
         chosen: What "auto" became, and why; "" without "auto".
         copies_out_directly: Whether groups that are sharded along another dim than 0 are copied out
@@ -173,7 +172,6 @@ class FSDPPlan:
     replicated: tuple[ReplicatedPlan, ...] = ()
     quantized: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    unmanaged: tuple[str, ...] = ()
     reduce_scatter_buffers: int = 1
     chosen: str = ""
     copies_out_directly: bool = True

@@ -66,12 +66,13 @@ AUTO_FORWARD = PrefetchLimit(units=1)
 AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
 
 
-def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
-    """Read ``parallelism.fsdp_prefetch``: 0, 1, 2, ... units, or a size such as "512MiB".
+def parse_prefetch_limit(key: str, value: object, auto: PrefetchLimit) -> PrefetchLimit:
+    """Read ``parallelism.fsdp_prefetch``: 0, 1, 2, ... units, a size such as "512MiB", or "auto".
 
-    "auto" is read before: what it means depends on the direction. Raises ValueError for anything
-    else.
+    What that means, ``auto``, depends on the direction. Raises ValueError for anything else.
     """
+    if value == "auto":
+        return auto
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return PrefetchLimit(units=value)
     if isinstance(value, str):
@@ -86,16 +87,9 @@ def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit:
 
 
 def plan_prefetch(
-    units: Sequence[UnitPlan],
-    forward: PrefetchLimit,
-    backward: PrefetchLimit,
+    units: Sequence[UnitPlan], forward: PrefetchLimit, backward: PrefetchLimit
 ) -> list[UnitPlan]:
-    """``units`` with those to gather ahead of each.
-
-    Args:
-        units: In forward order; backward runs in the reverse.
-        forward: How far ahead in forward, ``backward`` in backward.
-    """
+    """``units``, which are in forward order, with those to gather ahead of each."""
     order, back = list(units), _backward_order(units)
     if units and units[0].kind is UnitKind.TIED:
         order.append(units[0])  # embeddings run first, norm and head last
@@ -155,31 +149,25 @@ def _set_chunks_prefetch(model: Decoder, head: FSDPModule) -> None:
         head.set_modules_to_backward_prefetch([head])
 
 
+@dataclass(eq=False)
 class _BeforeForward:
     """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit."""
 
-    def __init__(
-        self,
-        module: FSDPModule,
-        ahead: Sequence[FSDPModule] = (),
-        frees_buffer: bool = False,
-        opens_range: bool = False,
-    ) -> None:
-        self._module = module
-        self._ahead = list(ahead)
-        self._frees_buffer = frees_buffer
-        self._opens_range = opens_range
+    module: FSDPModule
+    ahead: Sequence[FSDPModule] = ()
+    frees_buffer: bool = False
+    opens_range: bool = False
 
     @torch._dynamo.disable
     def __call__(self, part: nn.Module, args: Any) -> None:
         backward = in_backward()
-        if not backward and self._opens_range:
+        if not backward and self.opens_range:
             with torch.profiler.record_function("titan_ext::before_forward"):
                 pass
-        self._module.set_modules_to_forward_prefetch([] if backward else self._ahead)
-        if backward or self._frees_buffer:
+        self.module.set_modules_to_forward_prefetch([] if backward else list(self.ahead))
+        if backward or self.frees_buffer:
             with _out_of_sight_of_checkpointing():
-                self._module.unshard()
+                self.module.unshard()
 
 
 def _out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:

@@ -21,12 +21,7 @@ from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_ext.base.messages import did_you_mean
 from titan_ext.fsdp.plan import UnitPlan
-from titan_ext.fsdp.prefetch import (
-    AUTO_BACKWARD,
-    AUTO_FORWARD,
-    PrefetchLimit,
-    parse_prefetch_limit,
-)
+from titan_ext.fsdp.prefetch import AUTO_BACKWARD, AUTO_FORWARD, PrefetchLimit, parse_prefetch_limit
 from titan_ext.fsdp.units import REPLICATE, Unit, UnitKind, Wrap, resolve_wrap
 
 Reshard = Literal["default", "always", "never"] | int
@@ -79,9 +74,7 @@ class FSDPSettings:
 
     @classmethod
     def from_config(
-        cls,
-        parallelism: ParallelismConfig | None = None,
-        training: TrainingConfig | None = None,
+        cls, parallelism: ParallelismConfig | None = None, training: TrainingConfig | None = None
     ) -> "FSDPSettings":
         """The settings in Titan's sections, or ours. Missing keys have their defaults."""
         given: dict[str, Any] = {
@@ -166,14 +159,10 @@ class FSDPSettings:
     def prefetch_limits(self) -> tuple[PrefetchLimit, PrefetchLimit]:
         """How far ahead to gather in forward, and in backward."""
         key = "parallelism.fsdp_prefetch"
-        forward, backward = self.prefetch, self.prefetch_backward
-        if backward is None:
-            backward = forward
+        backward = self.prefetch if self.prefetch_backward is None else self.prefetch_backward
         return (
-            AUTO_FORWARD if forward == "auto" else parse_prefetch_limit(key, forward),
-            AUTO_BACKWARD
-            if backward == "auto"
-            else parse_prefetch_limit(f"{key}_backward", backward),
+            parse_prefetch_limit(key, self.prefetch, AUTO_FORWARD),
+            parse_prefetch_limit(f"{key}_backward", backward, AUTO_BACKWARD),
         )
 
     @property
@@ -220,8 +209,6 @@ class FSDPSettings:
         next forward.
 
         Args:
-            unit: The unit; its groups are planned.
-            is_chunk: Whether the model is a chunk of a pipeline.
             is_rounding_error: Whether its bytes are negligible beside the largest unit's.
             has_dtensors: Whether another kind of parallelism has split its parameters already:
                 torch cannot reshard those to a smaller world.
@@ -260,19 +247,15 @@ class FSDPSettings:
             return False
         return get_fsdp_reshard_after_forward_policy(value, is_chunk)
 
-    @property
-    def mixed_precision(self) -> MixedPrecisionPolicy:
-        """Precision of gathered parameters and of the reduction; inputs are not cast."""
-        return MixedPrecisionPolicy(
-            param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
-        )
-
     def fully_shard_arguments(self, device_type: str) -> dict[str, Any]:
         """Keyword arguments of ``fully_shard`` that are the same for all units of a model.
 
         Host memory is pinned for copies to an accelerator; on a CPU nothing could pin it.
         """
-        arguments: dict[str, Any] = {"mp_policy": self.mixed_precision}
+        precision = MixedPrecisionPolicy(
+            param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
+        )
+        arguments: dict[str, Any] = {"mp_policy": precision}
         if self.cpu_offload:
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type != "cpu")
         return arguments

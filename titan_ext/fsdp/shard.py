@@ -12,10 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.fsdp import (
-    apply_fsdp_to_vision_encoder,
-    enable_fsdp_symm_mem,
-)
+from torchtitan.distributed.fsdp import apply_fsdp_to_vision_encoder, enable_fsdp_symm_mem
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
@@ -51,8 +48,6 @@ def shard_decoder(
     Args:
         model: The decoder or pipeline chunk, after tensor and expert parallelism, activation
             checkpointing and compile.
-        parallel_dims: The axes to shard over.
-        settings: How; the defaults if None.
         units: What to shard; if None, what ``settings.wrap`` makes of ``model``.
 
     Returns:
@@ -65,7 +60,7 @@ def shard_decoder(
     settings = choose(model, settings or FSDPSettings(), parallel_dims)
     if units is None:
         units = plan_units(model, settings.resolved_wrap)
-    meshes = FSDPMeshes.resolve(parallel_dims)
+    meshes = FSDPMeshes(parallel_dims)
     plan = make_plan(model, units, settings, meshes.sizes, is_chunk=parallel_dims.pp_enabled)
     if meshes.dense_axes is not None:
         replicate_undeclared(model, parallel_dims, plan.ignored)

@@ -199,7 +199,6 @@ def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
     Args:
         model: A decoder, or the chunk of one that a pipeline stage holds (embeddings, norm or
             head may be None). Activation checkpointing may wrap its blocks; FSDP may not yet.
-        wrap: What a unit of a block is.
 
     Returns:
         The units. Together they hold every parameter of Titan's text decoders, so that the root
@@ -256,7 +255,6 @@ def find_replicated(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> 
     """The modules whose own parameters ``parallelism.fsdp_replicate`` keeps whole.
 
     Args:
-        model: A decoder, before FSDP.
         names: "router", "norms", "adapters", or patterns for names of modules or parameters.
         is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
 

@@ -12,7 +12,6 @@ usual. The new modules of one unit form one group. It stays gathered from forwar
 unless Titan's chunked loss ends a backward in between (``units.with_norm_apart``).
 """
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -38,9 +37,9 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
 from titan_ext.base.messages import and_more
-from titan_ext.base.titan import keep_frozen, mesh_with_axes
+from titan_ext.base.titan.parallelism import keep_frozen, mesh_with_axes
 from titan_ext.fsdp.mesh import FSDPMeshes
-from titan_ext.fsdp.plan import GroupKind, plan_of, set_plan
+from titan_ext.fsdp.plan import GroupKind, plan_of
 from titan_ext.fsdp.prefetch import gather_unseen_in_recompute, prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups
@@ -118,7 +117,6 @@ def synchronize_unmanaged_parameters(
 
     Args:
         model: The model, or the chunk of a pipeline stage, that ``parallelize`` returned.
-        parallel_dims: As ``parallelize`` had it.
         training: As ``parallelize`` had it: the dtypes of computation and reduction, CPU offload.
 
     Returns:
@@ -150,7 +148,7 @@ def synchronize_unmanaged_parameters(
         _check_place(path, by_path, managed)
     _place_on_model_axes(modules, parallel_dims)
 
-    meshes = FSDPMeshes.resolve(parallel_dims)
+    meshes = FSDPMeshes(parallel_dims)
     arguments = FSDPSettings.from_config(training=training).fully_shard_arguments(
         meshes.dense.device_type
     )
@@ -183,8 +181,6 @@ def synchronize_unmanaged_parameters(
         gather_unseen_in_recompute(group)
     meshes.sum_gradients(model)
     assert not unmanaged_parameters(model)
-    if (plan := plan_of(model)) is not None:
-        set_plan(model, dataclasses.replace(plan, unmanaged=tuple(sorted(names))))
     return sorted(names)
 
 

@@ -17,7 +17,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
 from titan_ext.base.messages import are_checked_later, set_known_key, table_flag
-from titan_ext.base.titan import refuse
+from titan_ext.base.titan.batch import refuse
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll, changed_exchanges
 from titan_ext.fsdp.make_plan import make_plan
@@ -42,8 +42,6 @@ from titan_ext.fsdp.units import (
     units_without,
     vision_units,
 )
-
-__all__ = ["DebugConfig", "ParallelismConfig"]
 
 _SPMD_BACKENDS = ("spmd_types", "partial_dtensor")
 
@@ -238,7 +236,6 @@ def check_parallelism(
         parallelism: Titan's section or ours. A stock section (a drop-in model spec under the
             stock trainer) has none of our keys; they read as their defaults.
         training: Titan's section, where it is known.
-        compiled: Whether the model is compiled.
     """
     settings = FSDPSettings.from_config(parallelism, training)
     refuse(parallelism)

@@ -26,7 +26,7 @@ from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import and_more
-from titan_ext.base.titan import BATCH_KEYS, wrong_global_batch
+from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
 from titan_ext.components.optim import MUON
 from titan_ext.fsdp.settings import FSDPSettings
 
@@ -153,7 +153,8 @@ def _wrong_experts(config: Any, shard: int) -> Iterator[str]:
 
     ``shard`` is FSDP's degree, -1 if it is unknown.
     """
-    parallelism, moes = config.parallelism, _moes(config)
+    parallelism, spec = config.parallelism, config.model_spec
+    moes = [moe for _, moe, _, _ in spec.model.traverse(MoE.Config)] if spec else []
     experts = getattr(parallelism, _EXPERT)
     ranks = shard * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
     to_divide = {}
@@ -221,11 +222,6 @@ def _wrong_expert_shards(config: Any, moe: MoE.Config, shard: int) -> Iterator[s
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _moes(config: Any) -> list[MoE.Config]:
-    spec = config.model_spec
-    return [moe for _, moe, _, _ in spec.model.traverse(MoE.Config)] if spec else []
 
 
 def check_schedule(

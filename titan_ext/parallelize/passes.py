@@ -27,7 +27,12 @@ from titan_ext.activation_checkpoint.compile import (
 )
 from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_to_all
 from titan_ext.base.agreement import leaves_files
-from titan_ext.base.titan import apply_cp_to_forward, context_mesh, keep_frozen, validate_config
+from titan_ext.base.titan.parallelism import (
+    apply_cp_to_forward,
+    context_mesh,
+    keep_frozen,
+    validate_config,
+)
 from titan_ext.components.dispatch import (
     check_dispatchers,
     exchange_in_float8,

@@ -31,12 +31,8 @@ from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import plain_tensors
-from titan_ext.base.titan import (
-    microbatches_of_pass,
-    pipeline_mesh,
-    shape_of_tokens,
-    tokens_of_microbatch,
-)
+from titan_ext.base.titan.batch import microbatches_of_pass, shape_of_tokens, tokens_of_microbatch
+from titan_ext.base.titan.parallelism import pipeline_mesh
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.plan.live import LASTING, LiveBytes

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from titan_ext.base.titan import GLOBAL_BATCH as GLOBAL
-from titan_ext.base.titan import LOCAL_BATCH as LOCAL
-from titan_ext.base.titan import unit_of_batch
+from titan_ext.base.titan.batch import GLOBAL_BATCH as GLOBAL
+from titan_ext.base.titan.batch import LOCAL_BATCH as LOCAL
+from titan_ext.base.titan.batch import unit_of_batch
 from titan_ext.components.exchange_policy import nodes_among
 from titan_ext.plan.memory import LASTING, MemoryKind
 from titan_ext.plan.time import Part

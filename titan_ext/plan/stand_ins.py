@@ -40,12 +40,13 @@ from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     BaseEPTokenDispatcher,
 )
-from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.op_cost import NVLINK_DOMAIN, RANKS_PER_NODE
-from titan_ext.base.titan import BaseDataLoader, as_models_call, rows_of, tokens_of_microbatch
-from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.base.titan.attention import as_models_call, rows_of
+from titan_ext.base.titan.batch import tokens_of_microbatch
+from titan_ext.base.titan.data import BaseDataLoader
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
 from titan_ext.components.exchange_policy import ranks_of_token
 
 
@@ -67,12 +68,12 @@ def use_stand_ins(
     pipelined = parallelism if parallelism.pipeline_parallel_degree > 1 else None
     rows = rows_of(*tokens_of_microbatch(config.training, pipelined))
     planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
-    _replace(spec, BaseEPTokenDispatcher.Config, planned)
+    replace_configs(spec, BaseEPTokenDispatcher.Config, planned)
     for _, moe, _, _ in spec.traverse(MoE.Config):
         moe.routed_experts.token_dispatcher.router = moe.router
     if as_on_a_gpu:
-        _replace(spec, RMSNorm.Config, _rms_norm)
-        _replace(spec, TokenChoiceTopKRouter.Config, _router)
+        replace_configs(spec, RMSNorm.Config, _rms_norm)
+        replace_configs(spec, TokenChoiceTopKRouter.Config, _router)
     if not context_parallel and as_on_a_gpu:
         for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
             has_mask = kind is not ScaledDotProductAttention
@@ -86,7 +87,7 @@ def use_stand_ins(
         context_parallel and parallelism.spmd_backend == "spmd_types"
     ):  # with its masks, which are split too
         flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config, rows=rows)
-        _replace(spec, FlexAttention.Config, flex)
+        replace_configs(spec, FlexAttention.Config, flex)
     known = {kind.__qualname__ for kind in _PLANNED}
     return [name.removesuffix(".Config") for name in names if name not in known]
 
@@ -127,21 +128,12 @@ def as_stock(config: Any) -> None:
         policies = {"selective": SelectiveAC.Config(), "full": FullAC.Config()}
         config.activation_checkpoint = policies.get(policy.mode)
     for kind in (RoutedExperts, GroupedExperts, AllToAllTokenDispatcher):
-        _replace(spec, kind.Config, lambda ours, kind=kind: _titans(ours, kind.Config))
+        replace_configs(spec, kind.Config, lambda ours, kind=kind: _titans(ours, kind.Config))
 
 
 def _titans(config: Any, kind: type) -> Any:
     """A config of ours as the one of Titan's that it extends; others as they are."""
     return derive(config, kind) if type(config).__module__.startswith("titan_ext.") else config
-
-
-def _replace(spec: ModelSpec, kind: type, stand_in: Callable[[Any], Any]) -> None:
-    for _, config, parent, key in list(spec.traverse(kind)):
-        assert key is not None
-        if isinstance(parent, list):
-            parent[int(key)] = stand_in(config)
-        else:
-            setattr(parent, str(key), stand_in(config))
 
 
 def _plan_dispatcher(config: Any, *, imbalance: float) -> Any:

@@ -35,7 +35,7 @@ from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import and_more, did_you_mean, format_bytes, set_known_key
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
-from titan_ext.base.titan import ranks_of_data
+from titan_ext.base.titan.data import ranks_of_data
 from titan_ext.run.start import check_folder
 
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}

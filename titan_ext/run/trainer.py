@@ -27,7 +27,7 @@ from titan_ext.base import no_accelerator
 from titan_ext.base.messages import Mistakes, are_checked_later, set_known_key
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
-from titan_ext.base.titan import named_data
+from titan_ext.base.titan.data import named_data
 from titan_ext.components.dispatch import check_dispatchers
 from titan_ext.components.early_scores import use_early_scores
 from titan_ext.components.exchange_policy import changed_exchanges

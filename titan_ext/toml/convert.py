@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 from tyro.conf import subcommand
 
 from titan_ext.base.messages import did_you_mean
-from titan_ext.base.titan import OTHER_TITAN, OTHER_UNIT, RENAMED
+from titan_ext.base.titan.batch import OTHER_TITAN, OTHER_UNIT, RENAMED
 from titan_ext.toml.files import (
     NONE,
     KeyLocation,

@@ -18,7 +18,7 @@ import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from titan_ext.base.messages import COMMAND_LINE, checks_later
-from titan_ext.base.titan import OTHER_TITAN, RENAMED
+from titan_ext.base.titan.batch import OTHER_TITAN, RENAMED
 from titan_ext.toml.convert import POLICY, Given, changed, named_choices, values_of
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError
 from titan_ext.toml.values import leaves

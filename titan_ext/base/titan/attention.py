@@ -18,8 +18,6 @@ import torch
 from torchtitan.config import TrainingConfig
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-__all__ = ["PlainAttention", "as_models_call", "rows_of"]
-
 
 def with_packed_tokens(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     # Not functools.wraps: Titan looks the names of these parameters up in its sharding config.

@@ -22,22 +22,6 @@ from typing import Any
 
 from torchtitan.config import TrainingConfig
 
-__all__ = [
-    "BATCH_KEYS",
-    "GLOBAL_BATCH",
-    "LOCAL_BATCH",
-    "OTHER_TITAN",
-    "OTHER_UNIT",
-    "RENAMED",
-    "microbatches_of_pass",
-    "own_keys",
-    "refuse",
-    "shape_of_tokens",
-    "tokens_of_microbatch",
-    "unit_of_batch",
-    "wrong_global_batch",
-]
-
 _COUNTS_TOKENS = "max_context_length" in {f.name for f in fields(TrainingConfig)}
 _TRAINING, _PARALLELISM = "training", "parallelism"
 _DEGREE = "pipeline_parallel_degree"
@@ -49,7 +33,8 @@ NEW = (
     "num_tokens_per_train_step",
     "num_pp_microbatches",
 )
-_LENGTH, _LOCAL, _GLOBAL, _MICROBATCH = NEW if _COUNTS_TOKENS else OLD
+_OTHERS, _OWN = (OLD, NEW) if _COUNTS_TOKENS else (NEW, OLD)
+_LENGTH, _LOCAL, _GLOBAL, _MICROBATCH = _OWN
 
 BATCH_KEYS = {
     _TRAINING: {_LOCAL: False, _GLOBAL: True, _LENGTH: False},
@@ -57,52 +42,41 @@ BATCH_KEYS = {
 }
 """The keys that count a batch, by section, and whether -1 means "as many as there are"."""
 
-OTHER_TITAN = "TorchTitan 0.3" if _COUNTS_TOKENS else "TorchTitan main"
-
-RENAMED = (
-    {f"{_TRAINING}.{OLD[0]}": f"{_TRAINING}.{NEW[0]}"}
-    if _COUNTS_TOKENS
-    else {f"{_TRAINING}.{NEW[0]}": f"{_TRAINING}.{OLD[0]}"}
-)
+RENAMED = {f"{_TRAINING}.{_OTHERS[0]}": f"{_TRAINING}.{_LENGTH}"}
 """Key of the other TorchTitan -> the key of this one with the same meaning and unit."""
 
-_IN_TOKENS = (
-    "counts tokens; TorchTitan 0.3 has training.{}, which counts sequences: write the number of "
-    "tokens divided by training.seq_len"
-)
-_IN_SEQUENCES = (
-    "counts sequences; TorchTitan main has training.{}, which counts tokens: write the number of "
-    "sequences times training.max_context_length"
-)
-OTHER_UNIT = (
-    {
-        f"{_TRAINING}.{OLD[1]}": _IN_SEQUENCES.format(NEW[1]),
-        f"{_TRAINING}.{OLD[2]}": _IN_SEQUENCES.format(NEW[2]),
-        f"{_PARALLELISM}.{OLD[3]}": (
-            f"counts sequences in a microbatch; TorchTitan main has {_PARALLELISM}.{NEW[3]}, "
-            "which counts microbatches"
-        ),
-    }
-    if _COUNTS_TOKENS
-    else {
-        f"{_TRAINING}.{NEW[1]}": _IN_TOKENS.format(OLD[1]),
-        f"{_TRAINING}.{NEW[2]}": _IN_TOKENS.format(OLD[2]),
-        f"{_PARALLELISM}.{NEW[3]}": (
-            f"counts microbatches; TorchTitan 0.3 has {_PARALLELISM}.{OLD[3]}, which counts "
-            "sequences in one: write training.local_batch_size divided by the number of "
-            "microbatches"
-        ),
-    }
-)
+if _COUNTS_TOKENS:
+    OTHER_TITAN = "TorchTitan 0.3"
+    _BATCH = (
+        "counts sequences; TorchTitan main has training.{}, which counts tokens: write the number "
+        "of sequences times training.max_context_length"
+    )
+    _PASS = (
+        "counts sequences in a microbatch; TorchTitan main has parallelism.{}, which counts "
+        "microbatches"
+    )
+else:
+    OTHER_TITAN = "TorchTitan main"
+    _BATCH = (
+        "counts tokens; TorchTitan 0.3 has training.{}, which counts sequences: write the number "
+        "of tokens divided by training.seq_len"
+    )
+    _PASS = (
+        "counts microbatches; TorchTitan 0.3 has parallelism.{}, which counts sequences in one: "
+        "write training.local_batch_size divided by the number of microbatches"
+    )
+OTHER_UNIT = {
+    f"{_TRAINING}.{_OTHERS[1]}": _BATCH.format(_LOCAL),
+    f"{_TRAINING}.{_OTHERS[2]}": _BATCH.format(_GLOBAL),
+    f"{_PARALLELISM}.{_OTHERS[3]}": _PASS.format(_MICROBATCH),
+}
 """Key of the other TorchTitan -> how to convert its number, which is in another unit here."""
 
 
 def tokens_of_microbatch(training: Any, parallelism: Any = None) -> tuple[int, int]:
     """Tokens of a microbatch on a data-parallel rank, and of one of its sequences.
 
-    Args:
-        training: Titan's ``TrainingConfig``.
-        parallelism: Titan's ``ParallelismConfig`` if a pipeline splits the batch.
+    ``parallelism`` is Titan's section if a pipeline splits the batch.
     """
     if hasattr(training, "max_context_length"):  # main counts tokens, a pipeline's included
         return training.num_tokens_per_microbatch_per_dp_rank, training.max_context_length

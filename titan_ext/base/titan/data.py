@@ -16,8 +16,6 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from titan_ext.base.messages import did_you_mean
 
-__all__ = ["BaseDataLoader", "named_data", "ranks_of_data", "register_dataset"]
-
 try:  # 0.3
     from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
     from torchtitan.hf_datasets import DatasetConfig

@@ -16,18 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torchtitan.distributed import ParallelDims
 
-__all__ = [
-    "EXPERT_SHARDS",
-    "apply_cp_to_forward",
-    "context_mesh",
-    "dense_mesh",
-    "experts_mesh",
-    "keep_frozen",
-    "mesh_with_axes",
-    "pipeline_mesh",
-    "validate_config",
-]
-
 try:  # 0.3
     from torchtitan.distributed.context_parallel import apply_cp_to_forward
     from torchtitan.distributed.full_dtensor import (
