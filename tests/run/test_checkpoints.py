@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
-from tests.helpers.checkpointing import Leg, differing, read_checkpoint, run_leg
+from tests.helpers.checkpointing import Leg, corrupt_items, differing, read_checkpoint, run_leg
 from tests.helpers.cluster import RankError
 from tests.helpers.training import Run, make_config, titan_config
 from tests.matrix.checkpoint_runner import WEIGHTS, Sources, check_pair, export
@@ -37,7 +37,6 @@ from titan_ext.run.checkpoints import (
     check_excluded,
     check_resume,
     checkpoint_to_load,
-    corrupt_items,
     verify_checksums,
 )
 from titan_ext.run.trainer import extend_config

@@ -28,12 +28,13 @@ from torchtitan.tools.logging import init_logger
 
 from tests.faults.torchrun import is_alive
 from tests.helpers import planted
+from tests.helpers.checkpointing import corrupt_items
 from tests.helpers.cluster import PATIENCE_S, RankError, kill_ranks, run_ranks, start_ranks
 from tests.helpers.training import Run, make_config, titan_config
 from titan_ext.base.agreement import LastStep
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
-from titan_ext.run.checkpoints import corrupt_items, verify_checksums, why_refused
+from titan_ext.run.checkpoints import verify_checksums, why_refused
 from titan_ext.run.start import Folder
 from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run.trainer import extend_config

@@ -45,6 +45,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from titan_ext.base.op_cost import collective_kind
 from titan_ext.base.run_check import RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import in_backward
 from titan_ext.debug import hang_report
@@ -55,18 +56,6 @@ _HOOK_ID = 0x7E47
 
 _NOT_AN_ISSUER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 _CARRIES_GRADIENTS = ("reduce_scatter", "all_reduce", "all_to_all", "send")
-_OPS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-}
 _NEVER = 1 << 40
 """An index that no collective has."""
 
@@ -235,8 +224,7 @@ class CollectiveWatchdog(RunCheck):
         place = ranks.index(self._info.rank), len(ranks)
 
         def hook(args) -> None:
-            op = args.name.name.lower()
-            op = _OPS.get(op, op)
+            op = collective_kind(args.name.name)
             group, (at, size) = name, place
             if op in ("send", "recv"):
                 ends = [self._info.rank, ranks[args.root]]
