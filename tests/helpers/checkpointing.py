@@ -212,6 +212,13 @@ def corrupt_items(folder: Path) -> dict[str, str]:
     return wrong or checkpoints._corrupt(folder, items)
 
 
+def flip_a_bit(file: Path) -> None:
+    """In its middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def differing(loaded: dict[str, str], saved: dict[str, str]) -> list[str]:
     """Names that are not equal, or on one side only."""
     return [n for n in sorted(loaded.keys() | saved.keys()) if loaded.get(n) != saved.get(n)]

@@ -119,7 +119,7 @@ class LiveBytes(TorchDispatchMode):
         moments: Every moment of the step with its own peak, in order.
         groups: Names of the process groups that communicated.
         events: Storages as they are made and freed, for ``plan.pools``.
-        steps: Where parameters, optimizer states and steps begin in ``events``.
+        states_at, step_at: Where optimizer states and the step begin in ``events``.
     """
 
     def __init__(

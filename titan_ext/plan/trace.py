@@ -71,14 +71,12 @@ class TracedStep:
     """One step of one rank.
 
     Attributes:
-        ms: How long it took.
-        spans: Of the compute stream, in order and without gaps: their sum is ``ms``.
+        spans: Of the compute stream, in order and without gaps: their sum is the step's time.
         rows: Tokens that the experts of this rank computed in forward, by unit.
         kernels: Milliseconds of an accelerator's kernels on all streams, by ``kernel_class``.
         messages: How long each collective took, in their order, by what waits for it, in ms.
     """
 
-    ms: float
     spans: list[Span] = field(default_factory=list)
     rows: Counter[str] = field(default_factory=Counter)
     kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -102,9 +100,8 @@ class TracedStep:
 
 @dataclass
 class Trace:
-    """What a file has: its steps, and the process groups of its rank by their use."""
+    """What a file has: the steps of a rank, and its process groups by their use."""
 
-    rank: int
     steps: list[TracedStep]
     groups: dict[str, list[int]]
     on_device: bool
@@ -148,7 +145,7 @@ def read_trace(file: Path) -> Trace:
         _on_device(step, device, runtime, threads) if device else _on_cpu(step, tid, threads)
         for tid, step in steps
     ]
-    return Trace(int(info.get("rank", 0)), read, groups, bool(device))
+    return Trace(read, groups, bool(device))
 
 
 # -- what a thread is in
@@ -294,7 +291,7 @@ def _on_cpu(step: _Event, tid: Any, threads: dict[Any, list[_Event]]) -> TracedS
         key=lambda e: e.end,
     )
     ends = [event.end for event in collectives]
-    found = TracedStep(step.end - step.start)
+    found = TracedStep()
     for start, end, (part, unit, does, _) in _contexts(threads[tid], step, phases):
         if does == "waits for a tensor":
             # It ends with the collective that it waits for.
@@ -363,7 +360,7 @@ def _on_device(
         kernels.append(_kernel(event, by, context, phases))
     kernels.sort()
     busy: Counter[Any] = Counter()
-    found = TracedStep(step.end - step.start)
+    found = TracedStep()
     for kernel in kernels:
         ms = kernel.end - kernel.start
         if kernel.is_sent:
@@ -375,13 +372,12 @@ def _on_device(
         ((compute, _),) = busy.most_common(1)
         syncs = [e for _, e in runtime if _SYNCS.match(e.name)]
         found.spans = list(_stream(kernels, compute, sorted(syncs, key=lambda e: e.start)))
-    missing = found.ms - sum(span.end - span.start for span in found.spans)
+    missing = step.end - step.start - sum(span.end - span.start for span in found.spans)
     if missing > 0:  # the host was the slower one: the device waited for it at either end
         at = found.spans[-1].end if found.spans else step.start
         found.spans.append(Span(Part.HOST, "", at, at + missing))
-    found.ms = sum(span.end - span.start for span in found.spans)
     for tid in tids:
-        host = TracedStep(0.0, [Span(c.part, c.unit, a, b) for a, b, c in contexts[tid]])
+        host = TracedStep([Span(c.part, c.unit, a, b) for a, b, c in contexts[tid]])
         _count_rows(host, threads[tid])
         found.rows.update({unit: rows for unit, rows in host.rows.items() if rows})
     return found
