@@ -20,8 +20,6 @@ from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, TomlFile, 
 from titan_ext.toml.flags import keys_of, with_flags
 from titan_ext.toml.values import leaves, lines_of
 
-__all__ = ["Resolved", "load", "resolve"]
-
 
 @dataclass(frozen=True)
 class Resolved:

@@ -45,6 +45,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from titan_ext.base.agreement import this_job
 from titan_ext.base.op_cost import collective_kind
 from titan_ext.base.run_check import RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import in_backward
@@ -88,7 +89,9 @@ class CollectiveWatchdog(RunCheck):
         self._history, self._zero = 0, 0
 
         rank = dist.get_rank()
-        self._folder = _agree_on_folder(Path(config.dump_folder) / "collectives")
+        name = this_job().told("collectives", lambda: time.strftime("%Y%m%d-%H%M%S"))
+        self._folder = Path(config.dump_folder) / "collectives" / name
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._info = RankInfo(
             rank=rank,
             world_size=dist.get_world_size(),
@@ -297,14 +300,6 @@ class CollectiveWatchdog(RunCheck):
                 site = code.co_qualname
             frame = frame.f_back
         return "", site
-
-
-def _agree_on_folder(parent: Path) -> Path:
-    name = [time.strftime("%Y%m%d-%H%M%S")]
-    dist.broadcast_object_list(name, src=0)
-    folder = parent / name[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 _RING = 1 << 64

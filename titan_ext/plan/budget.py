@@ -38,8 +38,6 @@ from titan_ext.plan.live import MemoryKind, fsdp_kind
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.toml.files import to_toml
 
-__all__ = ["BudgetPlan", "TracedBlocks", "budget_in", "plan_activations", "settings_of"]
-
 _PRESETS = ("stock", "memory", "balanced", "speed", "gemms")
 _BUDGETS = 8
 """For the curve of a picture."""

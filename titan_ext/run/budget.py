@@ -33,8 +33,6 @@ from titan_ext.run.record import versions
 from titan_ext.run.start import RanksAgree
 from titan_ext.toml.values import dump, identity
 
-__all__ = ["FOLDER", "ActivationBudget", "solve_in_dry_run"]
-
 FOLDER = "budget"
 """In the run's folder."""
 _ASKED, _CONFIG, _SOLVED = "asked.json", "config.toml", "budget.toml"

@@ -49,8 +49,6 @@ from titan_ext.parallelize.passes import extend_model_spec
 from titan_ext.run.checkpoints import CheckpointManager, check_excluded
 from titan_ext.run.checks import RUN_CHECKS
 
-__all__ = ["Trainer", "extend_config"]
-
 _EXTENDED: dict[str, Any] = {
     "parallelism": ParallelismConfig,
     "optimizer": OptimizersContainer.Config,

@@ -23,8 +23,6 @@ from titan_ext.toml.convert import POLICY, Given, changed, named_choices, values
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError
 from titan_ext.toml.values import leaves
 
-__all__ = ["keys_of", "with_flags"]
-
 _FRAME = re.compile(r"[\u2500-\u257f]+")  # box drawing
 _AFTER_THE_MESSAGE = ("Argument helptext", "Available subcommands", "Perhaps you", "For full help")
 
