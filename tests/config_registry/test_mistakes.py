@@ -225,20 +225,18 @@ time.sleep(600)
 """
 
 
+def _ended(*module: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *module]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 def _launch(
     launcher: str, worker: str = WORKER, ranks: int = 4
 ) -> subprocess.CompletedProcess[str]:
     Path("worker.py").write_text(worker)
-    torchrun = [sys.executable, "-m", launcher, f"--nproc_per_node={ranks}"]
     filtered = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
-    return subprocess.run(
-        [*torchrun, *rendezvous, *filtered, "worker.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return _ended(launcher, f"--nproc_per_node={ranks}", *rendezvous, *filtered, "worker.py")
 
 
 def test_our_launcher_ends_with_the_message_and_no_traceback():
@@ -252,22 +250,12 @@ def test_our_launcher_ends_with_the_message_and_no_traceback():
 
 def test_our_launcher_looks_for_the_config_before_it_starts_a_rank():
     train = ["-m", "torchtitan.train", "--module", "titan_ext", "--config", "nothing.toml"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "titan_ext.run.launch", "--nproc_per_node=2", *train],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = _ended("titan_ext.run.launch", "--nproc_per_node=2", *train)
     assert (ended.returncode, ended.stderr) == (1, "nothing.toml: no such file.\n")
 
 
 def test_our_launcher_says_what_torchrun_refuses():
-    ended = subprocess.run(
-        [sys.executable, "-m", "titan_ext.run.launch", "--nproc_per_node=two", "worker.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = _ended("titan_ext.run.launch", "--nproc_per_node=two", "worker.py")
     assert ended.stderr.splitlines()[-1] == "torchrun: Unsupported nproc_per_node value: two"
     assert "Traceback" not in ended.stderr
 
@@ -301,13 +289,7 @@ def test_torchrun_ends_with_the_message_of_a_rank_that_it_does_not_show():
 @pytest.mark.slow
 def test_titans_own_command_ends_with_the_message():
     Path("run.toml").write_text(DEBUG + "[training]\nstep = 3\nseq_length = 4\n")
-    ended = subprocess.run(
-        [sys.executable, "-m", "torchtitan.train", "--module", "titan_ext", "--config", "run.toml"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = _ended("torchtitan.train", "--module", "titan_ext", "--config", "run.toml")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-3:] == [
         "run.toml: 2 mistakes:",

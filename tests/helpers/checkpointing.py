@@ -25,6 +25,7 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config, patched, state_hash
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
+from titan_ext.run import checkpoints
 
 __all__ = ["Leg", "SharedStream", "differing", "read_checkpoint", "run_leg", "tensor_digests"]
 
@@ -203,6 +204,19 @@ def read_checkpoint(folder: Path) -> dict[str, str]:
     plain.unlink()
     others = ("dataloader.", "lr_scheduler.", "train_state.")
     return _digests({name: v for name, v in states.items() if not name.startswith(others)})
+
+
+def corrupt_items(folder: Path) -> dict[str, str]:
+    """The first item of each file of a checkpoint whose checksum is wrong, by file name."""
+    items, wrong = checkpoints._items(folder)
+    return wrong or checkpoints._corrupt(folder, items)
+
+
+def flip_a_bit(file: Path) -> None:
+    """In its middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def differing(loaded: dict[str, str], saved: dict[str, str]) -> list[str]:

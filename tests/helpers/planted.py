@@ -137,6 +137,12 @@ def _from_step(trainer, fault):
     yield
 
 
+def _exchanges(which, function):
+    return unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, f"{which}_token_exchange", function
+    )
+
+
 def _skip_dispatch():
     """No tokens are sent: a rank that takes its own for what it would have received."""
 
@@ -144,9 +150,7 @@ def _skip_dispatch():
         rows = sum(output_splits)
         return routed_input_ND.new_zeros(rows, routed_input_ND.shape[1])
 
-    return unittest.mock.patch.object(
-        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", skipped
-    )
+    return _exchanges("_dispatch", skipped)
 
 
 def _skip_expert_backward():
@@ -156,9 +160,7 @@ def _skip_expert_backward():
     def detached(self, routed_output_RD, *args):
         return combine(self, routed_output_RD.detach(), *args)
 
-    return unittest.mock.patch.object(
-        FunctionalAllToAllTokenDispatcher, "_combine_token_exchange", detached
-    )
+    return _exchanges("_combine", detached)
 
 
 def _wrong_splits():
@@ -168,9 +170,7 @@ def _wrong_splits():
     def shifted(self, x, pg, output_splits, input_splits):
         return dispatch(self, x, pg, [output_splits[0] + 1, output_splits[1]], input_splits)
 
-    return unittest.mock.patch.object(
-        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", shifted
-    )
+    return _exchanges("_dispatch", shifted)
 
 
 def _stop_in_the_step():
@@ -180,18 +180,14 @@ def _stop_in_the_step():
         os.kill(os.getpid(), signal.SIGSTOP)
         return dispatch(self, *args)
 
-    return unittest.mock.patch.object(
-        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", stopping
-    )
+    return _exchanges("_dispatch", stopping)
 
 
 def _die_in_the_step():
     def dying(self, *args):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    return unittest.mock.patch.object(
-        FunctionalAllToAllTokenDispatcher, "_dispatch_token_exchange", dying
-    )
+    return _exchanges("_dispatch", dying)
 
 
 def _all_reduce_elsewhere(*args, **kwargs):
@@ -221,9 +217,7 @@ def nan_gradient():
         routed_output_RD.register_hook(lambda gradient: gradient * float("nan"))
         return combine(self, routed_output_RD, *args)
 
-    return unittest.mock.patch.object(
-        FunctionalAllToAllTokenDispatcher, "_combine_token_exchange", poisoned
-    )
+    return _exchanges("_combine", poisoned)
 
 
 _FAULTS = {

@@ -8,9 +8,8 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, silu
 
-from titan_ext.plan.fusion import Fusion, is_fusible
 from titan_ext.plan.live import LiveBytes
-from titan_ext.plan.pools import Event, Pools
+from titan_ext.plan.pools import Event, Fusion, Pools, is_fusible
 
 MIB = 2**20
 COMPUTE, GATHER = 0, 1

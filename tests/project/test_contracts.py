@@ -779,7 +779,7 @@ def test_torch_has_an_attention_of_one_operation_without_a_kernel():
 
 
 def test_torchs_partitioner_lists_what_inductor_fuses():
-    """plan.fusion: as packets of operations, before and after they are decomposed."""
+    """plan.pools: as packets of operations, before and after they are decomposed."""
     listed = set(partitioners.get_default_op_list().fusible_ops)
     ops = torch.ops.aten
     assert {ops._to_copy, ops.add, ops.mul, ops.silu, ops.sum, ops.clone} <= listed

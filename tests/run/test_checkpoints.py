@@ -23,7 +23,14 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
-from tests.helpers.checkpointing import Leg, differing, read_checkpoint, run_leg
+from tests.helpers.checkpointing import (
+    Leg,
+    corrupt_items,
+    differing,
+    flip_a_bit,
+    read_checkpoint,
+    run_leg,
+)
 from tests.helpers.cluster import RankError
 from tests.helpers.training import Run, make_config, titan_config
 from tests.matrix.checkpoint_runner import WEIGHTS, Sources, check_pair, export
@@ -37,7 +44,6 @@ from titan_ext.run.checkpoints import (
     check_excluded,
     check_resume,
     checkpoint_to_load,
-    corrupt_items,
     verify_checksums,
 )
 from titan_ext.run.trainer import extend_config
@@ -238,9 +244,7 @@ def test_a_corrupt_checkpoint_from_elsewhere_is_found(tmp_path: Path, one_rank: 
     dcp.save({"w": torch.arange(1000.0)}, checkpoint_id=tmp_path / "other")
     config = _config(tmp_path / "run", initial_load_path=str(tmp_path / "other"))
     verify_checksums(config)
-    content = bytearray((tmp_path / "other" / "__0_0.distcp").read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / "other" / "__0_0.distcp").write_bytes(content)
+    flip_a_bit(tmp_path / "other" / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"other is corrupt \(__0_0\.distcp: w\)"):
         verify_checksums(config)
 
@@ -250,10 +254,7 @@ def test_checksums_are_compared_up_to_a_size(
 ):
     caplog.set_level("INFO")
     dcp.save({"w": torch.arange(1 << 18, dtype=torch.float32)}, checkpoint_id=tmp_path / "other")
-    shard = tmp_path / "other" / "__0_0.distcp"  # 1 MiB
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip_a_bit(tmp_path / "other" / "__0_0.distcp")  # 1 MiB
     config = _config(tmp_path / "run", initial_load_path=str(tmp_path / "other"))
     assert (
         cast(Any, extend_config(titan_config("qwen3")).checkpoint).verify_checksums_up_to_gib == 64

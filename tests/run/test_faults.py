@@ -28,12 +28,13 @@ from torchtitan.tools.logging import init_logger
 
 from tests.faults.torchrun import is_alive
 from tests.helpers import planted
+from tests.helpers.checkpointing import corrupt_items, flip_a_bit
 from tests.helpers.cluster import PATIENCE_S, RankError, kill_ranks, run_ranks, start_ranks
 from tests.helpers.training import Run, make_config, titan_config
 from titan_ext.base.agreement import LastStep
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
-from titan_ext.run.checkpoints import corrupt_items, verify_checksums, why_refused
+from titan_ext.run.checkpoints import verify_checksums, why_refused
 from titan_ext.run.start import Folder
 from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run.trainer import extend_config
@@ -165,14 +166,12 @@ def test_a_corrupt_checkpoint_is_named_with_the_one_before(
     step_4, config = _saved(tmp_path)
     verify_checksums(config)
     shard = step_4 / (".metadata" if fault == "metadata" else "__0_0.distcp")
-    content = bytearray(shard.read_bytes())
     if fault == "missing":
         shard.unlink()
     elif fault == "flip":
-        content[len(content) // 2] ^= 1
-        shard.write_bytes(content)
+        flip_a_bit(shard)
     else:
-        shard.write_bytes(content[: len(content) // 2])
+        os.truncate(shard, shard.stat().st_size // 2)
     way_on = "step-2: .*move step-4 .*load_step 2"
     with pytest.raises(ValueError, match=rf"step-4 is corrupt \({shard.name}: .*{way_on}"):
         verify_checksums(config)
@@ -183,10 +182,7 @@ def test_a_corrupt_checkpoint_is_named_with_the_one_before(
 def test_a_bit_flip_is_nothing_to_torch(tmp_path: Path, one_rank: None):
     """Why the checksums are compared here. When this fails, torch does it."""
     step_4, _ = _saved(tmp_path)
-    shard = step_4 / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip_a_bit(step_4 / "__0_0.distcp")
     loaded = {"w": torch.zeros(1000)}
     dcp.load(loaded, checkpoint_id=step_4)
     assert (loaded["w"] != torch.arange(1000.0)).sum() == 1

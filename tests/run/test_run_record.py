@@ -18,10 +18,11 @@ from tests.helpers.training import Run, Runs, observed, titan_config
 from titan_ext import config_registry
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.exchange_policy import ExchangePolicy
-from titan_ext.config_registry.resolve import load, resolve
+from titan_ext.config_registry.resolve import Resolved, load, resolve
 from titan_ext.fp8 import MemoryRow
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.run import record as run_record
+from titan_ext.run.planned import as_json
 from titan_ext.run.record import (
     RunRecord,
     _activations,
@@ -34,14 +35,18 @@ FILES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 RUN = observed(Run(world=2, ep=2, parallelize="submodule"))
 
 
+def _dumped_and_loaded(resolved: Resolved, folder: Path) -> dict[str, Any]:
+    (folder / "config.toml").write_text(dump(resolved.config))
+    loaded = resolve(folder / "config.toml").values
+    assert as_json(loaded) == as_json(resolved.values)  # a tuple is a list in TOML
+    return loaded
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_dumped_config_loads_as_the_same(path: Path, tmp_path: Path):
     resolved = resolve(path)
     resolved.config.training.steps = 7  # as a flag does it
-    (tmp_path / "config.toml").write_text(dump(resolved.config))
-    loaded = resolve(tmp_path / "config.toml").values
-    assert _as_json(loaded) == _as_json(resolved.values)
-    assert loaded["training.steps"] == 7
+    assert _dumped_and_loaded(resolved, tmp_path)["training.steps"] == 7
 
 
 def test_a_dumped_config_has_the_converters_of_its_model(tmp_path: Path):
@@ -50,23 +55,13 @@ def test_a_dumped_config_has_the_converters_of_its_model(tmp_path: Path):
         'component = "torchtitan.components.lora.LoRAConverter"\n'
         'rank = 4\nalpha = 8.0\ntarget_modules = ["wqkv"]\n'
     )
-    resolved = resolve(tmp_path / "lora.toml")
-    (tmp_path / "config.toml").write_text(dump(resolved.config))
-    loaded = resolve(tmp_path / "config.toml").values
-    assert _as_json(loaded) == _as_json(resolved.values)
+    loaded = _dumped_and_loaded(resolve(tmp_path / "lora.toml"), tmp_path)
     assert loaded["model.converters.0.rank"] == 4
 
 
 def test_a_dumped_config_function_loads_as_the_same(tmp_path: Path):
     resolved = config_registry.resolve_config("qwen3_debugmodel", ["--training.steps", "7"])
-    (tmp_path / "config.toml").write_text(dump(resolved.config))
-    loaded = resolve(tmp_path / "config.toml").values
-    assert _as_json(loaded) == _as_json(resolved.values)
-    assert loaded["training.steps"] == 7
-
-
-def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(values, default=str))  # a tuple is a list in TOML
+    assert _dumped_and_loaded(resolved, tmp_path)["training.steps"] == 7
 
 
 def test_a_config_made_in_python_says_what_is_missing(tmp_path: Path):

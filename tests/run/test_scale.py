@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.checkpointer import CheckpointManager
 
+from tests.helpers.checkpointing import flip_a_bit
 from tests.helpers.cluster import run_ranks
 from tests.helpers.collectives import CollectiveTrace
 from tests.helpers.training import Run, make_config, titan_config
@@ -336,9 +337,7 @@ def test_what_one_rank_finds_is_an_error_of_all(saved: Any, monkeypatch: pytest.
     names = sorted(path.name for path in step.glob("*.distcp"))
     assert len(names) == 4
     for name in names[1:3]:
-        content = bytearray((step / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (step / name).write_bytes(content)
+        flip_a_bit(step / name)
     results, _, _ = _resume(saved, 64, monkeypatch)
     assert {type(error) for error in results} == {ValueError}
     (words,) = {str(error) for error in results}

@@ -297,6 +297,15 @@ def _nbytes(tree: Any) -> int:
     )
 
 
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def collective_kind(name: str) -> str:
+    """One of ``COLLECTIVES``, by any name that torch has for it; others by their own."""
+    words = name.lower().replace("_", "")
+    return next((kind for kind in COLLECTIVES if kind.replace("_", "") in words), name.lower())
+
+
 def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
     """The process groups of more than one rank in the arguments of a collective."""
     for value in args:

@@ -16,21 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ext.base.messages import (
-    REFUSED_MODELS as REFUSED_MODELS,
-)
-from titan_ext.base.messages import (
-    Mistakes,
-    end_with_messages,
-    log_on_one_node,
-    shipped_configs,
-)
-from titan_ext.base.messages import (
-    did_you_mean as did_you_mean,
-)
-from titan_ext.base.messages import (
-    toml_file as toml_file,
-)
+from titan_ext.base.messages import Mistakes, end_with_messages, log_on_one_node, shipped_configs
 from titan_ext.toml.find import check_config, find_config, module_and_config, titan_configs
 
 if TYPE_CHECKING:
@@ -58,15 +44,10 @@ def _config(name: str) -> "Trainer.Config":
     log_on_one_node()
     handler = "titan_ext.run.start.register_handler"
     os.environ.setdefault("TITAN_STRUCT_LOGGER_HANDLERS", handler)
-    config = resolve_config(name, _flags_beside(name)).config
+    known, flags = module_and_config(sys.argv[1:])
+    config = resolve_config(name, flags if known.config == name else ()).config
     Mistakes(wrong_degrees(config, world_size(config))).raise_all()
     return config
-
-
-def _flags_beside(config: str) -> list[str]:
-    """The flags of this program's command line, if it has ``--config`` with this name."""
-    known, flags = module_and_config(sys.argv[1:])
-    return flags if known.config == config else []
 
 
 def __getattr__(name: str) -> Callable[[], Any]:

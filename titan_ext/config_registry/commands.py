@@ -237,7 +237,7 @@ class DryRun:
                 print(solve_in_dry_run(config, self.ranks, *map(self._words, _OPTIONS)))
             asked, source = identity(config), dump(config)  # a dry run changes its config
             if self.all_stages:
-                plans = self._plan_all_stages(config, source)
+                plans = self._plan_all_stages(config, source, folder)
             else:
                 run = dry_run(
                     config,
@@ -318,25 +318,23 @@ class DryRun:
         given = [(f"--{name.replace('_', '-')}", getattr(self, name)) for name in options]
         return [*chain(*([at, str(value)][: 2 - (value is True)] for at, value in given if value))]
 
-    def _plan_all_stages(self, config: Any, source: str) -> list[dict[str, Any]]:
+    def _plan_all_stages(self, config: Any, source: str, folder: Path) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
         from titan_ext.run.planned import dry_run_elsewhere, file_name
 
-        plans = []
-        with tempfile.TemporaryDirectory() as temporary:
-            folder, file = self.out or Path(temporary), Path(temporary) / "config.toml"
-            file.write_text(source)
-            options = self._words(("ranks", *chain(*_OPTIONS), "verbose"))
-            options += ["--out", str(folder)] if self.memory else []
-            stages = config.parallelism.pipeline_parallel_degree
-            for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
-                print(f"-- rank {rank}", flush=True)
-                rank_of = ["--rank", str(rank)]
-                code = dry_run_elsewhere(file, [*options, *rank_of], is_shown=True).returncode
-                if code not in (0, _DOES_NOT_FIT):
-                    raise SystemExit(code)
-                if self.memory:
-                    plans.append(json.loads((folder / file_name(rank)).read_text()))
+        plans, out, file = [], self.out or folder, folder / "config.toml"
+        file.write_text(source)
+        options = self._words(("ranks", *chain(*_OPTIONS), "verbose"))
+        options += ["--out", str(out)] if self.memory else []
+        stages = config.parallelism.pipeline_parallel_degree
+        for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
+            print(f"-- rank {rank}", flush=True)
+            of_rank = [*options, "--rank", str(rank)]
+            code = dry_run_elsewhere(file, of_rank, is_shown=True).returncode
+            if code not in (0, _DOES_NOT_FIT):
+                raise SystemExit(code)
+            if self.memory:
+                plans.append(json.loads((out / file_name(rank)).read_text()))
         return plans
 
 
@@ -403,12 +401,8 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     if flags and not hasattr(command, "config"):
         raise ValueError(f"unknown: {' '.join(flags)}; try titan_ext {arguments[0]} --help.")
     options = [f"--{field.name.replace('_', '-')}" for field in fields(command)]
-    for flag in flags:
-        if (
-            flag.startswith("-")
-            and "." not in flag
-            and (meant := did_you_mean(flag, options)) != "."
-        ):
+    for flag in (flag for flag in flags if flag.startswith("-") and "." not in flag):
+        if (meant := did_you_mean(flag, options)) != ".":
             raise ValueError(f"{flag}: no option of titan_ext {arguments[0]}{meant}")
     for config in (getattr(command, "config", ""), *getattr(command, "against", ())):
         if config:

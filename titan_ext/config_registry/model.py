@@ -25,14 +25,7 @@ from titan_ext.base.messages import REFUSED_MODELS
 from titan_ext.parallelize.passes import extend_model_spec
 from titan_ext.run.trainer import extended_class, extended_sections
 from titan_ext.toml.convert import Given, convert, values_of
-from titan_ext.toml.files import (
-    MODEL,
-    KeyLocation,
-    import_first,
-    import_problem,
-    nearest,
-    to_toml,
-)
+from titan_ext.toml.files import MODEL, KeyLocation, import_first, import_problem, nearest, to_toml
 
 _REGISTRY = "model_registry"
 _COMPILED = "model_compile_enabled"
@@ -170,14 +163,9 @@ def choose_model(
 ) -> dict[str, Any]:
     """Make the model again if files change it, and fit the loss to its vocabulary.
 
-    Args:
-        base: What the files start from.
-        given: ``[model]`` of each file that has one.
-        values: Values of the whole config; ``model_spec`` and ``loss`` are replaced.
-        at: The last file.
-
-    Returns:
-        The arguments of the model registry; empty if it was not seen.
+    ``given`` is ``[model]`` of each file that has one. Of ``values``, those of the whole config,
+    ``model_spec`` and ``loss`` are replaced. ``at`` is the last file. Returns the arguments of the
+    model registry; empty if it was not seen.
     """
     arguments = _arguments(base, given)
     spec = values["model_spec"]

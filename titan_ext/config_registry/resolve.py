@@ -16,21 +16,9 @@ from titan_ext.base.titan.batch import own_keys
 from titan_ext.config_registry.model import choose_model, load_base
 from titan_ext.run.trainer import Trainer
 from titan_ext.toml.convert import Given, build, changed
-from titan_ext.toml.files import (
-    MODEL,
-    KeyLocation,
-    TomlConfigError,
-    TomlFile,
-    read_chain,
-    to_toml,
-)
+from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, TomlFile, read_chain, to_toml
 from titan_ext.toml.flags import keys_of, with_flags
 from titan_ext.toml.values import leaves, lines_of
-
-__all__ = ["Resolved", "load", "resolve"]
-
-MACHINE = "titan_ext, for this machine"
-"""The origin of a value that titan_ext changed because there is no accelerator."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +111,7 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
     for key, value in resolved.values.items():
         origin = KeyLocation("", key, at.origins).origin() or base.name
         if wanted.get(key, value) != value:
-            origin = MACHINE
+            origin = "titan_ext, for this machine"  # which has no accelerator
         elif key in named or before.get(key, value) != value or key not in before:
             origin = COMMAND_LINE
         resolved.origins[key] = origin

@@ -45,6 +45,8 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from titan_ext.base.agreement import this_job
+from titan_ext.base.op_cost import collective_kind
 from titan_ext.base.run_check import RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import in_backward
 from titan_ext.debug import hang_report
@@ -55,18 +57,6 @@ _HOOK_ID = 0x7E47
 
 _NOT_AN_ISSUER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 _CARRIES_GRADIENTS = ("reduce_scatter", "all_reduce", "all_to_all", "send")
-_OPS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-}
 _NEVER = 1 << 40
 """An index that no collective has."""
 
@@ -99,7 +89,9 @@ class CollectiveWatchdog(RunCheck):
         self._history, self._zero = 0, 0
 
         rank = dist.get_rank()
-        self._folder = _agree_on_folder(Path(config.dump_folder) / "collectives")
+        name = this_job().told("collectives", lambda: time.strftime("%Y%m%d-%H%M%S"))
+        self._folder = Path(config.dump_folder) / "collectives" / name
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._info = RankInfo(
             rank=rank,
             world_size=dist.get_world_size(),
@@ -235,8 +227,7 @@ class CollectiveWatchdog(RunCheck):
         place = ranks.index(self._info.rank), len(ranks)
 
         def hook(args) -> None:
-            op = args.name.name.lower()
-            op = _OPS.get(op, op)
+            op = collective_kind(args.name.name)
             group, (at, size) = name, place
             if op in ("send", "recv"):
                 ends = [self._info.rank, ranks[args.root]]
@@ -309,14 +300,6 @@ class CollectiveWatchdog(RunCheck):
                 site = code.co_qualname
             frame = frame.f_back
         return "", site
-
-
-def _agree_on_folder(parent: Path) -> Path:
-    name = [time.strftime("%Y%m%d-%H%M%S")]
-    dist.broadcast_object_list(name, src=0)
-    folder = parent / name[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 _RING = 1 << 64

@@ -38,8 +38,6 @@ from titan_ext.plan.live import MemoryKind, fsdp_kind
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.toml.files import to_toml
 
-__all__ = ["BudgetPlan", "TracedBlocks", "budget_in", "plan_activations", "settings_of"]
-
 _PRESETS = ("stock", "memory", "balanced", "speed", "gemms")
 _BUDGETS = 8
 """For the curve of a picture."""
@@ -163,11 +161,6 @@ class TracedBlocks:
         """What the blocks hold without checkpointing."""
         return sum(kind.count * kind.graph.none_nbytes for kind in self.kinds)
 
-    @property
-    def temporary_nbytes(self) -> int:
-        """What a recompute has at most beside what is held: one block's activations."""
-        return max(kind.graph.none_nbytes for kind in self.kinds)
-
     def price(self, **keys: Any) -> Solution:
         """What a policy of ours holds and recomputes; ``keys`` are its config's."""
         chosen = [
@@ -222,16 +215,6 @@ class BudgetPlan:
     table: dict[str, str]
     had_budget: bool = False
     """Whether the config that it is for has the key ``budget``."""
-
-    @classmethod
-    def of(
-        cls, traced: TracedBlocks, settings: FP8AC.Config, budget: int, *, had_budget: bool = False
-    ) -> "BudgetPlan":
-        """Raises BudgetTooSmallError."""
-        if traced.none_nbytes <= budget:
-            return cls(budget, traced, settings, None, {}, had_budget)
-        solution = traced.solve(budget)
-        return cls(budget, traced, settings, solution, traced.table(solution), had_budget)
 
     def report(self) -> str:
         """The verdict, a line a policy, and the table."""
@@ -348,18 +331,8 @@ def plan_activations(
 ) -> BudgetPlan:
     """Solve for the blocks of one rank of a job, in a dry run without checkpointing.
 
-    Args:
-        config: A trainer's; it is changed.
-        ranks: Of the job.
-        rank: The one to plan.
-        budget: Bytes for activations; None: what is left of ``memory``.
-        memory: Of the GPU.
-        imbalance: Tokens that this rank's experts get, for one if routing were balanced.
-        machine: Whose milliseconds count, as ``machine_of`` takes it.
-        as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
-
-    Raises:
-        ValueError: if it cannot be met, or the config has a table already.
+    ``budget`` is what they may hold, None for what is left of ``memory``. The other arguments are
+    those of ``dry_run``. Raises ValueError if it cannot be met, or the config has a table already.
     """
     settings = settings_of(config.activation_checkpoint)
     had_budget = has_budget(config)
@@ -370,8 +343,11 @@ def plan_activations(
     traced = TracedBlocks(run, settings, machine, offload_limit if had_budget else "")
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"
-        budget = budget_in(run.memory, traced.none_nbytes, traced.temporary_nbytes)
-    return BudgetPlan.of(traced, settings, budget, had_budget=had_budget)
+        one_block = max(kind.graph.none_nbytes for kind in traced.kinds)
+        budget = budget_in(run.memory, traced.none_nbytes, one_block)
+    solution = None if traced.none_nbytes <= budget else traced.solve(budget)
+    table = {} if solution is None else traced.table(solution)
+    return BudgetPlan(budget, traced, settings, solution, table, had_budget)
 
 
 def budget_in(memory: MemoryPlan, everything: int, one: int) -> int:

@@ -103,7 +103,7 @@ class DryRun(Trainer):
             self.model_parameters = sum(p.numel() for p in model.parameters())
             result = parallelize(model, **{**arguments, "dump_folder": ""})  # policies write there
             for part in result[1] if isinstance(result, tuple) else [result]:
-                part.init_weights = _leave_as_they_are  # torch's initialisers look at values
+                part.init_weights = lambda **_: None  # torch's initialisers look at values
             self._building.enter_context(self.fake)
             return result
 
@@ -358,10 +358,7 @@ class DryRun(Trainer):
         eager = "torch.compile (ran eagerly), " if config.compile.enable else ""
         eager += "".join(f"{name} (ran as an all-to-all), " for name in self.dispatchers)
         unplanned = "" if self.memory is not None else "memory for activations (--memory), "
-        yield (
-            "not tried",
-            f"{eager}kernels, {unplanned}data, tokenizer, checkpoints, the network",
-        )
+        yield ("not tried", f"{eager}kernels, {unplanned}data, tokenizer, checkpoints, the network")
 
 
 def dry_run(
@@ -413,19 +410,13 @@ def dry_run(
     return run
 
 
-def _leave_as_they_are(**_: Any) -> None:
-    pass
-
-
 def _batches(items: Sequence[Any], everything: bool | None = False) -> Iterator[Sequence[Any]]:
     at_once = len(items) if everything else _AT_ONCE
     return (items[start : start + at_once] for start in range(0, len(items), at_once or 1))
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> str:
-    return format_bytes(
-        sum(part.numel() * part.element_size() for x in tensors for part in plain_tensors(x))
-    )
+    return format_bytes(sum(part.nbytes for x in tensors for part in plain_tensors(x)))
 
 
 def _count(number: int) -> str:

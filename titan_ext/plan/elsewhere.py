@@ -8,7 +8,7 @@ kernels are. ``titan_ext tune``, which plans many changes of one config, is ``pl
 """
 
 import json
-import resource
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ def compare(
         options: Of the command, such as ``--memory 80GiB --machine h100``.
         against: The others by name, and as a TOML file in ``folder`` extends them.
     """
-    before_s, found, failed = _cpu_s(), [], []
+    before, found, failed = os.times(), [], []
     yield f"-- what would fit on rank {plan['rank']}: {len(against)} configs, a dry run each"
     for name, extends in against.items():
         yield f"trying {name}"
@@ -68,7 +68,8 @@ def compare(
         taken = f", {time['step_ms']:.0f} ms a step" if time else ""
         yield f"{'fits' if spare >= 0 else 'does not fit'}, {moved}{taken}: {name}"
     yield from failed
-    yield f"{len(found) + len(failed)} tried, {_cpu_s() - before_s:.0f} CPU seconds"
+    used_s = sum(os.times()[2:4]) - sum(before[2:4])  # of processes that have ended
+    yield f"{len(found) + len(failed)} tried, {used_s:.0f} CPU seconds"
 
 
 def _order(found: tuple[Mapping[str, Any], str]) -> tuple[bool, float, float]:
@@ -83,11 +84,6 @@ def _reason(error: str, file: Path) -> str:
     lines = [line for line in error.splitlines() if line.strip()] or ["no message"]
     words = lines[0].removeprefix(f"{file}: ")
     return words if len(words) <= _REASON else f"{words[: _REASON - 4]} ..."
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 @dataclass(frozen=True)

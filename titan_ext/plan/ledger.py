@@ -19,6 +19,7 @@ from titan_ext.base.messages import ranks_in_words
 from titan_ext.base.op_cost import KINDS
 from titan_ext.plan.time import Part
 from titan_ext.plan.trace import Trace, read_trace
+from titan_ext.run.pace import slow_link
 from titan_ext.run.planned import file_name
 
 LEDGER = "ledger.json"
@@ -30,8 +31,6 @@ _MOST_RANKS = 64
 _NOTABLE = 0.1
 """Of a step: smaller things are not called late or slow."""
 _UNEVEN = 1.2
-_SLOW_LINK, _NOTABLE_LINK = 3.0, 0.005
-"""Times what other links take, and of a step: it slows down more than what is compared."""
 _BARS = 8
 
 
@@ -118,7 +117,7 @@ class Ledger:
 
         It waits least itself. None if no rank waits for another for a notable part of the step.
         """
-        waits = {r: sum(ms.get(p, 0.0) for p in _FOR_OTHERS) for r, ms in self.ms.items()}
+        waits = self._waits()
         if len(waits) < 2:
             return None
         rank = min(waits, key=waits.__getitem__)
@@ -131,10 +130,16 @@ class Ledger:
             return ms[rank].get(key, 0.0) - statistics.median(ms[r].get(key, 0.0) for r in others)
 
         part = max((p for p in Part if p not in _FOR_OTHERS), key=lambda p: more(self.ms, p))
-        of_part = {r: _mean([_of_part(s, part) for s in t.steps]) for r, t in self.traces.items()}
+        of_part = {
+            r: _mean([{u: ms.get(part, 0.0) for u, ms in s.by_unit().items()} for s in trace.steps])
+            for r, trace in self.traces.items()
+        }
         unit = max(of_part[rank], key=lambda u: more(of_part, u), default="")
         where = f", most in {unit} ({more(of_part, unit):+.1f})" if unit else ""
         return rank, by_ms, f"{part}: {more(self.ms, part):+.1f} ms against the others{where}"
+
+    def _waits(self) -> dict[int, float]:
+        return {r: sum(ms.get(p, 0.0) for p in _FOR_OTHERS) for r, ms in self.ms.items()}
 
     def imbalance(self) -> dict[str, tuple[float, int]]:
         """Of each unit with routed experts: tokens of the fullest rank over the mean, and who."""
@@ -147,12 +152,8 @@ class Ledger:
                 found[unit] = its[fullest] / mean, fullest
         return found
 
-    def slow_link(self) -> tuple[list[int], float, float] | None:
-        """Ranks that exchange tokens with each other more slowly than other ranks do.
-
-        With the ms that their exchanges take for the last one of them to come, who waits for
-        nobody, and those of the other groups.
-        """
+    def slow_link(self) -> tuple[tuple[int, ...], float, float] | None:
+        """Ranks that exchange tokens with each other more slowly than others (``run.pace``)."""
         took: dict[tuple[int, ...], float] = {}
         for trace in self.traces.values():
             ranks = tuple(trace.groups.get("mesh_ep", ()))
@@ -160,14 +161,7 @@ class Ledger:
                 continue
             if ms := self._sent_ms(Part.EXCHANGES, ranks):
                 took[ranks] = ms
-        if len(took) < 2:
-            return None
-        slowest = max(took, key=took.__getitem__)
-        usual = statistics.median(ms for ranks, ms in took.items() if ranks != slowest)
-        is_slow = took[slowest] > _SLOW_LINK * usual
-        if not is_slow or took[slowest] - usual < _NOTABLE_LINK * self.step_ms:
-            return None
-        return list(slowest), took[slowest], usual
+        return slow_link(took, self.step_ms)
 
     def _sent_ms(self, part: Part, ranks: Sequence[int]) -> float:
         """How long messages take between ``ranks`` once the last of them has come."""
@@ -279,7 +273,7 @@ class Ledger:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
 
-        waits = {r: sum(ms.get(p, 0.0) for p in _FOR_OTHERS) for r, ms in self.ms.items()}
+        waits = self._waits()
         ranks = [self.rank, *(r for r in sorted(waits, key=waits.__getitem__) if r != self.rank)]
         bars = {f"rank {rank}": self.ms[rank] for rank in ranks[:_BARS]}
         if self.planned is not None:
@@ -299,10 +293,6 @@ class Ledger:
         axes.set_title(next(self.verdicts()), loc="left", fontsize="medium")
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
         return figure
-
-
-def _of_part(step: Any, part: Part) -> dict[str, float]:
-    return {unit: ms.get(part, 0.0) for unit, ms in step.by_unit().items()}
 
 
 def _mean(steps: Sequence[Mapping[Any, float]]) -> dict[Any, float]:

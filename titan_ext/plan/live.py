@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_ext.base.op_cost import groups_of, moves_nothing
 from titan_ext.base.tensors import in_backward, plain_tensors, tensors_in
 from titan_ext.fp8 import offload
-from titan_ext.plan.fusion import Fusion, is_fusible
-from titan_ext.plan.pools import Event, Pools
+from titan_ext.plan.pools import Event, Fusion, Pools, is_fusible
 
 
 class MemoryKind(StrEnum):
@@ -120,7 +119,7 @@ class LiveBytes(TorchDispatchMode):
         moments: Every moment of the step with its own peak, in order.
         groups: Names of the process groups that communicated.
         events: Storages as they are made and freed, for ``plan.pools``.
-        steps: Where parameters, optimizer states and steps begin in ``events``.
+        states_at, step_at: Where optimizer states and the step begin in ``events``.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class LiveBytes(TorchDispatchMode):
         self._depth = 0
         self._handles: list[Any] = []
         self.events: list[Event] = []
-        self._compiled = frozenset(compiled)
+        self.compiled = frozenset(compiled)
         self._fusion = Fusion()
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         for part in parts:
@@ -192,19 +191,15 @@ class LiveBytes(TorchDispatchMode):
         """
         pools, at = Pools(), self.step_at
         parameters, states = self.events[: self.states_at], self.events[self.states_at : at]
-        step = self._fusion.apply(self.events)[at:] if self._compiled else self.events[at:]
+        step = self._fusion.apply(self.events)[at:] if self.compiled else self.events[at:]
         left = {event.storage: event._replace(nbytes=0) for event in step}
         for events in (parameters, step, states, left.values(), step, left.values(), step):
             pools.replay(events)
         return pools.reserved
 
-    @property
-    def is_compiled(self) -> bool:
-        return bool(self._compiled)
-
     def fused(self, func: Any, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]] | None:
         """Of an operation that a compiler would fuse: its storages' events, and bytes of each."""
-        if not (self._compiled and self._region() and is_fusible(func)):
+        if not (self.compiled and self._region() and is_fusible(func)):
             return None
         found = {x.untyped_storage()._cdata: x.nbytes for x in tensors}
         at = ((self._live.get(key), nbytes) for key, nbytes in found.items())
@@ -257,7 +252,7 @@ class LiveBytes(TorchDispatchMode):
             if tensor.untyped_storage()._cdata not in self._live:
                 kind = kind or self._kind_by_maker()
             self._see(tensor, kind or MemoryKind.TEMPORARY)
-        if self._compiled and not moves_nothing(func):
+        if self.compiled and not moves_nothing(func):
             made = range(at, len(self.events))
             region, backward = self._region(), in_backward()
             self._fusion.see(func, region, at, in_backward=backward, read=read, made=made)
@@ -270,7 +265,7 @@ class LiveBytes(TorchDispatchMode):
         """The compiled module whose operations run; "" if they are not compiled."""
         *_, name = self.moments[-1].moment.split(" of ")
         component = "loss" if name == "loss" else "model" if name.startswith("layers.") else ""
-        return name if component in self._compiled else ""
+        return name if component in self.compiled else ""
 
     def _kind_by_maker(self) -> MemoryKind:
         if (kind := fsdp_kind()) is not None:

@@ -60,7 +60,7 @@ class MemoryPlan:
             unsharded=live.unsharded,
             ranks_per_node=ranks_per_node,
             reserved=live.reserved,
-            is_compiled=live.is_compiled,
+            is_compiled=bool(live.compiled),
         )
 
     @property

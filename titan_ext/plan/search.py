@@ -116,7 +116,7 @@ class Search:
         say: Is told what the search does next.
         tried: All candidates that were priced.
         own: The user's config.
-        winner, runner_up: What was found, planned as whole models; None until then.
+        winner: What was found, planned as a whole model; None until then.
         without: The best without one of its moves, and (None) with the user's checkpointing.
         compared: The best with which those compare: prices of shortened models.
     """
@@ -128,7 +128,6 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
     own: Tried | None = None
     winner: Tried | None = None
-    runner_up: Tried | None = None
     without: dict[Move | None, Tried] = field(default_factory=dict)
     compared: Tried | None = None
     _levels: dict[Any, Sequence[Level] | FailedError] = field(default_factory=dict)
@@ -370,7 +369,7 @@ class Search:
                 self._price(one.choices, one.level, is_whole=True)
                 for one in (best, second, self.own)
             )
-            first, self.runner_up, self.own = found
+            first, _, self.own = found
             if first.fits or not best.fits or best.level is None:
                 break
             levels = self._levels.get(block_keys(best.keys))

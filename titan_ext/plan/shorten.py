@@ -52,8 +52,7 @@ class Depths(NamedTuple):
         whole = len(kinds)
         for period in range(1, whole // 4 + 1):
             first = next(
-                (i + 1 for i in reversed(range(whole - period)) if kinds[i] != kinds[i + period]),
-                0,
+                (i + 1 for i in reversed(range(whole - period)) if kinds[i] != kinds[i + period]), 0
             )
             more = _MORE * period
             short = first + _PERIODS * period + (whole - first) % period

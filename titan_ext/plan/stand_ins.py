@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -29,17 +30,9 @@ from torchtitan.models.common.attention import (
     VarlenAttention,
 )
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import (
-    GroupedExperts,
-    MoE,
-    RoutedExperts,
-    TokenChoiceTopKRouter,
-)
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.token_dispatcher import (
-    AllToAllTokenDispatcher,
-    BaseEPTokenDispatcher,
-)
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, BaseEPTokenDispatcher
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.op_cost import NVLINK_DOMAIN, RANKS_PER_NODE
@@ -83,9 +76,8 @@ def use_stand_ins(
                     rows=rows, window=window, document=document if has_mask else 0
                 )
                 setattr(parent, str(key), shapes)
-    elif (
-        context_parallel and parallelism.spmd_backend == "spmd_types"
-    ):  # with its masks, which are split too
+    elif context_parallel and parallelism.spmd_backend == "spmd_types":
+        # With its masks, which are split too.
         flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config, rows=rows)
         replace_configs(spec, FlexAttention.Config, flex)
     known = {kind.__qualname__ for kind in _PLANNED}
@@ -102,16 +94,8 @@ def as_rank(
     """
     names = {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": 0}
     names |= {"LOCAL_WORLD_SIZE": ranks_per_node, NVLINK_DOMAIN: nvlink_domain}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    try:
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def as_stock(config: Any) -> None:

@@ -96,6 +96,11 @@ class Streams:
         self.queues: dict[Hashable, list[Work]] = {}
         self._waited: dict[Hashable, dict[Hashable, int]] = {}
         self._next: dict[Hashable, list[tuple[Item, Any]]] = {}
+        # Of run(): how many items of each queue are done, when it is free, and what is on links.
+        self._done: dict[Hashable, int] = {}
+        self._free: dict[Hashable, float] = {}
+        self._links: dict[str, _Link] = {}
+        self._on_link: dict[int, Hashable] = {}
 
     def wait(self, queue: Hashable, items: Iterable[Item], why: Any = None) -> None:
         """Let the next item of ``queue`` wait for ``items``."""
@@ -134,19 +139,16 @@ class Streams:
 
         Raises AssertionError if queues wait for each other.
         """
-        at = dict.fromkeys(self.queues, 0)
-        free = dict.fromkeys(self.queues, 0.0)
-        links: dict[str, _Link] = {}
-        on_link: dict[int, Hashable] = {}
+        self._done, self._free = dict.fromkeys(self.queues, 0), dict.fromkeys(self.queues, 0.0)
         waiting = set(self.queues)
         while True:
             moved = True
             while moved:
                 moved = False
                 for queue in waiting:
-                    moved |= self._advance(queue, at, free, links, on_link)
-                waiting = {q for q in waiting if at[q] < len(self.queues[q])}
-            ends = [(found, link) for link in links.values() if (found := link.first_end())]
+                    moved |= self._advance(queue)
+                waiting = {q for q in waiting if self._done[q] < len(self.queues[q])}
+            ends = [(found, link) for link in self._links.values() if (found := link.first_end())]
             if not ends:
                 break
             # Every queue waits for a message: nothing can begin before the first of them ends.
@@ -154,37 +156,30 @@ class Streams:
             found = link.first_end(commit=True)
             assert found is not None
             work.end, _ = found
-            queue = on_link.pop(id(work))
-            free[queue] = work.end
-            at[queue] += 1
-            waiting = {q for q in self.queues if at[q] < len(self.queues[q])}
+            queue = self._on_link.pop(id(work))
+            self._free[queue] = work.end
+            self._done[queue] += 1
+            waiting = {q for q in self.queues if self._done[q] < len(self.queues[q])}
         assert not waiting, "queues wait for each other"
 
-    def _advance(
-        self,
-        queue: Hashable,
-        at: dict[Hashable, int],
-        free: dict[Hashable, float],
-        links: dict[str, _Link],
-        on_link: dict[int, Hashable],
-    ) -> bool:
+    def _advance(self, queue: Hashable) -> bool:
         """Run ``queue`` until it waits; return whether anything began."""
         items, began = self.queues[queue], False
-        while at[queue] < len(items):
-            work = items[at[queue]]
-            if id(work) in on_link:
+        while self._done[queue] < len(items):
+            work = items[self._done[queue]]
+            if id(work) in self._on_link:
                 return began
             ends = [self.queues[item.queue][item.index].end for item, _ in work.after]
             if any(end is None for end in ends):
                 return began
-            work.free = free[queue]
+            work.free = self._free[queue]
             work.start = max([work.free, *(end for end in ends if end is not None)])
             began = True
             if work.link:
                 message = _Message(work, work.start + work.ms, work.on_link_ms)
-                links.setdefault(work.link, _Link()).messages.append(message)
-                on_link[id(work)] = queue
+                self._links.setdefault(work.link, _Link()).messages.append(message)
+                self._on_link[id(work)] = queue
                 return began
-            work.end = free[queue] = work.start + work.ms
-            at[queue] += 1
+            work.end = self._free[queue] = work.start + work.ms
+            self._done[queue] += 1
         return began

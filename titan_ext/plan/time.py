@@ -30,8 +30,10 @@ from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.base.machines import machine_of
 from titan_ext.base.op_cost import (
+    COLLECTIVES,
     SYNC_MS,
     Machine,
+    collective_kind,
     group_ms,
     groups_of,
     kernel_class,
@@ -68,8 +70,6 @@ WAITS = (Part.EXCHANGES, Part.HOST, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTI
 KERNELS, COMPILED_KERNELS, SPREAD = 1.62, 1.17, 0.26
 """How many times the ideal kernels take in published runs, eager and compiled, and how far nine of
 ten others are from that; fitted on a random half by benchmarks/published.py (docs/plan.md)."""
-_KINDS = ("alltoall", "allgather", "reducescatter", "allreduce")
-_CODEC = ("titan_ext::float8_quantize", "titan_ext::float8_dequantize")
 
 
 @dataclass(eq=False, slots=True)
@@ -120,12 +120,7 @@ class StepClock(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        parts: Sequence[nn.Module],
-        live: LiveBytes,
-        machine: Machine,
-        *,
-        slower: float = 1.0,
+        self, parts: Sequence[nn.Module], live: LiveBytes, machine: Machine, *, slower: float = 1.0
     ) -> None:
         super().__init__()
         self.passes: list[Pass] = []
@@ -260,19 +255,18 @@ class StepClock(TorchDispatchMode):
 
     def _communicate(self, name: str, stream: Any, args: Any, out: Any) -> None:
         """A collective of c10d runs on its stream, a functional one beside it."""
-        plain_name = name.split("::")[1].replace("_", "")
-        kind = next((kind for kind in _KINDS if kind in plain_name), None)
-        group = next(groups_of(args), None)
-        if kind is None or group is None:
+        kind, group = collective_kind(name), next(groups_of(args), None)
+        if kind not in COLLECTIVES or group is None:
             return  # of one rank, or between the stages of a pipeline
         sent, is_functional = tensors_in(args), "functional" in name
-        is_exchange = kind == "alltoall"
+        is_exchange = kind == "all_to_all"
         why = Part.EXCHANGES if is_exchange else Part.COLLECTIVES
         if not is_exchange and (of_fsdp := fsdp_kind()) is not None:  # not tensor parallelism's
             why = Part.REDUCTIONS if of_fsdp is MemoryKind.REDUCE else Part.GATHERS
         self._wait_for(stream, sent)
-        nbytes = max(_nbytes(sides) for sides in (*args[:2], out))  # stock exchanges lists
-        ranks, times = dist.get_process_group_ranks(group), 2 if kind == "allreduce" else 1
+        # Stock exchanges lists.
+        nbytes = max(sum(x.nbytes for x in tensors_in(sides)) for sides in (*args[:2], out))
+        ranks, times = dist.get_process_group_ranks(group), 2 if kind == "all_reduce" else 1
         cost = functools.partial(group_ms, self._machine, ranks=ranks, is_exchange=is_exchange)
         (ms, link), (latency_ms, _) = cost(nbytes), cost(0)
         times *= self._machine.slower.get(why.name.lower(), 1.0)
@@ -302,7 +296,7 @@ class StepClock(TorchDispatchMode):
             self._streams.wait(stream, self._host, Part.HOST)
 
     def _part(self, name: str) -> Part:
-        if name in _CODEC:
+        if name.startswith("titan_ext::float8_"):
             return Part.CODEC
         if name.startswith("fsdp::"):
             return Part.COPIES
@@ -344,10 +338,6 @@ class StepClock(TorchDispatchMode):
         if (buffer := self._buffers.pop(key, None)) is not None:
             used = [end for queue, end in buffer.used.items() if queue is not buffer.made_on]
             self._streams.wait(buffer.made_on, used, buffer.why)
-
-
-def _nbytes(values: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors_in(values))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from titan_ext.base.op_cost import kernel_class
 from titan_ext.plan.time import Part
 
-_STEP = re.compile(r"ProfilerStep#(\d+)")
+_STEP = re.compile(r"ProfilerStep#\d+")
 _FSDP = re.compile(r"FSDP::(\w+?)(?: for| \(|$)")
 _WRAPPERS = re.compile(r"\b_(checkpoint_wrapped_module|orig_mod)\.")
 _COMMUNICATES = re.compile(r"^(gloo:|.*(nccl|rccl|xccl|oneccl|deep_ep))", re.IGNORECASE)
@@ -71,16 +71,12 @@ class TracedStep:
     """One step of one rank.
 
     Attributes:
-        number: As the profiler counts, which is one less than Titan's.
-        ms: How long it took.
-        spans: Of the compute stream, in order and without gaps: their sum is ``ms``.
+        spans: Of the compute stream, in order and without gaps: their sum is the step's time.
         rows: Tokens that the experts of this rank computed in forward, by unit.
         kernels: Milliseconds of an accelerator's kernels on all streams, by ``kernel_class``.
         messages: How long each collective took, in their order, by what waits for it, in ms.
     """
 
-    number: int
-    ms: float
     spans: list[Span] = field(default_factory=list)
     rows: Counter[str] = field(default_factory=Counter)
     kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -104,9 +100,8 @@ class TracedStep:
 
 @dataclass
 class Trace:
-    """What a file has: its steps, and the process groups of its rank by their use."""
+    """What a file has: the steps of a rank, and its process groups by their use."""
 
-    rank: int
     steps: list[TracedStep]
     groups: dict[str, list[int]]
     on_device: bool
@@ -136,8 +131,8 @@ def read_trace(file: Path) -> Trace:
             runtime.append((e["tid"], event))
         elif kind in ("cpu_op", "user_annotation"):
             threads[e["tid"]].append(event)
-            if match := _STEP.fullmatch(event.name):
-                steps.append((int(match[1]), e["tid"], event))
+            if _STEP.fullmatch(event.name):
+                steps.append((e["tid"], event))
     if not steps:
         raise ValueError(f"{file}: expected a step (ProfilerStep#N); was the run too short?")
     info = data.get("distributedInfo") or {}
@@ -147,12 +142,10 @@ def read_trace(file: Path) -> Trace:
         if isinstance(group, dict) and group.get("pg_size", 0) > 1
     }
     read = [
-        _on_device(number, step, device, runtime, threads)
-        if device
-        else _on_cpu(number, step, tid, threads)
-        for number, tid, step in steps
+        _on_device(step, device, runtime, threads) if device else _on_cpu(step, tid, threads)
+        for tid, step in steps
     ]
-    return Trace(int(info.get("rank", 0)), read, groups, bool(device))
+    return Trace(read, groups, bool(device))
 
 
 # -- what a thread is in
@@ -291,23 +284,23 @@ def _contexts(
 # -- a rank without an accelerator
 
 
-def _on_cpu(number: int, step: _Event, tid: Any, threads: dict[Any, list[_Event]]) -> TracedStep:
+def _on_cpu(step: _Event, tid: Any, threads: dict[Any, list[_Event]]) -> TracedStep:
     phases = _Phases.of(step, threads)
     collectives = sorted(
         (e for thread in threads.values() for e in thread if _COMMUNICATES.match(e.name)),
         key=lambda e: e.end,
     )
     ends = [event.end for event in collectives]
-    found = TracedStep(number, step.end - step.start)
+    found = TracedStep()
     for start, end, (part, unit, does, _) in _contexts(threads[tid], step, phases):
         if does == "waits for a tensor":
             # It ends with the collective that it waits for.
             at = bisect_right(ends, end) - 1
             its = collectives[at].name if at >= 0 and ends[at] > start else ""
             part = Part.EXCHANGES if _EXCHANGES.search(its) else Part.COLLECTIVES if its else part
-        elif not does:
-            part = part if part is Part.OTHER else phases.part(start, Part.HOST)
-            part = Part.HOST if part is not Part.OTHER else part
+        elif not does and part is not Part.OTHER:
+            is_other = phases.part(start, Part.HOST) is Part.OTHER
+            part = Part.OTHER if is_other else Part.HOST
         found.spans.append(Span(part, unit, start, end))
     sent = sorted((e.start, e.end) for e in collectives if _EXCHANGES.search(e.name))
     found.messages[Part.EXCHANGES] = [b - a for a, b in sent if step.start <= a < step.end]
@@ -343,7 +336,6 @@ class _Kernel(NamedTuple):
 
 
 def _on_device(
-    number: int,
     step: _Event,
     device: Sequence[_Event],
     runtime: Sequence[tuple[Any, _Event]],
@@ -368,7 +360,7 @@ def _on_device(
         kernels.append(_kernel(event, by, context, phases))
     kernels.sort()
     busy: Counter[Any] = Counter()
-    found = TracedStep(number, step.end - step.start)
+    found = TracedStep()
     for kernel in kernels:
         ms = kernel.end - kernel.start
         if kernel.is_sent:
@@ -380,13 +372,12 @@ def _on_device(
         ((compute, _),) = busy.most_common(1)
         syncs = [e for _, e in runtime if _SYNCS.match(e.name)]
         found.spans = list(_stream(kernels, compute, sorted(syncs, key=lambda e: e.start)))
-    missing = found.ms - sum(span.end - span.start for span in found.spans)
+    missing = step.end - step.start - sum(span.end - span.start for span in found.spans)
     if missing > 0:  # the host was the slower one: the device waited for it at either end
         at = found.spans[-1].end if found.spans else step.start
         found.spans.append(Span(Part.HOST, "", at, at + missing))
-    found.ms = sum(span.end - span.start for span in found.spans)
     for tid in tids:
-        host = TracedStep(number, 0.0, [Span(c.part, c.unit, a, b) for a, b, c in contexts[tid]])
+        host = TracedStep([Span(c.part, c.unit, a, b) for a, b, c in contexts[tid]])
         _count_rows(host, threads[tid])
         found.rows.update({unit: rows for unit, rows in host.rows.items() if rows})
     return found

@@ -6,7 +6,6 @@ Nothing here searches or plans. ``plan.search.Search`` has all candidates and th
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -169,14 +168,11 @@ def _candidate(search: Search, one: Tried | None) -> dict[str, Any] | None:
 def front(search: Search) -> list[Tried]:
     """Candidates than which none is both smaller and faster, the smallest first."""
     priced = [one for one in search.tried if one.time is not None]
-    by_bytes = sorted(priced, key=lambda one: (_peak(one), -_per_second(one)))
-    fastest = accumulate((_per_second(one) for one in by_bytes), max)
-    return [
-        one
-        for index, (one, most) in enumerate(zip(by_bytes, fastest, strict=True))
-        if _per_second(one) >= most
-        and all(_per_second(x) < _per_second(one) for x in by_bytes[:index])
-    ]
+    found: list[Tried] = []
+    for one in sorted(priced, key=lambda one: (_peak(one), -_per_second(one))):
+        if not found or _per_second(one) > _per_second(found[-1]):
+            found.append(one)
+    return found
 
 
 def draw(search: Search, title: str) -> Any:

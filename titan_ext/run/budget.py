@@ -33,8 +33,6 @@ from titan_ext.run.record import versions
 from titan_ext.run.start import RanksAgree
 from titan_ext.toml.values import dump, identity
 
-__all__ = ["FOLDER", "ActivationBudget", "solve_in_dry_run"]
-
 FOLDER = "budget"
 """In the run's folder."""
 _ASKED, _CONFIG, _SOLVED = "asked.json", "config.toml", "budget.toml"
@@ -99,16 +97,10 @@ def use(config: Any, section: dict[str, Any]) -> None:
 
 
 def solve_in_dry_run(config: Any, ranks: int, memory: Sequence[str], options: Sequence[str]) -> str:
-    """Do in a dry run what a run does: give ``config`` the table for its budget.
+    """Do in a dry run what a run does: give ``config`` the table for its budget; a report.
 
-    Args:
-        config: As a run has it.
-        ranks: Of the job.
-        memory: The command's ``["--memory", "80GiB"]`` and its allowance, if given.
-        options: More of the command's.
-
-    Returns:
-        A report. Raises ValueError for a budget that cannot be met.
+    ``memory`` is the command's ``["--memory", "80GiB"]`` and its allowance, if given; ``options``
+    are more of its words. Raises ValueError for a budget that cannot be met.
     """
     budget = Budget.parse(config.activation_checkpoint.budget)
     if budget.memory is not None:
@@ -128,18 +120,9 @@ def solve_elsewhere(
 ) -> tuple[dict[str, Any], str]:
     """Solve for the budget of ``config`` as rank 0 of ``ranks``, in a process of its own.
 
-    Args:
-        config: A trainer's, from a TOML file or a config function; it stays as it is.
-        ranks: Of the job.
-        folder: Where the files go.
-        options: More of ``titan_ext dry-run``: ``["--memory", "80GiB"]``.
-        timeout_s: For how long.
-
-    Returns:
-        The section [activation_checkpoint], and a report.
-
-    Raises:
-        ValueError: if it cannot be met, or not in time.
+    ``config`` is from a TOML file or a config function, and stays as it is. Files go to ``folder``;
+    ``options`` are more of ``titan_ext dry-run``. Returns the section [activation_checkpoint] and a
+    report. Raises ValueError if the budget cannot be met, or not in time.
     """
     policy = config.activation_checkpoint
     if not identity(config)["extends"]:

@@ -199,19 +199,6 @@ def _shares(config: Trainer.Config, ranks: int) -> list[dict[str, Any]]:
     ]
 
 
-def corrupt_items(folder: Path) -> dict[str, str]:
-    """The first item of each file of a checkpoint whose bytes are not those that were saved.
-
-    Args:
-        folder: A checkpoint in torch's format (``.metadata`` and ``*.distcp``).
-
-    Returns:
-        Items, named as in the checkpoint, by file name.
-    """
-    items, wrong = _items(folder)
-    return wrong or _corrupt(folder, items)
-
-
 def _items(folder: Path) -> tuple[dict[str, list[tuple[int, int, str]]], dict[str, str]]:
     """Offset, length and name of what is in each file; and what is wrong with the list."""
     try:
@@ -225,6 +212,7 @@ def _items(folder: Path) -> tuple[dict[str, list[tuple[int, int, str]]], dict[st
 
 
 def _corrupt(folder: Path, items: Mapping[str, list[tuple[int, int, str]]]) -> dict[str, str]:
+    """The first item of each file whose bytes are not those that were saved, by file name."""
     return {
         name: wrong
         for name in sorted(items)

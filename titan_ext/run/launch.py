@@ -175,10 +175,12 @@ def main() -> int:
     folder = arguments[1:2] if arguments[:1] == ["--report"] else []
     if folder:
         del arguments[:2]
-    from titan_ext.toml.find import check_command
+    from titan_ext.toml.find import check_config, module_and_config
 
+    known, _ = module_and_config(arguments)
     try:
-        check_command(arguments)  # before torch is imported, by torchrun and by each rank
+        if known.module == "titan_ext" and known.config:
+            check_config(known.config)  # before torch is imported, by torchrun and by each rank
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

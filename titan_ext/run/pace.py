@@ -9,7 +9,7 @@ communicates.
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titan_ext.base.messages import ranks_in_words
@@ -72,12 +72,9 @@ class Findings:
     travel_ms: float = 0.0
     late_rank: int = -1
     late_ms: float = 0.0
-    slow_group: tuple[int, ...] = ()
-    slow_ms: float = 0.0
-    usual_ms: float = 0.0
+    slow_link: tuple[tuple[int, ...], float, float] | None = None
     imbalance: dict[int, tuple[float, int]] = field(default_factory=dict)
     is_late: bool = False
-    is_slow: bool = False
     is_uneven: bool = False
 
     @classmethod
@@ -114,13 +111,7 @@ class Findings:
                 if times > found.imbalance.get(layer, (0.0, 0))[0]:
                     found.imbalance[layer] = times, group[tokens.index(fullest)].rank
                 uneven = max(uneven, times / most)
-        if len(on_links) > 1:
-            found.slow_group = max(on_links, key=on_links.__getitem__)
-            found.slow_ms = on_links.pop(found.slow_group)
-            found.usual_ms = statistics.median(on_links.values())
-            excess = found.slow_ms - found.usual_ms
-            is_longer = found.slow_ms > _SLOW_LINK * found.usual_ms
-            found.is_slow = is_longer and excess > _NOTABLE_LINK * step_ms
+        found.slow_link = slow_link(on_links, step_ms)
         found.is_late = found.late_ms > _NOTABLE * step_ms
         found.is_uneven = uneven >= 1
         return found
@@ -147,10 +138,11 @@ class Findings:
     def words(self) -> dict[tuple[str, object], str]:
         """What is wrong, by what it is about; a lasting one is warned of."""
         found: dict[tuple[str, object], str] = {}
-        if self.is_slow:
-            found["link", self.slow_group] = (
-                f"the link between {ranks_in_words(self.slow_group)} is slow: counts and tokens "
-                f"travel for {self.slow_ms:.1f} ms a step, elsewhere for {self.usual_ms:.1f}"
+        if self.slow_link is not None:
+            ranks, slow_ms, usual_ms = self.slow_link
+            found["link", ranks] = (
+                f"the link between {ranks_in_words(ranks)} is slow: counts and tokens travel for "
+                f"{slow_ms:.1f} ms a step, elsewhere for {usual_ms:.1f}"
             )
         if self.is_late:
             found["late", self.late_rank] = (
@@ -164,6 +156,24 @@ class Findings:
                 f"in layer {layer}"
             )
         return found
+
+
+def slow_link(
+    took: Mapping[tuple[int, ...], float], step_ms: float
+) -> tuple[tuple[int, ...], float, float] | None:
+    """The ranks whose messages take much longer than those of others, and both times in ms.
+
+    ``took`` is how long messages take among ranks once the last of them has come. None if no link
+    costs a notable part of the step.
+    """
+    if len(took) < 2:
+        return None
+    slowest = max(took, key=took.__getitem__)
+    usual = statistics.median(ms for ranks, ms in took.items() if ranks != slowest)
+    excess = took[slowest] - usual
+    if took[slowest] <= _SLOW_LINK * usual or excess <= _NOTABLE_LINK * step_ms:
+        return None
+    return slowest, took[slowest], usual
 
 
 class Judge:

@@ -17,10 +17,9 @@ from torchtitan.tools.logging import logger
 from titan_ext.base.messages import and_more, format_bytes, matches
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import RunCheck, world_size
-from titan_ext.base.tensors import plain_tensors
+from titan_ext.base.tensors import storages_of
 from titan_ext.toml.values import identity
 
-_GIB = 2**30
 _HELD = {
     "parameters": "parameters and buffers",
     "gradients": "gradients",
@@ -60,15 +59,11 @@ _NOT_COMPARED = (
 def dry_run_elsewhere(
     file: Path, options: Sequence[str], *, timeout_s: float | None = None, is_shown: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """``titan_ext dry-run FILE`` in a process of its own.
+    """``titan_ext dry-run FILE`` with ``options`` in a process of its own.
 
-    Titan allows one layout in a process, and a run must not keep a dry run's fake groups.
-
-    Args:
-        file: A TOML file.
-        options: Of the command.
-        timeout_s: For how long; then ``subprocess.TimeoutExpired`` is raised.
-        is_shown: Whether it prints where this process prints; else its output is in the result.
+    Titan allows one layout in a process, and a run must not keep a dry run's fake groups. After
+    ``timeout_s`` it raises ``subprocess.TimeoutExpired``. If it ``is_shown`` it prints where this
+    process prints; else its output is in the result.
     """
     return subprocess.run(
         [sys.executable, "-m", "titan_ext", "dry-run", str(file), *options],
@@ -166,12 +161,6 @@ class PlanCheck(RunCheck):
             name: {"planned": planned, "measured": measured}
             for name, (planned, measured) in pairs.items()
         }
-        metrics = {
-            f"plan/{name}, {what}(GiB)": nbytes / _GIB
-            for name, pair in self._pairs.items()
-            for what, nbytes in pair.items()
-        }
-        trainer.metrics_processor.logger.log(metrics, trainer.step)
 
 
 def _held_nbytes(trainer: Any) -> list[int]:
@@ -186,8 +175,7 @@ def _held_nbytes(trainer: Any) -> list[int]:
         found = {}
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                storages = [part.untyped_storage() for part in plain_tensors(tensor)]
-                found |= {storage._cdata: storage.nbytes() for storage in storages}
+                found |= dict(storages_of(tensor))
         nbytes.append(sum(size for key, size in found.items() if key not in seen))
         seen |= found.keys()
     return nbytes

@@ -73,10 +73,11 @@ def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
             device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
             torch.accelerator.set_device_index(device)
         backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, timeout=timedelta(minutes=5))
+        dist.init_process_group(backend, timeout=_WITHIN)
         try:
             job = this_job()
-            found = f"{', '.join(f'{k} {v}' for k, v in versions().items())}; {_library(device)}"
+            library = f"{backend} {communication().get('version', '')}".strip()
+            found = f"{', '.join(f'{k} {v}' for k, v in versions().items())}; {library}"
             if said := job.judged("versions", found, _differences):
                 raise ValueError(said)
             mine = list(_measure(device, mib * 2**20, ranks_per_node()))
@@ -105,11 +106,6 @@ def _have_nccl_log(folder: Path) -> Path:
     log = folder / "nccl.log"
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
     return log
-
-
-def _library(device: torch.device) -> str:
-    version = communication().get("version", "")
-    return f"{dist.get_default_backend_for_device(device)} {version}".strip()
 
 
 def _differences(words: Sequence[tuple[str, list[int]]]) -> str:

@@ -18,12 +18,12 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from torch.distributed.distributed_c10d import _world
 
 from titan_ext.base.messages import format_bytes
+from titan_ext.base.op_cost import collective_kind
 from titan_ext.base.run_check import RunCheck
 
 _HOOK_ID = 0x7E48
 _COUNTED_STEP = 2
 """Of this start: the first one makes the optimizer's states."""
-_KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 _LIMIT = "recompile limit"
 
 
@@ -74,10 +74,8 @@ class Receipts(RunCheck):
 
     def _hook(self, ranks: int) -> Any:
         def count(args: Any) -> None:
-            name = args.name.name.lower().replace("alltoall", "all_to_all")
-            name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-            kind = next((kind for kind in _KINDS if kind in name), name)
-            nbytes = sum(x.numel() * x.element_size() for x in args.input_tensors)
+            kind = collective_kind(args.name.name)
+            nbytes = sum(x.nbytes for x in args.input_tensors)
             self._calls[kind] += 1
             self._sent[kind] += sent_nbytes(kind, nbytes, ranks)
 
@@ -107,13 +105,12 @@ def sent_nbytes(kind: str, nbytes: int, ranks: int) -> int:
 
 def _types(trainer: Any, name: str) -> dict[str, int]:
     """The classes of the submodules or attributes of that name, and how many there are."""
-    found = Counter(
+    return Counter(
         type(value).__name__
         for part in trainer.model_parts
         for module in part.modules()
         if (value := getattr(module, name, None)) is not None
     )
-    return dict(found)
 
 
 def compiled() -> dict[str, Any]:

@@ -49,8 +49,6 @@ from titan_ext.parallelize.passes import extend_model_spec
 from titan_ext.run.checkpoints import CheckpointManager, check_excluded
 from titan_ext.run.checks import RUN_CHECKS
 
-__all__ = ["Trainer", "extend_config"]
-
 _EXTENDED: dict[str, Any] = {
     "parallelism": ParallelismConfig,
     "optimizer": OptimizersContainer.Config,
@@ -147,18 +145,12 @@ class Trainer(TitanTrainer):
                 return
             policy = self.activation_checkpoint
             offloads = isinstance(policy, FP8AC.Config) and policy.offloads()
+            tracks = getattr(self.parallelism, "fsdp_track_memory", False)
+            records = getattr(self.debug, "record_collectives", False)
             for key, value, why in (
                 ("activation_checkpoint.op_policies: offload", offloads, "offload"),
-                (
-                    "parallelism.fsdp_track_memory",
-                    getattr(self.parallelism, "fsdp_track_memory", False),
-                    "measure",
-                ),
-                (
-                    "debug.record_collectives",
-                    getattr(self.debug, "record_collectives", False),
-                    "record",
-                ),
+                ("parallelism.fsdp_track_memory", tracks, "measure"),
+                ("debug.record_collectives", records, "record"),
             ):
                 if value:
                     raise ValueError(

@@ -24,14 +24,7 @@ from tyro.conf import subcommand
 
 from titan_ext.base.messages import did_you_mean
 from titan_ext.base.titan.batch import OTHER_TITAN, OTHER_UNIT, RENAMED
-from titan_ext.toml.files import (
-    NONE,
-    KeyLocation,
-    TomlConfigError,
-    import_dotted,
-    nearest,
-    to_toml,
-)
+from titan_ext.toml.files import NONE, KeyLocation, TomlConfigError, import_dotted, nearest, to_toml
 
 COMPONENT = "component"
 POLICY = "policy"

@@ -34,14 +34,12 @@ _PACKAGES = {
 class TomlConfigError(ValueError):
     """A TOML file that cannot become a config; the message is for its author.
 
-    Attributes:
-        file: The file, as the user named it or relative to the file that extends it.
-        key: The dotted key; empty where the file as a whole is at fault.
+    ``file`` is as the user named it, or relative to the file that extends it. ``key`` is dotted;
+    empty where the file as a whole is at fault.
     """
 
     def __init__(self, file: str, key: str, problem: str) -> None:
         self.file = file
-        self.key = key
         super().__init__(f"{file}: {key}: {problem}" if key else f"{file}: {problem}")
 
     @classmethod

@@ -14,12 +14,7 @@ from importlib import util
 from itertools import takewhile
 from pathlib import Path
 
-from titan_ext.base.messages import (
-    REFUSED_MODELS,
-    did_you_mean,
-    shipped_configs,
-    toml_file,
-)
+from titan_ext.base.messages import REFUSED_MODELS, did_you_mean, shipped_configs, toml_file
 from titan_ext.toml.files import read_chain
 
 _FILE = "config_registry"
@@ -105,13 +100,6 @@ def extends_in(folder: Path, config: str) -> str:
     if not isinstance(found, Path):
         return found
     return found.name if toml_file(found.name, folder) == found else os.path.relpath(found, folder)
-
-
-def check_command(words: Sequence[str]) -> None:
-    """``check_config`` of the config in a command line, if it is one for titan_ext."""
-    known, _ = module_and_config(words)
-    if known.module == "titan_ext" and known.config:
-        check_config(known.config)
 
 
 def module_and_config(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -23,11 +23,8 @@ from titan_ext.toml.convert import POLICY, Given, changed, named_choices, values
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError
 from titan_ext.toml.values import leaves
 
-__all__ = ["keys_of", "with_flags"]
-
 _FRAME = re.compile(r"[\u2500-\u257f]+")  # box drawing
 _AFTER_THE_MESSAGE = ("Argument helptext", "Available subcommands", "Perhaps you", "For full help")
-_NUMBERS = (int, float)
 
 
 class _RefusedError(Exception):
@@ -188,7 +185,7 @@ def _value(word: str) -> Any:
     """A word of the command line as a file would have it."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
-    for number in _NUMBERS:
+    for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(word)
     return word

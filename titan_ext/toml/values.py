@@ -14,8 +14,6 @@ from typing_extensions import is_protocol
 from titan_ext.toml.convert import COMPONENT, POLICY, named_choices, plain
 from titan_ext.toml.files import MODEL, to_toml
 
-__all__ = ["dump", "identity", "leaves", "lines_of"]
-
 
 def dump(config: Any) -> str:
     """A TOML file with every value of a trainer's config.
