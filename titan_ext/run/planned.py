@@ -20,6 +20,7 @@ from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.tensors import storages_of
 from titan_ext.toml.values import identity
 
+_GIB = 2**30
 _HELD = {
     "parameters": "parameters and buffers",
     "gradients": "gradients",
@@ -161,6 +162,12 @@ class PlanCheck(RunCheck):
             name: {"planned": planned, "measured": measured}
             for name, (planned, measured) in pairs.items()
         }
+        metrics = {
+            f"plan/{name}, {what}(GiB)": nbytes / _GIB
+            for name, pair in self._pairs.items()
+            for what, nbytes in pair.items()
+        }
+        trainer.metrics_processor.logger.log(metrics, trainer.step)
 
 
 def _held_nbytes(trainer: Any) -> list[int]:
