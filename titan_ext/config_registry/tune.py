@@ -6,7 +6,6 @@ The search itself is ``plan.search``. Nothing here imports torch before the comm
 
 import gc
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Mapping
@@ -92,7 +91,7 @@ class Tune:
                     raise SystemExit(_INTERRUPTED) from None
         self._report(search, given, stopped)
         took = duration(time.monotonic() - started)
-        print(f"{len(search.tried)} plans in {took}, {_cpu_s():.0f} CPU seconds")
+        print(f"{len(search.tried)} plans in {took}, {sum(os.times()[:4]):.0f} CPU seconds")
         if not search.best.fits:
             raise SystemExit(_DOES_NOT_FIT)
 
@@ -215,8 +214,3 @@ class Tune:
         print(
             f"\n{self.out} extends {extends}; {self.out.with_suffix('.png')} has all that was tried"
         )
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return sum(one.ru_utime + one.ru_stime for one in used)

@@ -38,7 +38,7 @@ from titan_ext.plan.live import MemoryKind, fsdp_kind
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.toml.files import to_toml
 
-_PRESETS = ("stock", "memory", "balanced", "speed", "gemms")
+PRESETS = ("stock", "memory", "balanced", "speed", "gemms")
 _BUDGETS = 8
 """For the curve of a picture."""
 
@@ -235,7 +235,7 @@ class BudgetPlan:
     def _policies(self) -> dict[str, tuple[int, float]]:
         """Bytes held and milliseconds recomputed, by what the report calls them."""
         found = {"no checkpointing": (self.traced.none_nbytes, 0.0)}
-        for preset in _PRESETS:
+        for preset in PRESETS:
             name = "stock selective" if preset == "stock" else f'fp8, preset "{preset}"'
             price = self.traced.price(preset=preset)
             found[name] = price.nbytes, price.ms

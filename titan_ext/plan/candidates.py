@@ -15,7 +15,7 @@ from titan_ext.activation_checkpoint.solved import KEY
 from titan_ext.activation_checkpoint.solver import BudgetTooSmallError
 from titan_ext.base.messages import Mistakes
 from titan_ext.parallelize.limits import wrong_degrees
-from titan_ext.plan.budget import TracedBlocks, settings_of
+from titan_ext.plan.budget import PRESETS, TracedBlocks, settings_of
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import FailedError
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
@@ -27,7 +27,6 @@ _LEVELS = 14
 """Budgets from the least to no checkpointing."""
 _BETWEEN = 6
 """Budgets between two of them."""
-_PRESETS = ("memory", "balanced", "gemms", "speed", "stock")
 _OF_BLOCKS = (EP, LOCAL, SCORES, OFFLOAD_LIMIT)
 _NOT_OF_BLOCKS = ("parallelism.fsdp_", "parallelism.data_parallel_")
 
@@ -148,7 +147,7 @@ class Job:
         limit = now[OFFLOAD_LIMIT]
         stands_for = depths.stands_for if depths else lambda index: 1
         traced = TracedBlocks(run, settings, self.machine, limit, stands_for)
-        presets = ("stock",) if self.exact else _PRESETS
+        presets = ("stock",) if self.exact else PRESETS
         found = [*_levels(traced, low, high), *(() if high else _presets(traced, presets))]
         return [level._replace(ms=level.ms * self.facts.passes(now)) for level in found]
 

@@ -101,29 +101,15 @@ def _values(key: str, *values: Any) -> Callable[[Keys, Facts], Iterator[Keys]]:
     return changes
 
 
-def _if_experts(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
-    def changes(now: Keys, facts: Facts) -> Iterable[Keys]:
-        return change(now, facts) if facts.experts and now[EP] > 1 else ()
-
-    return changes
+def _where(holds: Callable[[Keys, Facts], bool]) -> Any:
+    """A decorator of changes: they are offered where ``holds``."""
+    return lambda change: lambda now, facts: change(now, facts) if holds(now, facts) else ()
 
 
-def _if_moe(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
-    """Where there are experts, with expert parallelism or without."""
-
-    def changes(now: Keys, facts: Facts) -> Iterable[Keys]:
-        return change(now, facts) if facts.experts else ()
-
-    return changes
-
-
-def _if_sharded(change: Callable[[Keys, Facts], Iterable[Keys]]) -> Any:
-    """Where FSDP gathers experts at all."""
-
-    def changes(now: Keys, facts: Facts) -> Iterable[Keys]:
-        return change(now, facts) if facts.experts and facts.sharing(now) > now[EP] > 1 else ()
-
-    return changes
+_if_moe = _where(lambda now, facts: bool(facts.experts))
+_if_experts = _where(lambda now, facts: bool(facts.experts) and now[EP] > 1)
+_if_sharded = _where(lambda now, facts: bool(facts.experts) and facts.sharing(now) > now[EP] > 1)
+"""Where there are experts; where they exchange tokens; where FSDP gathers them, too."""
 
 
 def _with_batch(now: Keys, facts: Facts, local: int) -> Iterator[Keys]:
