@@ -19,7 +19,7 @@ from torchtitan.tools.logging import init_logger
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
-from titan_ext.run.meter import PaceCheck
+from titan_ext.run.pace import PaceCheck
 
 RUN = Run(
     parallelize="submodule", world=4, ep=2, layers=3, narrow=True, seq_len=256, steps=5, ac="full"

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from tests.helpers.slowed import LATE_RANK, can_slow_a_link, train
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.plan.ledger import Ledger
-from titan_ext.run.meter import Meter, PaceCheck
-from titan_ext.run.pace import Findings, Judge, RankStep
+from titan_ext.run.pace import Findings, Judge, Meter, PaceCheck, RankStep
 
 STEP_MS, RANKS, GROUP = 1000.0, 16, 4
 _Change = Callable[[int, int], dict[str, Any]]

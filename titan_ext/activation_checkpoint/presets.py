@@ -8,7 +8,7 @@ recomputed from the block's input, exactly if that is exact. A preset discards w
 not read, if our proof agrees.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -18,6 +18,7 @@ from titan_ext.activation_checkpoint.op_policies import ROOT, BlockPolicies, OpP
 from titan_ext.components.early_scores import has_early_scores
 
 Preset = Literal["memory", "balanced", "speed", "gemms", "stock"]
+PRESET_NAMES: tuple[Preset, ...] = get_args(Preset)
 Attention = Literal["auto", "save", "save_float8", "recompute"]
 _EXPERTS = "moe.routed_experts.inner_experts"
 

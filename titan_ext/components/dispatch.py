@@ -65,7 +65,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     sends_once: Hops | None = None
     """Where a token goes to a rank or a node once (``exchange_once``)."""
     meter: Any = None
-    """In steps that are logged: what measures waits for counts (``run.meter.Meter``)."""
+    """In steps that are logged: what measures waits for counts (``run.pace.Meter``)."""
     _layer_tokens: torch.Tensor | None = None
     _dispatched: LocalDispatchMetadata | None = None
     """What waits for ``send_scores``."""

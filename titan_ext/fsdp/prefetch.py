@@ -5,7 +5,8 @@ FSDP2 prefetches by itself in backward, and in forward as far as the host runs a
 The device-to-host copy of the expert-parallel split lists stops the host in every MoE layer. So
 titan_ext gives FSDP2 explicit lists: a number of units ahead, or as many as fit into a number of
 bytes. "auto" is one unit, and two in the backward of an attention unit, which is too short to hide
-both the next all-gather and the reduce-scatter that follows it.
+both the next all-gather and the reduce-scatter that follows it. Where experts are sharded across
+nodes, ``auto`` (the module) chooses two for all units.
 
 A recompute needs only the units of its own block. FSDP2 mistakes it for another forward and would
 gather the units ahead again. A pipeline may also have kept a unit gathered since the previous

@@ -21,6 +21,7 @@ import torch.nn as nn
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
 from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
+from titan_ext.activation_checkpoint.presets import PRESET_NAMES
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, releases
 from titan_ext.activation_checkpoint.solver import (
     BlockKind,
@@ -38,7 +39,6 @@ from titan_ext.plan.live import MemoryKind, fsdp_kind
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.toml.files import to_toml
 
-PRESETS = ("stock", "memory", "balanced", "speed", "gemms")
 _BUDGETS = 8
 """For the curve of a picture."""
 
@@ -235,7 +235,7 @@ class BudgetPlan:
     def _policies(self) -> dict[str, tuple[int, float]]:
         """Bytes held and milliseconds recomputed, by what the report calls them."""
         found = {"no checkpointing": (self.traced.none_nbytes, 0.0)}
-        for preset in PRESETS:
+        for preset in PRESET_NAMES:
             name = "stock selective" if preset == "stock" else f'fp8, preset "{preset}"'
             price = self.traced.price(preset=preset)
             found[name] = price.nbytes, price.ms

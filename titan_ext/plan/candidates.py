@@ -11,11 +11,12 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.presets import PRESET_NAMES
 from titan_ext.activation_checkpoint.solved import KEY
 from titan_ext.activation_checkpoint.solver import BudgetTooSmallError
 from titan_ext.base.messages import Mistakes
 from titan_ext.parallelize.limits import wrong_degrees
-from titan_ext.plan.budget import PRESETS, TracedBlocks, settings_of
+from titan_ext.plan.budget import TracedBlocks, settings_of
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import FailedError
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
@@ -147,7 +148,7 @@ class Job:
         limit = now[OFFLOAD_LIMIT]
         stands_for = depths.stands_for if depths else lambda index: 1
         traced = TracedBlocks(run, settings, self.machine, limit, stands_for)
-        presets = ("stock",) if self.exact else PRESETS
+        presets = ("stock",) if self.exact else PRESET_NAMES
         found = [*_levels(traced, low, high), *(() if high else _presets(traced, presets))]
         return [level._replace(ms=level.ms * self.facts.passes(now)) for level in found]
 

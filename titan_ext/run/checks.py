@@ -23,7 +23,7 @@ from titan_ext.components.lora import check_lora_targets
 from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.run.budget import ActivationBudget
 from titan_ext.run.checkpoints import Checkpoints
-from titan_ext.run.meter import PaceCheck
+from titan_ext.run.pace import PaceCheck
 from titan_ext.run.planned import PlanCheck
 from titan_ext.run.receipts import Receipts
 from titan_ext.run.record import RunRecord
