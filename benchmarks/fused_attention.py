@@ -23,6 +23,8 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.protocols.model_spec import ModelSpec
 
+from titan_ext.components.dispatch import replace_configs
+
 __all__ = ["FLOP_FORMULAS", "FusedAttention", "observed_logits", "use_fused_attention"]
 
 # Shape suffixes: B = batch, N = heads (fewer of k and v), L = sequence, H = head dimension.
@@ -56,8 +58,7 @@ class FusedAttention(ScaledDotProductAttention):
 def use_fused_attention(spec: ModelSpec) -> None:
     """Put ``FusedAttention`` in the place of every inner attention of ``spec``."""
     for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
-        for _, _, parent, key in list(spec.traverse(kind.Config)):
-            setattr(parent, str(key), FusedAttention.Config())
+        replace_configs(spec, kind.Config, lambda _: FusedAttention.Config())
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 from benchmarks.activation_bytes import ARMS
 from benchmarks.moe_blocks import BlockRun, Layout
+from titan_ext.components.dispatch import replace_configs
 from titan_ext.components.early_scores import use_early_scores
 
 STOCK = "stock-selective"
@@ -74,8 +75,7 @@ def model_step(arm: str, size: Size) -> Callable[[], None]:
     config = cast(Decoder.Config, spec.model)
     first = 1 if size.blocks else 0  # the first layer is dense
     config.layers = config.layers[first : first + size.layers]
-    for _, _, parent, key in list(spec.traverse(FlexAttention.Config)):
-        setattr(parent, str(key), ScaledDotProductAttention.Config())
+    replace_configs(spec, FlexAttention.Config, lambda _: ScaledDotProductAttention.Config())
     ac_config = ARMS[arm]()
     if getattr(ac_config, "score_before_last_gemm", False):
         use_early_scores(spec)

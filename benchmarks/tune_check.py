@@ -19,7 +19,6 @@ import gc
 import itertools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -117,7 +116,7 @@ def check(
         tuned, priced = search.compared, len(search.tried)
         assert tuned is not None
         assert search.own is not None
-        cpu_s = _cpu_s()
+        cpu_s = sum(os.times()[:4])
         now = search.job.values
         copies = search.job.facts.copies(now)
         total = now[_GLOBAL] if now[_GLOBAL] > 0 else now[_LOCAL] * copies
@@ -128,9 +127,10 @@ def check(
         own = search.tried[0]
         found = search.forks.run(search.evaluate(point, own) for point in points)
         best = min(found, key=lambda one: one.order)
+        grid_s = sum(os.times()[:4]) - cpu_s
         print(
             f"{name}: yours {_words(own)}; tuned {_words(tuned)}, {priced} plans, {cpu_s:.0f} CPU "
-            f"s; best of {len(points)} in the grid {_words(best)}, {_cpu_s() - cpu_s:.0f} CPU s: "
+            f"s; best of {len(points)} in the grid {_words(best)}, {grid_s:.0f} CPU s: "
             f"tune saves {tuned.saves(best):+.2%} of it",
             flush=True,
         )
@@ -222,11 +222,6 @@ def train(file: Path) -> None:
 def _words(one: Any) -> str:
     too_large = "" if one.fits else ", which is too large,"
     return f"{one.us_per_token:.3f} us a token{too_large} with {dict(one.keys)}"
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 if __name__ == "__main__":

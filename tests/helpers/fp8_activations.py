@@ -13,6 +13,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from tests.helpers.converters import convert
 from tests.helpers.training import titan_config
+from titan_ext.components.dispatch import replace_configs
 
 STEPS = 3
 
@@ -33,8 +34,7 @@ def _debug_model(
     """With the state that random numbers have after it."""
     spec = titan_config(name).model_spec
     assert spec is not None
-    for _, _, parent, key in list(spec.traverse(FlexAttention.Config)):
-        setattr(parent, str(key), ScaledDotProductAttention.Config())
+    replace_configs(spec, FlexAttention.Config, lambda _: ScaledDotProductAttention.Config())
     config = cast(Decoder.Config, convert(spec.model, converters))
     config.layers = config.layers[:layers]
     torch.manual_seed(0)

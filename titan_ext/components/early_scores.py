@@ -23,7 +23,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
 
 _KEY = "activation_checkpoint.score_before_last_gemm"
 
@@ -85,11 +85,8 @@ def use_early_scores(spec: ModelSpec) -> None:
     Raises ValueError for a model without Titan's routed experts, or with experts or a dispatcher of
     its own.
     """
-    found = [
-        (cast(RoutedExperts.Config, c), p, k)
-        for _, c, p, k in list(spec.traverse(RoutedExperts.Config))
-    ]
-    stock = [each for each in found if type(each[0]) is not EarlyScoreRoutedExperts.Config]
+    found = [cast(RoutedExperts.Config, c) for _, c, _, _ in spec.traverse(RoutedExperts.Config)]
+    stock = [config for config in found if type(config) is not EarlyScoreRoutedExperts.Config]
     dispatchers = (
         LocalTokenDispatcher.Config,
         AllToAllTokenDispatcher.Config,
@@ -99,23 +96,28 @@ def use_early_scores(spec: ModelSpec) -> None:
         type(config) is not RoutedExperts.Config
         or type(config.inner_experts) is not GroupedExperts.Config
         or type(config.token_dispatcher) not in dispatchers
-        for config, _, _ in stock
+        for config in stock
     ):
         raise ValueError(
             f"{_KEY}: {spec.name} has no routed experts, or experts or a dispatcher of another "
             "kind than Titan's grouped experts and its all-to-all."
         )
-    for config, parent, key in stock:
-        assert key is not None, "a MoE layer holds its experts"
-        ours = derive(
+
+    def ours(config: RoutedExperts.Config) -> RoutedExperts.Config:
+        if isinstance(config, EarlyScoreRoutedExperts.Config):
+            return config
+        dispatcher = derive(
+            config.token_dispatcher, FunctionalAllToAllTokenDispatcher.Config, sends_scores=True
+        )
+        experts = derive(config.inner_experts, EarlyScoreExperts.Config)
+        return derive(
             config,
             EarlyScoreRoutedExperts.Config,
-            inner_experts=derive(config.inner_experts, EarlyScoreExperts.Config),
-            token_dispatcher=derive(
-                config.token_dispatcher, FunctionalAllToAllTokenDispatcher.Config, sends_scores=True
-            ),
+            inner_experts=experts,
+            token_dispatcher=dispatcher,
         )
-        setattr(parent, str(key), ours)
+
+    replace_configs(spec, RoutedExperts.Config, ours)
 
 
 def has_early_scores(model: nn.Module) -> bool:

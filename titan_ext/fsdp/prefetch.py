@@ -22,7 +22,7 @@ was gathered ahead copies out before FSDP2's own hook, and its buffer is freed a
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -155,7 +155,7 @@ class _BeforeForward:
     """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit."""
 
     module: FSDPModule
-    ahead: Sequence[FSDPModule] = ()
+    ahead: list[FSDPModule] = field(default_factory=list)
     frees_buffer: bool = False
     opens_range: bool = False
 
@@ -165,7 +165,7 @@ class _BeforeForward:
         if not backward and self.opens_range:
             with torch.profiler.record_function("titan_ext::before_forward"):
                 pass
-        self.module.set_modules_to_forward_prefetch([] if backward else list(self.ahead))
+        self.module.set_modules_to_forward_prefetch([] if backward else self.ahead)
         if backward or self.frees_buffer:
             with _out_of_sight_of_checkpointing():
                 self.module.unshard()

@@ -96,11 +96,6 @@ class Streams:
         self.queues: dict[Hashable, list[Work]] = {}
         self._waited: dict[Hashable, dict[Hashable, int]] = {}
         self._next: dict[Hashable, list[tuple[Item, Any]]] = {}
-        # Of run(): how many items of each queue are done, when it is free, and what is on links.
-        self._done: dict[Hashable, int] = {}
-        self._free: dict[Hashable, float] = {}
-        self._links: dict[str, _Link] = {}
-        self._on_link: dict[int, Hashable] = {}
 
     def wait(self, queue: Hashable, items: Iterable[Item], why: Any = None) -> None:
         """Let the next item of ``queue`` wait for ``items``."""
@@ -139,7 +134,11 @@ class Streams:
 
         Raises AssertionError if queues wait for each other.
         """
-        self._done, self._free = dict.fromkeys(self.queues, 0), dict.fromkeys(self.queues, 0.0)
+        # How many items of each queue are done, when it is free, and what is on links.
+        self._done = dict.fromkeys(self.queues, 0)
+        self._free = dict.fromkeys(self.queues, 0.0)
+        self._links: dict[str, _Link] = {}
+        self._on_link: dict[int, Hashable] = {}
         waiting = set(self.queues)
         while True:
             moved = True
