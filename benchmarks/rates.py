@@ -49,7 +49,7 @@ RATES = {
     "grouped GEMM": ("grouped", "half_rate_rows"),
     "attention": ("attention",),
     "gathers and reductions": ("in_node", "collective"),
-    "exchanges": ("all_to_all",),
+    "exchanges": ("in_node_all_to_all",),
 }
 """What is timed, and the rates that are fitted to it, in this order."""
 _SENT = ("gathers and reductions", "exchanges")

@@ -19,7 +19,7 @@ def test_a_file_has_what_it_says_and_the_rest_of_what_it_extends(tmp_path: Path)
     assert found == replace(MACHINES["gb200"], gemm=1.5e15, slower=factors, name="gb200")
     assert nodes_of(str(file), 0, 0) == (4, 72)
     assert machine_of("gb200").name == "gb200"
-    file.write_text(f"{ALL}all_to_all = 1e9\n")
+    file.write_text(f"{ALL}in_node_all_to_all = 1e9\n")
     found = machine_of(str(file))
     assert (found.gemm, found.launch, found.name) == (1e11, MACHINES["h100"].launch, "")
 
@@ -46,7 +46,7 @@ def test_a_written_file_gives_the_same_machine(extends: str, tmp_path: Path):
         ('extends = "h100"\nslower = 2.0', "slower is 2.0; expected a table of factors"),
         ('extends = "h100"\nslower = {GEM = 2}', "no kind 'GEM'; expected some of codec, "),
         ('extends = "h100"\nslower = {GEMM = 0}', "slower.GEMM is 0; expected a positive factor"),
-        (ALL, 'no all_to_all; expected all rates, or extends = "h100"'),
+        (ALL, 'no in_node_all_to_all; expected all rates, or extends = "h100"'),
         ("gemm =", "expected a TOML file with rates of a machine: Invalid value"),
         ('extends = "h100"\ngem = 1\nmemroy = 2', "2 mistakes:"),
     ],

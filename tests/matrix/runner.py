@@ -1,7 +1,8 @@
 """``make matrix``: every row, dry run and refusal, with a progress bar and a verdict each.
 
-``python -m tests.matrix.runner [-k TEXT]`` takes those whose name contains TEXT. Two run at a time:
-ranks wait for each other, and a machine with 2 cores would wait with them.
+``python -m tests.matrix.runner [-k TEXT]`` takes those whose name contains TEXT, ``--part 2/4`` the
+second quarter of them. Two run at a time: ranks wait for each other, and a machine with 2 cores
+would wait with them.
 """
 
 import argparse
@@ -29,23 +30,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("-k", dest="text", default="", help="only what has it in its name")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="the Kth of N parts of them")
     arguments = parser.parse_args()
     text = arguments.text
+    number, parts = map(int, arguments.part.split("/"))
+    if not 1 <= number <= parts:
+        parser.error(f"--part is {arguments.part}; expected K/N with K from 1 to N, such as 2/4")
     folder = Path(tempfile.mkdtemp(prefix="titan_ext_matrix_"))
     everything = _checks(folder)
-    checks = {name: check for name, check in everything.items() if text in name}
-    if not checks:
+    names = [name for name in everything if text in name]
+    size = -(-len(names) // parts)  # neighbours share references, so a part has neighbours
+    checks = {name: everything[name] for name in names[(number - 1) * size : number * size]}
+    if not names:
         print(f"no name contains {text!r}; there are:", *everything, sep="\n  ")
         return 2
 
     failures = 0
     start = time.monotonic()
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        names = {pool.submit(_found, check): name for name, check in checks.items()}
-        for done in (progress := tqdm(as_completed(names), total=len(names), unit="layout")):
+        running = {pool.submit(_found, check): name for name, check in checks.items()}
+        for done in (progress := tqdm(as_completed(running), total=len(running), unit="layout")):
             if found := done.result():
                 failures += 1
-                progress.write("\n  ".join([f"FAILED {names[done]}", *found]))
+                progress.write("\n  ".join([f"FAILED {running[done]}", *found]))
     if failures:
         print(f"logs: {folder}")
     else:

@@ -269,7 +269,7 @@ def test_an_exchange_across_nodes_takes_the_network():
         op_cost(op, (x, [], [], group.group_name), {}, x, h100).ms for group in groups
     )
     dist.destroy_process_group()
-    assert in_node == pytest.approx(4 * GIB * 7 / 8 / h100.all_to_all * 1e3, rel=0.01)
+    assert in_node == pytest.approx(4 * GIB * 7 / 8 / h100.in_node_all_to_all * 1e3, rel=0.01)
     assert across == pytest.approx(4 * GIB / 2 / h100.network * 1e3, rel=0.01)
 
 

@@ -46,7 +46,7 @@ class Machine:
         fp32: Of fp32 matrix products, FLOP/s.
         memory: Of its memory, bytes/s.
         in_node: Of a rank's fast link (NVLink) to the others of its node, bytes/s each way.
-        all_to_all: Of that link when all exchange tokens with all, bytes/s.
+        in_node_all_to_all: Of that link when all exchange tokens with all, bytes/s.
         network: Of a rank's share of the network, bytes/s each way.
         launch: Of the shortest kernel, seconds.
         collective: Of the shortest collective, seconds.
@@ -63,7 +63,7 @@ class Machine:
     fp32: float
     memory: float
     in_node: float
-    all_to_all: float
+    in_node_all_to_all: float
     network: float = 45e9
     half_rate_rows: float = 160.0
     launch: float = 3e-6
@@ -88,7 +88,7 @@ _H100 = Machine(
     fp32=60e12,
     memory=3.0e12,
     in_node=360e9,
-    all_to_all=300e9,
+    in_node_all_to_all=300e9,
 )
 # HGX B200: 2.25 PFLOP/s, 8 TB/s, 900 GB/s NVLink each way, 400 Gb/s network.
 _B200 = Machine(
@@ -98,7 +98,7 @@ _B200 = Machine(
     fp32=70e12,
     memory=7.0e12,
     in_node=720e9,
-    all_to_all=600e9,
+    in_node_all_to_all=600e9,
 )
 # GB200 NVL72: 2.5 PFLOP/s, 80 TFLOP/s in fp32, 8 TB/s, 450 GB/s a CPU to its two GPUs each way.
 _GB200 = replace(
@@ -120,7 +120,7 @@ _MI300X = Machine(
     fp32=100e12,
     memory=4.3e12,
     in_node=340e9,
-    all_to_all=280e9,
+    in_node_all_to_all=280e9,
 )
 MACHINES = {
     "h100": _H100,
@@ -143,7 +143,7 @@ MACHINES = {
         fp32=120e12,
         memory=6.5e12,
         in_node=410e9,
-        all_to_all=340e9,
+        in_node_all_to_all=340e9,
     ),
 }
 
@@ -370,7 +370,7 @@ def collective_ms(
     """
     nodes = max(1, world // per_node)
     share = nbytes * (world - 1) / world if per_node > 1 else 0
-    in_node_ms = share / (machine.all_to_all if is_exchange else machine.in_node) * 1e3
+    in_node_ms = share / (machine.in_node_all_to_all if is_exchange else machine.in_node) * 1e3
     if nodes == 1:
         return machine.collective * 1e3 + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
     sharing = 1 if is_exchange else per_node
