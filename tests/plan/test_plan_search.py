@@ -408,6 +408,54 @@ def test_what_cannot_win_is_not_priced_with_more_memory(monkeypatch: pytest.Monk
     assert search.best.us_per_token == longer.best.us_per_token
 
 
+def test_a_longer_model_is_planned_only_for_a_new_price_of_the_short_one():
+    depths = _depths("m" * 9)
+    assert depths is not None
+    search = _search()
+    search = Search(replace(search.job, depths=depths), search.forks, Effect.LOSSY)
+    calls = search.forks.calls  # type: ignore[attr-defined]
+    calls.clear()
+    same, other = {"parallelism.fsdp_wrap": "block"}, {LOCAL: 2}
+    found = search.forks.run(search._price({MOVES[0]: keys}, None) for keys in ({}, same, other))
+    assert [layers for *_, layers in calls] == [3, 5, 3, 3, 5]
+    assert found[0].time == found[1].time != found[2].time
+    assert [one.keys for one in found] == [{}, same, other]
+
+
+def test_from_other_degrees_only_what_the_best_does_not_allow_is_tried():
+    search = _search()
+    ep_8, ep_1 = (
+        next(
+            x
+            for x in search.tried
+            if x.fits and x.keys.get(EP, 8) == degree and LOCAL not in x.keys
+        )
+        for degree in (8, 1)
+    )
+    fresh = Search(search.job, search.forks, Effect.LOSSY)
+    fresh.tried = [ep_1, ep_8]
+    assert fresh._elsewhere(ep_1) in (ep_8, None)
+    fresh._round(ep_8, is_coarse=False, but=ep_1)
+    tried = {key for one in fresh.tried[2:] for key in one.keys.keys() - ep_8.keys.keys()}
+    assert {"parallelism.overlap_exchanges", "parallelism.exchange_dtype"} == {
+        key for key in tried if key.startswith("parallelism.")
+    }
+
+
+def test_of_resharding_only_what_is_not_so_already():
+    name = "parallelism.fsdp_reshard_after_forward"
+    (move,) = (move for move in MOVES if name in _keys(move))
+    for pipeline, offered in (
+        (1, ["never", "never", "default"]),
+        (2, ["always", "default", "always"]),
+    ):
+        now = {**_VALUES, "parallelism.pipeline_parallel_degree": pipeline}
+        found = [
+            list(move.changes({**now, name: x}, _FACTS)) for x in ("default", "always", "never")
+        ]
+        assert found == [[{name: value}] for value in offered]
+
+
 def test_every_change_that_saves_nothing_is_taken_back():
     search = _search()
     best = search.best

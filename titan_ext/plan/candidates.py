@@ -18,7 +18,6 @@ from titan_ext.base.messages import Mistakes
 from titan_ext.parallelize.limits import wrong_degrees
 from titan_ext.plan.budget import TracedBlocks, settings_of
 from titan_ext.plan.dry_run import dry_run
-from titan_ext.plan.forks import FailedError
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.moves import EP, LOCAL, OFFLOAD_LIMIT, SCORES, Facts
 from titan_ext.plan.shorten import Depths, cut, whole_memory, whole_time
@@ -152,22 +151,15 @@ class Job:
         found = [*_levels(traced, low, high), *(() if high else _presets(traced, presets))]
         return [level._replace(ms=level.ms * self.facts.passes(now)) for level in found]
 
-    def priced(self, found: Sequence[tuple[MemoryPlan, StepTime]]) -> tuple[MemoryPlan, StepTime]:
-        """The whole model, from the prices of ``layers``; raises the first FailedError."""
+    def priced(
+        self, short: tuple[MemoryPlan, StepTime], longer: tuple[MemoryPlan, StepTime]
+    ) -> tuple[MemoryPlan, StepTime]:
+        """The whole model, from the prices of the two of ``depths``; raises NotAlikeError."""
         assert self.depths is not None
-        for one in found:
-            if isinstance(one, FailedError):
-                raise one
-        (memory, time), (more_memory, more_time) = found
         return (
-            whole_memory(memory, more_memory, self.depths),
-            whole_time(time, more_time, self.depths),
+            whole_memory(short[0], longer[0], self.depths),
+            whole_time(short[1], longer[1], self.depths),
         )
-
-    @property
-    def layers(self) -> Sequence[int]:
-        """Of the models whose prices make one of the whole."""
-        return (self.depths.short, self.depths.longer) if self.depths else (0,)
 
     def _config(self, keys: Mapping[str, Any], layers: int) -> Any:
         config = self.make(keys)

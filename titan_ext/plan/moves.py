@@ -26,6 +26,7 @@ REPLICATE, SHARD = (f"parallelism.data_parallel_{axis}_degree" for axis in ("rep
 OFFLOAD_LIMIT = "activation_checkpoint.offload_limit"
 SCORES = "activation_checkpoint.score_before_last_gemm"
 _HALVES = "parallelism.overlap_exchanges"
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
 _FACTORS = (8, 4, 2, 0.5, 0.25, 0.125)
 """To the degrees and batches that are tried from one of them."""
 
@@ -168,6 +169,14 @@ def _offload(now: Keys, facts: Facts) -> Iterator[Keys]:
         yield {OFFLOAD_LIMIT: f"{facts.host_nbytes >> 30}GiB"}
 
 
+def _reshard(now: Keys, _: Facts) -> Iterator[Keys]:
+    """What is not so already: the default is "never" in a pipeline, and "always" elsewhere."""
+    is_pipelined = now["parallelism.pipeline_parallel_degree"] > 1
+    other = "always" if is_pipelined else "never"
+    if _RESHARD in now:
+        yield {_RESHARD: "default" if now[_RESHARD] == other else other}
+
+
 _SENDS = (Part.EXCHANGES, Part.HOST)
 _FSDP = (Part.GATHERS, Part.REDUCTIONS, Part.COPIES, Part.COLLECTIVES)
 _KERNELS = (Part.FORWARD, Part.BACKWARD, Part.LOSS)
@@ -273,7 +282,7 @@ MOVES = (
         _UNSHARDED,
         Effect.NONE,
         "whether units are gathered again in backward",
-        _values(f"{_FSDP_KEY}reshard_after_forward", "default", "never", "always"),
+        _reshard,
     ),
     Move(
         (Part.GATHERS,),

@@ -10,13 +10,14 @@ budget for which the step leaves room is taken.
 acts on enough: a move saves at most the parts that it shortens, and what the bytes that it frees
 are worth to the recompute. Then the round adds up the moves that helped, the best first, and the
 search goes on from the best of all. Rounds of degrees and batches take turns with rounds of all
-other keys, whose worth depends on them, and which start from the two best choices of degrees. A
-move that did not help is not tried again before a degree or the batch has changed. Two rounds that
-gain less than ``_GAIN`` are the last. Then come budgets between two that were tried, and every
-change that saves nothing is taken back. The winner, the runner-up and the user's config are planned
-as whole models.
+other keys, whose worth depends on them. Those also start from the second best choice of degrees,
+with what only that allows. A move that did not help is not tried again before a degree or the batch
+has changed. Two rounds that gain less than ``_GAIN`` are the last. Then come budgets between two
+that were tried, and every change that saves nothing is taken back. The winner, the runner-up and
+the user's config are planned as whole models.
 
-**Prices.** Two shortened models (``plan.shorten``), each in a fork (``plan.forks``).
+**Prices.** Two shortened models (``plan.shorten``), each in a fork (``plan.forks``). The second is
+planned only if the price of the first is new.
 
 benchmarks/tune_check.py holds it against all configs of a small grid.
 """
@@ -132,6 +133,7 @@ class Search:
     compared: Tried | None = None
     _levels: dict[Any, Sequence[Level] | FailedError] = field(default_factory=dict)
     _lost: set[Any] = field(default_factory=set)
+    _priced: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
     def best(self) -> Tried:
@@ -153,8 +155,9 @@ class Search:
         for number in range(_ROUNDS):
             before, is_coarse = self.best, number % 2 == 0
             self.say(f"round {number + 1}: {'degrees and batches' if is_coarse else 'other keys'}")
-            for base in self._bases(is_coarse):
-                self._round(base, is_coarse)
+            self._round(before, is_coarse)
+            if not is_coarse and (other := self._elsewhere(before)):
+                self._round(other, is_coarse, but=before)
             is_better = before.fits != self.best.fits or self.best.saves(before) >= _GAIN
             without_gain = 0 if is_better else without_gain + 1
             if without_gain == 2:
@@ -170,19 +173,36 @@ class Search:
         one = Tried(choices=choices, keys=keys, level=level)
         asked = self.all_keys(one)
         is_whole = is_whole or self.job.depths is None
-        found = yield [("price", asked, n) for n in ((0,) if is_whole else self.job.layers)]
         try:
-            priced = found[0] if is_whole else self.job.priced(found)
+            if is_whole:
+                (priced,) = yield [("price", asked, 0)]
+            else:
+                priced = yield from self._shortened(asked)
         except NotAlikeError:
             return (yield from self._price(choices, level, is_whole=True))
-        except FailedError as error:
-            priced = error
         if isinstance(priced, FailedError):
             one = replace(one, reason=str(priced))
         else:
             one = replace(one, memory=priced[0], time=priced[1], is_whole=is_whole)
         self.tried.append(one)
         return one
+
+    def _shortened(self, asked: Mapping[str, Any]) -> Steps:
+        """The longer model is planned only if no candidate had the same price of the short one.
+
+        Keys often say what was so already: "always" what is the default, "block" what is auto.
+        """
+        assert self.job.depths is not None
+        (short,) = yield [("price", asked, self.job.depths.short)]
+        known = next((whole for price, whole in self._priced if price == short), None)
+        if known is not None or isinstance(short, FailedError):
+            return known or short
+        (longer,) = yield [("price", asked, self.job.depths.longer)]
+        if isinstance(longer, FailedError):
+            return longer
+        whole = self.job.priced(short, longer)
+        self._priced.append((short, whole))
+        return whole
 
     def all_keys(self, one: Tried) -> dict[str, Any]:
         """What a candidate changes, its checkpointing as a table."""
@@ -245,12 +265,8 @@ class Search:
 
     # -- the search
 
-    def _bases(self, is_coarse: bool) -> list[Tried]:
-        """The best; for other keys than degrees also the best of other degrees or another batch.
-
-        Keys that only one of two degrees allows may be worth more than the degrees differ.
-        """
-        best = self.best
+    def _elsewhere(self, best: Tried) -> Tried | None:
+        """The best of other degrees or another batch, if it is close."""
         here = _place(self.job.values, best)
         others = [
             one
@@ -259,13 +275,15 @@ class Search:
             and one.saves(best) > -_CLOSE
             and _place(self.job.values, one) != here
         ]
-        return [best, *([] if is_coarse or not others else [min(others, key=lambda x: x.order)])]
+        return min(others, key=lambda one: one.order, default=None)
 
-    def _round(self, base: Tried, is_coarse: bool) -> None:
+    def _round(self, base: Tried, is_coarse: bool, but: Tried | None = None) -> None:
+        """Try moves from ``base`` one by one, without those from ``but``; then what helped."""
+        others = {move for move, _ in self._moves_from(but)} if but else set()
         moves = [
             (move, change)
             for move, change in self._worth_trying(base)
-            if change.keys().isdisjoint(_NEIGHBOURHOOD) is not is_coarse
+            if change.keys().isdisjoint(_NEIGHBOURHOOD) is not is_coarse and move not in others
         ]
         found = self.forks.run(
             self.evaluate(with_move(base.choices, move, change), base) for move, change in moves
@@ -294,7 +312,7 @@ class Search:
         freed = self._ms_of_a_byte(base)
         seen = {_signature(one.keys) for one in self.tried}
         now = {**self.job.values, **base.keys}
-        for move, change in moves_from(now, self.job.facts, self.most):
+        for move, change in self._moves_from(base):
             direct = sum(ms.get(part, 0.0) for part in move.parts)
             nbytes = sum(base.memory.peak.by_kind.get(kind, 0) for kind in move.frees)
             if base.fits and direct + freed * nbytes < _WORTH * step_ms:
@@ -302,6 +320,9 @@ class Search:
             keys = keys_of(with_move(base.choices, move, change), self.job.values)
             if _signature(keys) not in seen and _mark(now, change) not in self._lost:
                 yield move, change
+
+    def _moves_from(self, base: Tried) -> Iterator[tuple[Move, Mapping[str, Any]]]:
+        return moves_from({**self.job.values, **base.keys}, self.job.facts, self.most)
 
     def _ms_of_a_byte(self, base: Tried) -> float:
         """What a byte more for activations would save of the recompute, by the next level."""
@@ -364,13 +385,13 @@ class Search:
         others = [x for x in self.tried if (x.keys, x.level) != (best.keys, best.level)]
         second = min(others, key=lambda one: one.order, default=self.own)
         self.say("whole models")
+        found = self.forks.run(
+            self._price(one.choices, one.level, is_whole=True) for one in (best, second, self.own)
+        )
+        *_, self.own = found
         for _ in range(_TRIES):
-            found = self.forks.run(
-                self._price(one.choices, one.level, is_whole=True)
-                for one in (best, second, self.own)
-            )
-            first, _, self.own = found
-            if first.fits or not best.fits or best.level is None:
+            mine = [one for one in found if one.keys == best.keys and one.level is not None]
+            if not best.fits or best.level is None or any(one.fits for one in mine):
                 break
             levels = self._levels.get(block_keys(best.keys))
             assert isinstance(levels, Sequence)
@@ -378,6 +399,8 @@ class Search:
             if not less:
                 break
             best = replace(best, level=max(less, key=lambda level: level.nbytes))
+            if all(one.level is not best.level for one in mine):
+                found += self.forks.run([self._price(best.choices, best.level, is_whole=True)])
         self.winner = min(found, key=lambda one: one.order)
 
 
