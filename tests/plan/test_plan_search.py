@@ -36,7 +36,7 @@ from titan_ext.plan.moves import (
     moves_from,
     with_move,
 )
-from titan_ext.plan.search import Search
+from titan_ext.plan.search import Search, Tried
 from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import Part, StepTime
@@ -440,6 +440,14 @@ def test_from_other_degrees_only_what_the_best_does_not_allow_is_tried():
     assert {"parallelism.overlap_exchanges", "parallelism.exchange_dtype"} == {
         key for key in tried if key.startswith("parallelism.")
     }
+
+
+def test_the_users_checkpointing_has_no_keys_of_float8():
+    search = _search()
+    one = Tried(choices={}, keys={SCORES: True, EP: 4})
+    assert search.all_keys(one) == {EP: 4}
+    search = _search(Effect.LOSSY, {"activation_checkpoint.policy": "fp8"})
+    assert search.all_keys(one) == {SCORES: True, EP: 4}
 
 
 def test_of_resharding_only_what_is_not_so_already():

@@ -15,6 +15,7 @@ from titan_ext.config_registry.resolve import load
 FOLDER = Path(__file__).parents[2] / "train_configs"
 NAMES = [
     "deepseek_v3_16b",
+    "deepseek_v3_16b_tuned",
     "deepseek_v3_671b",
     "gpt_oss_20b",
     "moe_debug",

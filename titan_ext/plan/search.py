@@ -218,7 +218,8 @@ class Search:
     def _with_level(self, one: Tried, name: str) -> dict[str, Any]:
         keys = dict(one.keys)
         if one.level is None:
-            return keys
+            is_float8 = self.job.values.get(f"{KEY}.policy") == "fp8"
+            return {k: v for k, v in keys.items() if is_float8 or not k.startswith(f"{KEY}.")}
         if one.level.is_none:  # it has no keys of its own
             keys = {k: v for k, v in keys.items() if not k.startswith(f"{KEY}.")}
         elif self.job.exact:
@@ -237,6 +238,8 @@ class Search:
                 return (yield from self._price(choices, near.level))
             for is_preset in (False, True):
                 some = [level for level in levels if bool(level.preset) is is_preset]
+                if not some:
+                    continue
                 one = yield from self._try_levels(choices, some, _room(near))
                 if one.memory is not None:
                     return one
@@ -364,7 +367,7 @@ class Search:
             {move: keys for move, keys in best.choices.items() if move is not other}
             for other in best.choices
         ]
-        steps = [self._price(without, best.level) for without in choices]
+        steps = [self._known(without, best) for without in choices]
         if best.level is not None:
             steps.append(self._price(best.choices, None))
         self.without = dict(zip([*best.choices, None], self.forks.run(steps), strict=False))
@@ -376,8 +379,18 @@ class Search:
         kept = {move: keys for move, keys in best.choices.items() if move not in needless}
         if not needless:
             return best
-        (one,) = self.forks.run([self._price(kept, best.level)])
+        (one,) = self.forks.run([self._known(kept, best)])
         return one if one.fits == best.fits and best.saves(one) < _GAIN else best
+
+    def _known(self, choices: Choices, near: Tried) -> Steps:
+        """The best of those changes that was tried, or that is found with their own levels."""
+        keys = keys_of(choices, self.job.values)
+        tried = [one for one in self.tried if one.keys == keys and one.level is not None]
+        if near.level is None:
+            return (yield from self._price(choices, None))
+        if tried:
+            return min(tried, key=lambda one: one.order)
+        return (yield from self.evaluate(choices, near))
 
     def _confirm(self, best: Tried) -> None:
         """Plan the best two, and the user's, as whole models."""
