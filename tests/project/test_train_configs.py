@@ -37,7 +37,10 @@ def test_these_are_all():
 
 
 def _dry_run(path: Path) -> DryRun:
-    return dry_run(load(path), world_size(path))
+    config = load(path)
+    if getattr(config.activation_checkpoint, "budget", ""):
+        config.activation_checkpoint = None  # a run solves for it; units do not depend on it
+    return dry_run(config, world_size(path))
 
 
 @pytest.mark.parametrize("name", NAMES)
