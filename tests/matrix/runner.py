@@ -30,12 +30,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("-k", dest="text", default="", help="only what has it in its name")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
-    parser.add_argument("--part", default="1/1", metavar="K/N", help="the Kth of N parts of them")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="such as 2/4")
     arguments = parser.parse_args()
     text = arguments.text
-    number, parts = map(int, arguments.part.split("/"))
-    if not 1 <= number <= parts:
-        parser.error(f"--part is {arguments.part}; expected K/N with K from 1 to N, such as 2/4")
+    number, parts = arguments.part
     folder = Path(tempfile.mkdtemp(prefix="titan_ext_matrix_"))
     everything = _checks(folder)
     names = [name for name in everything if text in name]
@@ -63,6 +61,13 @@ def main() -> int:
         f"docs/support.md says, {failures} are not"
     )
     return 1 if failures else 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, parts = map(int, text.split("/"))  # argparse says what a ValueError is of
+    if not 1 <= number <= parts:
+        raise argparse.ArgumentTypeError(f"it is {text}; expected K/N with K from 1 to N")
+    return number, parts
 
 
 def _checks(folder: Path) -> dict[str, _Check]:

@@ -194,9 +194,11 @@ class Search:
         """
         assert self.job.depths is not None
         (short,) = yield [("price", asked, self.job.depths.short)]
-        known = next((whole for price, whole in self._priced if price == short), None)
-        if known is not None or isinstance(short, FailedError):
-            return known or short
+        if isinstance(short, FailedError):
+            return short
+        for price, whole in self._priced:
+            if price == short:
+                return whole
         (longer,) = yield [("price", asked, self.job.depths.longer)]
         if isinstance(longer, FailedError):
             return longer
@@ -216,15 +218,13 @@ class Search:
         return self._with_level(one, "budget_keys")
 
     def _with_level(self, one: Tried, name: str) -> dict[str, Any]:
-        keys = dict(one.keys)
-        if one.level is None:
-            is_float8 = self.job.values.get(f"{KEY}.policy") == "fp8"
-            return {k: v for k, v in keys.items() if is_float8 or not k.startswith(f"{KEY}.")}
-        if one.level.is_none:  # it has no keys of its own
+        keys, level = dict(one.keys), one.level
+        is_float8 = level is not None or self.job.values.get(f"{KEY}.policy") == "fp8"
+        if not is_float8 or (level and level.is_none):  # others have none of its keys
             keys = {k: v for k, v in keys.items() if not k.startswith(f"{KEY}.")}
-        elif self.job.exact:
+        elif level and self.job.exact:
             keys[f"{KEY}.exempt"] = ["*"]
-        return keys | getattr(one.level, name)({**self.job.values, **keys})
+        return keys | getattr(level, name)({**self.job.values, **keys}) if level else keys
 
     def evaluate(self, choices: Choices, near: Tried) -> Steps:
         """A candidate with the best level that fits; ``near`` says about how much room there is."""
@@ -383,13 +383,13 @@ class Search:
         return one if one.fits == best.fits and best.saves(one) < _GAIN else best
 
     def _known(self, choices: Choices, near: Tried) -> Steps:
-        """The best of those changes that was tried, or that is found with their own levels."""
+        """The best of those changes that was tried, or that is found with levels of their own."""
         keys = keys_of(choices, self.job.values)
-        tried = [one for one in self.tried if one.keys == keys and one.level is not None]
-        if near.level is None:
-            return (yield from self._price(choices, None))
+        tried = [x for x in self.tried if x.keys == keys and bool(x.level) is bool(near.level)]
         if tried:
             return min(tried, key=lambda one: one.order)
+        if near.level is None:
+            return (yield from self._price(choices, None))
         return (yield from self.evaluate(choices, near))
 
     def _confirm(self, best: Tried) -> None:
