@@ -422,6 +422,22 @@ def test_a_longer_model_is_planned_only_for_a_new_price_of_the_short_one():
     assert [one.keys for one in found] == [{}, same, other]
 
 
+def test_nothing_is_planned_twice_at_the_end():
+    """What is taken back was often tried, and whole models are dear."""
+    depths = _depths("m" * 9)
+    assert depths is not None
+    search = _search()
+    search = Search(replace(search.job, depths=depths), search.forks, Effect.LOSSY)
+    calls = search.forks.calls  # type: ignore[attr-defined]
+    calls.clear()
+    search.run()
+    asked = [repr(sorted(call[1].items(), key=str)) for call in calls if call[2:] == (0,)]
+    assert 2 <= len(asked) == len(set(asked))
+    backwards = [one for move, one in search.without.items() if move is not None]
+    assert backwards
+    assert all(one.level is not None and one.memory is not None for one in backwards)
+
+
 def test_from_other_degrees_only_what_the_best_does_not_allow_is_tried():
     search = _search()
     ep_8, ep_1 = (
