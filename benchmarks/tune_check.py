@@ -112,7 +112,8 @@ def check(
     command = Tune(config, ranks, memory=memory, processes=processes)
     with tempfile.TemporaryDirectory() as folder, as_rank(ranks, 0):
         search, _ = command.search([], Path(folder))
-        search.run()
+        with search.forks:
+            search.run()
         tuned, priced = search.compared, len(search.tried)
         assert tuned is not None
         assert search.own is not None
@@ -125,7 +126,8 @@ def check(
             keys = dict(zip(grid, values, strict=True))
             points.append({every: keys | ({_GLOBAL: total} if _LOCAL in keys else {})})
         own = search.tried[0]
-        found = search.forks.run(search.evaluate(point, own) for point in points)
+        with search.forks:
+            found = search.forks.run(search.evaluate(point, own) for point in points)
         best = min(found, key=lambda one: one.order)
         grid_s = sum(os.times()[:4]) - cpu_s
         print(
@@ -149,7 +151,8 @@ def order(machine: str, rounds: int, out: Path | None) -> None:
         with as_rank(_ORDER_RANKS, 0, _ORDER_RANKS), quiet(False):
             search, _ = command.search([], Path(folder))
             calls = ([("price", keys, 0)] for keys in ORDER.values())
-            priced = search.forks.run(_first(call) for call in calls)
+            with search.forks:
+                priced = search.forks.run(_first(call) for call in calls)
         for name, (_, planned) in zip(ORDER, priced, strict=True):
             rows[name] = {"planned": planned.step_ms, "wall": [], "cpu": []}
             rows[name]["parts"] = {part.name.lower(): ms for part, ms in planned.ms.items() if ms}

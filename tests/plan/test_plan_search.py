@@ -101,8 +101,9 @@ def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
         assert memory.peak.by_kind[kind] == pytest.approx(whole[0].peak.by_kind[kind], rel=0.001)
 
 
-def _solved_and_planned(folder: Path) -> tuple[Level, StepTime]:
-    """The least checkpointing of the debug model, in a step of four passes, and a plan with it."""
+def _solved_and_planned(folder: Path) -> tuple[Level, tuple[MemoryPlan, StepTime], Any]:
+    """The least checkpointing of the debug model, in a step of four passes, and plans with it: in
+    the process that solved it and planned a block's units, and in one of its own."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with as_rank(2, 0):
         job = Tune("moe_debug", 2, memory="8GiB").search([], folder)[0].job
@@ -110,16 +111,26 @@ def _solved_and_planned(folder: Path) -> tuple[Level, StepTime]:
 
         def steps() -> Any:
             ((least, *_),) = yield [("levels", keys)]
-            ((_, time),) = yield [("price", keys | least.keys({**job.values, **keys}), 0)]
-            return least, time
+            yield [("price", {**keys, "parallelism.fsdp_wrap": "block"}, 0)]
+            call = "price", keys | least.keys({**job.values, **keys}), 0
+            (planned,) = yield [call]
+            return least, planned, call
 
-        return Forks(job.ask, 1).run([steps()])[0]
+        def again(call: Any) -> Any:
+            return (yield [call])
+
+        with Forks(job.ask, 1, job.alike) as forks:
+            least, planned, call = forks.run([steps()])[0]
+        with Forks(job.ask, 1, job.alike) as forks:
+            ((alone,),) = forks.run([again(call)])
+        return least, planned, alone
 
 
-def test_a_solved_recompute_is_of_all_passes_of_a_step(tmp_path: Path):
-    (found,) = run_ranks(_solved_and_planned, 1, tmp_path, log_folder=tmp_path)
-    level, time = found
-    assert level.ms == pytest.approx(time.ms[Part.RECOMPUTE], rel=0.2)
+def test_a_plan_is_the_same_after_others_in_its_process(tmp_path: Path):
+    ((level, planned, alone),) = run_ranks(_solved_and_planned, 1, tmp_path, log_folder=tmp_path)
+    assert planned == alone
+    # The solver's recompute is of all passes of a step.
+    assert level.ms == pytest.approx(planned[1].ms[Part.RECOMPUTE], rel=0.2)
 
 
 _RUN = """extends = "deepseek_v3.deepseek_v3_debugmodel"
@@ -213,6 +224,36 @@ def _forked() -> Any:
     found = forks.run([powers(2), powers(9), fails()])
     assert forks.called == forks.planned == 6
     return found
+
+
+def test_a_fork_makes_calls_that_are_alike(tmp_path: Path):
+    """All of a kind before it makes room for another, and none after a failure."""
+    (((a, b, c), other, failed, last),) = run_ranks(_kinds, 1, log_folder=tmp_path)
+    assert a == b == c
+    assert isinstance(failed, FailedError)
+    assert len({a, other, last}) == 3
+
+
+def _kinds() -> Any:
+    def process(kind: str, is_wrong: bool = False) -> int:
+        if is_wrong:
+            raise ValueError("wrong")
+        return os.getpid()
+
+    def steps(*calls: Any) -> Any:
+        found = []
+        for call in calls:
+            found += yield [call]
+        return found
+
+    with Forks(process, 1, lambda kind, *_: kind) as forks:
+        same, (other, failed, last) = forks.run(
+            [steps(("a",), ("a",), ("a",)), steps(("b",), ("b", True), ("b",))]
+        )
+    for pid in (same[0], last):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    return same, other, failed, last
 
 
 def test_a_fork_that_dies_is_a_failure(tmp_path: Path):

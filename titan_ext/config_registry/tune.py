@@ -83,7 +83,7 @@ class Tune:
             if self.verbose:
                 search.say = lambda text: print(f"-- {text}", flush=True)
             try:
-                with progress_of(search):
+                with search.forks, progress_of(search):
                     search.run()
             except KeyboardInterrupt:
                 stopped = True
@@ -188,7 +188,7 @@ class Tune:
             exact=self.exact,
             depths=Depths.of(config),
         )
-        forks = Forks(job.ask, self.processes or len(os.sched_getaffinity(0)))
+        forks = Forks(job.ask, self.processes or len(os.sched_getaffinity(0)), job.alike)
         return Search(job, forks, Effect.NONE if self.exact else Effect.LOSSY), given
 
     def _report(self, search: "Search", given: Mapping[str, str], stopped: bool) -> None:

@@ -118,6 +118,11 @@ class Job:
         """``price`` or ``levels``, by name: one call of this in a fork."""
         return getattr(self, what)(*arguments)
 
+    @staticmethod
+    def alike(what: str, keys: Mapping[str, Any], *_: Any) -> Any:
+        """What calls of ``ask`` have in common that one process makes: their degrees."""
+        return frozenset(item for item in keys.items() if item[0].endswith("_degree"))
+
     def price(self, keys: Mapping[str, Any], layers: int) -> tuple[MemoryPlan, StepTime]:
         """What a step holds and takes; of the first ``layers`` only, or of all if it is 0."""
         config = self._config(keys, layers)

@@ -6,11 +6,13 @@ a fake process group. From there on tensors are fake (shapes without data), so t
 backward, clipping and the optimizer run at any size. Nothing is allocated, loaded or written. What
 would stop the job at its start stops here, with the same message.
 
-``titan_ext dry-run FILE --ranks 512`` prints ``DryRun.report``. Titan allows one per process.
+``titan_ext dry-run FILE --ranks 512`` prints ``DryRun.report``. Those of one process have the same
+degrees.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -113,8 +115,9 @@ class DryRun(Trainer):
         self.device = torch.device("cpu")  # not "cpu:0": to a fake tensor that is another device
         # As Titan does, for every mode.
         torch.autograd.set_multithreading_enabled(False)
-        dist.init_process_group("fake", rank=self.rank, world_size=self.ranks)
-        return ParallelDims.from_config(self.config.parallelism, self.ranks)
+        dims = ParallelDims.from_config(self.config.parallelism, self.ranks)
+        names = (field.name for field in dataclasses.fields(dims))
+        return _layout(self.rank, **{x: getattr(dims, x) for x in names if not x.startswith("_")})
 
     def _tell_stages_their_shapes(self) -> None:
         """What stages would tell each other first: the shapes that they send and receive."""
@@ -374,7 +377,7 @@ def dry_run(
     document: int = 0,
     step: bool = True,
 ) -> DryRun:
-    """Build the trainer of ``rank`` of ``ranks`` and run one step of it; one in a process.
+    """Build the trainer of ``rank`` of ``ranks`` and run one step of it.
 
     Args:
         config: It is changed.
@@ -408,6 +411,16 @@ def dry_run(
     elif step:
         run.run_step()
     return run
+
+
+@functools.cache
+def _layout(rank: int, **degrees: Any) -> ParallelDims:
+    """The groups and meshes of all dry runs of this process.
+
+    DTensor's caches keep a mesh, and FSDP takes no equal one for it (torch's _fsdp_param.py).
+    """
+    dist.init_process_group("fake", rank=rank, world_size=degrees["world_size"])
+    return ParallelDims(**degrees)
 
 
 def _batches(items: Sequence[Any], everything: bool | None = False) -> Iterator[Sequence[Any]]:

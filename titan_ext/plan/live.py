@@ -83,6 +83,8 @@ _MAKERS = {
 }
 """Functions whose storages are of a kind."""
 
+ASKS_DEVICE = torch.ops.prim.device.default
+"""More than half of what reaches a mode where tensors are fake, and no operation."""
 _MADE_BY = {
     "titan_ext::float8_quantize": MemoryKind.FLOAT8,
     "_c10d_functional::all_to_all_single": MemoryKind.ALL_TO_ALL,
@@ -235,6 +237,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
         if not PLAIN_TYPES.issuperset(types):
             return NotImplemented  # the class then runs its own operations, which come here
+        if func is ASKS_DEVICE:
+            return func(*args)
         kwargs, name = kwargs or {}, func._schema.name
         if name == "_c10d_functional::wait_tensor" and type(args[0]) is FakeTensor:
             return args[0]  # as on real tensors; the fake one is new

@@ -18,6 +18,7 @@ Everything else stays, above all what products, attention and exchanges read and
 Inductor does not fuse, though it could, are not known here.
 """
 
+import functools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -129,6 +130,7 @@ _DECOMPOSED = {
 """Fusible, once Inductor has decomposed them; the partitioner's list knows their parts."""
 
 
+@functools.cache  # torch makes its list anew each time
 def is_fusible(func: Any) -> bool:
     packet = func.overloadpacket
     is_listed = packet in _DECOMPOSED or packet in get_default_op_list().fusible_ops

@@ -41,7 +41,7 @@ from titan_ext.base.op_cost import (
     op_cost,
 )
 from titan_ext.base.tensors import has_values, in_backward, tensors_in
-from titan_ext.plan.live import PLAIN_TYPES, LiveBytes, MemoryKind, fsdp_kind
+from titan_ext.plan.live import ASKS_DEVICE, PLAIN_TYPES, LiveBytes, MemoryKind, fsdp_kind
 from titan_ext.plan.streams import Item, Streams, Work
 
 
@@ -194,6 +194,8 @@ class StepClock(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
         if not PLAIN_TYPES.issuperset(types):
             return NotImplemented  # the class then runs its own operations, which come here
+        if func is ASKS_DEVICE:
+            return func(*args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         moment = self._live.moments[-1].moment
