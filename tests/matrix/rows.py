@@ -62,20 +62,12 @@ assert set(FAST) <= set(ROWS)
 
 
 def reference_of(row: Run) -> Run:
-    """The run that ``row`` must equal: stock Titan's; in float8, ours with whole-block units.
-
-    InterleavedZeroBubble does what Interleaved1F1B does, in another order, and must equal that:
-    stock's own zero bubble can lose gradients and not notice.
-    """
+    """The run that ``row`` must equal: stock Titan's; in float8, ours with whole-block units."""
     on_device = {"on_host": "selective", "on_host_all": "none"}
-    schedule = row.schedule
-    if schedule == "InterleavedZeroBubble":
-        schedule = "Interleaved1F1B"
     return replace(
         row,
         parallelize="block" if is_lossy(row) else "stock",
         ac=on_device.get(row.ac, row.ac) if isinstance(row.ac, str) else row.ac,
-        schedule=schedule,
         backend="partial_dtensor" if row.lora else row.backend,
         reshard="default",
         reshard_groups=(),

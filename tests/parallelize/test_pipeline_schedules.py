@@ -96,6 +96,16 @@ def test_stock_loses_a_gradient_and_says_nothing(tmp_path: Path):
     assert whole.keys() - chunked.keys() == {"norm.weight"}
 
 
+@pytest.mark.slow
+def test_a_split_backward_loses_nothing_with_a_plain_loss(tmp_path: Path):
+    """The sums of one backward, in another order: a norm without norm.weight is 0.15% less."""
+    split, at_once = (
+        train(replace(_ZERO_BUBBLE, schedule=name, steps=1), tmp_path / name).grad_norms
+        for name in ("InterleavedZeroBubble", "Interleaved1F1B")
+    )
+    assert split == pytest.approx(at_once, rel=2e-4)
+
+
 def test_parallelize_refuses_them_under_any_trainer():
     """With our model spec under Titan's own trainer, which has checks of its own only."""
     with pytest.raises(ValueError, match=r'ZBVZeroBubble.* policy "selective"'):
