@@ -11,6 +11,7 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.dry_run import DryRun, dry_run
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.config_registry.resolve import load
+from titan_ext.plan.stand_ins import as_rank
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 NAMES = [
@@ -37,10 +38,11 @@ def test_these_are_all():
 
 
 def _dry_run(path: Path) -> DryRun:
-    config = load(path)
-    if getattr(config.activation_checkpoint, "budget", ""):
-        config.activation_checkpoint = None  # a run solves for it; units do not depend on it
-    return dry_run(config, world_size(path))
+    with as_rank(world_size(path), 0):
+        config = load(path)
+        if getattr(config.activation_checkpoint, "budget", ""):
+            config.activation_checkpoint = None  # a run solves for it; units do not depend on it
+        return dry_run(config, world_size(path))
 
 
 @pytest.mark.parametrize("name", NAMES)
