@@ -158,9 +158,9 @@ def _serve(line: Connection, other: Connection, function: Callable[..., Any]) ->
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nothing, stream)
-    gc.freeze()  # what the parent made is not walked
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
+            gc.freeze()  # what lives is kept: imports and caches, which take long to walk
             call = line.recv()
             try:
                 result = function(*call)
