@@ -19,6 +19,7 @@ NAMES = [
     "deepseek_v3_16b_tuned",
     "deepseek_v3_671b",
     "gpt_oss_20b",
+    "gpt_oss_20b_tuned",
     "moe_debug",
     "moe_debug_gpu",
     "qwen3_235b_a22b",
