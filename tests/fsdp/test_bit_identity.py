@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.training import Run, Runs, observed
 from tests.matrix.check import differences
 from tests.matrix.rows import FAST, reference_of
+from titan_ext.activation_checkpoint import FP8AC
 
 _LAYERS = {"qwen3_moe": 1, "qwen3": 2, "deepseek_v3_mtp": 2}
 """Of models that have nothing else in a third layer."""
@@ -32,6 +33,21 @@ def test_equals_stock(row: Run, runs: Runs):
     ours, stock = runs.get(_short(row)), runs.get(reference_of(_short(row)))
     assert len(ours.losses) == _short(row).steps
     assert differences(ours, stock) == []
+
+
+def test_a_gather_inside_a_block_is_no_operation_of_its_checkpoint(runs: Runs):
+    """A float8 gather concatenates; units of half a block gather where the forward is watched.
+
+    Torch knows an operation by its place among those of its kind. A gather that counts gives
+    the recompute another operation's output.
+    """
+    saves_cat = FP8AC.Config(preset="stock", op_policies={"attention:aten.cat": "save"})
+    run = Run(
+        world=2, ep=2, layers=2, steps=2, ac=saves_cat, all_gather="float8", exchange_rows="rank"
+    )
+    run = observed(run)
+    halves, whole = (runs.get(replace(run, parallelize=x)) for x in ("submodule", "block"))
+    assert differences(halves, whole) == []
 
 
 def test_hash_sees_a_change_of_one_bit(runs: Runs):

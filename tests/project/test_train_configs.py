@@ -18,12 +18,15 @@ NAMES = [
     "deepseek_v3_16b",
     "deepseek_v3_16b_tuned",
     "deepseek_v3_671b",
+    "deepseek_v3_671b_tuned",
     "gpt_oss_20b",
     "gpt_oss_20b_tuned",
     "moe_debug",
     "moe_debug_gpu",
     "qwen3_235b_a22b",
+    "qwen3_235b_a22b_tuned",
     "qwen3_30b_a3b",
+    "qwen3_30b_a3b_tuned",
 ]
 
 
@@ -46,7 +49,13 @@ def _dry_run(path: Path) -> DryRun:
         return dry_run(config, world_size(path))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name.endswith("_tuned") else [])
+        for name in NAMES
+    ],
+)
 def test_parallelizes_at_its_world_size(name: str, tmp_path: Path):
     path = FOLDER / f"{name}.toml"
     (run,) = run_ranks(_dry_run, 1, path, log_folder=tmp_path)

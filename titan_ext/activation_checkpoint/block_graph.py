@@ -223,6 +223,8 @@ def trace(
 class _Tracer(TorchDispatchMode):
     """Records the operations of one forward."""
 
+    is_of_checkpointing = True  # a recompute lacks what fsdp.prefetch gathers inside of a block
+
     def __init__(self, block: nn.Module, args: Any, foreign: Callable[[], bool]) -> None:
         super().__init__()
         self.locator = OpLocator(block)
