@@ -223,7 +223,7 @@ def trace(
 class _Tracer(TorchDispatchMode):
     """Records the operations of one forward."""
 
-    is_of_checkpointing = True  # a recompute lacks what fsdp.prefetch gathers inside of a block
+    is_of_checkpointing = True  # fsdp.collectives hides from it what it hides from a recompute
 
     def __init__(self, block: nn.Module, args: Any, foreign: Callable[[], bool]) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_all_
 ``_default_all_gather_output_fn``.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.fp8.codec import ALIGNMENT, codec_name
@@ -37,6 +40,7 @@ from titan_ext.fp8.saved_tensors import compiles_for
 from titan_ext.fsdp.plan import WIRE_CODEC, FSDPPlan
 from titan_ext.fsdp.units import param_groups
 
+_OF_CHECKPOINTING = _CachedTorchDispatchMode, _CachingTorchDispatchMode
 _PIECES = 8
 
 
@@ -84,6 +88,18 @@ def _copy_out(params: list[FSDPParam], result: Any, world: int) -> None:
             by_rank.copy_(shard.unflatten(1, shape))
 
 
+def out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:
+    """A context without the mode of selective checkpointing, if that is the innermost.
+
+    Torch knows an operation by its place among those of its kind. A unit inside of a block gathers
+    in the forward, or in the recompute, and mostly not in both.
+    """
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, _OF_CHECKPOINTING) or hasattr(mode, "is_of_checkpointing"):
+        return _pop_mode_temporarily()
+    return contextlib.nullcontext()
+
+
 class Float8AllGather(DefaultAllGather):
     """An all-gather of float8 that fills FSDP2's buffer with the values that float8 stands for.
 
@@ -118,6 +134,12 @@ class Float8AllGather(DefaultAllGather):
         ``input_tensor`` may be a part of ``output_tensor``; ``async_op`` is ignored. Returning
         ``None`` tells FSDP2 that there is nothing to wait for.
         """
+        with out_of_sight_of_checkpointing():
+            self._gather(output_tensor, input_tensor, group)
+
+    def _gather(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
         quantize, codec = torch.ops.titan_ext.float8_quantize, codec_name(WIRE_CODEC)
         one_kernel = compiles_for(input_tensor.device)
         numel, ranks = input_tensor.numel(), group.size()

@@ -19,7 +19,6 @@ gather may overlap with the copy. But whole blocks are large and copies are shor
 was gathered ahead copies out before FSDP2's own hook, and its buffer is freed at once.
 """
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,12 +28,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.base.messages import BYTES, parse_bytes
 from titan_ext.base.tensors import in_backward
+from titan_ext.fsdp.collectives import out_of_sight_of_checkpointing
 from titan_ext.fsdp.plan import UnitPlan
 from titan_ext.fsdp.units import (
     SUBMODULE_KINDS,
@@ -63,7 +61,6 @@ class PrefetchLimit:
         return PrefetchLimit(units=self.from_attention)
 
 
-_OF_CHECKPOINTING = _CachingTorchDispatchMode, _CachedTorchDispatchMode
 AUTO_FORWARD = PrefetchLimit(units=1)
 AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
 
@@ -128,7 +125,7 @@ def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
             opens_range = unit.kind is UnitKind.EXPERTS
             hook = _BeforeForward(module, ahead, unit.frees_buffer, opens_range)
             for part in unit.modules(model):
-                hook.register(part)
+                part.register_forward_pre_hook(hook, prepend=True)
 
 
 def prefetch_nothing_in_backward(modules: Sequence[nn.Module]) -> None:
@@ -142,7 +139,7 @@ def gather_unseen_in_recompute(modules: Sequence[nn.Module]) -> None:
     """Gather a unit inside of a block, which is not in the plan, as those that are."""
     for module in modules:
         if isinstance(module, FSDPModule):
-            _BeforeForward(module).register(module)
+            module.register_forward_pre_hook(_BeforeForward(module), prepend=True)
 
 
 def _set_chunks_prefetch(model: Decoder, head: FSDPModule) -> None:
@@ -153,21 +150,12 @@ def _set_chunks_prefetch(model: Decoder, head: FSDPModule) -> None:
 
 @dataclass(eq=False)
 class _BeforeForward:
-    """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit.
-
-    Until FSDP2's hook is over, checkpointing sees nothing. Torch's knows an operation by its place
-    among those of its kind, and a recompute lacks what a forward gathers and casts.
-    """
+    """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit."""
 
     module: FSDPModule
     ahead: list[FSDPModule] = field(default_factory=list)
     frees_buffer: bool = False
     opens_range: bool = False
-    _unseen: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def register(self, part: nn.Module) -> None:
-        part.register_forward_pre_hook(self, prepend=True)
-        part.register_forward_pre_hook(self.after)
 
     @torch._dynamo.disable
     def __call__(self, part: nn.Module, args: Any) -> None:
@@ -176,16 +164,9 @@ class _BeforeForward:
             with torch.profiler.record_function("titan_ext::before_forward"):
                 pass
         self.module.set_modules_to_forward_prefetch([] if backward else self.ahead)
-        mode = _get_current_dispatch_mode()
-        if isinstance(mode, _OF_CHECKPOINTING) or hasattr(mode, "is_of_checkpointing"):
-            self._unseen.enter_context(_pop_mode_temporarily())
         if backward or self.frees_buffer:
-            self.module.unshard()
-
-    @torch._dynamo.disable
-    def after(self, part: nn.Module, args: Any) -> None:
-        """Runs after FSDP2's hook."""
-        self._unseen.close()
+            with out_of_sight_of_checkpointing():
+                self.module.unshard()
 
 
 def _backward_order(units: Sequence[UnitPlan]) -> list[UnitPlan]:
