@@ -111,7 +111,8 @@ def _solved_and_planned(folder: Path) -> tuple[Level, tuple[MemoryPlan, StepTime
 
         def steps() -> Any:
             ((least, *_),) = yield [("levels", keys)]
-            yield [("price", {**keys, "parallelism.fsdp_wrap": "block"}, 0)]
+            (other,) = yield [("price", {**keys, "parallelism.fsdp_wrap": "block"}, 0)]
+            assert not isinstance(other, FailedError), other  # or its process would be no more
             call = "price", keys | least.keys({**job.values, **keys}), 0
             (planned,) = yield [call]
             return least, planned, call

@@ -496,7 +496,7 @@ def _whole_commands(page: str, *names: str) -> list[str]:
             and words[0] in names
             and (names_a_config or words[0] in ("list", "--help"))
             and not any(word.isupper() for word in words)
-            and not {"--measured", "my_card.toml"} & set(words)  # need a GPU
+            and "--measured" not in words  # needs a run on a GPU
         ):
             found.append(command)
     return found
@@ -518,6 +518,7 @@ def _prepare(folder: Path, page: str) -> None:
         (folder / "my_runs.py").write_text(examples("python")[page, 0])
         (folder / "my_run.toml").write_text(examples("toml")[page, 0])
     shutil.copytree(ROOT / "train_configs", folder / "train_configs")
+    shutil.copy(ROOT / "benchmarks" / "cpu.toml", folder / "my_card.toml")
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,7 @@ def _dry_run(path: Path) -> DryRun:
         return dry_run(config, world_size(path))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name.endswith("_tuned") else [])
-        for name in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_parallelizes_at_its_world_size(name: str, tmp_path: Path):
     path = FOLDER / f"{name}.toml"
     (run,) = run_ranks(_dry_run, 1, path, log_folder=tmp_path)
