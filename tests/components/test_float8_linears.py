@@ -9,11 +9,14 @@ import torch
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, make_config, observed
+from tests.matrix.check import differences
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.float8_linears import Float8Scales, TensorwiseFloat8LinearConverter
 
 PLAIN = observed(Run(world=2, ep=2, parallelize="submodule", global_batch=8, layers=2))
 GATHERED = replace(PLAIN, converters=("float8_gather",))
 IN_BF16 = replace(PLAIN, converters=("float8_tensorwise",))
+SAVED = ("clamp", "_to_copy", "mul.Tensor")
 _LINEARS = 14
 """Float8 linears of two layers: all but the head's."""
 
@@ -29,6 +32,19 @@ def test_the_same_results_as_gathered_in_full(runs: Runs):
     assert ours.losses == whole.losses
     assert ours.grad_norms == whole.grad_norms
     assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in whole.ranks]
+
+
+def test_casts_of_a_gather_are_no_operations_of_a_checkpoint(runs: Runs):
+    """A unit inside of a block casts its weights in the forward, and not in the recompute.
+
+    Torch knows an operation by its place among those of its kind. A cast that counts gives the
+    recompute another operation's output.
+    """
+    saves = {f"{where}:aten.{what}": "save" for where in ("attention", "moe") for what in SAVED}
+    ac = FP8AC.Config(preset="stock", op_policies=saves)
+    run = replace(GATHERED, param_dtype="float32", exact_sums=True, ac=ac)
+    ours, whole = (runs.get(each) for each in (run, replace(run, parallelize="block")))
+    assert differences(ours, whole) == []
 
 
 def test_bytes_of_gathers_and_one_all_reduce_of_scales(runs: Runs):

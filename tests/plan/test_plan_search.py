@@ -420,6 +420,20 @@ def test_what_does_not_fit_is_made_to(tmp_path: Path):
     assert any("does not fit" in line for line in tuned.table(search))
 
 
+def test_levels_are_tried_until_one_fits(monkeypatch: pytest.MonkeyPatch):
+    """Rooms are estimates: where each is a little too large, the fourth level fits first."""
+    search = _search(Effect.LOSSY, {REPLICATE: 4})
+
+    def a_little_less(one: Tried) -> int:
+        assert one.level is not None
+        return one.level.nbytes - 1
+
+    monkeypatch.setattr("titan_ext.plan.search._room", a_little_less)
+    (found,) = search.forks.run([search._try_levels({}, _LEVELS, 48 * GIB)])
+    assert found.fits
+    assert found.level == _LEVELS[5]
+
+
 def test_exact_changes_no_result():
     search = _search(Effect.NONE)
     allowed = {key for move in MOVES if move.effect is Effect.NONE for key in _keys(move)}

@@ -62,6 +62,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from torch.utils.flop_counter import flop_registry
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchao.quantization import NF4Tensor
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.base import (
@@ -102,6 +103,7 @@ from torchtitan.tools import profiler
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import _NOISE
 from titan_ext.components import optim
+from titan_ext.components.float8_linears import GatheredWeight
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
 from titan_ext.fsdp.settings import copies_out_directly
@@ -733,6 +735,17 @@ def test_fsdp2_takes_a_quantized_shard_at_the_first_forward():
     assert _Code(FSDPParamGroup.wait_for_unshard).has("fsdp_param.all_gather_inputs[0]")
     for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather", "get_original_weight"):
         assert hasattr(NF4Tensor, method)
+
+
+def test_torchao_casts_a_float8_weight_for_fsdp2():
+    """components.float8_linears: a subclass of it, whose operations return torchao's class."""
+    no_gemm: Any = None
+    weight: Any = WeightWithDynamicFloat8CastTensor(torch.ones(2, 2), no_gemm, torch.float8_e4m3fn)
+    assert type(GatheredWeight.detach(weight)) is WeightWithDynamicFloat8CastTensor
+    assert vars(weight).keys() == {"_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale"}
+    assert _parameters(type(weight).fsdp_pre_all_gather) == ["self", "mesh"]
+    ours = GatheredWeight(torch.ones(2, 2), no_gemm, torch.float8_e4m3fn)
+    assert all(type(x) is GatheredWeight for x in (ours.detach(), ours[:1], ours.view(4)))
 
 
 def test_torch_names_by_which_memory_plan_tells_storages_apart():

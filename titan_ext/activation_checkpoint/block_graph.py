@@ -223,7 +223,7 @@ def trace(
 class _Tracer(TorchDispatchMode):
     """Records the operations of one forward."""
 
-    is_of_checkpointing = True  # fsdp.collectives hides from it what it hides from a recompute
+    is_of_checkpointing = True  # base.tensors hides from it what a recompute does not do
 
     def __init__(self, block: nn.Module, args: Any, foreign: Callable[[], bool]) -> None:
         super().__init__()

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The data behind a tensor: this rank's shard of a DTensor, its storages, its layout in them."""
+"""The data behind a tensor: this rank's shard of a DTensor, its storages, its layout in them.
 
+And what runs with it: a backward, a checkpoint that watches.
+"""
+
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 PACKED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of rows that travel packed (``components.exchange``)."""
-_FLOAT8_WEIGHT = "WeightWithDynamicFloat8CastTensor"
-"""torchao's, by name: to import torchao takes long. Its ``__tensor_flatten__`` reads a scale."""
+_FLOAT8_WEIGHT = "GatheredWeight"
+"""Of ``components.float8_linears``, by name: to import torchao takes long. Its flattening, which is
+torchao's, reads the scale's value."""
+_OF_CHECKPOINTING = _CachedTorchDispatchMode, _CachingTorchDispatchMode
 _NO_NEST = (type(None), int, float, str, torch.dtype, torch.device)
 
 
@@ -163,6 +171,18 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
 def in_backward() -> bool:
     """Whether autograd runs backward in this thread, a recompute included."""
     return torch._C._current_graph_task_id() != -1
+
+
+def out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:
+    """A context without the mode of selective checkpointing, if that is the innermost.
+
+    Torch knows an operation by its place among those of its kind. A unit inside of a block gathers
+    in the forward, or in the recompute, and mostly not in both.
+    """
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, _OF_CHECKPOINTING) or hasattr(mode, "is_of_checkpointing"):
+        return _pop_mode_temporarily()
+    return contextlib.nullcontext()
 
 
 @torch.no_grad()

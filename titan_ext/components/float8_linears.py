@@ -21,7 +21,9 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._pytree import tree_map_only
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchtitan.components.quantization import float8 as titan_float8
@@ -29,11 +31,28 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import derive
 from torchtitan.protocols.module import Module
 
-from titan_ext.base.tensors import Layout, local_tensor
+from titan_ext.base.tensors import Layout, local_tensor, out_of_sight_of_checkpointing
 from titan_ext.components.dispatch import replace_configs
 
 _Float8Linear: Any = titan_float8.Float8Linear  # None where there is no torchao
 _SMALLEST = 1e-12  # as torchao's EPS
+
+
+class GatheredWeight(WeightWithDynamicFloat8CastTensor):
+    """torchao's weight, cast for FSDP2 out of sight of a checkpoint: a recompute casts none."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        # torchao's returns its own class, whatever the class of its arguments.
+        return tree_map_only(
+            WeightWithDynamicFloat8CastTensor,
+            lambda x: cls(x._tensor, x._linear_mm_config, x._dtype),
+            super().__torch_dispatch__(func, types, args, kwargs),
+        )
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        with out_of_sight_of_checkpointing():
+            return super().fsdp_pre_all_gather(mesh)
 
 
 class GatheredFloat8Linear(_Float8Linear):
@@ -47,7 +66,7 @@ class GatheredFloat8Linear(_Float8Linear):
         super().__init__(config)
         # As torchao's Float8Linear.from_float, which Titan does not call.
         dtype = self.config.cast_config_weight.target_dtype
-        weight = WeightWithDynamicFloat8CastTensor(self.weight, self.linear_mm_config, dtype)
+        weight = GatheredWeight(self.weight, self.linear_mm_config, dtype)
         self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
         self.register_state_dict_post_hook(_as_plain)
 
@@ -56,7 +75,7 @@ def _as_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any
     """Checkpoints hold the weight as any other: torch cannot save a wrapper around it."""
     weight = state_dict[f"{prefix}weight"]
     inner = local_tensor(weight)
-    if isinstance(inner, WeightWithDynamicFloat8CastTensor):
+    if isinstance(inner, GatheredWeight):
         is_sharded = isinstance(weight, DTensor)
         plain = inner._tensor.detach()
         state_dict[f"{prefix}weight"] = Layout.of(weight).wrap(plain) if is_sharded else plain

@@ -17,7 +17,6 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_all_
 ``_default_all_gather_output_fn``.
 """
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,16 +30,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torchtitan.models.common.moe import GroupedExperts
 
+from titan_ext.base.tensors import out_of_sight_of_checkpointing
 from titan_ext.fp8.codec import ALIGNMENT, codec_name
 from titan_ext.fp8.saved_tensors import compiles_for
 from titan_ext.fsdp.plan import WIRE_CODEC, FSDPPlan
 from titan_ext.fsdp.units import param_groups
 
-_OF_CHECKPOINTING = _CachedTorchDispatchMode, _CachingTorchDispatchMode
 _PIECES = 8
 
 
@@ -86,18 +83,6 @@ def _copy_out(params: list[FSDPParam], result: Any, world: int) -> None:
         kept = () if whole.is_inference() else (whole,)  # as FSDP2: autograd sees no change
         with torch.autograd._unsafe_preserve_version_counter(kept):
             by_rank.copy_(shard.unflatten(1, shape))
-
-
-def out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:
-    """A context without the mode of selective checkpointing, if that is the innermost.
-
-    Torch knows an operation by its place among those of its kind. A unit inside of a block gathers
-    in the forward, or in the recompute, and mostly not in both.
-    """
-    mode = _get_current_dispatch_mode()
-    if isinstance(mode, _OF_CHECKPOINTING) or hasattr(mode, "is_of_checkpointing"):
-        return _pop_mode_temporarily()
-    return contextlib.nullcontext()
 
 
 class Float8AllGather(DefaultAllGather):

@@ -56,7 +56,7 @@ _ADDED_UP = 4
 """Moves of a round that are tried together, at most."""
 _ROUNDS = 8
 _TRIES = 3
-"""Levels of a candidate that are priced, at most."""
+"""Levels of a candidate that are priced, at most, once one of them fits."""
 _NEIGHBOURHOOD = (LOCAL, EP, REPLICATE)
 _SEEN = 0.01
 """Of what blocks hold at most: moments with less do not limit it."""
@@ -249,7 +249,7 @@ class Search:
     def _try_levels(self, choices: Choices, levels: Sequence[Level], room: int) -> Steps:
         tried: list[Tried] = []
         levels = sorted(levels, key=lambda level: level.nbytes)
-        for _ in range(_TRIES):
+        while len(tried) < _TRIES or not any(one.fits for one in tried):
             level = max((x for x in levels if x.nbytes <= room), default=levels[0])
             if any(one.level is level for one in tried) or _gains_nothing(level, tried):
                 break
