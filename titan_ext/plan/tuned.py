@@ -68,7 +68,7 @@ def changes(search: Search) -> Iterator[tuple[Mapping[str, Any], str]]:
     for move in best.choices:
         mine = {key: keys.pop(key) for key in best.choices[move] if key in keys}
         if mine:
-            effect = _EFFECTS.get(move.effect, "lossy: loss curves are in docs/")
+            effect = _EFFECTS.get(move.effect, "lossy: losses are in docs/fsdp_units.md")
             yield mine, f"{_saves(search, move)}: {move.words}; {effect}"
     if keys:
         assert best.level is not None
