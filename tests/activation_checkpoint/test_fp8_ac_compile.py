@@ -187,7 +187,7 @@ EXPECTED: dict[Wrap, list[list]] = {
 }
 
 
-@pytest.mark.parametrize("wrap", ["block", "submodule"])
+@pytest.mark.parametrize("wrap", [pytest.param("block", marks=pytest.mark.slow), "submodule"])
 def test_op_policies_tensor_by_tensor(wrap: Wrap):
     """One graph for each kind of unit; the router and every GEMM whose output is saved run once."""
     outcome = outcome_of(exact=False, wrap=wrap)

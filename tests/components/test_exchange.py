@@ -110,7 +110,7 @@ def _tokens(run: Run, runs: Runs) -> dict[bool, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("overlap", ["none", "halves"])
+@pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.slow), "halves"])
 def test_bytes_on_the_wire(overlap: str, runs: Runs):
     """Tokens and gradients of what comes back are packed; experts' outputs and tokens' are not."""
     run = replace(PLAIN, overlap_exchanges=overlap, save_all_to_all="always", ac="fp8")
@@ -135,8 +135,19 @@ def _codec_calls(run: Run, folder: Path) -> tuple[int, int]:
     return calls.found[_QUANTIZE], calls.found[_DEQUANTIZE]
 
 
-@pytest.mark.parametrize("rows", ["expert", "rank", "node"])
-@pytest.mark.parametrize("ac", ["none", "fp8", "fp8_no_recompute"])
+_OTHERS = [("none", "rank"), ("none", "node"), ("fp8", "expert"), ("fp8", "rank")]
+_OTHERS += [("fp8_no_recompute", "expert"), ("fp8_no_recompute", "node")]
+
+
+@pytest.mark.parametrize(
+    ("ac", "rows"),
+    [
+        ("none", "expert"),
+        ("fp8_no_recompute", "rank"),
+        ("fp8", "node"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in _OTHERS),
+    ],
+)
 def test_codec_calls(ac: str, rows: str, tmp_path: Path):
     """A layer packs and unpacks its tokens, and gradients of what comes back: 2 calls each way.
 

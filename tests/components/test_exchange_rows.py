@@ -299,11 +299,11 @@ def _tokens(run: Run, runs: Runs) -> dict[bool, list[int]]:
 @pytest.mark.parametrize(
     ("overlap", "dtype", "ac"),
     [
-        ("none", None, "selective"),
         ("none", None, "fp8"),
-        ("halves", None, "fp8"),
-        ("none", "float8", "fp8"),
         ("halves", "float8", "selective"),
+        pytest.param("none", None, "selective", marks=pytest.mark.slow),
+        pytest.param("halves", None, "fp8", marks=pytest.mark.slow),
+        pytest.param("none", "float8", "fp8", marks=pytest.mark.slow),
     ],
 )
 def test_bytes_on_the_wire(overlap: str, dtype: str | None, ac: str, runs: Runs):
@@ -336,7 +336,9 @@ FOUR = replace(PLAIN, world=4, global_batch=16)
 NODES = replace(FOUR, ep=4, nodes=(2, 2), layers=2)
 
 
-@pytest.mark.parametrize(("saves", "again"), [("always", 0), ("never", 1)])
+@pytest.mark.parametrize(
+    ("saves", "again"), [pytest.param("always", 0, marks=pytest.mark.slow), ("never", 1)]
+)
 def test_exchanges_of_two_hops(saves: str, again: int, runs: Runs):
     """Of one layer: twice as many but for the counts, and fewer bytes through the network."""
     run = replace(NODES, ac="fp8", save_all_to_all=saves, steps=2)

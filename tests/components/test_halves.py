@@ -33,7 +33,9 @@ def _assert_close(halves: Result, plain: Result) -> None:
     assert halves.grad_norms == pytest.approx(plain.grad_norms, rel=1e-2)
 
 
-@pytest.mark.parametrize("wrap", ["block", "submodule", "experts"])
+@pytest.mark.parametrize(
+    "wrap", ["submodule", *(pytest.param(x, marks=pytest.mark.slow) for x in ("block", "experts"))]
+)
 def test_units_gather_and_reduce_once(wrap: str, runs: Runs):
     plain = runs.get(replace(PLAIN, parallelize=wrap))
     halves = runs.get(_halves(replace(PLAIN, parallelize=wrap)))

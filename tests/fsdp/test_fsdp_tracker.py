@@ -38,12 +38,13 @@ if copies_out_directly():  # torch 2.14 copies out into a temporary that nothing
     LAYOUTS += [OTHER_DIM, replace(OTHER_DIM, stock_copy_out=True)]
 WHOLE = observed(Run(world=2, parallelize="block", tracked=True))
 """As tests/fsdp/test_collective_counts.py has it."""
-LAYOUTS += [WHOLE, replace(WHOLE, stock_copy_out=True)]
-LAYOUTS += [replace(TRACKED, world=2, ep=2, parallelize="submodule", ac="none", layers=4)]
+LAYOUTS += [WHOLE]
 HEAD_ALONE = replace(TRACKED, world=2, ep=2, parallelize="submodule")
 NORM_REPLICATED = replace(HEAD_ALONE, replicate=("norm",))
-LAYOUTS += [NORM_REPLICATED]
 SLOW_LAYOUTS = [
+    NORM_REPLICATED,
+    replace(WHOLE, stock_copy_out=True),
+    replace(HEAD_ALONE, ac="none", layers=4),
     replace(HEAD_ALONE, chunked_loss=False),
     replace(HEAD_ALONE, parallelize="block", reshard="always", prefetch=2, accumulate=2),
     replace(HEAD_ALONE, reshard_groups=(("layers.0.feed_forward", "never"),)),

@@ -389,7 +389,7 @@ def test_gpu_receipts_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert "torch sees no GPU here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["A7", "B1"])
+@pytest.mark.parametrize("name", ["A7", pytest.param("B1", marks=pytest.mark.slow)])
 def test_published_memory_is_planned(name: str, tmp_path: Path) -> None:
     """Of a mixture of experts and a dense model: no byte of a plan is fitted."""
     row = published.read_rows()[name]
