@@ -293,12 +293,14 @@ def plot(runs: dict[str, dict[int, list[float]]], file: Path, window: int = 20) 
     # One scale for all, by which float8 can be told from noise; a broken codec leaves it.
     honest = [by_seed for arm, by_seed in curves.items() if not arm.startswith("bad-")]
     most = max((abs(x) for by_seed in honest for one in by_seed.values() for x in one), default=0)
+    limit = 1.2 * most or BOUND
     for axes, (arm, by_seed) in zip(panels[:, 0], curves.items(), strict=True):
-        axes.axhspan(-BOUND, BOUND, color="0.9", label=f"limit of the mean, {BOUND:g}")
+        if limit > BOUND:  # else the scale itself is finer
+            axes.axhspan(-BOUND, BOUND, color="0.9", label=f"limit of the mean, {BOUND:g}")
         for seed, curve in by_seed.items():
             axes.plot(curve, linewidth=1, label=f"seed {seed}")
         axes.set_title(arm, loc="left")
-        axes.set_ylim(-1.2 * most or -BOUND, 1.2 * most or BOUND)
+        axes.set_ylim(-limit, limit)
         axes.grid(alpha=0.3)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     panels[-1, 0].set_xlabel("step")
