@@ -20,9 +20,8 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 PACKED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of rows that travel packed (``components.exchange``)."""
-_FLOAT8_WEIGHT = "GatheredWeight"
-"""Of ``components.float8_linears``, by name: to import torchao takes long. Its flattening, which is
-torchao's, reads the scale's value."""
+_FLOAT8_WEIGHT = "WeightWithDynamicFloat8CastTensor"
+"""torchao's, by name: to import torchao takes long. Its ``__tensor_flatten__`` reads a scale."""
 _OF_CHECKPOINTING = _CachedTorchDispatchMode, _CachingTorchDispatchMode
 _NO_NEST = (type(None), int, float, str, torch.dtype, torch.device)
 
@@ -160,7 +159,7 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
     """The plain tensors in ``x``: itself, or the parts of a tensor subclass; none if sparse."""
     if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
         return (x,) if x.layout is torch.strided else ()
-    if type(x).__name__ == _FLOAT8_WEIGHT:
+    if any(kind.__name__ == _FLOAT8_WEIGHT for kind in type(x).__mro__):
         return plain_tensors(x._tensor)  # pyrefly: ignore[missing-attribute]
     names, _ = x.__tensor_flatten__()
     parts = [getattr(x, name) for name in names]

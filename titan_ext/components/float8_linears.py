@@ -75,7 +75,7 @@ def _as_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any
     """Checkpoints hold the weight as any other: torch cannot save a wrapper around it."""
     weight = state_dict[f"{prefix}weight"]
     inner = local_tensor(weight)
-    if isinstance(inner, GatheredWeight):
+    if isinstance(inner, WeightWithDynamicFloat8CastTensor):
         is_sharded = isinstance(weight, DTensor)
         plain = inner._tensor.detach()
         state_dict[f"{prefix}weight"] = Layout.of(weight).wrap(plain) if is_sharded else plain
