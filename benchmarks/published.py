@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS
+from titan_ext.toml.files import to_toml
 
 _GIB = 2**30
 _AT_ONCE = 2
@@ -97,11 +98,8 @@ def _lines(values: Mapping[str, Any], at: str = "") -> Iterable[str]:
         key = json.dumps(key) if not key.isidentifier() and "_" not in at else key
         if isinstance(value, dict) and key != "op_policies":
             yield from _lines(value, f"{at}{key}.")
-        elif isinstance(value, dict):
-            inside = ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in value.items())
-            yield f"{at}{key} = {{{inside}}}"
         else:
-            yield f"{at}{key} = {json.dumps(value)}"
+            yield f"{at}{key} = {to_toml(value)}"
 
 
 def memory_table(
@@ -277,8 +275,12 @@ def draw(rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str,
                 color=colour,
                 label=label,
             )
-        for name in names:
-            axes.annotate(name, (rows[name][key], found[name]), (4, -9), textcoords="offset points")
+            points = {name: (rows[name][key], found[name]) for name in some}
+            beside: Any = {"xytext": (-6, 4), "ha": "right"} if compiled else {"xytext": (6, -9)}
+            for group in _near(points):
+                at = (min if compiled else max)(points[name] for name in group)
+                words = " ".join(sorted(group))
+                axes.annotate(words, at, textcoords="offset points", fontsize=8, **beside)
         ends = (0.8 * min(published), 1.25 * max(published))
         axes.plot(ends, ends, color="grey", lw=1)
         axes.fill_between(
@@ -299,6 +301,18 @@ def draw(rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str,
         axes.set_ylabel(f"{'reserved' if key == 'reserved' else 'expected'} by the plan, {unit}")
         axes.legend(loc="upper left", frameon=False)
     return figure
+
+
+def _near(points: Mapping[str, tuple[float, float]], apart: float = 0.15) -> list[list[str]]:
+    """Names by which of their points lie so near to one another that labels would overlap."""
+    groups: list[list[str]] = []
+    for name in sorted(points, key=lambda name: points[name]):
+        last = points[groups[-1][-1]] if groups else (math.inf, math.inf)
+        if all(abs(a / b - 1) < apart for a, b in zip(points[name], last, strict=True)):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return groups
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@
     torchrun --nproc_per_node=8 -m benchmarks.rates --out my_card.toml  # and the links of a node
     torchrun --nproc_per_node=2 -m benchmarks.rates --out cpu.toml     # the CPU, on gloo ranks
 
-It times kernels as a training step has them: GEMMs, grouped GEMMs with few and many rows an expert,
-attention forward and backward, elementwise operations and copies from tiny to large. On a GPU the
-profiler says how long kernels ran; on a CPU a call is timed with all that torch does around it, and
-bfloat16 is multiplied as in a run (``no_accelerator.fast_bfloat16_matmul``). With several ranks all
-of them compute at once, and collectives are timed, too.
+It times kernels as a training step has them: GEMMs (those of float8 where a GPU has it), grouped
+GEMMs with few and many rows an expert, attention forward and backward, elementwise operations and
+copies from tiny to large. On a GPU the profiler says how long kernels ran. On a CPU a call is timed
+with all that torch does around it, and bfloat16 is multiplied as in a run
+(``no_accelerator.fast_bfloat16_matmul``). With several ranks all of them compute at once, and
+collectives are timed, too.
 
 Rates are fitted with the formulas of the planner's clock (``op_cost``): the mean of ``|log(planned
 / measured)|`` is least. Half of the shapes are held out. On those it prints the error of the plan
@@ -36,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
+from torchtitan.tools.utils import has_cuda_capability
 
 from benchmarks.device_events import events_of, kernel_ms
 from titan_ext.base import no_accelerator
@@ -46,6 +48,7 @@ RATES = {
     "elementwise and copies": ("memory", "launch"),
     "GEMM": ("gemm",),
     "GEMM in fp32": ("fp32",),
+    "GEMM in float8": ("float8",),
     "grouped GEMM": ("grouped", "half_rate_rows"),
     "attention": ("attention",),
     "gathers and reductions": ("in_node", "collective"),
@@ -99,6 +102,13 @@ def _gemm(m: int, k: int, n: int, dtype: torch.dtype, of: str, device: str) -> A
     grad = torch.randn(m, n, device=device).to(dtype)
     pairs = {"forward": (x, w.t()), "input": (grad, w), "weight": (grad.t(), x)}
     return _of_op(_ops.mm.default, *pairs[of])
+
+
+def _scaled(m: int, k: int, n: int, device: str) -> Any:
+    """A linear's product forward, of float8 with one scale a tensor."""
+    x, w = (torch.randn(a, k, device=device).to(torch.float8_e4m3fn) for a in (m, n))
+    one = torch.ones((), device=device)
+    return _of_op(_ops._scaled_mm.default, x, w.t(), one, one, None, None, torch.bfloat16)
 
 
 def _grouped(experts: int, rows: int, k: int, n: int, of: str, device: str) -> Any:
@@ -193,6 +203,8 @@ def items(device: str) -> Iterator[Item]:
         yield item("GEMM", _gemm, m, k, n, bf16, sides[index % 3])
         if k * n < 2**24:
             yield item("GEMM in fp32", _gemm, m, k, n, torch.float32, sides[index % 3])
+        if has_cuda_capability(8, 9):
+            yield item("GEMM in float8", _scaled, m, k, n)
     experts = (
         ((8, 2048, 1408), (32, 2880, 5760), (16, 7168, 2048))
         if on_card

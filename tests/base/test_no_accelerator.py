@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchtitan.components.quantization import float8
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.tools import utils as titan_utils
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import titan_config
 from titan_ext.base import no_accelerator
+from titan_ext.base.op_cost import MACHINES
 from titan_ext.run.trainer import extend_config
 
 GIB = 2**30
@@ -42,6 +44,20 @@ def test_touches_nothing_where_an_accelerator_is():
     assert any(config.model_spec.traverse(FlexAttention.Config))
     with no_accelerator.layout_independent_init() as mode:
         assert mode is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "sm90", "sm100", "gfx942"),
+    [("h200", 1, 0, 0), ("gb300", 1, 1, 0), ("mi355x", 0, 0, 1), ("", 1, 1, 1)],
+)
+def test_converters_find_the_machine_of_a_plan(machine: str, sm90: int, sm100: int, gfx942: int):
+    before = [float8.has_cuda_capability, titan_utils.has_cuda_capability]
+    capability = MACHINES[machine].capability if machine else None
+    with no_accelerator.as_with_an_accelerator(capability):
+        for module in (float8, titan_utils):
+            found = [module.has_cuda_capability(9, 0), module.has_cuda_capability(10, 0)]
+            assert [*found, module.has_rocm_capability(9, 4)] == [sm90, sm100, gfx942]
+    assert [float8.has_cuda_capability, titan_utils.has_cuda_capability] == before
 
 
 def test_config_is_adapted_once_and_says_so(caplog: pytest.LogCaptureFixture):

@@ -73,6 +73,25 @@ def test_the_best_policies_for_a_budget(folder: Path):
     assert float(stored) == pytest.approx(held["this budget"], rel=0.01)
 
 
+def test_float8_is_planned_for_a_machine_that_has_it(folder: Path):
+    """Rowwise linears need no GPU to be planned. MXFP8 needs another, or kernels of torchao's."""
+
+    def run(machine: str, converter: str) -> Command:
+        (folder / "run.toml").write_text(
+            'extends = "moe_debug.toml"\n[training]\ndisable_cuda_graphs = true\n'
+            f'[[model.converters]]\ncomponent = "torchtitan.components.quantization.{converter}"\n'
+        )
+        return _dry_run(folder, "run.toml", "--ranks", "2", "--machine", machine)
+
+    done = run("h100", "Float8LinearConverter")
+    assert done.code == 0, done.error
+    assert "MFU" not in done.out  # of whose peak?
+    for machine, problem in (("h100", "supported on SM100"), ("b200", "torch has no Triton where")):
+        done = run(machine, "MXFP8LinearConverter")
+        assert done.code != 0
+        assert problem in done.error
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("offload_limit", ["", "1GiB"])
 def test_a_budget_for_a_memory_fits_and_leaves_little(folder: Path, offload_limit: str):

@@ -454,6 +454,19 @@ def test_a_grouped_product_is_slower_where_an_expert_has_few_rows(rows: int, sha
             assert cost.flops / cost.ms * 1e3 == pytest.approx(share * h100.grouped, rel=1e-3)
 
 
+def test_a_product_of_float8_is_faster_by_the_machines_factor():
+    h100 = replace(MACHINES["h100"], float8=1.5)
+    with FakeTensorMode():
+        x, weight = (torch.empty(8192, 8192, dtype=torch.bfloat16) for _ in range(2))
+        plain = op_cost(torch.ops.aten.mm.default, (x, weight.t()), {}, x, h100)
+        x8, weight8 = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+        scales = torch.empty(8192, 1), torch.empty(1, 8192)
+        args = (x8, weight8.t(), *scales)
+        scaled = op_cost(torch.ops.aten._scaled_mm.default, args, {}, x, h100)
+    assert scaled.flops == plain.flops
+    assert plain.ms / scaled.ms == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize(
     ("window", "document", "computed"),
     # Of 8,192 tokens: all; twice 128 and a tile, since causal is half; documents of an eighth.

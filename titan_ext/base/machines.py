@@ -21,7 +21,8 @@ from titan_ext.base.op_cost import KINDS, MACHINES, RANKS_PER_NODE, Machine
 
 _SUFFIX = ".toml"
 _EXTENDS, _SLOWER = "extends", "slower"
-_USUAL = {f.name: f.default for f in fields(Machine) if f.name not in ("name", _SLOWER)}
+_BY_NAME = "name", "capability"
+_USUAL = {f.name: f.default for f in fields(Machine) if f.name not in (*_BY_NAME, _SLOWER)}
 _NEEDED = [name for name, usual in _USUAL.items() if usual is MISSING]
 
 

@@ -14,6 +14,8 @@ rebound name                                       why
 the same two in the modules ``_HOLDERS_OF_A_COPY`` copied them at import
 ``torchtitan.tools.utils.get_peak_flops``          takes a CPU for an A100, and invents the MFU
 ``torchtitan.distributed.utils.init_distributed``  asks for gloo twice with CPU offload
+``has_cuda_capability``, ``has_rocm_capability``   ask this machine where the job of a dry run has
+of ``tools.utils`` and ``_ASK_THE_DEVICE``         another (``as_with_an_accelerator``, meanwhile)
 ``aten::mm``, ``bmm``, ``addmm``, ``baddbmm``      take 100 times as long without AVX-512 (bf16)
 =================================================  ===============================================
 
@@ -75,6 +77,9 @@ _HOLDERS_OF_A_COPY = (
     "torchtitan.models.common.token_dispatcher",
     "torchtitan.tools.profiler",
 )
+
+_QUANTIZATION = "torchtitan.components.quantization"
+_ASK_THE_DEVICE = tuple(f"{_QUANTIZATION}.{name}" for name in ("float8", "mx", "nvfp4"))
 
 _overrides: list[torch.library.Library] = []
 
@@ -152,17 +157,33 @@ _adapts = True
 
 
 @contextlib.contextmanager
-def as_with_an_accelerator() -> Iterator[None]:
+def as_with_an_accelerator(capability: tuple[str, int, int] | None = None) -> Iterator[None]:
     """Configs that are made in this context stay as on a machine that has one.
 
     So they are checked as there. Call ``adapt_config`` before one is used here.
+
+    Args:
+        capability: Of that accelerator, as ``op_cost.Machine`` has it. Titan's converters ask for
+            theirs; without it they find what they want.
     """
     global _adapts
+    kind, *version = capability or ("", 0, 0)
+
+    def found(asked: str) -> Callable[[int, int], bool]:
+        return lambda *least: not kind or (kind == asked and tuple(version) >= least)
+
+    answers = {"has_cuda_capability": found("sm"), "has_rocm_capability": found("gfx")}
+    modules = [importlib.import_module(name) for name in (titan_utils.__name__, *_ASK_THE_DEVICE)]
+    before = [(x, name, getattr(x, name)) for x in modules for name in answers if hasattr(x, name)]
     _adapts = False
     try:
+        for module, name, _ in before:
+            setattr(module, name, answers[name])
         yield
     finally:
         _adapts = True
+        for module, name, its_own in before:
+            setattr(module, name, its_own)
 
 
 def adapt_config(config: Trainer.Config) -> None:

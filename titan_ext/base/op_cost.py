@@ -44,6 +44,8 @@ class Machine:
             0.55 of an H100's peak at 512 rows an expert, of 0.71 with very many.
         attention: Of fused attention, FLOP/s, of what a causal mask leaves.
         fp32: Of fp32 matrix products, FLOP/s.
+        float8: How many times a bf16 product's rate one of float8 has: 1.88 to 2.09 on an H100
+            (rowwise, 8,192 rows and more, FBGEMM PR 2546).
         memory: Of its memory, bytes/s.
         in_node: Of a rank's fast link (NVLink) to the others of its node, bytes/s each way.
         in_node_all_to_all: Of that link when all exchange tokens with all, bytes/s.
@@ -55,6 +57,8 @@ class Machine:
         slower: How many times longer than by these rates a kind of kernels or messages takes, by
             ``KINDS``, where a run was measured.
         name: In ``MACHINES``, of what a file extends; by it Titan knows the peak.
+        capability: What Titan's converters ask for: "sm" of NVIDIA or "gfx" of AMD, and its two
+            numbers; None if unknown.
     """
 
     gemm: float
@@ -66,6 +70,7 @@ class Machine:
     in_node_all_to_all: float
     network: float = 45e9
     half_rate_rows: float = 160.0
+    float8: float = 1.9
     launch: float = 3e-6
     collective: float = 15e-6
     host: float = 50e9
@@ -73,6 +78,7 @@ class Machine:
     nvlink_domain: int = RANKS_PER_NODE
     slower: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
+    capability: tuple[str, int, int] | None = None
 
 
 # Rates of single kernels on an H100 SXM are those that are published as reached: of its 989 TFLOP/s
@@ -89,6 +95,7 @@ _H100 = Machine(
     memory=3.0e12,
     in_node=360e9,
     in_node_all_to_all=300e9,
+    capability=("sm", 9, 0),
 )
 # HGX B200: 2.25 PFLOP/s, 8 TB/s, 900 GB/s NVLink each way, 400 Gb/s network.
 _B200 = Machine(
@@ -99,6 +106,7 @@ _B200 = Machine(
     memory=7.0e12,
     in_node=720e9,
     in_node_all_to_all=600e9,
+    capability=("sm", 10, 0),
 )
 # GB200 NVL72: 2.5 PFLOP/s, 80 TFLOP/s in fp32, 8 TB/s, 450 GB/s a CPU to its two GPUs each way.
 _GB200 = replace(
@@ -121,6 +129,7 @@ _MI300X = Machine(
     memory=4.3e12,
     in_node=340e9,
     in_node_all_to_all=280e9,
+    capability=("gfx", 9, 4),
 )
 MACHINES = {
     "h100": _H100,
@@ -144,6 +153,7 @@ MACHINES = {
         memory=6.5e12,
         in_node=410e9,
         in_node_all_to_all=340e9,
+        capability=("gfx", 9, 5),
     ),
 }
 
@@ -175,6 +185,8 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
     if flops:
         first = tensors_in(args)[0]
         rate = machine.fp32 if first.dtype == torch.float32 else machine.gemm
+        if first.element_size() == 1:
+            rate *= machine.float8
         if func.overloadpacket is _ops._grouped_mm:
             rows = _rows_of_a_group(*args)
             rate = machine.grouped * rows / (rows + machine.half_rate_rows)

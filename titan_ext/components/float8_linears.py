@@ -149,14 +149,29 @@ def gathers_float8(model: Module.Config) -> bool:
     return any(model.traverse(GatheredFloat8Linear.Config))
 
 
-def check_float8_gather(model: Module.Config, parallelism: Any) -> None:
-    """Raise ValueError for a layout in which such weights of a model config are not gathered so."""
-    tp = parallelism.tensor_parallel_degree
+def check_float8(model: Module.Config, parallelism: Any) -> None:
+    """Raise ValueError for a layout in which a model config would lose its float8.
+
+    TorchTitan 0.3 shards weights by ``spmd_types.shard``, whose result is a plain tensor: of
+    torchao's linears with tensor parallelism, and of its experts. These compute in float8 because
+    of the class of their weights, so that they would train in bf16, and nobody would be told.
+    """
+    tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
     if tp > 1 and gathers_float8(model):
         raise ValueError(
             "enable_fsdp_float8_all_gather of the converter TensorwiseFloat8LinearConverter needs "
             f"parallelism.tensor_parallel_degree = 1, not {tp}: TorchTitan's sharding by tensor "
             "parallelism takes torchao's weights for plain ones. Expected false."
+        )
+    experts: Any = titan_float8._float8_experts_cache.values()
+    is_lost = max(tp, ep) > 1 and parallelism.spmd_backend == "spmd_types"
+    if is_lost and any(any(model.traverse(cls.Config)) for cls in experts):
+        key = "expert_parallel_degree" if ep > 1 else "tensor_parallel_degree"
+        raise ValueError(
+            f"parallelism.{key} is {ep if ep > 1 else tp} and spmd_backend 'spmd_types': "
+            "TorchTitan 0.3 then takes the float8 weights of Float8GroupedExpertsConverter for "
+            "plain ones, and the experts would train without float8. Expected spmd_backend = "
+            "'partial_dtensor', or no Float8GroupedExpertsConverter."
         )
 
 

@@ -202,7 +202,7 @@ class DryRun:
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext.activation_checkpoint.solved import has_budget
         from titan_ext.base import no_accelerator
-        from titan_ext.base.machines import nodes_of
+        from titan_ext.base.machines import machine_of, nodes_of
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import dry_run
         from titan_ext.plan.elsewhere import compare
@@ -218,7 +218,8 @@ class DryRun:
         )
         with as_rank(self.ranks, self.rank, self.ranks_per_node, self.nvlink_domain):
             self._calibrate(self.out or folder)
-            with no_accelerator.as_with_an_accelerator():
+            of_machine = machine_of(self.machine).capability if self.machine else None
+            with no_accelerator.as_with_an_accelerator(of_machine):
                 resolved = resolve_config(self.config, flags)
                 config = resolved.config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()

@@ -136,6 +136,7 @@ class Tune:
     def search(self, flags: list[str], folder: Path) -> "tuple[Search, dict[str, str]]":
         """The search, and the keys that the command line gives."""
         from titan_ext.base import no_accelerator
+        from titan_ext.base.machines import machine_of
         from titan_ext.config_registry.resolve import resolve
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.candidates import Job, with_defaults
@@ -146,7 +147,8 @@ class Tune:
         from titan_ext.plan.shorten import Depths
         from titan_ext.toml.values import dump, identity
 
-        with no_accelerator.as_with_an_accelerator():
+        capability = machine_of(self.machine).capability
+        with no_accelerator.as_with_an_accelerator(capability):
             resolved = resolve_config(self.config, flags)
         config = resolved.config
         Mistakes(wrong_degrees(config, self.ranks)).raise_all()
@@ -160,7 +162,7 @@ class Tune:
             file = folder / f"{os.getpid()}.toml"
             file.write_text("\n".join(lines) + "\n")
             try:
-                with no_accelerator.as_with_an_accelerator():
+                with no_accelerator.as_with_an_accelerator(capability):
                     return resolve(file).config
             except ValueError as error:
                 raise ValueError(str(error).replace(f"{file}: ", "")) from None

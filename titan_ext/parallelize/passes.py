@@ -41,7 +41,7 @@ from titan_ext.components.dispatch import (
 )
 from titan_ext.components.exchange_policy import ExchangePolicy
 from titan_ext.components.float8_linears import (
-    check_float8_gather,
+    check_float8,
     gathers_float8,
     make_scales_together,
     note_steps,
@@ -91,7 +91,7 @@ def parallelize(
     settings = check_parallelism(parallelism, training, compiled=compiled)
     check_schedule(parallelism, loss=None, activation_checkpoint=ac_config, compiled=compiled)
     check_dispatchers(model.config, parallelism)
-    check_float8_gather(model.config, parallelism)
+    check_float8(model.config, parallelism)
     refuse_fsdp1(model)
     if parallel_dims.cp_enabled and vision_modules(model):
         raise ValueError(

@@ -168,7 +168,8 @@ class DryRun(Trainer):
         the second do as that does.
 
         Raises:
-            ValueError: if a part of it needs values, which fake tensors do not have.
+            ValueError: if a part of it needs values, which fake tensors do not have, or kernels
+                that torch lacks on a CPU.
         """
         try:
             for _ in range(min(self.gradient_accumulation_steps, 2)):
@@ -182,6 +183,13 @@ class DryRun(Trainer):
             raise ValueError(
                 f"this model cannot be dry-run: a part of its step needs values ({error.func}), "
                 "and a dry run has shapes only."
+            ) from error
+        except (AssertionError, NotImplementedError) as error:
+            if "triton" not in str(error):
+                raise
+            raise ValueError(
+                f"this model cannot be dry-run: {error}, and torch has no Triton where it sees no "
+                "GPU. Float8 linears can be planned, MXFP8's and float8 experts cannot."
             ) from error
 
     def plan(self, budget: DeviceMemory | None, machine: str = "", slower: float = 1.0) -> None:

@@ -31,7 +31,7 @@ from titan_ext.base.titan.data import named_data
 from titan_ext.components.dispatch import check_dispatchers
 from titan_ext.components.early_scores import use_early_scores
 from titan_ext.components.exchange_policy import changed_exchanges
-from titan_ext.components.float8_linears import check_float8_gather
+from titan_ext.components.float8_linears import check_float8
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
 from titan_ext.parallelize.keys import (
     DebugConfig,
@@ -117,7 +117,7 @@ class Trainer(TitanTrainer):
             if (spec := self.model_spec) is not None:
                 checks.append(lambda: check_model_limits(spec.name, self.parallelism))
                 checks.append(lambda: check_dispatchers(spec.model, self.parallelism))
-                checks.append(lambda: check_float8_gather(spec.model, self.parallelism))
+                checks.append(lambda: check_float8(spec.model, self.parallelism))
                 checks.append(lambda: check_unit_names(spec.model, self.parallelism))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     groups = self.optimizer
