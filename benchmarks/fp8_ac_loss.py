@@ -255,9 +255,7 @@ def table(runs: dict[str, dict[int, list[float]]]) -> str:
         "| arm | seeds | mean loss, last 50 steps | less selective, by seed | mean | over noise |",
         "|---|---|---|---|---|---|",
     ]
-    noise = (
-        max(map(abs, differences(runs, "noise").values()), default=0.0) if "noise" in runs else 0
-    )
+    noise = max(map(abs, differences(runs, "noise").values()), default=0.0)
     for arm, by_seed in runs.items():
         mean = statistics.fmean(mean_of_last(losses) for losses in by_seed.values())
         pairs = differences(runs, arm)

@@ -452,11 +452,11 @@ class RespectingSelectiveAC(SelectiveAC):
 @pytest.mark.parametrize(
     ("preset", "wrap"),
     [
-        ("memory", "block"),
         ("speed", "submodule"),
         *(
             pytest.param(name, wrap, marks=pytest.mark.slow)
             for name, wrap in [
+                ("memory", "block"),
                 ("memory", "submodule"),
                 ("speed", "block"),
                 ("balanced", "block"),

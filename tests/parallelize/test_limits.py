@@ -141,6 +141,14 @@ def test_each_value_has_its_limit(key: str, value: Any):
     assert wrong.startswith(f"{key} is {value!r}; expected ")
 
 
+def test_a_component_that_nobody_compiles_is_named():
+    """Titan looks for its two names, and would ignore others."""
+    config = _config()
+    config.compile.components = ["loss", "modle"]
+    (wrong,) = wrong_values(config)
+    assert wrong == "compile.components.1 is 'modle'; expected 'model' or 'loss'."
+
+
 def test_a_batch_that_the_ranks_cannot_share():
     config = _config(tensor_parallel=2)
     config.training.local_batch_size = 3

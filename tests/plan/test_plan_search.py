@@ -102,18 +102,20 @@ def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
 
 
 def _solved_and_planned(folder: Path) -> tuple[Level, tuple[MemoryPlan, StepTime], Any]:
-    """The least checkpointing of the debug model, in a step of four passes, and plans with it: in
-    the process that solved it and planned a block's units, and in one of its own."""
+    """The least checkpointing of two blocks, in a step of four passes, and plans with it: in the
+    process that solved it and planned a block's units, and in one of its own."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with as_rank(2, 0):
         job = Tune("moe_debug", 2, memory="8GiB").search([], folder)[0].job
+        layers = 2
+        job = replace(job, depths=Depths(layers, layers, layers, head=1, period=1))
         keys = {LOCAL: 1, GLOBAL: 8}
 
         def steps() -> Any:
             ((least, *_),) = yield [("levels", keys)]
-            (other,) = yield [("price", {**keys, "parallelism.fsdp_wrap": "block"}, 0)]
+            (other,) = yield [("price", {**keys, "parallelism.fsdp_wrap": "block"}, layers)]
             assert not isinstance(other, FailedError), other  # or its process would be no more
-            call = "price", keys | least.keys({**job.values, **keys}), 0
+            call = "price", keys | least.keys({**job.values, **keys}), layers
             (planned,) = yield [call]
             return least, planned, call
 

@@ -44,19 +44,23 @@ class Timed(NamedTuple):
     """Bytes that the float8 policy keeps, and those of what it keeps them of."""
 
 
-def _time(run: Run, folder: Path, arguments: dict[str, Any]) -> Timed:
-    arguments = {"machine": "h100", **arguments}
-    with as_rank(run.world, 0):
-        done = dry_run(planned_config(run, folder), run.world, **arguments)
-    assert done.time is not None
-    rows = memory_report_of(done.model_parts).rows()
-    kept = [row for row in rows if row.treatment.startswith("float8")]
-    return Timed(done.time, sum(row.nbytes + row.original_nbytes for row in kept))
+def _time(calls: Sequence[tuple[Run, dict[str, Any]]], folder: Path) -> list[Timed]:
+    found = []
+    with as_rank(calls[0][0].world, 0):
+        for run, arguments in calls:
+            arguments = {"machine": "h100", **arguments}
+            done = dry_run(planned_config(run, folder), run.world, **arguments)
+            assert done.time is not None
+            rows = memory_report_of(done.model_parts).rows()
+            kept = [row for row in rows if row.treatment.startswith("float8")]
+            float8 = sum(row.nbytes + row.original_nbytes for row in kept)
+            found.append(Timed(done.time, float8))
+    return found
 
 
-def _timed(run: Run, folder: Path, **arguments: Any) -> Timed:
-    logs = folder / "-".join(map(str, (run, *arguments.values())))
-    return run_ranks(_time, 1, run, folder, arguments, log_folder=logs)[0]
+def _timed(folder: Path, *calls: tuple[Run, dict[str, Any]]) -> list[Timed]:
+    """Of dry runs with the same degrees, in one process: the later ones take half as long."""
+    return run_ranks(_time, 1, calls, folder, log_folder=folder)[0]
 
 
 def _count(run: Run, folder: Path) -> int:
@@ -77,10 +81,9 @@ def _count(run: Run, folder: Path) -> int:
 
 
 def test_the_flops_are_those_of_a_real_step(tmp_path: Path):
-    none, full = (
-        _timed(replace(ONE, ac=ac), tmp_path, as_on_a_gpu=False).time.flops
-        for ac in ("none", "full")
-    )
+    on_a_cpu = {"as_on_a_gpu": False}
+    planned = _timed(tmp_path, *((replace(ONE, ac=ac), on_a_cpu) for ac in ("none", "full")))
+    none, full = (each.time.flops for each in planned)
     real_none, real_full = (
         run_ranks(_count, 1, replace(ONE, ac=ac), tmp_path, log_folder=tmp_path / f"real-{ac}")[0]
         for ac in ("none", "full")
@@ -110,7 +113,7 @@ def test_the_one_step_is_steady(tmp_path: Path):
 
 
 def test_the_codec_reads_and_writes_what_is_kept_in_float8(tmp_path: Path):
-    time, float8 = _timed(replace(ONE, ac="fp8"), tmp_path)
+    ((time, float8),) = _timed(tmp_path, (replace(ONE, ac="fp8"), {}))
     assert time.nbytes[Part.CODEC] == 2 * float8 > 0  # once in forward, once in backward
     assert time.kernels["codec"] == pytest.approx(time.ms[Part.CODEC])
     aside = sum(time.kernels.values()) - time.step_ms  # one rank waits for nobody
@@ -121,14 +124,14 @@ def test_the_codec_reads_and_writes_what_is_kept_in_float8(tmp_path: Path):
 
 
 def test_steps_of_accumulation_and_links(tmp_path: Path):
-    once = _timed(EIGHT, tmp_path).time
-    often = _timed(replace(EIGHT, global_batch=8 * 3, accumulate=3), tmp_path).time
+    more = replace(EIGHT, global_batch=8 * 3, accumulate=3)
+    planned = _timed(tmp_path, (EIGHT, {}), (more, {}), (EIGHT, {"slower": 3.0}))
+    once, often, slower = (each.time for each in planned)
     assert often.tokens == 3 * once.tokens
     for part in (Part.FORWARD, Part.LOSS, Part.RECOMPUTE):
         assert often.flops[part] == 3 * once.flops[part]
         assert often.ms[part] == pytest.approx(3 * once.ms[part])
     assert often.ms[Part.OPTIMIZER] == pytest.approx(once.ms[Part.OPTIMIZER])
-    slower = _timed(EIGHT, tmp_path, slower=3.0).time
     for part in set(once.ms) - set(WAITS):
         assert slower.ms[part] == pytest.approx(3 * once.ms[part])
     assert slower.ms[Part.GATHERS] < once.ms[Part.GATHERS]  # more to hide behind
@@ -137,8 +140,8 @@ def test_steps_of_accumulation_and_links(tmp_path: Path):
 def test_a_kind_that_was_measured_is_slowed_down_by_itself(tmp_path: Path):
     factors, file = {"GEMM": 2.0, "exchanges": 3.0}, tmp_path / "my_card.toml"
     file.write_text("\n".join(machine_toml(replace(MACHINES["h100"], name="h100", slower=factors))))
-    ideal = _timed(EIGHT, tmp_path).time
-    slow = _timed(EIGHT, tmp_path, machine=str(file)).time
+    planned = _timed(tmp_path, (EIGHT, {}), (EIGHT, {"machine": str(file)}))
+    ideal, slow = (each.time for each in planned)
     messages = {"exchanges", "gathers", "reductions", "collectives"}
     assert messages < set(ideal.kernels) <= set(KINDS)
     for kind, ms in ideal.kernels.items():
@@ -153,7 +156,7 @@ def test_a_kind_that_was_measured_is_slowed_down_by_itself(tmp_path: Path):
 
 def test_a_pipeline_waits_for_its_other_stages(tmp_path: Path):
     run = Run(world=2, pp=2, parallelize="block", layers=2, global_batch=4)
-    time = _timed(run, tmp_path).time
+    ((time, _),) = _timed(tmp_path, (run, {}))
     busy = sum(ms for part, ms in time.ms.items() if part not in (Part.BUBBLE, Part.OPTIMIZER))
     # 1F1B, 4 microbatches, 2 stages: 1 in 4. A little of the waiting is clipping's.
     assert time.ms[Part.BUBBLE] == pytest.approx(busy / 4, rel=0.05)

@@ -390,9 +390,10 @@ def test_gpu_receipts_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert "torch sees no GPU here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["A7", pytest.param("B1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["A7", "B1", "F1"])
 def test_published_memory_is_planned(name: str, tmp_path: Path) -> None:
-    """Of a mixture of experts and a dense model: no byte of a plan is fitted."""
+    """Of a mixture of experts, a dense model, and one in float8: no byte of a plan is fitted."""
     row = published.read_rows()[name]
     plan = published.planned(name, row, tmp_path)
     assert plan["reserved"] / 2**30 == pytest.approx(row["reserved"], rel=0.08)

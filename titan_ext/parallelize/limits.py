@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -86,6 +86,7 @@ _LIMITS = _section(
         **{_SHARD: _OrAuto},
         **_BATCH["parallelism"],
     ),
+    compile=_section(components=list[Literal["model", "loss"]]),
     optimizer=_section(param_groups=list[_group]),  # type: ignore[valid-type]
     lr_scheduler=_section(
         warmup_steps=_FromZero, total_steps=_FromOne, decay_ratio=_Share, min_lr_factor=_Share
