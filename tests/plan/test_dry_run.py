@@ -76,19 +76,26 @@ def test_the_best_policies_for_a_budget(folder: Path):
 def test_float8_is_planned_for_a_machine_that_has_it(folder: Path):
     """Rowwise linears need no GPU to be planned. MXFP8 needs another, or kernels of torchao's."""
 
-    def run(machine: str, converter: str) -> Command:
-        (folder / "run.toml").write_text(
-            'extends = "moe_debug.toml"\n[training]\ndisable_cuda_graphs = true\n'
-            f'[[model.converters]]\ncomponent = "torchtitan.components.quantization.{converter}"\n'
-        )
+    def run(machine: str, converter: str, *lines: str) -> Command:
+        given = [
+            'extends = "moe_debug.toml"',
+            "training.disable_cuda_graphs = true",
+            "[[model.converters]]",
+            f'component = "torchtitan.components.quantization.{converter}"',
+        ]
+        (folder / "run.toml").write_text("\n".join([*given, *lines]))
         return _dry_run(folder, "run.toml", "--ranks", "2", "--machine", machine)
 
     done = run("h100", "Float8LinearConverter")
     assert done.code == 0, done.error
     assert "MFU" not in done.out  # of whose peak?
-    for machine, problem in (("h100", "supported on SM100"), ("b200", "torch has no Triton where")):
-        done = run(machine, "MXFP8LinearConverter")
-        assert done.code != 0
+    for machine, converter, problem, *lines in (
+        ("h100", "MXFP8LinearConverter", "supported on SM100"),
+        ("b200", "MXFP8LinearConverter", "need Triton, which torch lacks"),
+        ("b200", "NVFP4LinearConverter", "need Triton", 'fqns = ["feed_forward"]'),
+    ):
+        done = run(machine, converter, *lines)
+        assert (done.code, "Traceback" in done.error) == (1, False)
         assert problem in done.error
 
 

@@ -48,8 +48,8 @@ def _time(calls: Sequence[tuple[Run, dict[str, Any]]], folder: Path) -> list[Tim
     found = []
     with as_rank(calls[0][0].world, 0):
         for run, arguments in calls:
-            arguments = {"machine": "h100", **arguments}
-            done = dry_run(planned_config(run, folder), run.world, **arguments)
+            given: dict[str, Any] = {"machine": "h100", **arguments}
+            done = dry_run(planned_config(run, folder), run.world, **given)
             assert done.time is not None
             rows = memory_report_of(done.model_parts).rows()
             kept = [row for row in rows if row.treatment.startswith("float8")]

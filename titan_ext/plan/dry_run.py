@@ -49,6 +49,8 @@ _AT_ONCE = 128
 """Parameters a call of clipping and optimizer: torch's time grows with the square of the list.
 
 A foreach optimizer gets all, since it makes temporaries for all."""
+_OF_A_GPU = "triton", "rht_sign_vector is not materialized"
+"""Words of errors of torchao's kernels, and of TorchTitan's NVFP4, whose buffer is theirs."""
 
 
 class DryRun(Trainer):
@@ -184,12 +186,12 @@ class DryRun(Trainer):
                 f"this model cannot be dry-run: a part of its step needs values ({error.func}), "
                 "and a dry run has shapes only."
             ) from error
-        except (AssertionError, NotImplementedError) as error:
-            if "triton" not in str(error):
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            if not any(words in str(error) for words in _OF_A_GPU):
                 raise
             raise ValueError(
-                f"this model cannot be dry-run: {error}, and torch has no Triton where it sees no "
-                "GPU. Float8 linears can be planned, MXFP8's and float8 experts cannot."
+                f"this model cannot be dry-run: {error}. Float8 linears can be planned. MXFP8, "
+                "NVFP4 and float8 experts need Triton, which torch lacks where it sees no GPU."
             ) from error
 
     def plan(self, budget: DeviceMemory | None, machine: str = "", slower: float = 1.0) -> None:
