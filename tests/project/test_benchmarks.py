@@ -413,6 +413,11 @@ def test_rows_that_are_alike_are_fitted_or_tested_together() -> None:
             assert len(set(pair) & set(some)) != 1
 
 
+def test_points_that_lie_together_share_a_label() -> None:
+    points = {"B": (100.0, 90.0), "A": (98.0, 99.0), "C": (101.0, 200.0), "D": (150.0, 200.0)}
+    assert published._near(points) == [["A", "B"], ["C"], ["D"]]
+
+
 def test_factors_are_on_kernels_alone() -> None:
     """10 ms of waits beside 30 ms of kernels, which take twice as long: 70 ms."""
     time = {"step_ms": 40.0, "tokens_per_second": 700.0, "ms": {"exchanges": 10.0}}

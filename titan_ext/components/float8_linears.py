@@ -150,11 +150,11 @@ def gathers_float8(model: Module.Config) -> bool:
 
 
 def check_float8(model: Module.Config, parallelism: Any) -> None:
-    """Raise ValueError for a layout in which a model config would lose its float8.
+    """Raise ValueError for a layout in which TorchTitan 0.3 would drop a model config's float8.
 
-    TorchTitan 0.3 shards weights by ``spmd_types.shard``, whose result is a plain tensor: of
-    torchao's linears with tensor parallelism, and of its experts. These compute in float8 because
-    of the class of their weights, so that they would train in bf16, and nobody would be told.
+    It shards weights as plain tensors: linears by tensor parallelism, and experts by either kind,
+    where ``spmd_types.shard`` does it. Experts compute in float8 because of the class of their
+    weights, so that they would train in bf16, and nobody would be told.
     """
     tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
     if tp > 1 and gathers_float8(model):
@@ -164,11 +164,11 @@ def check_float8(model: Module.Config, parallelism: Any) -> None:
             "parallelism takes torchao's weights for plain ones. Expected false."
         )
     experts: Any = titan_float8._float8_experts_cache.values()
-    is_lost = max(tp, ep) > 1 and parallelism.spmd_backend == "spmd_types"
+    axis, degree = ("expert", ep) if ep > 1 else ("tensor", tp)
+    is_lost = degree > 1 and parallelism.spmd_backend == "spmd_types"
     if is_lost and any(any(model.traverse(cls.Config)) for cls in experts):
-        key = "expert_parallel_degree" if ep > 1 else "tensor_parallel_degree"
         raise ValueError(
-            f"parallelism.{key} is {ep if ep > 1 else tp} and spmd_backend 'spmd_types': "
+            f"parallelism.{axis}_parallel_degree is {degree} and spmd_backend 'spmd_types': "
             "TorchTitan 0.3 then takes the float8 weights of Float8GroupedExpertsConverter for "
             "plain ones, and the experts would train without float8. Expected spmd_backend = "
             "'partial_dtensor', or no Float8GroupedExpertsConverter."
