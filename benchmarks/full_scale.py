@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ DRY_JOBS = {
 }
 _HALVES = "--parallelism.overlap_exchanges halves"
 ARMS = {"whole": "", "halves": _HALVES, "halves-wire": _HALVES}
+_EXCEPTION = re.compile(r"(\[rank\d+\]:)?\s*[A-Za-z_][\w.]*(: |$)")
 _GIB = 2**30
 _BYTES = {
     "allocated": "GiB allocated at most",
@@ -244,8 +246,10 @@ def _result(process: subprocess.Popen[str]) -> Figures:
     if process.returncode == 0:
         return json.loads(said.splitlines()[-1])
     lines = [line for line in errors.splitlines() if line.strip()] or [""]
-    raised = [line for line in lines if "Error" in line.partition(":")[0]]
-    return {"error": (raised or lines)[-1][:300]}
+    # An exception's line begins with its dotted name, behind torchrun's prefix; "Error running
+    # lspci", which Titan logs on a healthy machine without it, does not.
+    raised = [line for line in lines if _EXCEPTION.match(line)]
+    return {"error": f"exit code {process.returncode}: {(raised or lines)[-1]}"[:300]}
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

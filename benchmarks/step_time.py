@@ -8,6 +8,7 @@ the model is 4 layers of the 16B geometry with embedding and head, 8 sequences o
 Figures are tokens per second, peak memory, and both as ratios to stock selective. A round runs
 every arm, one after the other. Ratios are of one round; the median is printed. ``--graph`` then
 times each step as a CUDA graph, which no Python slows down: on a CPU the step itself.
+``--gradients`` times nothing: it compares the gradients of one step with stock selective's.
 """
 
 import argparse
@@ -67,8 +68,13 @@ class Size:
     device: str = "cuda"
 
 
-def model_step(arm: str, size: Size) -> Callable[[], None]:
-    """One forward and backward of the first layers of a DeepSeek-V3 model, bf16."""
+def model_step(
+    arm: str, size: Size, after: Callable[[nn.Module], None] | None = None
+) -> Callable[[], None]:
+    """One forward and backward of the first layers of a DeepSeek-V3 model, bf16.
+
+    ``after`` gets the model with its gradients.
+    """
     from torchtitan.models.deepseek_v3 import model_registry
 
     spec = model_registry(size.geometry)
@@ -104,6 +110,8 @@ def model_step(arm: str, size: Size) -> Callable[[], None]:
             logits_BLV = model(ids_BL[:, :-1])
             loss = nn.functional.cross_entropy
             loss(logits_BLV.flatten(0, 1).float(), ids_BL[:, 1:].flatten()).backward()
+        if after is not None:
+            after(model)
         model.zero_grad()
 
     return step
@@ -174,8 +182,46 @@ def replay_lines(arms: list[str], rounds: int, size: Size) -> Iterator[str]:
         gc.collect()  # the model is a cycle
 
 
+def gradient_lines(arms: list[str], size: Size) -> Iterator[str]:
+    """The least cosine of a gradient with stock selective's, for each arm, and its parameter.
+
+    Stock runs a second time as the last arm: what differs there is noise of the device's kernels.
+    """
+
+    def gradients(arm: str) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(model: nn.Module) -> None:
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    found[canonical_fqn(name)] = parameter.grad.detach().clone()
+
+        model_step(arm, size, keep)()
+        gc.collect()  # the model is a cycle
+        return found
+
+    stock = gradients(STOCK)
+    for arm in [*(arm for arm in arms if arm != STOCK), STOCK]:
+        others = gradients(arm)
+        if others.keys() != stock.keys():
+            yield f"{arm}: gradients of other parameters: {sorted(others.keys() ^ stock.keys())}"
+            continue
+        flat = nn.functional.cosine_similarity
+        cosines = {
+            name: flat(one.flatten().double(), others[name].flatten().double(), 0).item()
+            for name, one in stock.items()
+        }
+        equal = sum(one.equal(others[name]) for name, one in stock.items())
+        worst = min(cosines, key=lambda name: cosines[name])
+        label = arm if arm != STOCK else f"{STOCK}, again"
+        yield f"{label}: least cosine of a gradient with stock selective's = {cosines[worst]:.6f}"
+        yield f"{label}: gradients equal to stock selective's in every bit = {equal}"
+        yield f"{label}: worst of {len(cosines)} gradients is {worst}"
+
+
 def peak_bytes(arm: str, size: Size) -> int:
     """Peak memory of two steps on the GPU, the model of this arm alone."""
+    gc.collect()  # the last arm's model is a cycle, and would count
     step = model_step(arm, size)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -194,6 +240,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="on a GPU: sequences (%(default)s)")
     parser.add_argument("--arms", nargs="+", default=["fp8-memory", "fp8-speed"], choices=ARMS)
     parser.add_argument("--graph", action="store_true", help="and as CUDA graphs")
+    parser.add_argument("--gradients", action="store_true", help="beside stock's; nothing is timed")
     parser.add_argument("--tokens", type=int, help="default: 4096 on a GPU, 512 on a CPU")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
@@ -208,6 +255,12 @@ def main() -> None:
         tokens = 16
         size = Size("debugmodel", args.layers, 2, tokens, args.blocks, device="cpu")
     arms = [STOCK, *(arm for arm in args.arms if arm != STOCK)]
+    if args.gradients:
+        if size is None:
+            parser.error("--gradients needs --cuda, or --toy.")
+        for line in gradient_lines(arms, size):
+            print(line, flush=True)
+        return
     # One after another, before the timed models are all there together.
     peaks = {arm: peak_bytes(arm, size) for arm in arms} if args.cuda and size else {}
     times = measure(arms, tokens=tokens, rounds=args.rounds, warm_up=2, size=size)

@@ -208,8 +208,8 @@ def test_rates_are_those_by_which_the_times_were_made(monkeypatch: pytest.Monkey
 def test_gpu_receipts_fit_their_minutes() -> None:
     seconds = [item.seconds for item in gpu_receipts.ITEMS]
     assert sum(seconds) <= 30 * 60
-    assert [item.name for item in gpu_receipts.ITEMS[:2]] == ["codec", "full scale"]
-    assert sum(seconds[:4]) <= 10 * 60, "codec, full scale, rates and block, with --quick"
+    assert [item.name for item in gpu_receipts.ITEMS[:3]] == ["codec", "gradients", "full scale"]
+    assert sum(seconds[:5]) <= 10 * 60, "codec, gradients, full scale, rates and block: --quick"
 
 
 def test_gpu_receipts_leave_out_what_an_older_torch_cannot_train(
