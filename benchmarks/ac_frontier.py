@@ -57,7 +57,7 @@ def frontier(
     from titan_ext.activation_checkpoint import FP8AC
     from titan_ext.activation_checkpoint.solver import BlockKind, BudgetTooSmallError, solve
     from titan_ext.base import no_accelerator
-    from titan_ext.base.op_cost import MACHINES
+    from titan_ext.base.machines import MACHINES
     from titan_ext.components.early_scores import use_early_scores
     from titan_ext.config_registry import resolve_config
     from titan_ext.plan.budget import TracedBlocks, settings_of

@@ -37,7 +37,7 @@ _COPIES = "parallelism.data_parallel_replicate_degree"
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2")
 JOBS: dict[str, tuple[str, int, str, dict[str, tuple[Any, ...]]]] = {
     "debug, 8 GPUs of 2.5 GiB": (
-        "moe_debug_gpu",
+        "moe_debug_gpu.toml",
         8,
         "2560MiB",
         {_EP: (1, 2, 8), _SCORES: (False, True), _LOCAL: (4, 8), _COPIES: (1, 2)},
@@ -145,7 +145,7 @@ def order(machine: str, rounds: int, out: Path | None) -> None:
     from titan_ext.config_registry.tune import Tune
     from titan_ext.plan.stand_ins import as_rank
 
-    command = Tune("moe_debug", _ORDER_RANKS, machine=machine, memory="8GiB", processes=1)
+    command = Tune("moe_debug.toml", _ORDER_RANKS, machine=machine, memory="8GiB", processes=1)
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         with as_rank(_ORDER_RANKS, 0, _ORDER_RANKS), quiet(False):

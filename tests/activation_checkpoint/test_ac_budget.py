@@ -28,7 +28,7 @@ from titan_ext.activation_checkpoint.solver import (
     solve,
     table_of,
 )
-from titan_ext.base.op_cost import MACHINES
+from titan_ext.base.machines import MACHINES
 from titan_ext.base.tensors import local_tensor
 from titan_ext.plan.live import fsdp_kind
 

@@ -27,7 +27,7 @@ from titan_ext.activation_checkpoint import (
     presets,
 )
 from titan_ext.activation_checkpoint.op_effects import READ_NO_VALUES
-from titan_ext.base.op_cost import MACHINES
+from titan_ext.base.machines import MACHINES
 
 WIDTH = 8
 

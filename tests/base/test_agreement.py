@@ -11,7 +11,7 @@ import titan_ext
 from tests.helpers.cluster import RankError, run_ranks
 from tests.helpers.training import titan_config
 from titan_ext.base.messages import ranks_in_words
-from titan_ext.base.stdlib_corpus import default_tokenizer_path, make_corpus
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
 from titan_ext.run.start import RanksAgree, describe
 from titan_ext.run.trainer import extend_config
 
@@ -105,6 +105,7 @@ def _train(odd_rank: int) -> None:
     config = extend_config(titan_config("deepseek_v3"))
     config.debug.enable_structured_logging = False
     config.hf_assets_path = str(default_tokenizer_path())
+    config.dataloader.dataset = STDLIB_CORPUS  # type: ignore[attr-defined]
     if int(os.environ["RANK"]) == odd_rank:
         config.training.seq_len = 128
     config.build()

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_ext.base.machines import machine_of, machine_toml, nodes_of
-from titan_ext.base.op_cost import MACHINES
+from titan_ext.base.machines import MACHINES, machine_of, machine_toml, nodes_of
 
 ALL = "gemm = 1e11\ngrouped = 1e11\nattention = 2e10\nfp32 = 1e11\nmemory = 2e10\nin_node = 1e9\n"
 

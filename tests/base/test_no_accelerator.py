@@ -15,7 +15,7 @@ from torchtitan.tools import utils as titan_utils
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import titan_config
 from titan_ext.base import no_accelerator
-from titan_ext.base.op_cost import MACHINES
+from titan_ext.base.machines import MACHINES
 from titan_ext.run.trainer import extend_config
 
 GIB = 2**30

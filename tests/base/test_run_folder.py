@@ -50,6 +50,11 @@ def test_report_is_one_line_with_the_picture(tmp_path: Path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_of_a_run_that_saved_nothing_names_no_checkpoint(tmp_path: Path):
+    _log(tmp_path, "run", {1: 3.0}, wall_time=1.0)
+    assert report(tmp_path).endswith("no checkpoint")
+
+
 def test_a_folder_without_losses_is_an_error(tmp_path: Path):
     with pytest.raises(ValueError, match="no TensorBoard file"):
         report(tmp_path)

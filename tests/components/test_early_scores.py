@@ -15,7 +15,12 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from tests.helpers.training import Run, Runs, observed, titan_config, train
 from titan_ext.activation_checkpoint import FP8AC, measure_block
 from titan_ext.base import no_accelerator
-from titan_ext.components.early_scores import has_early_scores, use_early_scores
+from titan_ext.components.early_scores import (
+    EarlyScoreRoutedExperts,
+    has_early_scores,
+    use_early_scores,
+    with_early_scores,
+)
 from titan_ext.plan.stand_ins import use_stand_ins
 from titan_ext.run.trainer import extend_config
 
@@ -111,8 +116,18 @@ def test_it_trains(tmp_path: Path):
 
 def test_a_dry_run_checks_its_stand_ins_too():
     config = replace(extend_config(titan_config("deepseek_v3")), activation_checkpoint=EARLY)
+    config = with_early_scores(config)
     use_stand_ins(config)
     replace(config)
+
+
+def test_a_check_leaves_the_model_to_configs_that_share_it():
+    base = extend_config(titan_config("deepseek_v3"))
+    early = replace(base, activation_checkpoint=EARLY)
+    later = replace(early, activation_checkpoint=Config(preset="speed"))
+    built = [with_early_scores(config) for config in (early, base, later)]
+    found = [any(b.model_spec.traverse(EarlyScoreRoutedExperts.Config)) for b in built]
+    assert found == [True, False, False]
 
 
 def _layout(run: Run, *again: int) -> Any:

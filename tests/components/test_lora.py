@@ -1,6 +1,7 @@
 """Titan's LoRA: adapters train and agree, the rest stays frozen; unmanaged ones are refused."""
 
 import hashlib
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ from torchtitan.components.lora import LoRAConverter
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config, state_hash, titan_config, train
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.components.lora import wrong_targets
 from titan_ext.run.trainer import extend_config
 
 ADAPTERS = ("lora_a.weight", "lora_b.weight")
@@ -136,6 +138,28 @@ def test_linears_that_cannot_be_adapted_are_named(target_modules: list[str] | No
     config.model_spec.model = cast(Any, converter.convert(config.model_spec.model))
     with pytest.raises(ValueError, match=r"not .*wkv_a.* expected some of .*wq"):
         extend_config(config).build()
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (
+            ["wq", "inner_experts"],
+            "^inner_experts of this model can have no adapter; .*gate, lm_head",
+        ),
+        (["tok_embeddings"], "^tok_embeddings of this model"),
+        (["wqq"], "did you mean 'wq'"),
+        ([], "^it is empty"),
+        (["wq", "w1"], "^$"),
+        (None, "^$"),
+    ],
+)
+def test_targets_that_no_linear_has_are_named(targets: list[str] | None, said: str):
+    config = titan_config("deepseek_v3")
+    assert config.model_spec is not None
+    converter = LoRAConverter.Config(target_modules=targets)
+    model = cast(Any, converter.build().convert(cast(Any, config.model_spec.model)))
+    assert re.search(said, wrong_targets(model, converter))
 
 
 def _refusals(folder: Path) -> dict[str, Any]:

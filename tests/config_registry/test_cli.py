@@ -49,6 +49,8 @@ def test_help_and_missing_files_do_not_wait_for_torch():
         "main(['list'])\n"
         "assert main(['show', 'nothing.toml']) == main(['lst']) == 1\n"
         "assert main(['dry-run', 'nothing', '--ranks', '4']) == 1\n"
+        "wrong = ['--ranks', '4', '--machine', 'h10']\n"
+        "assert main(['dry-run', 'moe_debug.toml', *wrong]) == 1\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -78,21 +80,21 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture):
     assert out.splitlines()[2].endswith((".", ":")), "what the command does, in a sentence"
 
 
-def test_a_shipped_file_is_found_by_its_name(folder: Path):
-    assert find_config("moe_debug") == shipped_configs()["moe_debug"]
+def test_a_bare_name_is_titans_and_ours_end_in_toml(folder: Path):
     function = "deepseek_v3.deepseek_v3_16b"
-    assert find_config("deepseek_v3_16b") == function, "Titan's function comes first"
+    assert find_config("deepseek_v3_16b") == function
     assert find_config(function) == function
     assert find_config("deepseek_v3_16b.toml") == shipped_configs()["deepseek_v3_16b"]
     (folder / "moe_debug.toml").touch()
     assert find_config("moe_debug.toml") == Path("moe_debug.toml"), (
         "a file that is here comes first"
     )
-    config = config_registry.moe_debug()
-    assert config.training.steps == 30
-    with pytest.raises(ValueError, match="did you mean 'moe_debug'"):
-        config_registry.moe_debg  # noqa: B018
-    assert set(dir(config_registry)) >= {*shipped_configs(), *titan_configs()}
+    assert find_config("moe_debug_gpu.toml") == shipped_configs()["moe_debug_gpu"]
+    for name in ("moe_debug", "moe_debg"):
+        with pytest.raises(ValueError, match=r"did you mean .*moe_debug\.toml"):
+            getattr(config_registry, name)
+    assert getattr(config_registry, "moe_debug_gpu.toml")().training.steps == 30
+    assert set(dir(config_registry)) >= {*titan_configs()}
 
 
 @pytest.mark.parametrize("flags", [[], ["--changed"]])
@@ -151,7 +153,7 @@ def test_new_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFix
     assert load("mine.toml").training.steps == 7
     assert main(new) == 1
     assert capsys.readouterr().err == "mine.toml exists; choose another name, or edit it.\n"
-    assert main(["new", "moe_debug", "mine"]) == 1
+    assert main(["new", "moe_debug.toml", "mine"]) == 1
     assert "ends in .toml" in capsys.readouterr().err
     assert main(["new", "mine.toml", "next.toml"]) == 0
     assert load("next.toml").training.steps == 7
@@ -159,7 +161,7 @@ def test_new_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFix
 
 def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
     """The file serves another machine, where the package lies elsewhere."""
-    assert main(["new", "moe_debug", "mine.toml"]) == 0
+    assert main(["new", "moe_debug.toml", "mine.toml"]) == 0
     assert (folder / "mine.toml").read_text().splitlines()[0] == 'extends = "moe_debug.toml"'
     assert load("mine.toml").training.seq_len == 256
     (folder / "moe_debug.toml").write_text(DEBUG + "[training]\nseq_len = 64\n")
@@ -175,49 +177,65 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         (["show", "deepseek_v3_16"], "did you mean 'deepseek_v3_16b'"),
         (["show", "run.toml"], "run.toml: steps: no such key"),
         (
-            ["show", "moe_debug", "--parallelism.fsdp_wrap", "submodul"],
+            ["show", "moe_debug.toml", "--parallelism.fsdp_wrap", "submodul"],
             "command line: parallelism.fsdp_wrap: expected 'auto', 'submodule', 'experts' or "
             "'block', got \"submodul\"; did you mean 'submodule'?",
         ),
         (["lst"], "lst: no such command; did you mean 'list'?"),
         (["list", "--all"], "unknown: --all"),
-        (["show", "config.yaml"], "expected the path of a .toml file"),
+        (["show", "config.yaml"], "expected a .toml file"),
         (["show", "my_rnus.my_16b"], "no module my_rnus; did you mean 'my_runs'?"),
         (
             ["show", "run.toml", "--change"],
             "of titan_ext show; did you mean '--changed'?",
         ),
-        (["new", "moe_debug", "/proc/mine.toml"], "/proc/mine.toml: No such file or directory."),
+        (
+            ["new", "moe_debug.toml", "/proc/mine.toml"],
+            "/proc/mine.toml: No such file or directory.",
+        ),
         (["target", ".", "--steps", "-3"], "--steps is -3; expected 1 or more."),
         (["target", ".", "--steps", "0"], "--steps is 0; expected 1 or more."),
         (["report", "."], "no TensorBoard file"),
-        (["dry-run", "moe_debug", "--ranks", "4", "--rank", "4"], "--rank is 4"),
-        (["dry-run", "moe_debug", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
-        (["dry-run", "moe_debug", "--ranks", "4", "--allowance", "1GiB"], "needs --memory"),
-        (["dry-run", "moe_debug", "--ranks", "4", "--out", "plans"], "--out needs --memory"),
-        (["dry-run", "moe_debug", "--ranks", "4", "--imbalance", "3"], "expected 0 to 2"),
-        (["dry-run", "moe_debug", "--ranks", "1000000000"], "expected 1 to 1,048,576 ranks"),
-        (["tune", "moe_debug", "--ranks", "4", "--machine", "h10"], "did you mean 'h100'?"),
-        (["tune", "moe_debug", "--ranks", "4", "--rank", "4"], "--rank is 4"),
-        (["tune", "moe_debug", "--ranks", "4", "--out", "mine"], "whose name ends in .toml"),
-        (["tune", "moe_debug", "--ranks", "4", "--out", "run.toml"], "run.toml, which exists"),
-        (["tune", "moe_debug", "--ranks", "4", "--out", "no/a.toml"], "no such folder"),
-        (["tune", "moe_debug", "--ranks", "4", "--slower", "0"], "--slower is 0.0"),
-        (["tune", "moe_debug", "--ranks", "4", "--exact", "--batch", "free"], "--exact changes no"),
-        (["tune", "moe_debug", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
-        (["dry-run", "moe_debug", "--ranks", "4", "--on-cpu"], "--on-cpu needs --activations"),
-        (["dry-run", "moe_debug", "--ranks", "4", "--rank", "1", "--all-stages"], "no --rank"),
-        (["dry-run", "moe_debug", "--ranks", "4", "--memry", "8GiB"], "did you mean '--memory'"),
+        (["dry-run", "moe_debug.toml", "--ranks", "4", "--rank", "4"], "--rank is 4"),
+        (["dry-run", "moe_debug.toml", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
+        (["dry-run", "moe_debug.toml", "--ranks", "4", "--allowance", "1GiB"], "needs --memory"),
+        (["dry-run", "moe_debug.toml", "--ranks", "4", "--out", "plans"], "--out needs --memory"),
+        (["dry-run", "moe_debug.toml", "--ranks", "4", "--imbalance", "3"], "expected 0 to 2"),
+        (["dry-run", "moe_debug.toml", "--ranks", "1000000000"], "expected 1 to 1,048,576 ranks"),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--machine", "h10"], "did you mean 'h100'?"),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--rank", "4"], "--rank is 4"),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "mine"], "whose name ends in .toml"),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "run.toml"], "run.toml, which exists"),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "no/a.toml"], "no such folder"),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--slower", "0"], "--slower is 0.0"),
+        (
+            ["tune", "moe_debug.toml", "--ranks", "4", "--exact", "--batch", "free"],
+            "--exact changes no",
+        ),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
+        (["dry-run", "moe_debug.toml", "--ranks", "4", "--on-cpu"], "--on-cpu needs --activations"),
+        (["dry-run", "moe_debug.toml", "--ranks", "4", "--rank", "1", "--all-stages"], "no --rank"),
+        (
+            ["dry-run", "moe_debug.toml", "--ranks", "4", "--memry", "8GiB"],
+            "did you mean '--memory'",
+        ),
         # A value is no option: "rank" is not --rank.
         (
             [
-                *("dry-run", "moe_debug", "--ranks", "4", "--parallelism.exchange_rows", "rank"),
+                *(
+                    "dry-run",
+                    "moe_debug.toml",
+                    "--ranks",
+                    "4",
+                    "--parallelism.exchange_rows",
+                    "rank",
+                ),
                 *("--parallelism.expert_parallel_degree", "1"),
             ],
             "needs parallelism.expert_parallel_degree > 1",
         ),
         (
-            ["dry-run", "moe_debug", "--ranks", "4", "--memory", "8GiB", "--out", "run.toml"],
+            ["dry-run", "moe_debug.toml", "--ranks", "4", "--memory", "8GiB", "--out", "run.toml"],
             "run.toml: File exists.",
         ),
     ],

@@ -310,7 +310,7 @@ def test_titans_own_command_ends_with_the_message():
     ],
 )
 def test_a_misspelt_key_of_a_config_in_python(section: str, wrong: str, meant: str):
-    config = config_registry.moe_debug()
+    config = getattr(config_registry, "moe_debug.toml")()
     config.activation_checkpoint = FP8AC.Config()
     with pytest.raises(AttributeError, match=f"no key '{wrong}'; did you mean '{meant}'"):
         setattr(getattr(config, section), wrong, None)

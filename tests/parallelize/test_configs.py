@@ -202,6 +202,17 @@ def test_what_needs_python_in_each_step_is_refused_with_cuda_graphs(key: str, ac
     assert getattr(getattr(dataclasses.replace(ours, **on), section), name)
 
 
+def test_a_layout_without_cuda_graphs_leaves_other_configs_theirs(accelerator):
+    ours = extend_config(titan_config("deepseek_v3"))
+    assert not ours.training.disable_cuda_graphs
+    for parallelism in (
+        dataclasses.replace(ours.parallelism, expert_parallel_degree=2),
+        dataclasses.replace(ours.parallelism, pipeline_parallel_degree=2),
+    ):
+        assert dataclasses.replace(ours, parallelism=parallelism).training.disable_cuda_graphs
+    assert not ours.training.disable_cuda_graphs
+
+
 def _choices(hint: Any) -> set[str]:
     """The values of every Literal in a type."""
     if typing.get_origin(hint) is Literal:

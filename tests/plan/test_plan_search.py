@@ -106,7 +106,7 @@ def _solved_and_planned(folder: Path) -> tuple[Level, tuple[MemoryPlan, StepTime
     process that solved it and planned a block's units, and in one of its own."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with as_rank(2, 0):
-        job = Tune("moe_debug", 2, memory="8GiB").search([], folder)[0].job
+        job = Tune("moe_debug.toml", 2, memory="8GiB").search([], folder)[0].job
         layers = 2
         job = replace(job, depths=Depths(layers, layers, layers, head=1, period=1))
         keys = {LOCAL: 1, GLOBAL: 8}
@@ -681,7 +681,15 @@ def test_the_command_from_end_to_end(folder: Path):
     """The file that it writes is planned as it says: by a dry run, which solves its budget."""
     options = ("--ranks", "4", "--memory", "4GiB")
     done = run_command(
-        folder, "tune", "moe_debug_gpu", *options, "--exact", "--processes", "2", "--out", "my.toml"
+        folder,
+        "tune",
+        "moe_debug_gpu.toml",
+        *options,
+        "--exact",
+        "--processes",
+        "2",
+        "--out",
+        "my.toml",
     )
     assert (done.code, done.error) == (0, "")
     assert sorted(path.name for path in folder.iterdir()) == ["my.json", "my.png", "my.toml"]

@@ -23,8 +23,8 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, planned_config, start_as_planned
 from tests.plan.test_ledger import on_device, write_traces
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.base.machines import machine_of, machine_toml, nodes_of
-from titan_ext.base.op_cost import KINDS, MACHINES, collective_ms, op_cost
+from titan_ext.base.machines import KINDS, MACHINES, machine_of, machine_toml, nodes_of
+from titan_ext.base.op_cost import collective_ms, op_cost
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.elsewhere import MEASURED, calibrate
 from titan_ext.plan.ledger import Ledger

@@ -28,7 +28,7 @@ from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import Layout
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run
-from titan_ext.base.op_cost import MACHINES
+from titan_ext.base.machines import MACHINES
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.components.exchange import Exchange
 

@@ -35,7 +35,7 @@ from titan_ext.base.agreement import LastStep
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.run.checkpoints import verify_checksums, why_refused
-from titan_ext.run.start import Folder
+from titan_ext.run.start import Folder, Paths
 from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run.trainer import extend_config
 
@@ -203,10 +203,29 @@ def test_data_that_is_not_there_is_named_before_any_process_group(tmp_path: Path
     assert not torch.distributed.is_initialized()
 
 
+def test_own_text_is_a_folder_and_titans_sample_needs_its_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)  # no checkout of TorchTitan
+    config = cast(Any, extend_config(titan_config("deepseek_v3")))
+    config.hf_assets_path = str(tmp_path)
+    with pytest.raises(
+        ValueError, match="'c4_test', which is tests/assets/c4_test of TorchTitan's"
+    ):
+        Paths().before_start(config)
+    config.dataloader.dataset_path = str(tmp_path / "a.jsonl")
+    Path(config.dataloader.dataset_path).touch()
+    with pytest.raises(ValueError, match="a file; expected the folder of such files"):
+        Paths().before_start(config)
+    config.dataloader.dataset_path = str(tmp_path)
+    Paths().before_start(config)
+
+
 def test_a_tokenizer_that_is_not_there_is_named_before_any_process_group(tmp_path: Path):
     config = extend_config(titan_config("qwen3"))
     config.dump_folder = str(tmp_path)
     config.hf_assets_path = str(tmp_path / "nothing")
+    config.dataloader.dataset = "python_stdlib"  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"hf_assets_path is '.*/nothing': no such folder"):
         config.build()
     assert not torch.distributed.is_initialized()

@@ -79,7 +79,7 @@ def test_a_path_that_a_check_of_ours_refuses_is_not_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """Titan looks for the tokenizer before the corpus makes it."""
-    flags = ["--module", "titan_ext", "--config", "moe_debug", "--hf_assets_path", "nowhere"]
+    flags = ["--module", "titan_ext", "--config", "moe_debug.toml", "--hf_assets_path", "nowhere"]
     monkeypatch.setattr(sys, "argv", ["train.py", *flags])
     config: Any = ConfigManager().parse_args()
     assert config.hf_assets_path == "nowhere"

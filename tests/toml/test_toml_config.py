@@ -4,7 +4,7 @@ import enum
 import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 from torchtitan.components.optimizer import default_adamw
@@ -291,3 +291,18 @@ def test_enums_paths_tuples_and_dicts():
         filled(Paint, {"layers": [1, 0.5]})
     with pytest.raises(TomlConfigError, match=r"mix.red: expected a valid number, got \"1\""):
         filled(Paint, {"mix": {"red": "1"}})
+
+
+def test_an_empty_table_clears_what_the_file_before_has(config: Loader):
+    ours = config(
+        'extends = "middle.toml"\n[activation_checkpoint]\nop_policies = {}\n',
+        middle=DEBUG
+        + '[activation_checkpoint]\npolicy = "fp8"\nop_policies = { "*:aten.mm" = "save" }\n',
+    )
+    assert cast(Any, ours.activation_checkpoint).op_policies == {}
+    before = cast(Any, load("middle.toml").activation_checkpoint)
+    assert before.op_policies == {"*:aten.mm": "save"}
+    both = config(
+        'extends = "middle.toml"\n[activation_checkpoint.op_policies]\n"*:aten.bmm" = "save"\n'
+    )
+    assert set(cast(Any, both.activation_checkpoint).op_policies) == {"*:aten.mm", "*:aten.bmm"}

@@ -39,7 +39,7 @@ def test_every_value_has_an_origin(folder: Path):
     assert origins["activation_checkpoint.policy"] == "middle.toml"
     assert origins["activation_checkpoint.debug"] == "default of FullAC, see middle.toml"
     if no_accelerator.needed():
-        assert origins["training.disable_cuda_graphs"] == "titan_ext, for this machine"
+        assert origins["training.disable_cuda_graphs"] == "titan_ext, as the log says"
 
 
 def test_a_list_that_is_replaced_takes_the_origins_of_its_items_along(folder: Path):

@@ -33,7 +33,8 @@ from titan_ext.activation_checkpoint.op_policies import (
     is_exempt,
     op_name,
 )
-from titan_ext.base.op_cost import Machine, op_cost
+from titan_ext.base.machines import Machine
+from titan_ext.base.op_cost import op_cost
 from titan_ext.base.tensors import parts_in, storage_ids, tensors_in
 from titan_ext.fp8 import Codec
 

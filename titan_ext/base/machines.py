@@ -12,12 +12,146 @@ writes one with what kernels and links of a run took. Its keys are the attribute
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from titan_ext.base.messages import Mistakes, did_you_mean
-from titan_ext.base.op_cost import KINDS, MACHINES, RANKS_PER_NODE, Machine
+
+KINDS = (
+    *("codec", "grouped GEMM", "attention", "GEMM", "copies", "elementwise"),
+    *("exchanges", "gathers", "reductions", "collectives"),
+)
+"""What is slowed down by itself: kernels by ``op_cost.kernel_class``, and messages by what they are
+for."""
+RANKS_PER_NODE = 8
+"""Where nobody says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """An accelerator and its links, by rates that are reached, not by their data sheets.
+
+    Attributes:
+        gemm: Of single large bf16 matrix products, FLOP/s.
+        grouped: Of grouped ones (``torch._grouped_mm``) with very many rows an expert, FLOP/s.
+        half_rate_rows: Rows of an expert at which a grouped product has half of that: tiles of 128
+            rows are partly empty, and weights are read for few rows. torchao PR 2490 has 0.53 and
+            0.55 of an H100's peak at 512 rows an expert, of 0.71 with very many.
+        attention: Of fused attention, FLOP/s, of what a causal mask leaves.
+        fp32: Of fp32 matrix products, FLOP/s.
+        float8: How many times a bf16 product's rate one of float8 has: 1.88 to 2.09 on an H100
+            (rowwise, 8,192 rows and more, FBGEMM PR 2546).
+        memory: Of its memory, bytes/s.
+        in_node: Of a rank's fast link (NVLink) to the others of its node, bytes/s each way.
+        in_node_all_to_all: Of that link when all exchange tokens with all, bytes/s.
+        network: Of a rank's share of the network, bytes/s each way.
+        launch: Of the shortest kernel, seconds.
+        collective: Of the shortest collective, seconds.
+        host: Of its link to pinned memory of the host, bytes/s each way.
+        ranks_per_node, nvlink_domain: As such machines are usually built.
+        slower: How many times longer than by these rates a kind of kernels or messages takes, by
+            ``KINDS``, where a run was measured.
+        name: In ``MACHINES``, of what a file extends; by it Titan knows the peak.
+        capability: What Titan's converters ask for: "sm" of NVIDIA or "gfx" of AMD, and its two
+            numbers; None if unknown.
+    """
+
+    gemm: float
+    grouped: float
+    attention: float
+    fp32: float
+    memory: float
+    in_node: float
+    in_node_all_to_all: float
+    network: float = 45e9
+    half_rate_rows: float = 160.0
+    float8: float = 1.9
+    launch: float = 3e-6
+    collective: float = 15e-6
+    host: float = 50e9
+    ranks_per_node: int = RANKS_PER_NODE
+    nvlink_domain: int = RANKS_PER_NODE
+    slower: Mapping[str, float] = field(default_factory=dict)
+    name: str = ""
+    capability: tuple[str, int, int] | None = None
+
+
+# Rates of single kernels on an H100 SXM are those that are published as reached: of its 989 TFLOP/s
+# cuBLAS reaches 0.80, fused attention 0.45, and torch._grouped_mm 0.71 with 128,000 rows an expert
+# (298.7 ms for 2.1e14 FLOPs on an H200, pytorch PR 156203). Others are scaled from its data sheet
+# by theirs: reasoned, not measured. In GB200's and GB300's racks a node is a tray of 4, and NVLink
+# joins 72. torch's grouped kernels for Blackwell are CUTLASS's of the same PR; a profile of
+# gpt-oss 120B at 2,048 rows an expert shows 0.36 of the peak, 0.39 without what few rows cost.
+_H100 = Machine(
+    gemm=798e12,
+    grouped=704e12,
+    attention=450e12,
+    fp32=60e12,
+    memory=3.0e12,
+    in_node=360e9,
+    in_node_all_to_all=300e9,
+    capability=("sm", 9, 0),
+)
+# HGX B200: 2.25 PFLOP/s, 8 TB/s, 900 GB/s NVLink each way, 400 Gb/s network.
+_B200 = Machine(
+    gemm=1800e12,
+    grouped=880e12,
+    attention=1000e12,
+    fp32=70e12,
+    memory=7.0e12,
+    in_node=720e9,
+    in_node_all_to_all=600e9,
+    capability=("sm", 10, 0),
+)
+# GB200 NVL72: 2.5 PFLOP/s, 80 TFLOP/s in fp32, 8 TB/s, 450 GB/s a CPU to its two GPUs each way.
+_GB200 = replace(
+    _B200,
+    gemm=2000e12,
+    grouped=980e12,
+    attention=1110e12,
+    fp32=75e12,
+    host=180e9,
+    ranks_per_node=4,
+    nvlink_domain=72,
+)
+# MI300X: 1.3 PFLOP/s, 5.3 TB/s, seven links of 64 GB/s each way. Its peak is out of reach of its
+# power; MI355X: 2.5 PFLOP/s, 8 TB/s, seven links of 76.8 GB/s.
+_MI300X = Machine(
+    gemm=700e12,
+    grouped=490e12,
+    attention=400e12,
+    fp32=100e12,
+    memory=4.3e12,
+    in_node=340e9,
+    in_node_all_to_all=280e9,
+    capability=("gfx", 9, 4),
+)
+MACHINES = {
+    "h100": _H100,
+    # 96 GB of HBM2e at 2.4 TB/s and 500 W, on which TorchTitan's own figures were measured
+    # (benchmarks/llama3_h100_202412_torchtitan.md). Clocks go with the cube root of the power.
+    "h100hbm2e": replace(
+        _H100, gemm=713e12, grouped=629e12, attention=402e12, fp32=54e12, memory=2.15e12
+    ),
+    "h200": replace(_H100, memory=4.3e12),
+    "b200": _B200,
+    "b300": replace(_B200, network=90e9),  # ConnectX-8: 800 Gb/s
+    "gb200": _GB200,
+    "gb300": replace(_GB200, network=90e9),
+    "mi300x": _MI300X,
+    "mi355x": replace(
+        _MI300X,
+        gemm=1350e12,
+        grouped=950e12,
+        attention=770e12,
+        fp32=120e12,
+        memory=6.5e12,
+        in_node=410e9,
+        in_node_all_to_all=340e9,
+        capability=("gfx", 9, 5),
+    ),
+}
 
 _SUFFIX = ".toml"
 _EXTENDS, _SLOWER = "extends", "slower"

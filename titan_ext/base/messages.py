@@ -131,7 +131,10 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+BYTES = {
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+    **{"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+}
 """Units of sizes that users give."""
 
 
@@ -166,8 +169,12 @@ _NOISE = (
     ("__post_init__", "initial_load_model_only=True has no effect"),
     # run.checks refuses a tokenizer that is missing; that of the corpus is made first.
     ("_validate_config", "HF assets path "),
+    # There is no peak of a CPU to compare with; the log of each step says "mfu: N/A".
+    ("__init__", "Peak FLOPS used for computing MFU: nan"),
+    # A container without pciutils. Titan goes by the name that the driver tells.
+    ("get_peak_flops", "Error running lspci"),
 )
-"""Warnings of Titan's config classes that are never shown, by function and first words."""
+"""Lines of Titan's log that say nothing of a healthy run, by function and first words."""
 
 
 def warn_once() -> None:

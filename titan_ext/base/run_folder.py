@@ -64,10 +64,11 @@ def report(folder: Path) -> str:
     picture = folder / "loss.png"
     _draw(losses, picture)
     first, last = min(losses), max(losses)
+    step = latest_checkpoint_step(folder)
+    saved = f"checkpoint {folder / 'checkpoint'}/step-{step}" if step else "no checkpoint"
     return (
         f"loss {losses[first]:.3f} at step {first} -> {losses[last]:.3f} at step {last}; "
-        f"{picture}, TensorBoard {folder / 'tb'}, "
-        f"checkpoint {folder / 'checkpoint'}/step-{latest_checkpoint_step(folder)}"
+        f"{picture}, TensorBoard {folder / 'tb'}, {saved}"
     )
 
 

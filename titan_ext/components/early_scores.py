@@ -9,6 +9,8 @@ parallelism one more all-to-all takes the scores to the experts, an fp32 number 
 their gradients back. The last bits change, so this is off by default.
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -79,12 +81,9 @@ class EarlyScoreRoutedExperts(RoutedExperts):
         self.inner_experts.send_scores = self.token_dispatcher.send_scores
 
 
-def use_early_scores(spec: ModelSpec) -> None:
-    """Swap the routed experts in the model config of ``spec``, in place. Twice is harmless.
-
-    Raises ValueError for a model without Titan's routed experts, or with experts or a dispatcher of
-    its own.
-    """
+def check_early_scores(spec: ModelSpec) -> None:
+    """Raise ValueError for a model without Titan's routed experts, or with experts or a dispatcher
+    of its own; ``spec`` stays as it is."""
     found = [cast(RoutedExperts.Config, c) for _, c, _, _ in spec.traverse(RoutedExperts.Config)]
     stock = [config for config in found if type(config) is not EarlyScoreRoutedExperts.Config]
     dispatchers = (
@@ -103,6 +102,14 @@ def use_early_scores(spec: ModelSpec) -> None:
             "kind than Titan's grouped experts and its all-to-all."
         )
 
+
+def use_early_scores(spec: ModelSpec) -> None:
+    """Swap the routed experts in the model config of ``spec``, in place. Twice is harmless.
+
+    Raises ValueError as ``check_early_scores`` does.
+    """
+    check_early_scores(spec)
+
     def ours(config: RoutedExperts.Config) -> RoutedExperts.Config:
         if isinstance(config, EarlyScoreRoutedExperts.Config):
             return config
@@ -118,6 +125,23 @@ def use_early_scores(spec: ModelSpec) -> None:
         )
 
     replace_configs(spec, RoutedExperts.Config, ours)
+
+
+def with_early_scores(config: Any) -> Any:
+    """A trainer's config whose model has the routed experts that its policy asks for.
+
+    ``config`` stays as it is, since others may share its model: the model is copied. The same
+    config returns where the policy does not ask, or the model has them.
+    """
+    spec, policy = config.model_spec, config.activation_checkpoint
+    experts = [type(c) for _, c, _, _ in spec.traverse(RoutedExperts.Config)] if spec else []
+    asks = getattr(policy, "score_before_last_gemm", False)
+    if not asks or all(kind is EarlyScoreRoutedExperts.Config for kind in experts):
+        return config
+    changed = copy.copy(config)
+    changed.model_spec = dataclasses.replace(spec, model=copy.deepcopy(spec.model))
+    use_early_scores(changed.model_spec)
+    return changed
 
 
 def has_early_scores(model: nn.Module) -> bool:

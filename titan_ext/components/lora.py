@@ -21,11 +21,12 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model import BaseModel
 
-from titan_ext.base.messages import and_more
+from titan_ext.base.messages import and_more, did_you_mean
 from titan_ext.base.run_folder import whole_checkpoint_steps
 
 _PREFIX = "base_model.model."
@@ -46,6 +47,29 @@ def _adapted(model: BaseModel.Config) -> dict[str, Any]:
     """The linears with adapters, by name."""
     linears = {name: linear for name, linear, _, _ in model.traverse(Linear.Config, recurse=True)}
     return {name: linear for name, linear in linears.items() if hasattr(linear, "rank")}
+
+
+def wrong_targets(model: BaseModel.Config, converter: Any) -> str:
+    """The reason why no linear of ``model`` has what ``converter`` adapts; "" if all have.
+
+    Titan warns of a target that matches nothing and trains the others; without any the optimizer
+    gets an empty list of parameters.
+
+    Args:
+        model: The model's config, after the converter.
+        converter: A converter's config; one of another kind than ``LoRAConverter`` is passed over.
+    """
+    targets = getattr(converter, "target_modules", None)
+    if not isinstance(converter, LoRAConverter.Config) or targets is None:
+        return ""
+    linears = {name: at for name, at, _, _ in model.traverse(Linear.Config, recurse=True)}
+    names = sorted({name.rsplit(".", 1)[-1] for name in linears})
+    missing = [target for target in targets if target not in names]
+    if targets and not missing:
+        return ""
+    said = f"{and_more(missing)} of this model can have no adapter" if missing else "it is empty"
+    nearest = did_you_mean(missing[0], names) if missing else "."
+    return f"{said}; expected the last part of names of linears: {and_more(names, 20)}{nearest}"
 
 
 def check_lora_targets(model: BaseModel.Config, config: Any) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Titan's entry point: ``--module titan_ext --config NAME`` calls ``NAME()`` here.
 
-NAME is a TOML file (``my_run.toml``; a shipped one also by its name, ``moe_debug``), any config
-function of Titan's own models (``deepseek_v3_16b``), or one of the user's as ``module.function``.
+NAME is a TOML file (``my_run.toml``, or a shipped one, ``moe_debug.toml``), any config function of
+Titan's own models (``deepseek_v3_16b``), or one of the user's as ``module.function``.
 ``toml.find`` tells which; ``__getattr__`` finds them.
 
 This module imports torch and Titan only when someone asks for a config. Titan mistakes an
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ext.base.messages import Mistakes, end_with_messages, log_on_one_node, shipped_configs
+from titan_ext.base.messages import Mistakes, end_with_messages, log_on_one_node
 from titan_ext.toml.find import check_config, find_config, module_and_config, titan_configs
 
 if TYPE_CHECKING:
@@ -59,4 +59,4 @@ def __getattr__(name: str) -> Callable[[], Any]:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *titan_configs(), *shipped_configs()])
+    return sorted([*globals(), *titan_configs()])

@@ -27,7 +27,7 @@ from titan_ext.config_registry.run_commands import Check, Ledger, Peft, Report, 
 from titan_ext.config_registry.terminal import coloured, working
 from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.files import nearest, to_toml
-from titan_ext.toml.find import check_config, extends_in, listing
+from titan_ext.toml.find import check_config, extends_in, listing, written_for
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     "titan_ext: train mixture-of-experts models with TorchTitan in less memory. "
-    "CONFIG is the path of a TOML file, the name of a shipped one (moe_debug), a config function "
+    "CONFIG is the path of a TOML file, the name of a shipped one (moe_debug.toml), a function "
     "of TorchTitan's models (deepseek_v3_16b), or one of yours (my_runs.my_16b). titan_ext list "
     "shows them. Titan's flags (--training.steps 50) go after it and win over the file."
 )
@@ -161,7 +161,11 @@ class DryRun:
             self._run(flags, Path(folder))
 
     def _run(self, flags: list[str], folder: Path) -> None:
+        from titan_ext.base.machines import machine_of, nodes_of
+
         memory, allowance = size_of("--memory", self.memory), size_of("--allowance", self.allowance)
+        of_machine = machine_of(self.machine).capability if self.machine else None
+        check_config(self.config)
         fits, no_plan = self.activations == "fit", not (self.memory or self.activations)
         activations = None if fits else size_of("--activations", self.activations)
         ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"
@@ -202,7 +206,6 @@ class DryRun:
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext.activation_checkpoint.solved import has_budget
         from titan_ext.base import no_accelerator
-        from titan_ext.base.machines import machine_of, nodes_of
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import dry_run
         from titan_ext.plan.elsewhere import compare
@@ -218,11 +221,13 @@ class DryRun:
         )
         with as_rank(self.ranks, self.rank, self.ranks_per_node, self.nvlink_domain):
             self._calibrate(self.out or folder)
-            of_machine = machine_of(self.machine).capability if self.machine else None
             with no_accelerator.as_with_an_accelerator(of_machine):
                 resolved = resolve_config(self.config, flags)
                 config = resolved.config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
+            for file, ranks in written_for(resolved.files):
+                if ranks != self.ranks:
+                    print(f"{'note':12}{file} is written for {ranks} ranks; this is {self.ranks}")
             experts = config.parallelism.expert_parallel_degree
             if self.imbalance != 1 and not 0 <= self.imbalance <= experts:
                 raise ValueError(

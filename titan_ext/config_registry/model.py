@@ -22,6 +22,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext.base.messages import REFUSED_MODELS
+from titan_ext.components.lora import wrong_targets
 from titan_ext.parallelize.passes import extend_model_spec
 from titan_ext.run.trainer import extended_class, extended_sections
 from titan_ext.toml.convert import Given, convert, values_of
@@ -182,6 +183,9 @@ def choose_model(
     if base.call and (given or arguments != base.call.arguments):
         at_model = given[-1].at if given else at.below(MODEL)
         values["model_spec"] = _make_spec(base.call, arguments, at_model)
+    for index, converter in enumerate(arguments.get("converters") or ()):
+        if problem := wrong_targets(values["model_spec"].model, converter):
+            raise at.below(f"{MODEL}.converters.{index}.target_modules").error(problem)
     if isinstance(spec.model, Decoder.Config):
         sizes = spec.model.vocab_size, values["model_spec"].model.vocab_size
         values["loss"] = _fit_vocabulary(values["loss"], *sizes, at.below("loss"))

@@ -111,7 +111,7 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
     for key, value in resolved.values.items():
         origin = KeyLocation("", key, at.origins).origin() or base.name
         if wanted.get(key, value) != value:
-            origin = "titan_ext, for this machine"  # which has no accelerator
+            origin = "titan_ext, as the log says"  # no accelerator, or no CUDA graphs
         elif key in named or before.get(key, value) != value or key not in before:
             origin = COMMAND_LINE
         resolved.origins[key] = origin

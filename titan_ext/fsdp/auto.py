@@ -77,8 +77,11 @@ def choose(
     if units_are_given:
         return chosen
     buffers = chosen.reduce_scatter_inputs
-    more = f", {buffers} reduce-scatter buffers" if buffers > 1 else ""
-    said = f'auto is "{chosen.wrap}"{more} (EP {ep}, experts\' shards {where})'
+    words = [f'auto is "{chosen.wrap}"'] if settings.wrap == "auto" else []
+    words += [f"{buffers} reduce-scatter buffers"] if buffers > 1 else []
+    if not words:  # the config itself says all of it
+        return chosen
+    said = f"{', '.join(words)} (EP {ep}, experts' shards {where})"
     logger.info(f"FSDP units: {said}")
     return replace(chosen, chosen=said)
 

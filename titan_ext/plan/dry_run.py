@@ -35,6 +35,7 @@ from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import plain_tensors
 from titan_ext.base.titan.batch import microbatches_of_pass, shape_of_tokens, tokens_of_microbatch
 from titan_ext.base.titan.parallelism import pipeline_mesh
+from titan_ext.components.early_scores import with_early_scores
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.plan.live import LASTING, LiveBytes
@@ -408,6 +409,7 @@ def dry_run(
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
+    config = with_early_scores(config)  # the trainer's part, of experts that have no stand-ins yet
     dispatchers = use_stand_ins(
         config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance, document=document
     )

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan_ext.base.machines import KINDS
 from titan_ext.base.messages import ranks_in_words
-from titan_ext.base.op_cost import KINDS
 from titan_ext.plan.time import Part
 from titan_ext.plan.trace import Trace, read_trace
 from titan_ext.run.pace import slow_link

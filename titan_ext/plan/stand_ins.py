@@ -35,7 +35,8 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, BaseEPTokenDispatcher
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.base.op_cost import NVLINK_DOMAIN, RANKS_PER_NODE
+from titan_ext.base.machines import RANKS_PER_NODE
+from titan_ext.base.op_cost import NVLINK_DOMAIN
 from titan_ext.base.titan.attention import as_models_call, rows_of
 from titan_ext.base.titan.batch import tokens_of_microbatch
 from titan_ext.base.titan.data import BaseDataLoader

@@ -28,11 +28,10 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
-from titan_ext.base.machines import machine_of
+from titan_ext.base.machines import Machine, machine_of
 from titan_ext.base.op_cost import (
     COLLECTIVES,
     SYNC_MS,
-    Machine,
     collective_kind,
     group_ms,
     groups_of,

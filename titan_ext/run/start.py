@@ -25,6 +25,7 @@ from typing import IO, Any
 import torch
 import torchtitan
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.observability.structured_logger.jsonl_handler import TraceJsonlHandler
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -42,6 +43,12 @@ _HELD_ELSEWHERE = (errno.EACCES, errno.EAGAIN)
 _held: dict[Path, IO[str]] = {}
 """Locks of this process. Closing any file of the name would give its lock back."""
 _LOCAL = ("/", "./", "../", "~")
+_IN_CHECKOUT = "tests/assets/"
+_WITHOUT_CHECKOUT = (
+    f'or {STDLIB_CORPUS} for one that is made here: "--hf_assets_path {STDLIB_CORPUS} '
+    f'--dataloader.dataset {STDLIB_CORPUS}" (--config moe_debug.toml has both)'
+)
+"""What trains a config of Titan's that names files of its checkout."""
 _PACKAGES = (torch, torchtitan, titan_ext)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN_KEYS = 10
@@ -56,8 +63,19 @@ class Paths(RunCheck):
         A name like "allenai/c4" may be on the Hugging Face hub; the loader checks it.
         """
         loader = config.dataloader
+        name = str(getattr(loader, "dataset", ""))
         path = str(getattr(loader, "dataset_path", None) or "")
-        is_made_here = getattr(loader, "dataset", "") == STDLIB_CORPUS
+        is_made_here = name == STDLIB_CORPUS
+        known = getattr(DATASETS.get(name), "path", "")
+        if not path and known.startswith(_IN_CHECKOUT) and not Path(known).exists():
+            raise ValueError(
+                f"dataloader.dataset is {name!r}, which is {known} of TorchTitan's checkout, and "
+                f"that is not here. Expected dataloader.dataset_path, {_WITHOUT_CHECKOUT}."
+            )
+        if Path(path).is_file():
+            raise ValueError(
+                f"dataloader.dataset_path is {path!r}, a file; expected the folder of such files."
+            )
         if path.startswith(_LOCAL) and not Path(path).exists() and not is_made_here:
             raise ValueError(
                 f"dataloader.dataset_path is {path!r}: no such file or folder; expected one, or "
@@ -67,7 +85,7 @@ class Paths(RunCheck):
         if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not Path(assets).is_dir():
             raise ValueError(
                 f"hf_assets_path is {assets!r}: no such folder; expected one with the files of a "
-                f'tokenizer, or "{STDLIB_CORPUS}" in a TOML file.'
+                f"tokenizer, {_WITHOUT_CHECKOUT}."
             )
 
 

@@ -9,7 +9,7 @@ the checks around training.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.config import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext.activation_checkpoint import FP8AC
@@ -26,10 +27,15 @@ from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import Mistakes, are_checked_later, set_known_key
 from titan_ext.base.run_check import RunCheck, world_size
-from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus, register_stdlib_corpus
+from titan_ext.base.stdlib_corpus import (
+    STDLIB_CORPUS,
+    default_tokenizer_path,
+    make_corpus,
+    register_stdlib_corpus,
+)
 from titan_ext.base.titan.data import named_data
 from titan_ext.components.dispatch import check_dispatchers
-from titan_ext.components.early_scores import use_early_scores
+from titan_ext.components.early_scores import check_early_scores, with_early_scores
 from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.float8_linears import check_float8
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
@@ -96,7 +102,10 @@ class Trainer(TitanTrainer):
             mistakes = Mistakes(wrong_values(self))
             mistakes.raise_all()  # the other checks compute with the values
             mistakes.extend(wrong_degrees(self, ranks=None))
+            if self.hf_assets_path == STDLIB_CORPUS:  # by a flag; resolve() does it for files
+                self.hf_assets_path = str(default_tokenizer_path())
             no_accelerator.adapt_config(self)
+            self._leave_out_cuda_graphs()
             compiled = compiles_model(self.compile)
             policy = self.activation_checkpoint
             checks: list[Callable[[], object]] = [
@@ -126,11 +135,21 @@ class Trainer(TitanTrainer):
                     blocks = len(getattr(spec.model, "layers", ()))
                     checks.append(lambda: policy.check_exempt(blocks))
                 if getattr(policy, "score_before_last_gemm", False):
-                    checks.append(lambda: use_early_scores(spec))
+                    checks.append(lambda: check_early_scores(spec))
             for check in checks:
                 with mistakes.noting():
                     check()
             mistakes.raise_all()
+
+        def _leave_out_cuda_graphs(self) -> None:
+            """Switch CUDA graphs off where Titan refuses them: they are on by default there."""
+            try:
+                self._validate_cuda_graphs()
+            except ValueError as error:
+                # The section may belong to other configs, too.
+                self.training = replace(self.training, disable_cuda_graphs=True)
+                why = str(error).partition(". ")[0]
+                logger.info(f"training.disable_cuda_graphs is true: {why}.")
 
         def _check_exchanges(self) -> None:
             for key, value in changed_exchanges(self.parallelism).items():
@@ -162,13 +181,15 @@ class Trainer(TitanTrainer):
         Mistakes(wrong_degrees(config, world_size(config))).raise_all()
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
-        if getattr(config.dataloader, "dataset", "") == STDLIB_CORPUS:
+        loaders = config.dataloader, config.validator.dataloader
+        data = [getattr(loader, "dataset", "") for loader in loaders]
+        if STDLIB_CORPUS in data or config.hf_assets_path == str(default_tokenizer_path()):
             make_corpus()  # before anyone looks for the tokenizer
         self.checks = [check() for check in self.run_checks]
         for check in self.checks:
             check.before_start(config)
         with no_accelerator.layout_independent_init():
-            super().__init__(config)
+            super().__init__(with_early_scores(config))
         if has_no_accelerator:
             # Titan leaves the MFU out of its metrics where quantisation makes it meaningless, and
             # has no other switch for it. There is no peak to compare a CPU with.

@@ -199,10 +199,17 @@ def _class_for(declared: Any, choice: str, table: dict, at: KeyLocation, current
 
 
 def _items(kind: Any, item: Any, tables: list[Given], current: Any) -> Any:
-    """A dict or a list with some of its items changed; ``[section.list.0]`` is the first item."""
+    """A dict or a list with some of its items changed; ``[section.list.0]`` is the first item.
+
+    An empty table clears a dict: without it no file could take back what the one that it extends
+    has.
+    """
     at = tables[-1].at
     if kind is dict:
         items = dict(current) if isinstance(current, dict) else {}
+        if any(not table.value for table in tables):
+            last = max(i for i, table in enumerate(tables) if not table.value)
+            items, tables = {}, tables[last + 1 :]
     else:
         items = {str(i): each for i, each in enumerate(current or ())}
     if not items:

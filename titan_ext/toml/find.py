@@ -47,7 +47,7 @@ def listing() -> Iterator[str]:
     for name, path in shipped_configs().items():
         comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
         sentence = " ".join(line.strip("# ") for line in comment).partition(". ")[0]
-        yield f"  {name:20} {sentence}"
+        yield f"  {name + '.toml':30} {sentence}"
     yield "config functions of TorchTitan, by model:"
     by_model: dict[str, list[str]] = {}
     for name, module in titan_configs().items():
@@ -64,16 +64,19 @@ def model_of(module: str) -> str:
 def find_config(name: str) -> Path | str:
     """The TOML file that ``name`` means, or what a file that extends a function has as ``extends``.
 
-    A shipped file is found by its name. Where Titan has a config function of that name, the
-    function comes first, and ``NAME.toml`` is the file. ``module.function`` is taken as it is.
-    Raises ValueError if it is none of these.
+    A bare name is a function of Titan's, a name that ends in ``.toml`` a file; one that is not
+    there may be shipped. ``module.function`` is taken as it is. Raises ValueError if it is none of
+    these.
     """
     if name.endswith(".toml"):
         return toml_file(name)
     if name in titan_configs():
         return f"{model_of(titan_configs()[name])}.{name}"
     if name in shipped_configs():
-        return shipped_configs()[name]
+        raise ValueError(
+            f"--config {name}: TorchTitan has no config function of that name; did you mean the "
+            f"shipped file {name}.toml?"
+        )
     if name in _all_titan_configs():
         model = model_of(_all_titan_configs()[name])
         raise ValueError(
@@ -82,9 +85,9 @@ def find_config(name: str) -> Path | str:
     if _FUNCTION.fullmatch(name) and not Path(name).exists():
         return name
     raise ValueError(
-        f"--config {name}: expected the path of a .toml file, the name of a shipped one, a config "
-        "function of one of TorchTitan's language models, or one of yours as MODULE.FUNCTION"
-        f"{did_you_mean(name, [*shipped_configs(), *titan_configs()])}"
+        f"--config {name}: expected a .toml file, yours or a shipped one, a config function of one "
+        "of TorchTitan's language models, or one of yours as MODULE.FUNCTION"
+        f"{did_you_mean(name, [*(f'{n}.toml' for n in shipped_configs()), *titan_configs()])}"
     )
 
 
@@ -92,6 +95,14 @@ def check_config(name: str) -> None:
     """Raise ValueError for a config that is not there, or is no TOML; torch is not imported."""
     if isinstance(found := find_config(name), Path):
         read_chain(found)
+
+
+def written_for(files: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """The last of ``files`` that says in a comment for how many ranks it is, and its number."""
+    for file in reversed(files):
+        if said := re.search(r"^# world size: (\d+)$", Path(file).read_text(), re.MULTILINE):
+            yield file, int(said[1])
+            return
 
 
 def extends_in(folder: Path, config: str) -> str:

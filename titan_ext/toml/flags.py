@@ -138,9 +138,11 @@ def _error(
     section, dot, name = key.rpartition(".")
     having = [p for p, cls in policies.get(section, {}).items() if name in _names_of(cls)]
     values = [_value(word) for word in words]
-    if isinstance(known.get(key), bool):
+    if isinstance(known.get(key), bool) and words:
         expected = f"--{key} or --{section}{dot}no-{name}"
         problem = f"takes no value; expected {expected}, got {' '.join(words)}."
+    elif isinstance(known.get(key), bool):
+        problem = said  # the class's own reason, such as another key that it needs
     elif key in known and not words:
         problem = "expected a value after it."
     elif "names and values" in said:  # names.table_flag
