@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import pytest
 import tyro
@@ -18,9 +18,12 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from tests.helpers.toml_files import DATA, DEBUG, QWEN, Loader, filled, model_text, resolve_text
-from titan_ext.config_registry.resolve import resolve
+from titan_ext.components.lora import lora_settings
+from titan_ext.config_registry.resolve import load, resolve
 from titan_ext.parallelize.passes import parallelize
 from titan_ext.run.trainer import extend_config
+from titan_ext.toml.files import TomlConfigError
+from titan_ext.toml.values import dump
 
 
 @pytest.mark.parametrize(
@@ -312,3 +315,68 @@ def test_calls_of_the_registry_are_seen_however_they_are_spelled(
 
     assert stock.model_registry.__module__ == "torchtitan.models.qwen3"
     assert not hasattr(stock.model_registry, "__wrapped__")  # Titan's own is as it was
+
+
+_FUNCTIONS = {
+    "deepseek_v3": "deepseek_v3_debugmodel",
+    "qwen3": "qwen3_moe_debug",
+    "gpt_oss": "gpt_oss_debugmodel",
+    "llama3": "llama3_debugmodel",
+    "kimi_k2_7": "kimi_k2_5_debugmodel",
+    "muse_glimmer": "muse_glimmer_debugmodel",
+}
+_CHANGED = """
+from torchtitan.models.{model} import config_registry, model_registry  # noqa: F401
+def stock():
+    return config_registry.{function}()
+def changed():
+    config = config_registry.{function}()
+    model = config.model_spec.model
+    model.layers = model.layers[:2]
+    model.layers[1].attention_norm.eps = 0.25
+    model.norm.eps = 0.5
+    return config
+"""
+_LORA = """
+[[model.converters]]
+component = "torchtitan.components.lora.LoRAConverter"
+target_modules = ["wo"]
+[[optimizer.param_groups]]
+pattern = ".*"
+optimizer_name = "AdamW"
+"""
+
+
+@pytest.mark.parametrize("model", _FUNCTIONS)
+def test_what_a_file_does_not_name_stays_as_the_function_made_it(
+    model: str, folder: Path, config: Loader
+):
+    text = _CHANGED.format(model=model, function=_FUNCTIONS[model])
+    (folder / f"mine_{model}.py").write_text(text)
+    for name in ("stock", "changed"):
+        of_function = config(f'extends = "mine_{model}.{name}"\n')
+        (folder / "whole.toml").write_text(dump(of_function))  # names every key, [model] too
+        assert model_text(load("whole.toml")) == model_text(of_function)
+    adapted = config(f'extends = "mine_{model}.changed"\n' + _LORA)
+    found = cast(Any, adapted.model_spec).model
+    assert len(found.layers) == 2
+    assert (found.layers[1].attention_norm.eps, found.norm.eps) == (0.25, 0.5)
+    assert lora_settings(found) == {(8, 16.0)}
+
+
+def test_what_a_file_and_a_function_both_change_is_refused(folder: Path, config: Loader):
+    (folder / "mine.py").write_text(
+        "from torchtitan.models.deepseek_v3 import config_registry, model_registry\n"
+        "from torchtitan.models.common.attention import ScaledDotProductAttention\n"
+        "def run():\n"
+        "    config = config_registry.deepseek_v3_debugmodel()\n"
+        "    attention = config.model_spec.model.layers[3].attention\n"
+        "    attention.inner_attention = ScaledDotProductAttention.Config()\n"
+        "    return config\n"
+    )
+    with pytest.raises(
+        TomlConfigError,
+        match=r"model: mine.run changes model\.layers\.3\.attention\.inner_attention after .*"
+        r"model_registry, and so does model\.attn_backend: only one can",
+    ):
+        config('extends = "mine.run"\n[model]\nattn_backend = "varlen"\n')

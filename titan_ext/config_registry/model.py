@@ -3,7 +3,8 @@
 
 ``[model]`` holds what Titan's config functions pass to ``model_registry``. A config holds the
 finished spec. To change a choice, titan_ext makes a new spec from the same registry, with the
-function's other choices.
+function's other choices. What the function changes after its call of the registry (layers, sizes,
+norms) is merged into it, field by field; where both change one field, the file is refused.
 """
 
 import functools
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torchtitan.experiments import _supported_experiments
 from torchtitan.models import _supported_models
@@ -21,10 +22,11 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer as TitanTrainer
 
-from titan_ext.base.messages import REFUSED_MODELS
+from titan_ext.base import no_accelerator
+from titan_ext.base.messages import REFUSED_MODELS, and_more
 from titan_ext.components.lora import wrong_targets
 from titan_ext.parallelize.passes import extend_model_spec
-from titan_ext.run.trainer import extended_class, extended_sections
+from titan_ext.run.trainer import Trainer, extended_class, extended_sections
 from titan_ext.toml.convert import Given, convert, values_of
 from titan_ext.toml.files import MODEL, KeyLocation, import_first, import_problem, nearest, to_toml
 
@@ -55,6 +57,8 @@ class Base(NamedTuple):
     values: dict[str, Any]
     call: RegistryCall | None
     """The function's call of a registry; None if it made none that we saw."""
+    is_fresh: bool
+    """Whether the function returned a config of Titan's, and not one of ours, which is checked."""
 
 
 def load_base(name: str, at: KeyLocation) -> Base:
@@ -87,7 +91,9 @@ def load_base(name: str, at: KeyLocation) -> Base:
     spec = values["model_spec"]
     # Ours shares the model with Titan's; the last call is the one whose result was kept.
     kept = [call for call in calls if spec is not None and call.spec.model is spec.model]
-    return Base(name, extended_class(type(config)), values, kept[-1] if kept else None)
+    is_fresh = not isinstance(config, Trainer.Config)
+    cls = extended_class(type(config))
+    return Base(name, cls, values, kept[-1] if kept else None, is_fresh)
 
 
 def _find_function(name: str, at: KeyLocation) -> Callable[[], Any]:
@@ -180,9 +186,9 @@ def choose_model(
             else replace(converter, **{_COMPILED: compiled})
             for index, converter in enumerate(converters)
         ]
-    if base.call and (given or arguments != base.call.arguments):
+    if base.call and arguments != base.call.arguments:
         at_model = given[-1].at if given else at.below(MODEL)
-        values["model_spec"] = _make_spec(base.call, arguments, at_model)
+        values["model_spec"] = _remade(base, arguments, at_model)
     for index, converter in enumerate(arguments.get("converters") or ()):
         if problem := wrong_targets(values["model_spec"].model, converter):
             raise at.below(f"{MODEL}.converters.{index}.target_modules").error(problem)
@@ -217,6 +223,73 @@ def _arguments(base: Base, given: list[Given]) -> dict[str, Any]:
                 current = arguments.get(name, MISSING)
                 arguments[name] = convert(hints.get(name, Any), [Given(below, value)], current)
     return arguments
+
+
+def _remade(base: Base, arguments: dict[str, Any], at: KeyLocation) -> ModelSpec:
+    """The function's spec with other ``arguments`` for its registry."""
+    assert base.call is not None
+    mine = base.values["model_spec"]
+    before, after = (_make_spec(base.call, args, at) for args in (base.call.arguments, arguments))
+    if not base.is_fresh:  # checked in Python already, which adapts attention to this machine
+        for spec in (before, after):
+            no_accelerator.adapt_spec(spec)
+    hooks = (spec.post_optimizer_build_fn for spec in (before, after, mine))
+    try:
+        merged = _merge("model", before.model, after.model, mine.model)
+        # LoRA takes balancing of load away; a function may have put a hook of its own there.
+        hook = _merge("post_optimizer_build_fn", *hooks)
+    except _ConflictError as conflict:
+        changed = [name for name in arguments if arguments[name] != base.call.arguments.get(name)]
+        raise at.error(
+            f"{base.name} changes {conflict} after {_name(base.call.registry)}, and so does "
+            f"{and_more([f'{MODEL}.{name}' for name in changed])}: only one can. Set it in the "
+            "function."
+        ) from None
+    return replace(mine, model=merged, flavor=after.flavor, post_optimizer_build_fn=hook)
+
+
+class _ConflictError(Exception):
+    """A field that a file and the function change; the message is its name."""
+
+
+def _merge(name: str, before: Any, after: Any, mine: Any) -> Any:
+    """``mine`` with what is other in ``after`` than in ``before``; a three-way merge of configs."""
+    if _equal(before, after):
+        return mine
+    if _equal(before, mine) or _equal(after, mine):
+        return after
+    if isinstance(before, list) and len(before) == len(after) >= len(mine):  # layers taken away
+        rows = zip(before, after, mine, strict=False)
+        return [_merge(f"{name}.{index}", *row) for index, row in enumerate(rows)]
+    if is_dataclass(before) and type(mine) is type(before):
+        values = {f.name: getattr(after, f.name) for f in fields(cast(Any, after)) if f.init}
+        for key in values.keys() & {f.name for f in fields(before) if f.init}:
+            parts = (getattr(config, key) for config in (before, after, mine))
+            values[key] = _merge(f"{name}.{key}", *parts)
+        return type(after)(**values)
+    raise _ConflictError(name)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two parts of configs are the same; functions of one source and bound values are."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if is_dataclass(one):
+        return all(_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, functools.partial):
+        parts = ((p.func, p.args, p.keywords) for p in (one, other))
+        return _equal(*parts)
+    if isinstance(one, FunctionType):
+        bound = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other))
+        is_one_source = one.__code__ is other.__code__ and one.__defaults__ == other.__defaults__
+        return is_one_source and _equal(*bound)
+    return bool(one == other)
 
 
 def _make_spec(call: RegistryCall, arguments: dict[str, Any], at: KeyLocation) -> ModelSpec:
