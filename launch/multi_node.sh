@@ -16,6 +16,9 @@ export TORCH_LOGS=${TORCH_LOGS--torch.utils._pytree}
 # The node whose workers log; from others come warnings and errors only.
 export LOG_NODE=${LOG_NODE:-0}
 
+# What no restart can mend, such as a file that is missing, is told once and not by each of MAX_RESTARTS.
+"${TITAN_EXT:-titan_ext}" show "$CONFIG" "$@" >/dev/null
+
 exec "${TORCHRUN:-torchrun}" \
     --nnodes="$NNODES" \
     --nproc_per_node="${NGPU:-gpu}" \

@@ -27,14 +27,25 @@ export CONFIG HEAD
 export NNODES=$SLURM_JOB_NUM_NODES
 export RUN_ID=$SLURM_JOB_ID
 export PORT=${PORT:-$((20000 + SLURM_JOB_ID % 10000))}
-export SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-240} # less than the seconds in --signal
+export SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-240}
+# The seconds in --signal. Give both where the time for a save has to be longer.
+readonly NOTICE=${NOTICE:-300}
+if ((SHUTDOWN_TIMEOUT + 30 > NOTICE)); then
+    echo "SHUTDOWN_TIMEOUT is $SHUTDOWN_TIMEOUT, but Slurm ends the job $NOTICE s after its signal: expected at most" \
+        "$((NOTICE - 30)), or sbatch --signal=USR1@$((SHUTDOWN_TIMEOUT + 60)) with NOTICE=$((SHUTDOWN_TIMEOUT + 60))" >&2
+    exit 2
+fi
+# Nodes that have saved leave it: srun tells only the highest status, and 137 of a node that was killed hides theirs.
+export STOPPED_FILE=$PWD/.titan_ext-$SLURM_JOB_ID.stopped
+rm -f "$STOPPED_FILE"
 
 # A node that has saved ends before the others have: it must not take them with it.
 status=0
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait="$((SHUTDOWN_TIMEOUT + 60))" \
     launch/slurm_node.sh "$@" || status=$?
 
-if ((status == STOPPED_EARLY)); then
+if ((status == STOPPED_EARLY)) || [[ -e $STOPPED_FILE ]]; then
+    rm -f "$STOPPED_FILE"
     echo "stopped before the time limit; the job is queued again"
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -29,6 +29,7 @@ while ((interrupted)); do # a signal ended the wait, not the agent
     wait "$agent" || status=$?
 done
 if ((asked && status != 0)); then
+    touch "${STOPPED_FILE:-/dev/null}" # for slurm.sh, where another node ends with a higher status
     exit 75
 fi
 exit "$status"

@@ -49,7 +49,9 @@ while :; do sleep 0.05 || true; done
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, str]:
     """The environment in which Slurm starts slurm.sh on 2 nodes, with stand-ins in PATH."""
-    for name, script in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", AGENT)):
+    shown = "#!/usr/bin/env bash\n"  # of titan_ext show
+    scripts = {"srun": SRUN, "scontrol": SCONTROL, "torchrun": AGENT, "titan_ext": shown}
+    for name, script in scripts.items():
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     return {
@@ -89,6 +91,46 @@ def test_early_signal_is_one_sigterm_and_a_requeue(job: dict[str, str]):
     launcher = _signal_all_processes({**job, "LASTS": "600"}, signal.SIGUSR1)
     assert launcher.wait(timeout=PATIENCE_S) == 75
     assert _calls(job)[3:] == ["ready", "SIGTERM", "worker lives", "scontrol requeue 1234567"]
+
+
+def test_a_node_that_is_killed_hides_no_stop_of_the_others(job: dict[str, str], tmp_path: Path):
+    srun = SRUN.replace("exec setsid", "setsid") + "exit 137\n"  # the highest of all nodes
+    (tmp_path / "srun").write_text(srun)
+    launcher = _signal_all_processes({**job, "LASTS": "600"}, signal.SIGUSR1)
+    assert launcher.wait(timeout=PATIENCE_S) == 137
+    assert _calls(job)[-1] == "scontrol requeue 1234567"
+    assert not list(ROOT.glob(".titan_ext-*"))
+    (tmp_path / "torchrun").write_text("#!/usr/bin/env bash\nexit 3\n")
+    done = subprocess.run([LAUNCH / "slurm.sh"], cwd=ROOT, env={**job, "CALLS": f"{tmp_path}/more"})
+    assert done.returncode == 137
+    assert "requeue" not in (tmp_path / "more").read_text(), "nobody was asked to stop"
+
+
+def test_a_save_has_to_end_before_slurm_kills(job: dict[str, str]):
+    environment = {**job, "SHUTDOWN_TIMEOUT": "900"}
+    done = subprocess.run(
+        [LAUNCH / "slurm.sh"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "expected at most 270, or sbatch --signal=USR1@960 with NOTICE=960" in done.stderr
+    subprocess.run(
+        [LAUNCH / "slurm.sh"], cwd=ROOT, env={**environment, "NOTICE": "960"}, check=True
+    )
+
+
+def test_what_no_restart_can_mend_starts_no_agent(job: dict[str, str]):
+    command = str(Path(sys.executable).parent / "titan_ext")
+    environment = {**job, "NNODES": "2", "HEAD": "node7", "TITAN_EXT": command}
+    done = subprocess.run(
+        [LAUNCH / "multi_node.sh"],
+        cwd=ROOT,
+        env={**environment, "CONFIG": "nofile.toml"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "nofile.toml: no such file.\n"
+    assert not _calls(job)
 
 
 def test_slurms_own_sigterm_waits_for_the_agent(job: dict[str, str], tmp_path: Path):
@@ -142,6 +184,7 @@ def test_two_agents_train(tmp_path: Path):
     """Two "machines" with a rank each: HSDP with a shard axis of 1 in each, and two copies."""
     make_corpus()
     environment = {**os.environ, "TORCHRUN": TORCHRUN, "NNODES": "2", "NGPU": "1"}
+    environment |= {"TITAN_EXT": str(Path(TORCHRUN).with_name("titan_ext"))}
     environment |= {"HEAD": "localhost", "PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     environment |= {"CONFIG": "train_configs/moe_debug.toml"}
     flags = ["--training.steps", "2", "--training.seq_len", "64", "--training.local_batch_size"]
