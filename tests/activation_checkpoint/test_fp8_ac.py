@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import logging
 import unittest.mock
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torchtitan.distributed.activation_checkpoint import (
     SelectiveAC,
 )
 
-from tests.helpers.fp8_activations import debug_model, tokens
+from tests.helpers.fp8_activations import CHOICES, LooksUp, debug_model, tokens
 from tests.helpers.toml_files import DEBUG, resolve_text
 from titan_ext.activation_checkpoint import (
     FP8AC,
@@ -649,3 +650,52 @@ def test_float8_activations_cost_float8_linears_less_than_they_cost_themselves(c
     linears = _gradients(SelectiveAC.Config(), converters=_FLOAT8_LINEARS)
     both = _gradients(config, converters=_FLOAT8_LINEARS)
     assert _worst(linears, both) > _worst(stock, linears)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    "config",
+    [*(Config(preset=p) for p in ("memory", "balanced", "speed", "gemms")), Config(mode="full")],
+    ids=lambda config: f"{config.mode}-{config.preset}",
+)
+def test_a_choice_is_kept(config, choice: str):
+    """The gradient of the table tells which rows were looked up, and nothing of float8."""
+
+    def gradient(config: FP8AC.Config | None) -> torch.Tensor:
+        torch.manual_seed(3)
+        block = LooksUp(CHOICES[choice]).bfloat16()
+        x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+        if config is None:
+            block(x_TD).float().sum().backward()
+        else:
+            report = measure_block(block, x_TD, config=config)
+            assert _in_float8(report)[1]
+        assert block.table.weight.grad is not None
+        return block.table.weight.grad
+
+    assert torch.equal(gradient(None), gradient(config))
+
+
+def test_only_a_rule_that_names_a_choice_lets_it_run_again():
+    def held(**op_policies: str) -> int:
+        config = Config(op_policies={**op_policies, "*": "recompute"})
+        x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+        return measure_block(LooksUp(CHOICES["gate"]).bfloat16(), x_TD, config=config).nbytes
+
+    mask = 256 * 256
+    assert held() - mask == held(**{"*:aten.gt": "recompute"})
+    assert held(**{"*:aten.gt": "save_float8"}) == held(**{"*:aten.gt": "discard"}) == held()
+
+
+@pytest.mark.parametrize(
+    "choose", [lambda h: h.clone().round_(), lambda h: h.new_empty(256, dtype=int).copy_(h[:, 0])]
+)
+def test_a_choice_in_place_is_refused(choose: Callable[[torch.Tensor], torch.Tensor]):
+    """What is written in place runs again, so it cannot be kept."""
+    x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    block = LooksUp(choose).bfloat16()
+    with pytest.raises(ValueError, match=r"\(block\):aten\.\w+_ of layers\.0 writes .* in place"):
+        measure_block(block, x_TD)
+    rules = {"*:aten.round_": "recompute", "*:aten.copy_": "recompute"}
+    measure_block(block, x_TD, config=Config(op_policies=rules))
+    measure_block(block, x_TD, config=Config(preset="stock"))

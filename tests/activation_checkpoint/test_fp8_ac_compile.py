@@ -25,7 +25,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 
 from tests.helpers.compiled_op_policies import EXACT, OP_POLICIES
-from tests.helpers.fp8_activations import debug_model
+from tests.helpers.fp8_activations import CHOICES, LooksUp, debug_model
 from tests.helpers.training import Run, operations_in, train
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import (
@@ -484,3 +484,29 @@ def test_a_compiled_run_that_stores_nothing_in_float8_fails():
     policy.reporter.graphs.clear()
     with pytest.raises(RuntimeError, match="stores in float8, but nothing was stored in it"):
         policy.reporter.check_graphs()
+
+
+@pytest.mark.parametrize("mode", ["selective", "full", "no_recompute"])
+@pytest.mark.parametrize("choice", ["argmax", "gate", "cast", "floor"])
+def test_a_choice_is_kept(mode: Any, choice: str):
+    """Where nothing is recomputed, too: the min-cut would make it again from what is in float8."""
+
+    def gradient(config: FP8AC.Config) -> tuple[torch.Tensor, bool]:
+        torch.manual_seed(3)
+        block = LooksUp(CHOICES[choice]).bfloat16()
+        x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+        saved: list[list[Saved]] = []
+        policies = FP8AC(config).compiled_policies(block, "block")
+        call = functools.partial(compiled_checkpoint({"": block}, "", policies), block)
+        partitioner = Float8Partitioner(Codec(), report=saved.append)
+        arguments = compile_arguments(partitioner, "inductor") | {"backend": without_kernels}
+        torch.compile(call, fullgraph=True, **arguments)(x_TD).float().sum().backward()
+        (graph,) = saved
+        grad: Any = block.table.weight.grad
+        return grad, any(each.treatment.startswith("float8") for each in graph)
+
+    exact, no_float8 = gradient(FP8AC.Config(preset="stock"))
+    kept, float8 = gradient(FP8AC.Config(mode=mode))
+    assert float8
+    assert not no_float8
+    assert torch.equal(exact, kept)

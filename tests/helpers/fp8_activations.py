@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -84,3 +85,46 @@ def block_activations() -> dict[str, torch.Tensor]:
         loss.backward()
         optimizer.step()
     return dict(saved.values())
+
+
+class LooksUp(nn.Module):
+    """A block that looks a table up where something computed from float8 says so."""
+
+    def __init__(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(256, 256, bias=False) for _ in range(3))
+        self.table = nn.Embedding(256, 256)
+        self._choose = choose
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        h_TD = self.third(nn.functional.silu(self.second(nn.functional.silu(self.first(x_TD)))))
+        picked = self._choose(h_TD)
+        if picked.dtype == torch.bool:
+            rows = self.table.weight[picked]
+        elif picked.is_floating_point():
+            rows = self.table.weight * picked.detach()
+        else:
+            rows = self.table(picked % 256)
+        return torch.cat((rows, nn.functional.silu(h_TD)))
+
+
+CHOICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "argmax": lambda h: h.argmax(-1),
+    "comparison": lambda h: (h > 0.02).sum(-1),
+    "gate": lambda h: (h > 0.02).to(h.dtype),
+    "cast": lambda h: (1000 * h[:, 0]).to(torch.int64),
+    "cast to bytes": lambda h: (1000 * h[:, 0].abs()).to(torch.uint8).long(),
+    "mask": lambda h: h[:256, 0] > 0.001,
+    "sort": lambda h: h.sort(-1).indices[:, 7],
+    "maximum": lambda h: h.max(-1).indices,
+    "bounds": lambda h: torch.searchsorted(torch.linspace(-1, 1, 999), h[:, 3].float()),
+    "nonzero": lambda h: h.relu().nonzero()[:, 0],
+    "round": lambda h: (40 * h).round(),
+    "floor": lambda h: torch.floor(40 * h),
+    "division": lambda h: torch.div(h, 0.02, rounding_mode="floor"),
+    "sign": lambda h: h.sign(),
+    "coin": lambda h: torch.bernoulli(h.sigmoid()),
+    "drawn": lambda h: torch.multinomial(h.softmax(-1).float(), 2).flatten(),
+    "host": lambda h: torch.arange(int(1e7 * h.float().abs().mean().item()) % 256),
+    "branch": lambda h: h.argmin(-1) if 1e5 * h.sum() % 2 > 1 else h.argmax(-1),
+}

@@ -22,7 +22,13 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_ext.activation_checkpoint.blocks import OpLocator, attention_statistics, block_store
 from titan_ext.activation_checkpoint.discards import AutogradNodes, Discarded, last_node
-from titan_ext.activation_checkpoint.op_effects import makes_node, passes_values, written
+from titan_ext.activation_checkpoint.op_effects import (
+    chooses,
+    makes_node,
+    op_name,
+    passes_values,
+    written,
+)
 from titan_ext.activation_checkpoint.op_policies import (
     INPUT,
     BlockPolicies,
@@ -31,7 +37,6 @@ from titan_ext.activation_checkpoint.op_policies import (
     Resolver,
     fixes_routing,
     is_exempt,
-    op_name,
 )
 from titan_ext.base.machines import Machine
 from titan_ext.base.op_cost import op_cost
@@ -341,7 +346,9 @@ class _Tracer(TorchDispatchMode):
         Kernels of norms and around attention differ between backends, and random ones would draw
         other numbers: these always run again.
         """
-        if fixes_routing(call.location.op, call.out):
+        if fixes_routing(call.location.op, call.out) or chooses(
+            call.func, call.args, call.kwargs, call.out
+        ):
             return frozenset({SAVE})
         around_attention = "inner_attention" in call.location.module.split(".")
         is_random = torch.Tag.nondeterministic_seeded in call.func.tags

@@ -29,10 +29,11 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
-from titan_ext.activation_checkpoint.op_effects import is_mutable, must_write
+from titan_ext.activation_checkpoint.op_effects import is_mutable, must_write, op_name
 from titan_ext.activation_checkpoint.op_policies import (
     GEMMS,
     INPUT,
+    ROOT,
     BlockPolicies,
     OpLocation,
     OpPolicy,
@@ -40,7 +41,6 @@ from titan_ext.activation_checkpoint.op_policies import (
     Rule,
     is_copy_to_host,
     is_exchange,
-    op_name,
 )
 from titan_ext.base.op_cost import count_flops
 from titan_ext.base.tensors import has_values, may_wrap, plain_tensors, storage_ids, tensors_in
@@ -284,13 +284,16 @@ class _Call:
         policy = OpPolicy.RECOMPUTE
         # Most operations end here: this runs for each of them, on the host.
         fixed = self._policies.fixed(func, self._locator.module)
-        if fixed is None or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
+        is_choice = self._policies.keeps_choice(func, args, kwargs, out)
+        if fixed is None or is_choice or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
             self._location = self._locator.locate(func, args)
             policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
             if policy.is_float8:
                 module, op, _ = self._location
                 self._statistics = set(storage_ids(attention_statistics(module, op, out)))
-            if is_mutable(func) and must_write(func, policy, out):
+            if is_mutable(func) and must_write(func, out, discarded=policy is OpPolicy.DISCARD):
+                if is_choice and policy.keeps:
+                    self._refuse_choice_in_place()
                 policy = OpPolicy.RECOMPUTE
         self._policy = policy
         recompute = policy is OpPolicy.RECOMPUTE
@@ -370,6 +373,15 @@ class _Call:
             for index in {self._op_of[i] for i in ids}:
                 location, _, flops = self._ops[index]
                 self._ops[index] = location, OpPolicy.RECOMPUTE, flops
+
+    def _refuse_choice_in_place(self) -> None:
+        raise ValueError(
+            f"activation_checkpoint: {self._location} of {self._policies.name} writes integers, "
+            "booleans or steps of floats in place. What is written in place runs again, and from "
+            "values in float8 it would choose others. Expected the operation out of place, or "
+            f'op_policies."{self._location.module or ROOT}:{self._location.op}" = "recompute" if '
+            "that does not matter."
+        )
 
     def _refuse_discard(self, location: OpLocation, reader: str) -> None:
         name = self._policies.name

@@ -45,6 +45,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_policies import (
     CHILDREN,
     BlockPolicies,
@@ -53,7 +54,6 @@ from titan_ext.activation_checkpoint.op_policies import (
     Resolver,
     Rule,
     join,
-    op_name,
 )
 from titan_ext.activation_checkpoint.partition import (
     Float8Partitioner,

@@ -39,10 +39,11 @@ from titan_ext.activation_checkpoint.op_effects import (
     READ_NO_VALUES,
     is_mutable,
     makes_node,
+    op_name,
     passes_values,
     written,
 )
-from titan_ext.activation_checkpoint.op_policies import OpLocation, is_exchange, op_name
+from titan_ext.activation_checkpoint.op_policies import OpLocation, is_exchange
 from titan_ext.base.tensors import (
     local_tensor,
     parts_in,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from titan_ext.activation_checkpoint.op_policies import OpPolicy, op_name
 from titan_ext.base.tensors import PACKED, tensors_in
 
 READ_NO_VALUES = frozenset(
@@ -28,7 +27,57 @@ READ_NO_VALUES = frozenset(
     """.split()  # noqa: SIM905  one name a line would be a page
 )
 """Operations that neither read floats nor have a derivative that does: they pass them on."""
+_STEPS = frozenset(
+    """
+    aten.bernoulli.default aten.bernoulli_.Tensor aten.binomial aten.ceil aten.ceil_ aten.copysign
+    aten.copysign_ aten.div.Scalar_mode aten.div.Tensor_mode aten.div_.Scalar_mode
+    aten.div_.Tensor_mode aten.eq_ aten.floor aten.floor_ aten.floor_divide aten.floor_divide_
+    aten.fmod aten.fmod_ aten.frac aten.frac_ aten.ge_ aten.gt_ aten.hardshrink aten.heaviside
+    aten.heaviside_ aten.histc aten.le_ aten.lt_ aten.ne_ aten.poisson aten.remainder
+    aten.remainder_ aten.round aten.round_ aten.sgn aten.sgn_ aten.sign aten.sign_ aten.threshold
+    aten.threshold_ aten.trunc aten.trunc_
+    """.split()  # noqa: SIM905  as above
+)
+"""Operations that make floats of floats and jump: by name, or by overload where only that does."""
+_STEPPING: dict[int, bool] = {}  # by id, as ``_MUTABLE``
+_NO_CHOICE = ("attention", "attn", "aten.native_dropout", "aten.view", "deepep.", "hybridep.")
+"""In the names of operations whose integers are random, counts of rows, or the same bytes."""
 _MUTABLE: dict[int, bool] = {}  # by id: operations are never freed, and slow to hash
+
+
+@functools.cache
+def op_name(func: Any) -> str:
+    """``aten.mm`` for ``aten.mm.default``; higher-order operators have a name only."""
+    packet = getattr(func, "overloadpacket", None)
+    return str(packet) if packet is not None else str(getattr(func, "__name__", func))
+
+
+def chooses(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether an operation makes integers, booleans or steps of floats, or tells the host one.
+
+    A rounding of what it is given may change what it makes by more than a rounding: a table is
+    looked up elsewhere, a mask has another shape. What random numbers alone decide, the dtype of
+    something new, and the bytes of a quantizer (any operation but torch's own) are no choices.
+    """
+    if isinstance(out, torch.Tensor) and out.is_floating_point():  # almost always
+        known = _STEPPING.get(id(func))
+        if known is None:
+            known = _STEPPING[id(func)] = not _STEPS.isdisjoint((op_name(func), str(func)))
+        return known
+    made = tensors_in(out)
+    chosen = [x.dtype for x in made if not (x.is_floating_point() or x.is_complex())]
+    if not chosen and (made or not isinstance(out, (bool, int, float))):
+        return False
+    if not op_name(func).startswith("aten.") and set(chosen) == {torch.uint8}:
+        return False
+    given = tensors_in((args, kwargs))
+    return any(x.is_floating_point() or x.is_complex() for x in given) and not _is_no_choice(func)
+
+
+@functools.cache
+def _is_no_choice(func: Any) -> bool:
+    name = op_name(func)
+    return _makes_anew(func) or any(part in name for part in _NO_CHOICE)
 
 
 def passes_values(func: Any, args: Any, out: Any) -> bool:
@@ -72,15 +121,15 @@ def is_mutable(func: Any) -> bool:
     return known
 
 
-def must_write(func: Any, policy: OpPolicy, out: Any) -> bool:
+def must_write(func: Any, out: Any, *, discarded: bool) -> bool:
     """Whether an operation that writes to an argument must run again, whatever its policy.
 
     In place its output cannot be kept: the recompute would not write it. It can be discarded.
     """
     returned = (value.alias_info for value in func._schema.returns)
     if any(alias is not None and alias.is_write for alias in returned):
-        return policy is not OpPolicy.DISCARD
-    return policy is OpPolicy.DISCARD or not tensors_in(out)
+        return not discarded
+    return discarded or not tensors_in(out)
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from titan_ext.activation_checkpoint.op_effects import chooses, op_name
 from titan_ext.base.messages import did_you_mean, matches
 from titan_ext.base.tensors import has_values
 from titan_ext.components.halves import current_half
@@ -102,13 +103,6 @@ class OpLocation(NamedTuple):
 
     def __str__(self) -> str:
         return ":".join(part for part in (self.module or ROOT, self.op, self.operand) if part)
-
-
-@functools.cache
-def op_name(func: Any) -> str:
-    """``aten.mm`` for ``aten.mm.default``; higher-order operators have a name only."""
-    packet = getattr(func, "overloadpacket", None)
-    return str(packet) if packet is not None else str(getattr(func, "__name__", func))
 
 
 @dataclass(frozen=True)
@@ -266,6 +260,15 @@ class BlockPolicies:
     _fixed: dict[tuple[int, str], CheckpointPolicy | None] = field(default_factory=dict, repr=False)
     _by_module: dict[str, tuple[OpPolicy, str]] = field(default_factory=dict, repr=False)
 
+    @functools.cached_property
+    def rounds(self) -> bool:
+        """Whether float8 may change what a recompute sees, so that choices have to be kept."""
+        rules = (*self.user_rules, *self.preset_rules)
+        policies = (self.saved, self.attention, self.input, *(rule.policy for rule in rules))
+        return any(policy is not None and policy.is_float8 for policy in policies) and not (
+            is_exempt(self.exempt, self.name, "")
+        )
+
     @property
     def names_operands(self) -> bool:
         """Whether a rule or a message needs the parameter of an operation."""
@@ -291,7 +294,8 @@ class BlockPolicies:
 
     def fixed(self, func: Any, module: str) -> CheckpointPolicy | None:
         """The answer for an operation of ``module`` that is always recomputed, as most are; but see
-        ``is_copy_to_host``. None for one that may be saved, or that a rule counts.
+        ``is_copy_to_host`` and ``keeps_choice``. None for one that may be saved, or that a rule
+        counts.
         """
         key = id(func), module  # operations are never freed, and slow to hash
         if key not in self._fixed:
@@ -312,6 +316,10 @@ class BlockPolicies:
             again = CheckpointPolicy.MUST_RECOMPUTE if plain else CheckpointPolicy.PREFER_RECOMPUTE
             self._fixed[key] = None if may_be_saved else again
         return self._fixed[key]
+
+    def keeps_choice(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
+        """Whether an operation chooses by values that a recompute may see rounded."""
+        return self.rounds and chooses(func, args, kwargs, out)
 
     def candidates(self, location: OpLocation) -> _Candidates:
         """The rules that match ``location``, occurrences apart; looked up once."""
@@ -389,8 +397,10 @@ class Resolver:
 
         Callers may skip operations for which ``BlockPolicies.fixed`` has an answer.
         """
+        is_choice = self._policies.keeps_choice(func, args, kwargs, out)
         if self._policies.base == "autograd":
-            return self._policies.module_policy(location.module)[0]
+            policy = self._policies.module_policy(location.module)[0]
+            return policy.exact if is_choice else policy
         # It counts the operations that it is asked about.
         stock_policy = self._stock_policies[current_half()]
         stock_saves = (
@@ -399,9 +409,18 @@ class Resolver:
         if func is torch.ops.aten._to_copy.default and is_copy_to_host(args, kwargs):
             return OpPolicy.SAVE
         base = self._policies.base_policy(location, out, stock_saves=stock_saves)
-        return self._decide(location, base, keeps_base=fixes_routing(location.op, out))
+        if fixes_routing(location.op, out):
+            return self._decide(location, base, keeps_base=True)
+        return self._decide(location, OpPolicy.SAVE if is_choice else base, is_choice=is_choice)
 
-    def _decide(self, location: OpLocation, base: OpPolicy, keeps_base: bool = False) -> OpPolicy:
+    def _decide(
+        self,
+        location: OpLocation,
+        base: OpPolicy,
+        *,
+        keeps_base: bool = False,
+        is_choice: bool = False,
+    ) -> OpPolicy:
         user_rules, preset_rules, is_exempt = self._policies.candidates(location)
         if not user_rules and not preset_rules:
             return base.exact if is_exempt else base
@@ -410,6 +429,9 @@ class Resolver:
         by_preset = [rule for rule in preset_rules if self._applies(rule)]
         if keeps_base:
             return base
+        if is_choice:  # the user's, if a rule names operations and not just modules
+            by_preset = []
+            by_user = [r for r in by_user if r.op != "*" and r.policy is not OpPolicy.DISCARD]
         if by_user:
             self._used_rules.add(by_user[0])
             policy = by_user[0].policy
@@ -420,7 +442,7 @@ class Resolver:
                     base = OpPolicy.SAVE  # ranks that disagree must not exchange alone
                 by_preset = kept
             policy = by_preset[0].policy if by_preset else base
-        return policy.exact if is_exempt else policy
+        return policy.exact if is_exempt or is_choice else policy
 
     def _applies(self, rule: Rule) -> bool:
         if not rule.occurrence:

@@ -36,7 +36,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false, has_free_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_ext.activation_checkpoint.op_policies import OpPolicy, op_name
+from titan_ext.activation_checkpoint.op_effects import chooses, op_name
+from titan_ext.activation_checkpoint.op_policies import OpPolicy
 from titan_ext.fp8 import Codec, Quantized, codec, dequantize, quantize
 from titan_ext.fp8.codec import SUPPORTED_DTYPES
 from titan_ext.fp8.saved_tensors import SMALL
@@ -222,7 +223,10 @@ def _read_tags(graph: fx.Graph) -> None:
 
 
 def _forget_checkpoints(graph: fx.Graph) -> None:
-    """Let the min-cut choose what is saved; keep our marks, but not on weights."""
+    """Let the min-cut choose what is saved, but for choices; keep our marks, but not on weights.
+
+    Else it would make a choice again, from what is in float8.
+    """
     of_state: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -233,8 +237,12 @@ def _forget_checkpoints(graph: fx.Graph) -> None:
         if is_weight:  # a weight, or a transposed or cast one
             of_state.add(node)
             node.meta.pop(_FLOAT8, None)
-        node.meta.pop("recompute", None)
+        was_tagged = node.meta.pop("recompute", None) is not None  # in the forward
         node.meta.pop("ac_graph_id", None)
+        if was_tagged and node.op == "call_function" and isinstance(value, torch.Tensor):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+            if chooses(node.target, args, kwargs, value):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _annotations(graph: fx.Graph, name: str) -> set[Any]:
