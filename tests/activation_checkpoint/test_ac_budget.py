@@ -18,7 +18,7 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Node, trace
-from titan_ext.activation_checkpoint.op_policies import OpLocation, OpPolicy, parse_rules
+from titan_ext.activation_checkpoint.op_rules import OpLocation, OpPolicy, parse_rules
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.activation_checkpoint.solver import (
     BlockKind,
@@ -30,7 +30,6 @@ from titan_ext.activation_checkpoint.solver import (
 )
 from titan_ext.base.machines import MACHINES
 from titan_ext.base.tensors import local_tensor
-from titan_ext.plan.live import fsdp_kind
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8
@@ -289,7 +288,7 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[
     with run.context():
         run.forward(model, leaf).backward()
         rates = replace(MACHINES["h100"], launch=1e-9)
-        with trace(module, rates, foreign=lambda: fsdp_kind() is not None) as graphs:
+        with trace(module, rates) as graphs:
             run.forward(model, leaf).backward()
     (graph,) = graphs
     found = solve([BlockKind(graph)], graph.none_nbytes // 3, float8=False)

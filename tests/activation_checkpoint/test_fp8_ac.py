@@ -29,7 +29,7 @@ from titan_ext.activation_checkpoint import (
     measure_block,
     memory_report_of,
 )
-from titan_ext.activation_checkpoint.blocks import OpLocator
+from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies
 from titan_ext.fp8 import Codec
 
@@ -699,3 +699,18 @@ def test_a_choice_in_place_is_refused(choose: Callable[[torch.Tensor], torch.Ten
     rules = {"*:aten.round_": "recompute", "*:aten.copy_": "recompute"}
     measure_block(block, x_TD, config=Config(op_policies=rules))
     measure_block(block, x_TD, config=Config(preset="stock"))
+
+
+@pytest.mark.parametrize("policy", ["save", "save_float8", "offload", "discard"])
+@pytest.mark.parametrize("view", ["aten.view", "aten.t", "aten.split", "aten.slice"])
+def test_a_rule_for_views_is_refused(view: str, policy: str):
+    """They have no values of their own; a pattern for more operations passes over them."""
+    with pytest.raises(ValueError, match=rf"{view}' is '{policy}'; {view} makes views"):
+        Config(op_policies={f"moe:{view}": policy})
+    assert Config(op_policies={f"moe:{view}": "recompute"}).rules()
+
+
+def test_whatever_can_be_kept_is_kept(stock):
+    everything = Config(preset="stock", op_policies={"*:aten.*": "save"})
+    kept = _gradients(everything)
+    assert all(torch.equal(stock[name], kept[name]) for name in stock)

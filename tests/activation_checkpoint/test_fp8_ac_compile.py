@@ -33,7 +33,8 @@ from titan_ext.activation_checkpoint.compile import (
     compiled_checkpoint,
     parts,
 )
-from titan_ext.activation_checkpoint.op_policies import BlockPolicies, parse_rules
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies
+from titan_ext.activation_checkpoint.op_rules import parse_rules
 from titan_ext.activation_checkpoint.partition import Float8Partitioner, Saved, compile_arguments
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Wrap, plan_units

@@ -57,6 +57,15 @@ def test_the_stock_preset_trains_as_stock_selective_does(selective: Result, tmp_
     assert others == [[e for e in r.collectives if e.kind != "all_to_all"] for r in selective.ranks]
 
 
+@pytest.mark.parametrize("kept", ["aten._to_copy", _slow("aten.*")])
+def test_what_fsdp_runs_is_not_counted(kept: str, selective: Result, tmp_path: Path):
+    """It casts experts of a group of one rank inside of the checkpoint, in the forward alone."""
+    config = Config(preset="stock", op_policies={f"*:{kept}": "save"})
+    ours = train(dataclasses.replace(_EP2, ac=config, reshard="always"), tmp_path)
+    assert ours.losses == selective.losses
+    assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in selective.ranks]
+
+
 @pytest.mark.parametrize(
     ("run", "exchanges"),
     [

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from benchmarks.moe_blocks import BlockRun, Layout
-from titan_ext.activation_checkpoint.op_policies import OpPolicy
+from titan_ext.activation_checkpoint.op_rules import OpPolicy
 from titan_ext.activation_checkpoint.regions import PRESETS, RegionPolicy
 from titan_ext.fp8 import Codec, SavedTensorStore, TreatedStorage, dequantize, quantize
 from titan_ext.fp8.offload import Offload

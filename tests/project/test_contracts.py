@@ -449,6 +449,28 @@ def test_torch_compile_takes_a_checkpoint_policy_literally():
     assert _Code(partitioners.solve_min_cut).has("CheckpointPolicy.MUST_SAVE")
 
 
+def test_torch_checkpoints_count_operations_in_two_modes():
+    """activation_checkpoint.blocks makes them for one block, without what FSDP's hooks run there;
+    activation_checkpoint.locator knows these by where they are defined."""
+    forward, recompute = (
+        torch_checkpoint._CachingTorchDispatchMode,
+        torch_checkpoint._CachedTorchDispatchMode,
+    )
+    assert _parameters(forward.__init__)[:3] == ["self", "policy_fn", "storage"]
+    assert _parameters(recompute.__init__)[:3] == ["self", "policy_fn", "storage"]
+    for contexts in (forward, recompute):
+        assert _Code(torch_checkpoint.create_selective_checkpoint_contexts).has(contexts.__name__)
+        assert _parameters(contexts.__torch_dispatch__) == [
+            "self",
+            "func",
+            "types",
+            "args",
+            "kwargs",
+        ]
+    for hook in (FSDPState._pre_forward, FSDPState._post_forward):
+        assert hook.__module__.startswith("torch.distributed.fsdp.")
+
+
 def test_torch_traces_with_module_ids_and_one_fake_tensor_for_a_parameter():
     """activation_checkpoint.compiled.locator names operations by them."""
     seen = {}

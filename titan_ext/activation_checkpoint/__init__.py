@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Activation checkpointing that can keep an activation in float8.
 
-``policy`` is the configuration and the entry point. ``op_policies`` decides for each operation.
+``policy`` is the configuration and the entry point. ``op_rules`` reads the rules of a table, and
+``op_policies`` decides for each operation, by the names that ``locator`` gives them.
 ``blocks`` checkpoints one block; ``no_recompute`` is a block that recomputes nothing. ``discards``
 proves that nothing reads what is discarded, and ``memory_report`` counts bytes. ``partition``
 stores in float8 what ``titan_ext.activation_checkpoint.compile`` compiles.
 """
 
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, memory_report_of
-from titan_ext.activation_checkpoint.op_policies import OpPolicy, Rule
+from titan_ext.activation_checkpoint.op_rules import OpPolicy, Rule
 from titan_ext.activation_checkpoint.policy import (
     FP8AC,
     enable_fp8_activation_checkpointing,

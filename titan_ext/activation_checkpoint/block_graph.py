@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from titan_ext.activation_checkpoint.blocks import OpLocator, attention_statistics, block_store
+from titan_ext.activation_checkpoint.blocks import attention_statistics, block_store
 from titan_ext.activation_checkpoint.discards import AutogradNodes, Discarded, last_node
+from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.op_effects import (
     chooses,
     makes_node,
@@ -29,15 +30,8 @@ from titan_ext.activation_checkpoint.op_effects import (
     passes_values,
     written,
 )
-from titan_ext.activation_checkpoint.op_policies import (
-    INPUT,
-    BlockPolicies,
-    OpLocation,
-    OpPolicy,
-    Resolver,
-    fixes_routing,
-    is_exempt,
-)
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver, fixes_routing
+from titan_ext.activation_checkpoint.op_rules import INPUT, OpLocation, OpPolicy, is_exempt
 from titan_ext.base.machines import Machine
 from titan_ext.base.op_cost import op_cost
 from titan_ext.base.tensors import parts_in, storage_ids, tensors_in
@@ -189,7 +183,6 @@ def trace(
     compress_fp32: bool = False,
     exempt: tuple[str, ...] = (),
     name: str = "",
-    foreign: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[BlockGraph]]:
     """Trace the first forward of ``block`` inside this context; the list then has its graph.
 
@@ -198,7 +191,6 @@ def trace(
         compress_fp32: Whether fp32 tensors may be stored in float8.
         exempt: Globs for modules that use no float8.
         name: Of the block in the model, for ``exempt``.
-        foreign: Tells, inside of an operation, whether it is none of the block's: FSDP's.
     """
     had, forward = "forward" in block.__dict__, block.forward
     store = block_store(block, codec or Codec(), compress_fp32=compress_fp32)
@@ -207,7 +199,7 @@ def trace(
     def traced(*args: Any, **kwargs: Any) -> Any:
         if graphs:
             return forward(*args, **kwargs)
-        tracer = _Tracer(block, args, foreign)
+        tracer = _Tracer(block, args)
         try:
             out = tracer.run(forward, args, kwargs)
         finally:
@@ -231,14 +223,12 @@ class _Tracer(TorchDispatchMode):
 
     is_of_checkpointing = True  # base.tensors hides from it what a recompute does not do
 
-    def __init__(self, block: nn.Module, args: Any, foreign: Callable[[], bool]) -> None:
+    def __init__(self, block: nn.Module, args: Any) -> None:
         super().__init__()
         self.locator = OpLocator(block)
-        self._foreign = foreign
         self._norms = {canonical_fqn(n) for n, m in block.named_modules() if isinstance(m, _NORMS)}
         self._inputs = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
         self._calls: list[Call] = []
-        self._is_foreign: list[bool] = []
         self._entries: list[list[Discarded]] = []
         self._nodes_of_ops: set[int] = set()
         self._saved: set[int] = set()
@@ -257,7 +247,7 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
+        if func in SAC_IGNORED_OPS or self.locator.is_fsdp(args):
             return func(*args, **kwargs)
         if func._schema.name == _WAIT and type(args[0]) is FakeTensor:
             return args[0]  # as on real tensors; the fake one is new
@@ -268,7 +258,6 @@ class _Tracer(TorchDispatchMode):
             self._nodes_of_ops.add(last_node())
         location = self.locator.locate(func, args)
         self._calls.append(Call(location, func, args, kwargs, out, -1))
-        self._is_foreign.append(self._foreign())
         floats = [x for x in tensors_in(out) if x.is_floating_point()]
         left = len(self.locator.left)
         self._entries.append([Discarded(x, location, left) for x in floats])
@@ -285,8 +274,7 @@ class _Tracer(TorchDispatchMode):
         kept: dict[int, int] = {}
         looked_at: set[int] = set()
         overwritten = self._overwritten()
-        recorded = zip(self._calls, self._is_foreign, self._entries, strict=True)
-        for call, foreign, entries in recorded:
+        for call, entries in zip(self._calls, self._entries, strict=True):
             given = set(storage_ids((call.args, call.kwargs)))
             known = {*makers, *given}
             made = [x for x in parts_in(call.out) if x.untyped_storage()._cdata not in known]
@@ -296,7 +284,7 @@ class _Tracer(TorchDispatchMode):
                 if x.untyped_storage()._cdata in makers
             ]
             reads = frozenset().union(*(makers.get(storage, set()) for storage in given))
-            if foreign or not (made or writes):  # also what only writes to a buffer of the model
+            if not (made or writes):  # also what only writes to a buffer of the model
                 calls.append(call)
                 if not passes_values(call.func, call.args, call.out):
                     looked_at |= reads
@@ -335,8 +323,7 @@ class _Tracer(TorchDispatchMode):
         """Storages that an operation of the block writes to: torch would write again to a copy."""
         return {
             storage
-            for call, foreign in zip(self._calls, self._is_foreign, strict=True)
-            if not foreign
+            for call in self._calls
             for storage in storage_ids(written(call.func, call.args, call.kwargs))
         }
 

@@ -8,6 +8,7 @@ to one call: a pipeline runs several forwards before the first backward.
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,36 +16,31 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     _RECOMPUTE,
     CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     _VersionWrapper,
     checkpoint,
-    create_selective_checkpoint_contexts,
 )
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
+from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
-from titan_ext.activation_checkpoint.op_effects import is_mutable, must_write, op_name
+from titan_ext.activation_checkpoint.op_effects import is_mutable, must_write
 from titan_ext.activation_checkpoint.op_policies import (
-    GEMMS,
-    INPUT,
-    ROOT,
     BlockPolicies,
-    OpLocation,
-    OpPolicy,
     Resolver,
-    Rule,
     is_copy_to_host,
     is_exchange,
 )
+from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpLocation, OpPolicy, Rule
 from titan_ext.base.op_cost import count_flops
-from titan_ext.base.tensors import has_values, may_wrap, plain_tensors, storage_ids, tensors_in
-from titan_ext.components.halves import SECOND_HALF
+from titan_ext.base.tensors import has_values, may_wrap, storage_ids, tensors_in
 from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
 from titan_ext.fp8.offload import HostGroup, Offload
 from titan_ext.fp8.saved_tensors import StoredEntry
@@ -54,99 +50,6 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _INPUT = OpLocation("", INPUT)
 STATISTIC = "log-sum-exp"
-
-
-class OpLocator:
-    """Names the operations of one block while it runs, in forward and in recompute.
-
-    A dispatch mode sees only ``aten.mm`` and two tensors. Hooks on the modules of the block tell
-    the module, the storage of the operands tells the parameter.
-
-    Attributes:
-        left: The modules that have returned in this forward, in order.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self.left: list[nn.Module] = []
-        self._stack = [""]
-        self._handles = []
-        self._slots: list[tuple[dict[str, Any], str, str]] = []
-        # By storage: parameters, and their copies in another dtype. A weak reference keeps no
-        # bytes, but no later storage gets the address.
-        self._with_operands = False
-        self._names: dict[int, str] = {}
-        self._storages: list[StorageWeakRef] = []
-        for name, module in block.named_modules():
-            public = canonical_fqn(name).removesuffix(SECOND_HALF).removesuffix(".")
-            tensors = module._parameters
-            slots = [(tensors, key, f"{public}.{key}".lstrip(".")) for key in tensors]
-            self._slots += slots
-            if name:
-                enter, leave = self._hooks(public, slots)
-                self._handles += [
-                    module.register_forward_pre_hook(enter),
-                    module.register_forward_hook(leave, always_call=True),
-                ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    @property
-    def module(self) -> str:
-        """The innermost running module, named within the block; "" for the block itself."""
-        return self._stack[-1]
-
-    def begin(self, *, with_operands: bool) -> None:
-        """Start of a forward."""
-        self.left.clear()
-        self._names.clear()
-        self._storages.clear()
-        self._with_operands = with_operands
-        self._name_parameters(self._slots)
-
-    def locate(self, func: Any, args: tuple[Any, ...]) -> OpLocation:
-        """The location of a call of ``func``; with a GEMM's operand if ``begin`` asked for it."""
-        module, op = self._stack[-1], op_name(func)
-        if not self._with_operands or op not in GEMMS:
-            return OpLocation(module, op)
-        names = (self._name_of(arg) for arg in args if isinstance(arg, torch.Tensor))
-        operand = next(filter(None, names), "")
-        return OpLocation(module, op, operand.removeprefix(module).lstrip("."))
-
-    def see_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Note that ``out`` is ``source`` cast to another dtype: it gets its parameter name."""
-        if self._with_operands and (name := self._name_of(source)):
-            self._call(out, name)
-
-    def _name_of(self, x: torch.Tensor) -> str:
-        for part in plain_tensors(x):
-            if name := self._names.get(part.untyped_storage()._cdata):
-                return name
-        return ""
-
-    def _call(self, x: torch.Tensor | None, name: str) -> None:
-        for part in plain_tensors(x) if x is not None else ():
-            storage = part.untyped_storage()
-            if storage._cdata not in self._names:
-                self._names[storage._cdata] = name
-                self._storages.append(StorageWeakRef(storage))
-
-    def _name_parameters(self, slots: Iterable[tuple[dict[str, Any], str, str]]) -> None:
-        for tensors, key, name in slots if self._with_operands else ():
-            self._call(tensors.get(key), name)
-
-    def _hooks(self, name: str, slots: list[tuple[dict[str, Any], str, str]]):
-        def enter(module: nn.Module, args: Any) -> None:
-            self._stack.append(name)
-            # FSDP may just have put other parameters in place.
-            self._name_parameters(slots)
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._stack.pop()
-            self.left.append(module)
-
-        return enter, leave
 
 
 def block_store(block: nn.Module, codec: Codec, *, compress_fp32: bool) -> SavedTensorStore:
@@ -247,6 +150,27 @@ class BlockCheckpoint(EagerBlock):
         return out
 
 
+class _BlocksOperations(TorchDispatchMode):
+    """One of torch's modes, which counts operations, for those of the block and not of FSDP."""
+
+    def __init__(self, policy: Any, saved: dict[Any, dict[int, Any]], locator: OpLocator) -> None:
+        super().__init__(policy, saved)  # pyrefly: ignore[bad-argument-count]
+        self._locator = locator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._locator.is_fsdp(args):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Forward(_BlocksOperations, _CachingTorchDispatchMode):
+    pass
+
+
+class _Recompute(_BlocksOperations, _CachedTorchDispatchMode):
+    pass
+
+
 class _Call:
     """One forward of one block."""
 
@@ -270,9 +194,9 @@ class _Call:
 
     def contexts(self) -> tuple[Any, Any]:
         """Torch's, for the forward and the recompute; they share what is saved."""
-        contexts = create_selective_checkpoint_contexts(self.decide)
-        self._saved = contexts[0].storage
-        return contexts
+        self._saved: dict[Any, dict[int, Any]] = defaultdict(dict)
+        locator = self._locator
+        return _Forward(self.decide, self._saved, locator), _Recompute(None, self._saved, locator)
 
     def decide(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Policy of one operation. Torch asks in the forward only, after each operation."""

@@ -46,15 +46,8 @@ from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_effects import op_name
-from titan_ext.activation_checkpoint.op_policies import (
-    CHILDREN,
-    BlockPolicies,
-    OpLocation,
-    OpPolicy,
-    Resolver,
-    Rule,
-    join,
-)
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver
+from titan_ext.activation_checkpoint.op_rules import CHILDREN, OpLocation, OpPolicy, Rule, join
 from titan_ext.activation_checkpoint.partition import (
     Float8Partitioner,
     add_state,

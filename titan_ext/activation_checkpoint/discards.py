@@ -43,7 +43,8 @@ from titan_ext.activation_checkpoint.op_effects import (
     passes_values,
     written,
 )
-from titan_ext.activation_checkpoint.op_policies import OpLocation, is_exchange
+from titan_ext.activation_checkpoint.op_policies import is_exchange
+from titan_ext.activation_checkpoint.op_rules import OpLocation
 from titan_ext.base.tensors import (
     local_tensor,
     parts_in,

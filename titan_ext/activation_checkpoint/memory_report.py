@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.op_policies import OpPolicy
+from titan_ext.activation_checkpoint.op_rules import OpPolicy
 from titan_ext.activation_checkpoint.partition import Saved
 from titan_ext.fp8 import Codec, MemoryRow, MemoryRows, memory_rows
 

@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_ext.activation_checkpoint.blocks import (
     STATISTIC,
     EagerBlock,
-    OpLocator,
     attention_statistics,
     restore,
 )
+from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.op_effects import op_name
-from titan_ext.activation_checkpoint.op_policies import ROOT
+from titan_ext.activation_checkpoint.op_rules import ROOT
 from titan_ext.base.tensors import is_plain, parts_in, storage_ids, storages_of
 from titan_ext.fp8.offload import HostGroup
 from titan_ext.fp8.saved_tensors import Computed

@@ -8,216 +8,29 @@ expensive. Eager and compiled code ask the same ``Resolver``. Nothing here touch
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import spmd_types as spmd
 import torch
-import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_ext.activation_checkpoint.op_effects import chooses, op_name
-from titan_ext.base.messages import did_you_mean, matches
+from titan_ext.activation_checkpoint.op_rules import (
+    GROUPED_GEMMS,
+    INPUT,
+    OpLocation,
+    OpPolicy,
+    Rule,
+    is_exempt,
+)
 from titan_ext.base.tensors import has_values
 from titan_ext.components.halves import current_half
 
-GROUPED_GEMMS = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
-GEMMS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", *GROUPED_GEMMS)
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
-CHILDREN = ("attention", "attn", "moe", "feed_forward")
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
-INPUT = "input"
-"""Stands for the floating-point inputs of the block, instead of an operation's name."""
-
-ROOT = "(block)"
-"""Stands for the block without the modules inside it, instead of a module's name."""
-
-
-# Regions of Titan's next release, and the patterns that mean the same here after a prefix.
-_EXPERTS = "{}routed_experts.inner_experts:aten.*grouped_mm*"
-_TOKENS = "({}routed_experts):*all_to_all_single:*"
-_REGIONS = {
-    "routed_experts.w13.grouped_mm": f"{_EXPERTS}:[wm]*[13]*",
-    "routed_experts.w2.grouped_mm": f"{_EXPERTS}:[wm]*2*",
-    "routed_experts.token_dispatcher.dispatch": f"{_TOKENS}:2",  # the first exchanges counts
-    "routed_experts.token_dispatcher.combine": f"{_TOKENS}:3",
-    "token_dispatcher.dispatch": f"{_TOKENS}:2",
-    "token_dispatcher.combine": f"{_TOKENS}:3",
-    ".linear": "{}:aten.*mm",
-}
-
-
-class OpPolicy(StrEnum):
-    """What is kept of the outputs of an operation.
-
-    Attributes:
-        SAVE: The outputs.
-        SAVE_FLOAT8: The outputs in float8, where the codec can hold them (docs/fp8_ac.md).
-        OFFLOAD, OFFLOAD_FLOAT8: The same, on the host.
-        RECOMPUTE: Nothing; the operation runs again in backward.
-        DISCARD: Nothing, and the operation does not run again. Backward must not read its outputs;
-            titan_ext checks that.
-    """
-
-    SAVE = "save"
-    SAVE_FLOAT8 = "save_float8"
-    OFFLOAD = "offload"
-    OFFLOAD_FLOAT8 = "offload_float8"
-    RECOMPUTE = "recompute"
-    DISCARD = "discard"
-
-    @property
-    def keeps(self) -> bool:
-        return self not in (OpPolicy.RECOMPUTE, OpPolicy.DISCARD)
-
-    @property
-    def is_float8(self) -> bool:
-        return self in (OpPolicy.SAVE_FLOAT8, OpPolicy.OFFLOAD_FLOAT8)
-
-    @property
-    def on_host(self) -> bool:
-        return self in (OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8)
-
-    @property
-    def exact(self) -> "OpPolicy":
-        """The same without float8."""
-        return OpPolicy(self.removesuffix("_float8"))
-
-
-class OpLocation(NamedTuple):
-    """The location of an operation.
-
-    Attributes:
-        module: The innermost that runs it, named within the block ("" for the block).
-        op: Namespace and name without overload ("aten.mm"), or ``INPUT``.
-        operand: The parameter that it works on, named within ``module`` ("w2_EDF"), or "".
-    """
-
-    module: str
-    op: str
-    operand: str = ""
-
-    def __str__(self) -> str:
-        return ":".join(part for part in (self.module or ROOT, self.op, self.operand) if part)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A policy for the operations that match.
-
-    Attributes:
-        policy: The policy of their outputs.
-        module: Glob for the name of a module, within the block or in the model: it and all modules
-            inside it. "(moe)" is the module without them, "(block)" the block.
-        op: Glob for the operation; "*" for whatever is expensive (GEMMs, attention, exchanges).
-        operand: Glob for the parameter.
-        occurrence: Which of the matching operations in one forward is meant, from 1; 0 for all.
-    """
-
-    policy: OpPolicy
-    module: str = "*"
-    op: str = "*"
-    operand: str = "*"
-    occurrence: int = 0
-
-    def matches(self, location: OpLocation, block: str = "", *, expensive: bool = True) -> bool:
-        """Whether ``location`` in the block called ``block`` matches, its occurrence apart."""
-        if self.module == INPUT or location.op == INPUT:
-            return self.module in (INPUT, "*") and location.op == INPUT and self.op == "*"
-        if self.op == "*" and not expensive:
-            return False
-        return (
-            self.matches_module(location.module, block)
-            and fnmatchcase(location.op, self.op)
-            and fnmatchcase(location.operand, self.operand)
-        )
-
-    def matches_module(self, module: str, block: str = "") -> bool:
-        """Whether a module matches, by its name in the block or by its name in the model."""
-        if self.module == ROOT:
-            return not module
-        if self.module.startswith("("):
-            pattern = self.module[1:-1]
-            return fnmatchcase(module, pattern) or fnmatchcase(join(block, module), pattern)
-        return matches(module, self.module) or matches(join(block, module), self.module)
-
-
-def parse_rules(rules: Mapping[str, str], key: str = "op_policies") -> tuple[Rule, ...]:
-    """Parse the rules of a TOML table called ``key``, in its order.
-
-    For example ``{"moe.routed_experts:aten._grouped_mm:w2*": "recompute", "input": "save"}``.
-    Raises ValueError for a malformed pattern, or a policy, operation or input that there cannot be.
-    """
-    return tuple(_parse(pattern, policy, key) for pattern, policy in rules.items())
-
-
-def _parse(pattern: str, policy: str, key: str) -> Rule:
-    names = [p.value for p in OpPolicy]
-    if policy not in names:
-        raise ValueError(
-            f"{key}.{pattern!r} is {policy!r}; expected one of {', '.join(names)}"
-            f"{did_you_mean(policy, names)}"
-        )
-    region = next((name for name in _REGIONS if pattern.endswith(name)), "")
-    meant = _REGIONS.get(region, "{}").format(pattern.removesuffix(region))
-    parts = meant.split(":")
-    if not all(parts) or len(parts) > 4:
-        raise ValueError(
-            f"{key}: {pattern!r} is not a pattern; expected module[:op[:operand[:occurrence]]], "
-            'for example "moe.shared_experts.w1" or "*:aten.mm".'
-        )
-    module, op, operand, occurrence = (*parts, *("*", "*", "*", "0")[len(parts) :])
-    if not occurrence.isdecimal():
-        raise ValueError(f"{key}: the occurrence in {pattern!r} must be a number from 1 on.")
-    namespace, _, name = op.partition(".")
-    if namespace == "aten" and name.isidentifier() and not hasattr(torch.ops.aten, name):
-        raise ValueError(f"{key}: torch has no operation {op!r}{did_you_mean(op, GEMMS)}")
-    if module == INPUT and not OpPolicy(policy).keeps:
-        raise ValueError(
-            f'{key}."{INPUT}" is {policy!r}; a block cannot recompute its inputs: expected save, '
-            "save_float8, offload or offload_float8."
-        )
-    return Rule(OpPolicy(policy), module, op, operand, int(occurrence))
-
-
-def check_names(
-    section: str, rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module
-) -> None:
-    """Raise ValueError for names of modules that the blocks of a model do not have.
-
-    ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a
-    dense stage has no ``moe``) may be in another stage.
-    """
-    layers = model.get_submodule("layers")
-    inside = {name for block in layers.children() for name, _ in block.named_modules()} - {""}
-    if not inside:
-        return
-    whole = getattr(getattr(model, "config", None), "layers", None) or list(layers.children())
-    blocks = [f"layers.{index}" for index in range(len(whole))]
-    in_model = {*blocks, *(f"{block}.{name}" for block in blocks for name in inside)}
-    elsewhere = {name for name in CHILDREN if name not in inside}
-
-    def check(key: str, patterns: Iterable[str], known: set[str], where: str) -> None:
-        for pattern in patterns:
-            is_elsewhere = elsewhere.intersection(pattern.split("."))
-            if not (is_elsewhere or any(matches(name, pattern) for name in inside | in_model)):
-                raise ValueError(
-                    f"{section}.{key}: no module of {where} is called {pattern!r}"
-                    f"{did_you_mean(pattern, known)}"
-                )
-
-    named = [r.module.strip("()") for r in rules if r.module not in (INPUT, ROOT)]
-    check("op_policies", named, inside, "a block")
-    check("exempt", exempt, in_model, "the model")
-
-
-def join(block: str, module: str) -> str:
-    """The name in the model of a module of ``block``; either may be ""."""
-    return ".".join(part for part in (block, module) if part)
 
 
 class _Candidates(NamedTuple):
@@ -310,7 +123,7 @@ class BlockPolicies:
                     and rule.matches_module(module, self.name)
                     for rule in (*self.user_rules, *self.preset_rules)
                 )
-            )
+            ) and not _is_view(func)
             # "Must" spares torch a search for side effects, a tenth of the host's time.
             plain = op.startswith("aten.")
             again = CheckpointPolicy.MUST_RECOMPUTE if plain else CheckpointPolicy.PREFER_RECOMPUTE
@@ -409,6 +222,8 @@ class Resolver:
         if func is torch.ops.aten._to_copy.default and is_copy_to_host(args, kwargs):
             return OpPolicy.SAVE
         base = self._policies.base_policy(location, out, stock_saves=stock_saves)
+        if _is_view(func):
+            return OpPolicy.RECOMPUTE
         if fixes_routing(location.op, out):
             return self._decide(location, base, keeps_base=True)
         return self._decide(location, OpPolicy.SAVE if is_choice else base, is_choice=is_choice)
@@ -451,14 +266,14 @@ class Resolver:
         return self._matches[rule, current_half()] == rule.occurrence
 
 
-def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
-    """Whether ``module`` of ``block`` matches one of the globs ``exempt``."""
-    return any(matches(join(block, module), pattern) for pattern in exempt)
-
-
 def is_exchange(op: str) -> bool:
     """Whether an operation is the all-to-all of tokens, or of their counts or scores."""
     return op.endswith("all_to_all_single")
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation makes views, which torch does not let a checkpoint replace."""
+    return getattr(func, "is_view", False)  # higher-order operators have none
 
 
 def fixes_routing(op: str, out: Any) -> bool:

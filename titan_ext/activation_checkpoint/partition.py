@@ -37,7 +37,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, has_free_symbo
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_ext.activation_checkpoint.op_effects import chooses, op_name
-from titan_ext.activation_checkpoint.op_policies import OpPolicy
+from titan_ext.activation_checkpoint.op_rules import OpPolicy
 from titan_ext.fp8 import Codec, Quantized, codec, dequantize, quantize
 from titan_ext.fp8.codec import SUPPORTED_DTYPES
 from titan_ext.fp8.saved_tensors import SMALL

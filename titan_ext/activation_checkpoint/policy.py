@@ -14,20 +14,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, OpLocator, block_store
+from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, block_store
+from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import (
     BlockMemoryReport,
     MemoryReport,
     MemoryReporter,
 )
 from titan_ext.activation_checkpoint.no_recompute import NoRecompute, NoRecomputeBlock
-from titan_ext.activation_checkpoint.op_policies import (
-    BlockPolicies,
-    Rule,
-    check_names,
-    is_exempt,
-    parse_rules,
-)
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies
+from titan_ext.activation_checkpoint.op_rules import Rule, check_names, is_exempt, parse_rules
 from titan_ext.activation_checkpoint.presets import Attention, Preset, block_policies
 from titan_ext.activation_checkpoint.solved import KEY, Budget, check_releases
 from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, set_known_key, table_flag

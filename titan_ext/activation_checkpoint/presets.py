@@ -15,7 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_ext.activation_checkpoint.op_effects import op_name
-from titan_ext.activation_checkpoint.op_policies import ROOT, BlockPolicies, OpPolicy, Rule
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies
+from titan_ext.activation_checkpoint.op_rules import ROOT, OpPolicy, Rule
 from titan_ext.components.early_scores import has_early_scores
 
 Preset = Literal["memory", "balanced", "speed", "gemms", "stock"]

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from titan_ext.activation_checkpoint.op_policies import OpPolicy
+from titan_ext.activation_checkpoint.op_rules import OpPolicy
 from titan_ext.activation_checkpoint.presets import Preset
 
 

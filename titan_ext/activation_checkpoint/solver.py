@@ -30,13 +30,8 @@ from titan_ext.activation_checkpoint.block_graph import (
     Node,
     blocks_on_device,
 )
-from titan_ext.activation_checkpoint.op_policies import (
-    INPUT,
-    ROOT,
-    BlockPolicies,
-    OpPolicy,
-    parse_rules,
-)
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies
+from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpPolicy, parse_rules
 from titan_ext.base.messages import format_bytes
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES

@@ -20,7 +20,7 @@ import torch.nn as nn
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
-from titan_ext.activation_checkpoint.op_policies import OpPolicy, is_exempt
+from titan_ext.activation_checkpoint.op_rules import OpPolicy, is_exempt
 from titan_ext.activation_checkpoint.presets import PRESET_NAMES
 from titan_ext.activation_checkpoint.solved import KEY, has_budget, releases
 from titan_ext.activation_checkpoint.solver import (
@@ -35,7 +35,7 @@ from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import and_more, format_bytes, parse_bytes
 from titan_ext.components.exchange_policy import exchange_policy_of
 from titan_ext.plan.dry_run import DryRun, dry_run
-from titan_ext.plan.live import MemoryKind, fsdp_kind
+from titan_ext.plan.live import MemoryKind
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.toml.files import to_toml
 
@@ -130,7 +130,6 @@ class TracedBlocks:
                         compress_fp32=self._settings.fp32 != "save",
                         exempt=tuple(self._settings.exempt),
                         name=name,
-                        foreign=lambda: fsdp_kind() is not None,
                     )
                 )
             run.forward_backward()

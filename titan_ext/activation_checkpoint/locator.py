@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names for the operations of one block while it runs."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
+from titan_ext.activation_checkpoint.op_effects import op_name
+from titan_ext.activation_checkpoint.op_rules import GEMMS, OpLocation
+from titan_ext.base.tensors import plain_tensors, storage_ids
+from titan_ext.components.halves import SECOND_HALF
+
+
+class OpLocator:
+    """Names the operations of one block while it runs, in forward and in recompute.
+
+    A dispatch mode sees only ``aten.mm`` and two tensors. Hooks on the modules of the block tell
+    the module, the storage of the operands tells the parameter.
+
+    Where FSDP's hooks run inside of the block, it tells theirs from the block's: they gather
+    parameters in the forward, and mostly not in the recompute.
+
+    Attributes:
+        left: The modules that have returned in this forward, in order.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.left: list[nn.Module] = []
+        self._block: nn.Module | None = block
+        self._given_to_fsdp: frozenset[int] | None = None
+        self._stack = [""]
+        self._handles = []
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        # By storage: parameters, and their copies in another dtype. A weak reference keeps no
+        # bytes, but no later storage gets the address.
+        self._with_operands = False
+        self._names: dict[int, str] = {}
+        self._storages: list[StorageWeakRef] = []
+        for name, module in block.named_modules():
+            public = canonical_fqn(name).removesuffix(SECOND_HALF).removesuffix(".")
+            tensors = module._parameters
+            slots = [(tensors, key, f"{public}.{key}".lstrip(".")) for key in tensors]
+            self._slots += slots
+            if name:
+                enter, leave = self._hooks(public, slots)
+                self._handles += [
+                    module.register_forward_pre_hook(enter),
+                    module.register_forward_hook(leave, always_call=True),
+                ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def module(self) -> str:
+        """The innermost running module, named within the block; "" for the block itself."""
+        return self._stack[-1]
+
+    def is_fsdp(self, args: tuple[Any, ...]) -> bool:
+        """Whether an operation on ``args`` is FSDP's own, and none on what the block computes."""
+        given = self._given_to_fsdp
+        return given is not None and given.isdisjoint(storage_ids(args))
+
+    def begin(self, *, with_operands: bool) -> None:
+        """Start of a forward."""
+        if self._block is not None:  # FSDP comes after checkpointing, and before the first forward
+            for module in self._block.modules():
+                self._watch_fsdp(module._forward_pre_hooks)
+                self._watch_fsdp(module._forward_hooks)
+            self._block = None
+        self.left.clear()
+        self._names.clear()
+        self._storages.clear()
+        self._with_operands = with_operands
+        self._name_parameters(self._slots)
+
+    def locate(self, func: Any, args: tuple[Any, ...]) -> OpLocation:
+        """The location of a call of ``func``; with a GEMM's operand if ``begin`` asked for it."""
+        module, op = self._stack[-1], op_name(func)
+        if not self._with_operands or op not in GEMMS:
+            return OpLocation(module, op)
+        names = (self._name_of(arg) for arg in args if isinstance(arg, torch.Tensor))
+        operand = next(filter(None, names), "")
+        return OpLocation(module, op, operand.removeprefix(module).lstrip("."))
+
+    def see_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Note that ``out`` is ``source`` cast to another dtype: it gets its parameter name."""
+        if self._with_operands and (name := self._name_of(source)):
+            self._call(out, name)
+
+    def _name_of(self, x: torch.Tensor) -> str:
+        for part in plain_tensors(x):
+            if name := self._names.get(part.untyped_storage()._cdata):
+                return name
+        return ""
+
+    def _call(self, x: torch.Tensor | None, name: str) -> None:
+        for part in plain_tensors(x) if x is not None else ():
+            storage = part.untyped_storage()
+            if storage._cdata not in self._names:
+                self._names[storage._cdata] = name
+                self._storages.append(StorageWeakRef(storage))
+
+    def _name_parameters(self, slots: Iterable[tuple[dict[str, Any], str, str]]) -> None:
+        for tensors, key, name in slots if self._with_operands else ():
+            self._call(tensors.get(key), name)
+
+    def _watch_fsdp(self, hooks: dict[int, Any]) -> None:
+        """Call FSDP's among ``hooks`` so that ``is_fsdp`` knows."""
+        for key, hook in hooks.items():
+            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
+                hooks[key] = functools.wraps(hook)(functools.partial(self._run_fsdp, hook))
+
+    def _run_fsdp(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
+        self._given_to_fsdp = frozenset(storage_ids(given))  # FSDP may cast these
+        try:
+            return hook(module, *given)
+        finally:
+            self._given_to_fsdp = None
+
+    def _hooks(self, name: str, slots: list[tuple[dict[str, Any], str, str]]):
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack.append(name)
+            # FSDP may just have put other parameters in place.
+            self._name_parameters(slots)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+            self.left.append(module)
+
+        return enter, leave
