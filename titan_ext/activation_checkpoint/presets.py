@@ -140,8 +140,7 @@ def _preset_rules(
     if early or once:
         rules += _UNREAD_TOKENS
     if not _has_other_kernels(block):
-        # Where sums are sent back, casts follow in the recompute. FSDP's own run in forward only,
-        # so that torch, which counts them, would take another for the discarded one.
+        # Where sums are sent back, their own backward (``AddUp``) reads what they are made of.
         rules += [*_UNREAD_SUM_OF_EXPERTS, *(() if once else _UNREAD_PRODUCTS)]
         if saves_exchange:  # a token that came once takes fewer bytes than its copies
             rules += [*_UNREAD_SENT, *(() if once else _PERMUTED)]
