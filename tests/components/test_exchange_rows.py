@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from tests.helpers.cluster import RankError, run_ranks
 from tests.helpers.training import Run, Runs, make_config, observed, train
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.components import exchange
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.components.exchange_policy import ExchangePolicy, ranks_of_token
 from titan_ext.components.rows import exchange_once
@@ -76,12 +77,20 @@ def _loss(out_TD: torch.Tensor) -> torch.Tensor:
 
 
 def _layer(
-    rows: str, in_steps: bool, shape: tuple[str, int, int], dtype: Any, float8: bool = False
+    rows: str,
+    in_steps: bool,
+    shape: tuple[str, int, int],
+    dtype: Any,
+    float8: Literal["", "e4m3", "lossless"] = "",
 ) -> dict[str, Any]:
     """Dispatch, experts and combine of one layer, and its backward, on this rank.
 
-    With ``rows`` "node" the ranks are two nodes.
+    With ``rows`` "node" the ranks are two nodes. With ``float8`` "lossless" rows travel packed as
+    those in float8 do, by a codec that changes nothing.
     """
+    if float8 == "lossless":
+        exchange.pack = lambda x_TD: x_TD.contiguous().view(torch.uint8)
+        exchange.unpack = lambda packed_RW, width, dtype: packed_RW.view(dtype)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
@@ -90,7 +99,7 @@ def _layer(
     routed: Any = nn.Module()
     routed.token_dispatcher = dispatcher = config.build()
     dispatcher.ep_mesh = mesh
-    dispatcher.sends_float8 = float8
+    dispatcher.sends_float8 = bool(float8)
     nodes = 2 if rows == "node" else 0
     if rows != "expert":
         assert exchange_once(routed, nodes=nodes) == (min(top_k, experts // (nodes or ranks)) > 1)
@@ -191,11 +200,34 @@ def test_sums_are_those_of_every_expert(
         assert mine["exchanges"] == 1 + len(hops) * (4 + (2 if gains else 0))
 
 
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "shape"),
+    [
+        (2, "expert", ("random", 8, 3)),
+        (2, "rank", ("random", 8, 3)),
+        (2, "rank", ("one rank", 8, 3)),
+        (4, "node", ("random", 16, 4)),
+    ],
+)
+def test_packed_rows_have_the_gradients_of_every_expert(
+    ranks: int, rows: str, shape: tuple[str, int, int], in_steps: bool, tmp_path: Path
+):
+    """Several experts of a rank read one row: its gradient is the sum of theirs."""
+    found = run_ranks(
+        *(_layer, ranks, rows, in_steps, shape, torch.float32, "lossless"), log_folder=tmp_path
+    )
+    for mine, expected in zip(found, _without_ranks(shape, ranks), strict=True):
+        for name, value in expected.items():
+            scale = max(np.abs(value).max(), 1.0)
+            assert np.abs(mine["values"][name] - value).max() < 1e-6 * scale, name
+
+
 def test_two_hops_pass_float8_on_as_it_came(tmp_path: Path):
     """Tokens, and gradients of what comes back, are quantized once, however many hops there are."""
     shape = ("random", 16, 4)
     one, two = (
-        run_ranks(_layer, 4, rows, True, shape, torch.bfloat16, True, log_folder=tmp_path)
+        run_ranks(_layer, 4, rows, True, shape, torch.bfloat16, "e4m3", log_folder=tmp_path)
         for rows in ("rank", "node")
     )
     for mine, its in zip(two, one, strict=True):
