@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -21,7 +22,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    SelectiveAC,
+)
 from torchtitan.models.common.decoder import Decoder
 
 from tests.helpers.compiled_op_policies import EXACT, OP_POLICIES
@@ -511,3 +516,19 @@ def test_a_choice_is_kept(mode: Any, choice: str):
     assert float8
     assert not no_float8
     assert torch.equal(exact, kept)
+
+
+@pytest.mark.parametrize("policy", [SelectiveAC(SelectiveAC.Config()), FullAC(FullAC.Config())])
+def test_the_load_of_experts_is_counted_once(policy: ActivationCheckpointing):
+    """And not halved: Titan does that to blocks that are wrapped, for their recompute."""
+    model = debug_model(layers=2)
+    units = plan_units(model, "block")
+    names = [name for name, _ in model.named_parameters()]
+    apply_activation_checkpointing(model, policy, units, compiled=True)
+    block: Any = model.layers["1"]
+    block.compile(backend="aot_eager", fullgraph=True)
+    x_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+    block(x_BLD, None, None).float().sum().backward()
+    halves = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
+    assert block.moe.tokens_per_expert_E.sum() // (2 if halves else 1) == 3 * TOKENS
+    assert [name for name, _ in model.named_parameters()] == names

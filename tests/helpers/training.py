@@ -524,6 +524,8 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
     with patched(run):
         with no_accelerator.layout_independent_init(), quick_initialisation():
             trainer = make_config(run, folder).build()
+        if run.compiled and run.parallelize == "stock":
+            _count_experts_once(trainer)
         if run.routing == "one_expert":
             _send_every_token_to_the_first_experts(trainer)
         routing = _watch_routing(trainer) if run.watch_routing else []
@@ -619,6 +621,13 @@ def _send_every_token_to_the_first_experts(trainer) -> None:
                 continue
             local = bias.to_local() if isinstance(bias, DTensor) else bias
             local[: module.router.top_k] = 1e4
+
+
+def _count_experts_once(trainer) -> None:
+    """As upstream/titan-compiled-expert-load: Titan halves what compiled blocks count once."""
+    for part in trainer.model_parts:
+        for block in part.layers.values():
+            block.checkpoint_impl = None
 
 
 def state_hash(trainer) -> str:

@@ -18,7 +18,8 @@ module runs the whole chain as one compiled function, and the other modules retu
 module is added or moved: parameters keep their names, FSDP its hooks, and the block its forward.
 
 Titan's load balancing halves the token counts of blocks wrapped in a checkpoint, because an eager
-recompute counts again. Compiled code does not count again, and these blocks are not wrapped.
+recompute counts again. Compiled code does not count again, so blocks that are compiled whole are
+not wrapped, whatever the policy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ import torch.nn as nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.fx import traceback as fx_traceback
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -93,6 +95,18 @@ def apply_activation_checkpointing(
             part.checkpoint(cast(Any, wrapper).checkpoint_fn)
     else:
         policy.apply(model)
+        if compiled and not splits_blocks(units):
+            _checkpoint_inside(model)
+
+
+def _checkpoint_inside(model: Decoder) -> None:
+    """Let blocks that will be compiled checkpoint themselves, in place of what wraps them."""
+    for name, wrapper in model.layers.items():
+        if isinstance(wrapper, CheckpointWrapper):
+            block = wrapper._checkpoint_wrapped_module
+            model.layers.register_module(name, block)
+            part = CompiledPart(block, f"layers.{name}", {"": block}, "")
+            part.checkpoint(wrapper.checkpoint_fn)
 
 
 @dataclass(frozen=True)
