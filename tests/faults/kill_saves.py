@@ -14,7 +14,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools.logging import init_logger
 
 from tests.helpers.checkpointing import corrupt_items
@@ -22,6 +21,7 @@ from tests.helpers.cluster import kill_ranks, run_ranks, start_ranks
 from tests.helpers.training import Run, make_config
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.run.checkpoints import CheckpointManager
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=10_000)
 START_S = 150.0

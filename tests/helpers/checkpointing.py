@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.tools.logging import init_logger
 
@@ -26,6 +25,7 @@ from tests.helpers.training import Run, make_config, patched, state_hash
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 from titan_ext.run import checkpoints
+from titan_ext.run.checkpoints import CheckpointManager
 
 __all__ = ["Leg", "SharedStream", "differing", "read_checkpoint", "run_leg", "tensor_digests"]
 

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.loss import CrossEntropyLoss
@@ -62,6 +61,7 @@ from titan_ext.fsdp import make_plan, prefetch
 from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.tracker import Timeline
+from titan_ext.run.checkpoints import CheckpointManager
 from titan_ext.run.trainer import extend_config
 
 

@@ -251,6 +251,14 @@ def test_titan_saves_every_step_when_its_interval_is_one():
     )
 
 
+def test_titan_purges_after_each_save_that_is_not_the_last():
+    """run.checkpoints overrides both, and takes the paths that are deleted from this queue."""
+    save = _Code(CheckpointManager._save)
+    assert save.has("self._purge_stale_checkpoints()", "self._should_save(curr_step, last_step)")
+    assert _Code(CheckpointManager._should_purge).has("dist.get_rank() == 0")
+    assert _Code(CheckpointManager._purge_stale_checkpoints).has("self.purge_queue.put(path)")
+
+
 def test_titan_checkpoint_names_that_are_checked_before_loading():
     """run.checkpoints looks for these in a checkpoint, and repeats what Titan would load."""
     find = _Code(CheckpointManager._find_load_step)

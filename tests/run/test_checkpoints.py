@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import resource
+import threading
 import time
 import unittest.mock
 from dataclasses import replace
@@ -20,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
@@ -36,6 +38,7 @@ from tests.helpers.training import Run, make_config, titan_config
 from tests.matrix.checkpoint_runner import WEIGHTS, Sources, check_pair, export
 from tests.matrix.checkpoints import FAST, Pair
 from titan_ext.base import no_accelerator
+from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.parallelize.limits import wrong_values
 from titan_ext.run.checkpoints import (
@@ -238,6 +241,100 @@ def test_the_model_only_is_nothing_to_resume_from(tmp_path: Path, one_rank: None
         checkpoint_to_load(_config(tmp_path))
     with pytest.raises(ValueError, match=r"initial_load_path is .*no \.metadata; expected the fol"):
         checkpoint_to_load(_config(tmp_path / "new", initial_load_path=str(checkpoints)))
+
+
+def _manager(folder: Path, async_mode: str = "disabled") -> CheckpointManager:
+    """One that keeps two checkpoints of a model of one weight."""
+    mode = cast(Any, async_mode)
+    return CheckpointManager.Config(
+        enable=True, interval=1, keep_latest_k=2, async_mode=mode
+    ).build(
+        dataloader=None,
+        model_parts=[torch.nn.Linear(1, 1, bias=False)],
+        optimizers=None,
+        lr_schedulers=None,
+        states={},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+
+
+def _cut_off(folder: Path, *steps: int) -> None:
+    """As saves leave them that were killed before they were over."""
+    for step in steps:
+        (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
+        (folder / "checkpoint" / f"step-{step}" / "__0_0.distcp").touch()
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_whole_checkpoints_are_kept_not_folders(async_mode: str, tmp_path: Path, one_rank: None):
+    may_end, finish = threading.Event(), FileSystemWriter.finish
+    checkpoints, manager = tmp_path / "checkpoint", _manager(tmp_path, async_mode)
+    _cut_off(tmp_path, 2, 7, 9)
+    for step in (1, 3):
+        manager.save(step)
+    manager.maybe_wait_for_saving()
+
+    def late(*args: Any, **results: Any) -> None:
+        assert async_mode == "disabled" or may_end.wait(60)
+        finish(*args, **results)
+
+    with unittest.mock.patch.object(FileSystemWriter, "finish", late):
+        manager.save(5)
+        manager.close()  # when all is deleted
+        under_way = async_mode != "disabled"
+        kept = [1, 3] if under_way else [3, 5]
+        assert whole_checkpoint_steps(checkpoints) == kept
+        may_end.set()
+        manager.maybe_wait_for_saving()
+    assert whole_checkpoint_steps(checkpoints)[-2:] == [3, 5]
+    left = set(whole_checkpoint_steps(checkpoints, marker=""))
+    assert {7, 9} <= left
+    assert (2 in left) == under_way
+
+
+def test_what_lies_above_the_saved_step_is_of_another_start(tmp_path: Path, one_rank: None):
+    """A run that resumes from an earlier step (``load_step``) keeps what it saves."""
+    checkpoints = tmp_path / "checkpoint"
+    for step in (3, 8, 9):
+        dcp.save({"w": torch.ones(1)}, checkpoint_id=checkpoints / f"step-{step}")
+    manager = _manager(tmp_path)
+    for step in (4, 5):
+        manager.save(step)
+    manager.close()
+    assert whole_checkpoint_steps(checkpoints) == [4, 5, 8, 9]
+
+
+def test_a_checkpoint_that_is_overwritten_is_not_whole(tmp_path: Path, one_rank: None):
+    manager = _manager(tmp_path)
+    manager.save(3)
+    with (
+        unittest.mock.patch.object(FileSystemWriter, "finish", side_effect=InterruptedError),
+        pytest.raises(CheckpointException),
+    ):
+        manager.save(3)
+    assert whole_checkpoint_steps(tmp_path / "checkpoint") == []
+    manager.close()
+
+
+def test_saves_that_were_cut_off_are_said(
+    tmp_path: Path, one_rank: None, caplog: pytest.LogCaptureFixture
+):
+    states = {"train_state": 1, "optimizer": 1, "lr_scheduler": 1, "dataloader.dp_rank_0": 1}
+    trainer = _trainer(_config(tmp_path), ranks=1)
+    trainer.model_config = SimpleNamespace(build=lambda: torch.nn.Linear(1, 1, bias=False))
+    weights = {"weight": torch.ones(1, 1), **states}
+    _cut_off(tmp_path, 2, 7, 9)
+    with pytest.raises(ValueError, match=r"only step-2, step-7, step-9 in .*/checkpoint: no \.met"):
+        check_resume(trainer)
+    dcp.save(weights, checkpoint_id=tmp_path / "checkpoint" / "step-5")
+    check_resume(trainer)
+    assert "passed over step-7, step-9 in" in caplog.text
+    assert "Training resumes from step-5." in caplog.text
+    caplog.clear()
+    dcp.save(weights, checkpoint_id=tmp_path / "checkpoint" / "step-11")
+    check_resume(trainer)
+    assert "passed over" not in caplog.text
 
 
 def test_a_corrupt_checkpoint_from_elsewhere_is_found(tmp_path: Path, one_rank: None):

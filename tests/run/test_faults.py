@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools.logging import init_logger
 
 from tests.faults.torchrun import is_alive
@@ -34,7 +33,7 @@ from tests.helpers.training import Run, make_config, titan_config
 from titan_ext.base.agreement import LastStep
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
-from titan_ext.run.checkpoints import verify_checksums, why_refused
+from titan_ext.run.checkpoints import CheckpointManager, verify_checksums, why_refused
 from titan_ext.run.start import Folder, Paths
 from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run.trainer import extend_config

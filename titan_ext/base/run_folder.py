@@ -16,12 +16,11 @@ def whole_checkpoint_steps(checkpoints: Path, *, marker: str = ".metadata") -> l
 
     A checkpoint is whole if it has its ``.metadata``, which is written last: the rule by which
     Titan's checkpointer finds what to resume from (torchtitan/components/checkpointer/dcp.py).
-    An export has another ``marker``.
+    An export has another ``marker``. With ``marker=""`` those that are not whole count, too.
     """
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in checkpoints.glob("step-*"))
     return sorted(
-        int(match[1])
-        for path in checkpoints.glob(f"step-*/{marker}")
-        if (match := re.fullmatch(r"step-(\d+)", path.parent.name))
+        int(name[1]) for name in names if name and (checkpoints / name[0] / marker).exists()
     )
 
 

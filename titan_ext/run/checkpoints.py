@@ -14,6 +14,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import resource
 import shutil
 import zipfile
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
@@ -41,11 +43,17 @@ from titan_ext.run.start import check_folder
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
 _REFUSED_WRITE = "unexpected pos"
 """What torch's zip writer says as it closes a file, if it could not write all of it."""
+_WRITTEN_LAST = ".metadata"
 _STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
 
 
 class CheckpointManager(TitanCheckpointManager):
-    """Titan's checkpointer, with a key for what is verified before it loads."""
+    """Titan's checkpointer, with a key for what is verified before it loads.
+
+    ``keep_latest_k`` counts whole checkpoints. Titan's purge counts folders
+    (torchtitan/components/checkpointer/dcp.py): those of saves that were cut off, or are still
+    being written, push whole checkpoints out.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanCheckpointManager.Config):
@@ -56,6 +64,34 @@ class CheckpointManager(TitanCheckpointManager):
         """
 
         __setattr__ = set_known_key
+
+    _saved_step = 0
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        self._saved_step = curr_step
+        is_written = self._should_save(curr_step, last_step) and dist.get_rank() == 0
+        if is_written and not filesystem.is_remote(self.folder):
+            # torch overwrites files one by one, and this one last: cut off in between, old and new
+            # files would pass for a whole checkpoint. No rank writes before rank 0 has come.
+            Path(self._create_checkpoint_id(curr_step), _WRITTEN_LAST).unlink(missing_ok=True)
+        return super()._save(curr_step, last_step)
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Delete what is older than the ``keep_latest_k`` newest whole checkpoints of this run.
+
+        What lies above the step that is saved is of another start, and neither counts nor goes.
+        """
+        if not self._should_purge():
+            return
+        names = [re.fullmatch(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
+        steps = (int(name[1]) for name in names if name)
+        whole = 0
+        for step in sorted((s for s in steps if s <= self._saved_step), reverse=True):
+            path = self._create_checkpoint_id(step)
+            if whole >= self.keep_latest_k:
+                self.purge_queue.put(path)
+            else:
+                whole += filesystem.isfile(filesystem.join(path, _WRITTEN_LAST))
 
 
 class Checkpoints(RunCheck):
@@ -249,7 +285,10 @@ def check_resume(trainer: Trainer) -> None:
 
 
 def _check_resume(trainer: Trainer) -> None:
-    if (found := checkpoint_to_load(trainer.config)) is None:
+    found = checkpoint_to_load(trainer.config)
+    if trainer.config.checkpoint.load_step == -1:
+        _check_cut_off(_folder(trainer.config), found and found[0])
+    if found is None:
         return
     folder, model_only = found
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -257,6 +296,27 @@ def _check_resume(trainer: Trainer) -> None:
         _check_states(trainer.config, folder, saved)
         _check_data_ranks(trainer, folder, saved)
     _check_model(trainer, folder, saved)
+
+
+def _check_cut_off(own: Path, found: Path | None) -> None:
+    """Say which saves newer than ``found`` were cut off.
+
+    Raises ValueError where a run that has trained would begin at step 1.
+    """
+    step = int(found.name.removeprefix("step-")) if found and found.parent == own else 0
+    whole = whole_checkpoint_steps(own)
+    cut_off = [s for s in whole_checkpoint_steps(own, marker="") if s > step and s not in whole]
+    if not cut_off:
+        return
+    names = and_more([f"step-{s}" for s in cut_off])
+    why = f"{names} in {own}: no {_WRITTEN_LAST}, which a save writes last, so it was cut off"
+    if not step:
+        raise ValueError(
+            f"this run had trained, and no checkpoint is left to resume from, only {why}. It would "
+            "begin at step 1. Bring a whole checkpoint back, or begin anew: in another "
+            "dump_folder, or here once these folders are moved away."
+        )
+    logger.warning(f"passed over {why}. Training resumes from step-{step}.")
 
 
 def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) -> None:
