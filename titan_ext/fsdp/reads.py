@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Weights that are read past the forward of their own module.
+
+FSDP2 gathers a unit when one of its modules runs. Code outside of it that reads a weight finds a
+shard then: a DTensor, whose ``to_local()`` computes with the rows of this rank, and whose gradient
+FSDP2 sums over no rank. Smaller units than stock's make more code stand outside.
+
+**The head.** In stock Titan it is gathered from the last norm on, which is in its unit, so that a
+model may compute logits from ``lm_head.weight`` itself. Ours is apart (``units.with_norm_apart``).
+It does as stock's where the first forward reads it.
+
+**All others** are refused, by name, in the model's first forward. For that time the shards are of a
+class that says who reads them; FSDP2 takes what it gathers from a tensor of its own. Later steps
+cost nothing: a hook on each shard refuses a gradient, which only such a read can bring.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.models.common.decoder import Decoder
+
+from titan_ext.base.tensors import in_backward
+from titan_ext.fsdp.plan import FSDPPlan
+from titan_ext.fsdp.units import param_groups, splits_blocks
+
+
+def serve_head(model: Decoder, plan: FSDPPlan) -> None:
+    """Let the forward of ``model``, which is sharded by ``plan``, read the head after the norm."""
+    for unit in plan.decoder_units:
+        if unit.is_head_alone and model.norm is not None:
+            head = _Head(unit.fsdp_module(model))
+            # After FSDP's own hooks: the norm is gathered first, and the root is done.
+            model.register_forward_pre_hook(head.begin)
+            model.norm.register_forward_pre_hook(head.before_norm, with_kwargs=True)
+            model.register_forward_hook(head.end, always_call=True)
+
+
+class _Head:
+    """The head, in the forward of a model that may read it.
+
+    Read, it does as a unit with the norm. FSDP2 gathers it before the norm, once more in the norm's
+    backward, and reduces its gradient after that. The first forward with gradients finds out
+    whether it is read, and gathers it then.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module, self._state = cast(nn.Module, module), module._get_fsdp_state()
+        self._is_read: bool | None = None
+        self._is_after_norm = False
+        self._own: dict[nn.Module, dict[str, Any]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    @torch._dynamo.disable
+    def begin(self, *_: Any) -> None:
+        if self._is_read is None and torch.is_grad_enabled():
+            self._is_read = self._is_after_norm = False
+            # What it reads itself does not count.
+            self._handles = [
+                self._module.register_forward_pre_hook(self._watch_no_more),
+                self._module.register_forward_hook(self._watch, always_call=True),
+            ]
+            self._watch()
+
+    @torch._dynamo.disable
+    def before_norm(self, norm: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._is_after_norm = True
+        if self._is_read is not False and not in_backward():
+            for group in self._state._fsdp_param_groups:
+                args, kwargs = group.pre_forward(norm, args, kwargs)
+        return args, kwargs
+
+    @torch._dynamo.disable
+    def end(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if self._handles:
+            self._watch_no_more()
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        groups = self._state._fsdp_param_groups
+        if output is not None and any(g._training_state is TrainingState.FORWARD for g in groups):
+            # It did not run, as FSDPState._force_complete_incomplete_states has it.
+            for group in groups:
+                output = group.post_forward(self._module, None, output)
+            output = self._state._register_pre_backward_hook(output)
+        return output
+
+    def _watch(self, *_: Any) -> None:
+        for module in self._module.modules():
+            self._own[module] = module._parameters
+            module._parameters = _Watched(module._parameters, self._gather)
+
+    def _watch_no_more(self, *_: Any) -> None:
+        for module, own in self._own.items():
+            own.update(module._parameters)  # FSDP has put others there
+            module._parameters = own
+        self._own.clear()
+
+    def _gather(self) -> None:
+        if self._is_after_norm and not self._is_read:
+            self._is_read = True
+            for group in self._state._fsdp_param_groups:
+                group.pre_forward(self._module, (), {})
+
+
+class _Watched(dict[str, Any]):
+    """The parameters of a module, which calls ``before_read`` when one is read as an attribute."""
+
+    def __init__(self, own: dict[str, Any], before_read: Callable[[], None]) -> None:
+        super().__init__(own)
+        self._before_read = before_read
+
+    def __getitem__(self, name: str) -> Any:
+        self._before_read()
+        return super().__getitem__(name)
+
+
+def refuse_reads_of_shards(model: nn.Module, plan: FSDPPlan) -> None:
+    """Raise ValueError naming parameter and reader where ``model`` reads a shard as it runs.
+
+    A group of one rank has the whole as its shard: what is local then is right.
+    """
+    shards: list[DTensor] = []
+    handles: list[RemovableHandle] = []
+    names = {id(module): canonical_fqn(path) for path, module in model.named_modules()}
+    splits = splits_blocks(plan.decoder_units)
+
+    def arm(shard: Any, param: FSDPParam, group: FSDPParamGroup) -> None:
+        if isinstance(shard, _Shard):  # tied
+            return
+        name = canonical_fqn(param._param_fqn or param._module_info.param_name)
+        shard._refuse = functools.partial(_refuse, name, names, splits)
+        shard._is_whole = group.mesh_info.mesh.size() == 1
+        shard.__class__ = _Shard
+        shards.append(shard)
+
+    def arm_smaller(group: FSDPParamGroup, *_: Any) -> None:
+        """What FSDP reshards to fewer ranks after forward is another tensor in each step."""
+        for param in group.fsdp_params:
+            if (shard := getattr(param, "_sharded_post_forward_param", None)) is not None:
+                arm(shard, param, group)
+
+    @torch._dynamo.disable
+    def begin(*_: Any) -> None:
+        for group in param_groups(model.modules()):
+            for param in group.fsdp_params:
+                arm(param.sharded_param, param, group)
+            if group._use_post_forward_mesh:
+                hook = torch._dynamo.disable(functools.partial(arm_smaller, group))
+                handles.extend(part.register_forward_hook(hook) for part in group.modules)
+
+    @torch._dynamo.disable
+    def end(*_: Any) -> None:
+        for handle in handles[2 * (not torch.is_grad_enabled()) :]:
+            handle.remove()
+        del handles[2:]
+        for shard in shards:
+            shard.__class__ = DTensor
+            refuse, _ = shard.__dict__.pop("_refuse"), shard.__dict__.pop("_is_whole")
+            if torch.is_grad_enabled() and shard.requires_grad:
+                shard.register_hook(refuse)
+        shards.clear()
+
+    # After FSDP's own, which may replace parameters. Gone after the first forward with gradients.
+    handles.append(model.register_forward_pre_hook(begin))
+    handles.append(model.register_forward_hook(end, always_call=True))
+
+
+class _Shard(DTensor):
+    """A shard while the model first runs.
+
+    What DTensor computes with all of a weight is right where nothing asks for its gradient.
+    """
+
+    _refuse: Callable[..., NoReturn]
+    _is_whole: bool
+
+    def to_local(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_whole:
+            self._refuse()
+        return super().to_local(*args, **kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._refuse()
+        return super().redistribute(*args, **kwargs)
+
+    def full_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._refuse()
+        return super().full_tensor(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if torch.is_grad_enabled():
+            next(x for x in tree_leaves((args, kwargs)) if isinstance(x, _Shard))._refuse()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _refuse(name: str, names: dict[int, str], splits: bool, *_: Any) -> NoReturn:
+    """Raise ValueError: something reads the parameter ``name`` where FSDP has not gathered it."""
+    frame, reader = sys._getframe(1), "the model"
+    while frame := frame.f_back:
+        if (found := names.get(id(frame.f_locals.get("self")))) is not None:
+            reader = found or reader
+            break
+    block = ".".join(name.split(".")[:2])
+    serves = splits and f"{reader}.".startswith(f"{block}.")
+    way_on = (
+        'parallelism.fsdp_wrap = "block" gathers it while the whole block runs, as TorchTitan does'
+        if serves
+        else f"compute with it in the forward of {name.rpartition('.')[0]}"
+    )
+    raise ValueError(
+        f"{reader} reads {name}, a weight that FSDP has not gathered there: it would compute with "
+        f"the shard of this rank, and its gradient would not be summed over the ranks. {way_on}."
+    )
