@@ -23,7 +23,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components import exchange
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.components.exchange_policy import ExchangePolicy, ranks_of_token
-from titan_ext.components.rows import exchange_once
+from titan_ext.components.rows import exchange_once, hops_across_nodes
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher
 
@@ -76,6 +76,11 @@ def _loss(out_TD: torch.Tensor) -> torch.Tensor:
     return (out_TD * torch.arange(1.0, _D + 1, dtype=out_TD.dtype)).sum()
 
 
+def _exchange_once(routed: Any, mesh: Any, nodes: int) -> None:
+    dims: Any = SimpleNamespace(ep=mesh.size(), get_mesh=lambda name: mesh)
+    exchange_once(routed, hops_across_nodes(dims, nodes) if nodes else ())
+
+
 def _layer(
     rows: str,
     in_steps: bool,
@@ -102,7 +107,8 @@ def _layer(
     dispatcher.sends_float8 = bool(float8)
     nodes = 2 if rows == "node" else 0
     if rows != "expert":
-        assert exchange_once(routed, nodes=nodes) == (min(top_k, experts // (nodes or ranks)) > 1)
+        _exchange_once(routed, mesh, nodes)
+        assert bool(dispatcher.sends_once) == (min(top_k, experts // (nodes or ranks)) > 1)
     inputs = _Inputs(kind, experts, top_k, ranks, rank, dtype)
     counts_E = torch.bincount(inputs.ids_TK.flatten(), minlength=experts)
     x_TD, scores_TK = inputs.x_TD.requires_grad_(), inputs.scores_TK.requires_grad_()
@@ -288,7 +294,8 @@ def _planned(nodes: int) -> tuple[Any, Any, int]:
     routed: Any = nn.Module()
     routed.token_dispatcher = dispatcher = config.build()
     dispatcher.ep_mesh = mesh
-    assert exchange_once(routed, nodes=nodes)
+    _exchange_once(routed, mesh, nodes)
+    assert dispatcher.sends_once
     with FakeTensorMode(), set_current_spmd_mesh(mesh):
         ids_TK, counts_E = (torch.zeros(n, dtype=torch.int64) for n in ((1000, 6), (64,)))
         turn = dispatcher.send(torch.zeros(1000, _D), torch.zeros(1000, 6), ids_TK, counts_E)

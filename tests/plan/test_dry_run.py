@@ -5,15 +5,19 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.pipelining.stage import PipelineStage
 
-from tests.helpers.cluster import Command, run_command
+from tests.helpers.cluster import Command, run_command, run_ranks
 from tests.helpers.toml_files import DEBUG
+from tests.helpers.training import Run, make_config
 from tests.project.test_train_configs import NAMES, world_size
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.machines import MACHINES
@@ -22,6 +26,7 @@ from titan_ext.base.op_cost import group_ms, nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import is_plain
 from titan_ext.config_registry import resolve_config
 from titan_ext.config_registry.commands import main
+from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.stand_ins import as_rank
 
 ROOT = Path(__file__).parents[2]
@@ -246,6 +251,49 @@ def test_every_stage_of_a_pipeline(folder: Path):
         *parts, total = map(float, re.findall(r"^ +([\d.]+)  [a-z]", held, re.M))
         assert total == pytest.approx(sum(parts), abs=0.06)
     assert "memory for activations" not in done.out
+
+
+_DENSE_STAGE = Run(world=8, ep=4, pp=2, layers=6, narrow=True, ac="none", global_batch=64)
+"""Of its stages the first has a dense block, and no MoE layer."""
+_AT_START: dict[str, dict[str, Any]] = {
+    "two hops": {"schedule": "Interleaved1F1B", "exchange_rows": "node"},
+    "halves": {"schedule": "Interleaved1F1B", "overlap_exchanges": "halves"},
+    "reduce-scatters": {"world": 16, "ep": 2, "pp": 4, "reduce_scatter_buffers": 2},
+}
+
+
+def _groups_made(run: Run, rank: int, folder: Path) -> int:
+    with as_rank(run.world, rank, ranks_per_node=2, nvlink_domain=2):
+        config: Any = make_config(run, folder)
+        return dry_run(config, run.world, rank, step=False).process_groups
+
+
+@pytest.mark.parametrize(
+    "name", ["two hops", "reduce-scatters", pytest.param("halves", marks=pytest.mark.slow)]
+)
+def test_all_stages_make_the_same_process_groups(name: str, tmp_path: Path):
+    """They make them together, so that one more on some ranks is a hang."""
+    run = replace(_DENSE_STAGE, parallelize="submodule", **_AT_START[name])
+    made = [
+        run_ranks(_groups_made, 1, run, rank, tmp_path, log_folder=tmp_path / "logs")[0]
+        for rank in (0, run.world - 1)
+    ]
+    assert made[0] == made[1] > 0
+
+
+def test_stages_that_make_different_process_groups_are_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    def told(file: Path, options: Any) -> Any:
+        out = f"groups      {7 + int(options[-1])} made at the start, all ranks together\n"
+        return SimpleNamespace(returncode=0, stdout=out, stderr="")
+
+    monkeypatch.setattr("titan_ext.run.planned.dry_run_elsewhere", told)
+    flags = ("--all-stages", "--parallelism.pipeline_parallel_degree", "2")
+    assert main(["dry-run", "moe_debug", "--ranks", "4", *flags]) == 1
+    said = capsys.readouterr()
+    assert "groups      9 made" in said.out
+    assert "together: rank 0 7, rank 2 9. The job would hang" in said.err
 
 
 def test_context_parallelism(folder: Path):

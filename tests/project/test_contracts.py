@@ -269,6 +269,12 @@ def test_fsdp_gathers_from_tensors_of_its_own_and_completes_what_did_not_run():
     )
 
 
+def test_torch_names_process_groups_by_the_number_made():
+    """fsdp.mesh and components.rows make equally many on all ranks; a dry run compares them."""
+    assert _Code(distributed_c10d._process_group_name).has("str(_world.group_count)")
+    assert _Code(distributed_c10d.get_pg_count).has("_world.group_count")
+
+
 def test_titan_purges_after_each_save_that_is_not_the_last():
     """run.checkpoints overrides both, and takes the paths that are deleted from this queue."""
     save = _Code(CheckpointManager._save)

@@ -6,7 +6,7 @@ says what another does not do.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from torch import nn
@@ -14,11 +14,13 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.titan.batch import tokens_of_microbatch
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
+from titan_ext.components.rows import sends_fewer
 
 SaveAllToAll = Literal["auto", "always", "never"]
 OverlapExchanges = Literal["none", "halves"]
@@ -92,6 +94,22 @@ class ExchangePolicy:
             logger.info(f'parallelism.exchange_rows = "node" does as "rank": {why}.')
             rows = "rank"
         return cls(ep, saved, stock_saves, overlap, dtype, rows, nodes)
+
+    def of_model(self, model: Decoder.Config) -> "ExchangePolicy":
+        """This policy for a whole model, of which a pipeline stage may have no MoE layer.
+
+        Ranks that decide by their own part make other process groups than the rest, which hangs.
+        """
+        if self.rows == "expert" or any(
+            hasattr(dispatcher._owner, "sends_once")
+            and sends_fewer(dispatcher.top_k, dispatcher.num_experts, self.nodes or self.ep)
+            for _, dispatcher, *_ in cast(Any, model).traverse(AllToAllTokenDispatcher.Config)
+            if self.ep > 1
+        ):
+            return self
+        key = f'parallelism.exchange_rows = "{self.rows}"'
+        logger.info(f"{key} does nothing: no {self.rows} here has two experts of a token.")
+        return replace(self, rows="expert", nodes=0)
 
     def log_saved(self, model: Decoder) -> None:
         """Say what selective activation checkpointing does with the exchanges, and its price."""

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.token_dispatcher import AllToAllDispatchMetadata
 
 from titan_ext.components.exchange import (
@@ -276,30 +277,45 @@ def _copied_or_added(
     return sums.index_put_((copies_M,), came_TD, accumulate=True)
 
 
-def exchange_once(model: nn.Module, *, nodes: int = 0) -> int:
-    """Let a token go to a rank once in MoE layers where that sends less; return how many do.
+def hops_across_nodes(parallel_dims: ParallelDims, nodes: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """The ranks of either hop, where those that exchange tokens lie in so many nodes.
 
-    With ``nodes``, in so many of which the ranks lie that exchange tokens: to a node once. Call it
-    on every rank, after expert parallelism.
+    Made once a job. Every rank has to call it, whatever it holds of the model: all ranks of the job
+    make a process group together.
     """
-    layers, world = 0, None
+    made = vars(parallel_dims).setdefault("_hops_across_nodes", {})
+    if nodes not in made:
+        ep = parallel_dims.ep
+        sizes = (
+            dist.get_world_size() // ep,
+            nodes,
+            ep // nodes,
+        )  # those that exchange are neighbours
+        names = ("exchanging", "across_nodes", "within_node")
+        device_type = parallel_dims.get_mesh("ep").device_type
+        world = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        made[nodes] = world["across_nodes"], world["within_node"]
+    return made[nodes]
+
+
+def sends_fewer(top_k: int, experts: int, places: int) -> bool:
+    """Whether a token has two experts in one of ``places``, where it goes once."""
+    return min(top_k, experts // places) > 1
+
+
+def exchange_once(model: nn.Module, hops: Sequence[DeviceMesh] = ()) -> None:
+    """Let a token go to a rank once in MoE layers where that sends less.
+
+    Or to a node, by the ``hops_across_nodes``. Call it after expert parallelism.
+    """
     for module in list(model.modules()):
         dispatcher: Any = getattr(module, "token_dispatcher", None)
         if not hasattr(dispatcher, "sends_once") or dispatcher.ep_mesh is None:
             continue
-        ep_mesh = cast(DeviceMesh, dispatcher.ep_mesh)
-        ep = ep_mesh.size()
-        if min(dispatcher.top_k, dispatcher.num_experts // (nodes or ep)) < 2:
+        meshes = hops or [cast(DeviceMesh, dispatcher.ep_mesh)]
+        if not sends_fewer(dispatcher.top_k, dispatcher.num_experts, meshes[0].size()):
             continue
-        hops = Hops([ep_mesh], Inside(), Inside())
-        if nodes:
-            if world is None:  # the ranks that exchange tokens are neighbours
-                sizes = dist.get_world_size() // ep, nodes, ep // nodes
-                names = ("exchanging", "across_nodes", "within_node")
-                world = init_device_mesh(ep_mesh.device_type, sizes, mesh_dim_names=names)
-            hops = hops._replace(meshes=[world["across_nodes"], world["within_node"]])
-            module.add_module("second_hop", hops.second)
-        module.add_module("row_scores", hops.routes)
-        dispatcher.sends_once = hops
-        layers += 1
-    return layers
+        dispatcher.sends_once = Hops(meshes, Inside(), Inside())
+        if hops:
+            module.add_module("second_hop", dispatcher.sends_once.second)
+        module.add_module("row_scores", dispatcher.sends_once.routes)

@@ -11,6 +11,7 @@ import json
 import math
 import operator
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -329,6 +330,7 @@ class DryRun:
         from titan_ext.run.planned import dry_run_elsewhere, file_name
 
         plans, out, file = [], self.out or folder, folder / "config.toml"
+        groups: dict[int, int] = {}
         file.write_text(source)
         options = self._words(("ranks", *chain(*_OPTIONS), "verbose"))
         options += ["--out", str(out)] if self.memory else []
@@ -336,11 +338,21 @@ class DryRun:
         for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
             print(f"-- rank {rank}", flush=True)
             of_rank = [*options, "--rank", str(rank)]
-            code = dry_run_elsewhere(file, of_rank, is_shown=True).returncode
-            if code not in (0, _DOES_NOT_FIT):
-                raise SystemExit(code)
+            done = dry_run_elsewhere(file, of_rank)
+            sys.stderr.write(done.stderr)
+            print(coloured(done.stdout), end="", flush=True)
+            if done.returncode not in (0, _DOES_NOT_FIT):
+                raise SystemExit(done.returncode)
+            if (found := re.search(r"^groups +(\d+)", done.stdout, re.M)) is not None:
+                groups[rank] = int(found[1])
             if self.memory:
                 plans.append(json.loads((out / file_name(rank)).read_text()))
+        if len(set(groups.values())) > 1:
+            counts = ", ".join(f"rank {rank} {count}" for rank, count in groups.items())
+            raise ValueError(
+                "the stages make different numbers of process groups, which all ranks make "
+                f"together: {counts}. The job would hang at its start; please report this config."
+            )
         return plans
 
 

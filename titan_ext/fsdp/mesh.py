@@ -9,8 +9,9 @@ alone under ``partial_dtensor``.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +71,20 @@ class FSDPMeshes:
         disable_fsdp_gradient_division(model)
         if self.dense.device_type == "cpu":
             reduce_without_premul_sum(model)
+
+    def separate_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """A new process group for the shards of each kind of parameters, by its ranks."""
+        infos = [self._dense_info, *([self._experts_info] if self.experts is not None else [])]
+        all_ranks = {tuple(dist.get_process_group_ranks(i.shard_process_group)) for i in infos}
+        return {
+            ranks: cast(
+                dist.ProcessGroup,
+                dist.new_group(
+                    list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+                ),
+            )
+            for ranks in sorted(all_ranks)
+        }
 
     @cached_property
     def sizes(self) -> ShardSizes:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 from typing import cast
 
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torchtitan.distributed import ParallelDims
@@ -79,7 +78,9 @@ def shard_decoder(
             unit.fsdp_module(model).set_unshard_in_backward(False)
     if plan.reduce_scatter_buffers > 1:
         cast(FSDPModule, model).set_reduce_scatter_max_input_buffers(plan.reduce_scatter_buffers)
-        process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # Also for experts, of which a pipeline stage may have none: torch names later groups by
+        # the number of groups made, which has to be the same on all ranks.
+        process_groups = meshes.separate_groups()
         for group in param_groups(model.modules()):
             # The public function for all modules refuses those that are replicated.
             if isinstance(group.mesh_info, FSDPMeshInfo):

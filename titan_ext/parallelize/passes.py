@@ -49,7 +49,7 @@ from titan_ext.components.float8_linears import (
 from titan_ext.components.halves import overlap_in_halves
 from titan_ext.components.hf_export import for_replicated_weights
 from titan_ext.components.lora import lora_settings
-from titan_ext.components.rows import exchange_once
+from titan_ext.components.rows import exchange_once, hops_across_nodes
 from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
@@ -99,6 +99,7 @@ def parallelize(
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
     exchanges = ExchangePolicy.decide(parallelism, training, parallel_dims, compiled=compiled)
+    exchanges = exchanges.of_model(model.config)
     exchanges.leave_with(model)
     settings = dataclasses.replace(settings, ignored=ignored)
     settings = choose(model, settings, parallel_dims, compiled=compiled)
@@ -113,11 +114,9 @@ def parallelize(
     #    run meanwhile.
     if exchanges.dtype is not None:
         exchange_in_float8(model)
-    if exchanges.rows != "expert" and not exchange_once(model, nodes=exchanges.nodes):
-        key = f'parallelism.exchange_rows = "{exchanges.rows}"'
-        logger.info(f"{key} does nothing: no {exchanges.rows} here has two experts of a token.")
-        exchanges = dataclasses.replace(exchanges, rows="expert")
-        exchanges.leave_with(model)
+    if exchanges.rows != "expert":
+        nodes = exchanges.nodes
+        exchange_once(model, hops_across_nodes(parallel_dims, nodes) if nodes else ())
     if exchanges.overlap == "halves":
         overlap_in_halves(model, exchanges.ep)
     elif exchanges.overlap == "shared experts":

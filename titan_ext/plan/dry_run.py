@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.distributed_c10d import get_pg_count
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import PipelineStage
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -75,6 +76,7 @@ class DryRun(Trainer):
         """Those that are planned as Titan's all-to-all."""
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
+        self.process_groups = get_pg_count()
         if self.parallel_dims.pp_enabled:
             self._tell_stages_their_shapes()
 
@@ -331,10 +333,9 @@ class DryRun(Trainer):
             schedule = config.parallelism.pipeline_parallel_schedule
             count = self._microbatches
             stages = self.stages[0].num_stages
-            yield (
-                "stage",
-                f"{self._indices()} of {stages}, counted from 0; {schedule}, {count} microbatches",
-            )
+            found = f"{self._indices()} of {stages}, counted from 0; {schedule}"
+            yield "stage", f"{found}, {count} microbatches"
+            yield "groups", f"{self.process_groups} made at the start, all ranks together"
         (tokens, length), steps = self._microbatch, self.gradient_accumulation_steps
         tokens *= self._microbatches
         total = tokens * steps * dims.dp_replicate * dims.dp_shard

@@ -58,18 +58,17 @@ _NOT_COMPARED = (
 
 
 def dry_run_elsewhere(
-    file: Path, options: Sequence[str], *, timeout_s: float | None = None, is_shown: bool = False
+    file: Path, options: Sequence[str], *, timeout_s: float | None = None
 ) -> subprocess.CompletedProcess[str]:
     """``titan_ext dry-run FILE`` with ``options`` in a process of its own.
 
     Titan allows one layout in a process, and a run must not keep a dry run's fake groups. After
-    ``timeout_s`` it raises ``subprocess.TimeoutExpired``. If it ``is_shown`` it prints where this
-    process prints; else its output is in the result.
+    ``timeout_s`` it raises ``subprocess.TimeoutExpired``. Its output is in the result.
     """
     return subprocess.run(
         [sys.executable, "-m", "titan_ext", "dry-run", str(file), *options],
         env={key: value for key, value in os.environ.items() if not key.startswith(_OF_TORCHRUN)},
-        capture_output=not is_shown,
+        capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
