@@ -402,6 +402,24 @@ def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
     ) in log.read_text().splitlines()
 
 
+def test_no_thread_is_in_the_store_when_a_run_has_ended(
+    stop: StopOnSignal, monkeypatch: pytest.MonkeyPatch
+):
+    """One that is when the interpreter ends would abort the process of a finished run."""
+    others, is_asking = set(threading.enumerate()), threading.Event()
+
+    def slow(last_step: LastStep) -> bool:
+        is_asking.set()
+        time.sleep(2)
+        return False
+
+    monkeypatch.setattr(LastStep, "look", slow)
+    stop.after_build(_trainer(step=0))
+    with stop.around_run(_trainer(step=0)):
+        assert is_asking.wait(30)
+    assert set(threading.enumerate()) <= others
+
+
 def test_an_ignored_signal_stays_ignored(stop: StopOnSignal):
     """nohup, and a shell's background jobs, ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -32,6 +32,8 @@ from titan_ext.base.tensors import are_finite
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ONE_REQUEST_S = 1.0
+_ENDS_WITHIN_S = 60.0
+"""A store that does not answer for so long has died."""
 _LOOKS_EVERY_S = 1.0
 """One server answers all ranks; at 4,096 this is a few percent of one of its cores."""
 
@@ -87,6 +89,7 @@ class StopOnSignal(RunCheck):
         self._last_step: LastStep | None = None
         self._is_over = False
         self._before: dict[int, Any] = {}
+        self._thread: threading.Thread | None = None
         self._sender: socket.socket | None = None  # the interpreter's end; open until both are gone
 
     def before_start(self, config: Any) -> None:
@@ -108,7 +111,7 @@ class StopOnSignal(RunCheck):
             yield
         finally:  # there is no step left to wait for
             signal.set_wakeup_fd(-1)
-            self._is_over = True
+            self._end_thread()
             for signum, handler in self._before.items():
                 signal.signal(signum, handler)
 
@@ -152,6 +155,8 @@ class StopOnSignal(RunCheck):
                 signum = 0
                 with contextlib.suppress(TimeoutError):
                     signum = next(iter(receiver.recv(1)), 0)
+                if self._is_over:
+                    return
                 is_stop = signum in self._before
                 if is_stop and not said:
                     said = True
@@ -169,7 +174,20 @@ class StopOnSignal(RunCheck):
                         logger.warning(f"no signal to another rank is heard of any more: {error}")
                     return
 
-        threading.Thread(target=answer, name="stop", daemon=True).start()
+        self._thread = threading.Thread(target=answer, name="stop", daemon=True)
+        self._thread.start()
+
+    def _end_thread(self) -> None:
+        """Wait for the thread, which may be inside of the store's C++.
+
+        A daemon thread that is there when the interpreter ends would abort the process (SIGABRT):
+        torchrun would take a finished run for a failed one.
+        """
+        self._is_over = True
+        if self._sender is not None and self._thread is not None:
+            with contextlib.suppress(OSError):  # full, so that it is awake
+                self._sender.send(b"\0")
+            self._thread.join(_ENDS_WITHIN_S)
 
     def _note(self, signum: int, frame: Any) -> None:
         if not self._asked_by:
