@@ -166,6 +166,23 @@ def test_auto_splits_blocks_only_where_expert_parallelism_splits_experts(name: s
     assert resolve_wrap("auto", 2, _build(name).config) == wrap
 
 
+def test_experts_of_another_name_are_told_with_their_block():
+    model = _build("deepseek_v3")
+    block = cast(nn.Module, model.layers["1"])
+    block.mixture = block.moe
+    del block.moe
+    with pytest.raises(ValueError, match=r"layers\.1 says .* no child called moe.*, mixture\."):
+        plan_units(model, "submodule")
+
+
+def test_the_last_norm_can_be_resharded_by_the_name_that_a_plan_shows():
+    model, groups = _build("deepseek_v3"), {"norm": "always"}
+    settings = FSDPSettings(wrap="submodule", reshard_groups=cast(dict, groups))
+    plan = make_plan(model, plan_units(model, "submodule"), settings, ShardSizes(dense=2))
+    freed = {unit.name: unit.reshard_after_forward for unit in plan.units}
+    assert (freed["norm"], freed["lm_head"]) == (True, False)
+
+
 def test_a_unit_is_immutable():
     unit = plan_units(_build("qwen3"), "block")[0]
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -22,7 +22,7 @@ from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from titan_ext.base.messages import did_you_mean
 from titan_ext.fsdp.plan import UnitPlan
 from titan_ext.fsdp.prefetch import AUTO_BACKWARD, AUTO_FORWARD, PrefetchLimit, parse_prefetch_limit
-from titan_ext.fsdp.units import REPLICATE, Unit, UnitKind, Wrap, resolve_wrap
+from titan_ext.fsdp.units import REPLICATE, Unit, UnitKind, Wrap, resolve_wrap, with_norm_apart
 
 Reshard = Literal["default", "always", "never"] | int
 
@@ -185,7 +185,11 @@ class FSDPSettings:
         }
 
     def check_reshard_groups(self, units: Sequence[Unit]) -> None:
-        """Raise ValueError for a name in ``reshard_groups`` that matches none of ``units``."""
+        """Raise ValueError for a name in ``reshard_groups`` that matches none of ``units``.
+
+        The last norm may become a unit of its own later; its name is right, too.
+        """
+        units = list(dict.fromkeys([*units, *with_norm_apart(units)]))
         for name in self.reshard_groups:
             if not any(_matches(unit, name) for unit in units):
                 kinds = list(dict.fromkeys(_kind_name(unit) for unit in units))

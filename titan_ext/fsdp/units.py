@@ -339,6 +339,12 @@ def replicated_by_unit(units: Sequence[Unit], replicated: Iterable[str]) -> list
 def _block_units(name: str, block: nn.Module, wrap: Wrap) -> list[Unit]:
     # Dense models (llama3) have no moe_enabled at all. A CheckpointWrapper forwards getattr.
     is_moe = getattr(block, "moe_enabled", False)
+    if is_moe and getattr(block, "moe", None) is None:
+        children = ", ".join(child for child, _ in block.named_children())
+        raise ValueError(
+            f"{name} says that it has experts (moe_enabled), but it has no child called moe, where "
+            f"titan_ext looks for them; its children are {children}."
+        )
     experts = f"{name}.moe.routed_experts.inner_experts" if is_moe else None
     whole = Unit(name=name, kind=UnitKind.BLOCK, module_names=(name,), experts=experts)
     if wrap == "block" or (wrap == "experts" and experts is None):
