@@ -50,6 +50,15 @@ def test_a_gather_inside_a_block_is_no_operation_of_its_checkpoint(runs: Runs):
     assert differences(halves, whole) == []
 
 
+@pytest.mark.parametrize("wrap", ["block", "experts"])
+def test_replicated_norms_inside_of_a_checkpointed_block(wrap: str, runs: Runs):
+    """FSDP opens a profiler range for the first group of a recompute, which torch counts."""
+    run = observed(Run(world=2, ep=2, layers=2, steps=2, ac="selective"))
+    ours = runs.get(replace(run, parallelize=wrap, replicate=("norms",)))
+    stock = runs.get(reference_of(run))
+    assert (ours.losses, ours.grad_norms) == (stock.losses, stock.grad_norms)
+
+
 def test_hash_sees_a_change_of_one_bit(runs: Runs):
     """The comparison above can fail: another batch size is another run."""
     row = _short(FAST[0])

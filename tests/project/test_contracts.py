@@ -373,6 +373,11 @@ def test_titan_calls_a_parallelize_function_with_these():
     } <= {keyword.arg for keyword in call.keywords}
 
 
+def test_torchs_reader_of_archives_lists_records():
+    reader = torch._C.PyTorchFileReader
+    assert {"get_all_records", "get_record_offset"} <= set(dir(reader))
+
+
 def test_titan_refuses_cuda_graphs_in_a_method_of_the_config():
     assert "disable_cuda_graphs" in inspect.getsource(
         torchtitan.trainer.Trainer.Config._validate_cuda_graphs

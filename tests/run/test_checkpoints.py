@@ -4,6 +4,7 @@ The table of layouts is in tests/matrix/checkpoints.py; a few pairs of it are he
 """
 
 import contextlib
+import io
 import itertools
 import os
 import re
@@ -44,6 +45,7 @@ from titan_ext.parallelize.limits import wrong_values
 from titan_ext.run.checkpoints import (
     CheckpointManager,
     Checkpoints,
+    _is_sound,
     check_excluded,
     check_resume,
     checkpoint_to_load,
@@ -157,7 +159,7 @@ def test_a_save_under_way_outlives_gradients_that_are_not_finite(tmp_path: Path)
 
 @pytest.mark.slow
 def test_an_asynchronous_save_that_fails_is_one_error(tmp_path: Path):
-    error = r"a checkpoint could not be saved or loaded, on rank 1: .* There is no whole checkpoint"
+    error = r"a checkpoint could not be saved, on rank 1: .* There is no whole checkpoint"
     with pytest.raises(RankError, match=error):
         run_leg(RUN, tmp_path, interval=2, async_mode="async", around=_full_disk)
     assert not (tmp_path / "checkpoint" / "step-2" / ".metadata").exists()
@@ -344,6 +346,36 @@ def test_a_corrupt_checkpoint_from_elsewhere_is_found(tmp_path: Path, one_rank: 
     flip_a_bit(tmp_path / "other" / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"other is corrupt \(__0_0\.distcp: w\)"):
         verify_checksums(config)
+
+
+def test_a_damaged_directory_of_a_file_is_found():
+    """Torch refuses these files, and Python's reader of archives takes them."""
+    kept = io.BytesIO()
+    torch.save(torch.arange(10.0), kept)
+    good = kept.getvalue()
+    assert _is_sound(io.BytesIO(good))
+    for place in range(good.find(b"PK\x01\x02"), len(good)):
+        broken = bytearray(good)
+        broken[place] ^= 1
+        with contextlib.suppress(RuntimeError, ValueError):
+            assert torch.load(io.BytesIO(broken)).equal(torch.arange(10.0))
+            continue
+        assert not _is_sound(io.BytesIO(broken)), place
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_not_recommended(tmp_path: Path, one_rank: None):
+    for step in (2, 4):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "checkpoint" / f"step-{step}")
+    config = _config(tmp_path)
+    trainer: Any = SimpleNamespace(config=config, step=0, checkpointer=None)
+    check = Checkpoints()
+    failed = CheckpointException("load", {1: (ValueError("bad"), cast(Any, None))})
+    with (
+        unittest.mock.patch("titan_ext.run.checkpoints.check_resume"),
+        pytest.raises(RuntimeError, match=r"step-4 could not be loaded, on rank 1.*step-2: to res"),
+        check.around_run(trainer),
+    ):
+        raise failed
 
 
 def test_checksums_are_compared_up_to_a_size(

@@ -26,7 +26,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from titan_ext.base.no_accelerator import reduce_without_premul_sum
 from titan_ext.base.titan.parallelism import EXPERT_SHARDS, dense_mesh, experts_mesh
 from titan_ext.fsdp.plan import GroupKind, ShardSizes
-from titan_ext.fsdp.prefetch import prefetch_nothing_in_backward
+from titan_ext.fsdp.prefetch import open_range_in_forward, prefetch_nothing_in_backward
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
@@ -65,6 +65,7 @@ class FSDPMeshes:
             axes = DataParallelMeshDims(replicate=names)
             fully_shard(list(modules), mesh=mesh, dp_mesh_dims=axes, **arguments)
         prefetch_nothing_in_backward(modules)
+        open_range_in_forward(modules)
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Have FSDP2 sum gradients, not average them: Titan divides the loss by all tokens."""

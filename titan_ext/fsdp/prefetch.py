@@ -118,13 +118,11 @@ def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
         if unit.is_head_alone:
             before_first_forward(model, functools.partial(_set_chunks_prefetch, model, module))
         if unit.kind in SUBMODULE_KINDS or unit.frees_buffer:
-            # FSDP2 takes the experts of a recompute for a new forward's root and opens a profiler
-            # range for it. Selective checkpointing wants it in the forward too, also where they are
-            # gathered.
-            opens_range = unit.kind is UnitKind.EXPERTS
-            hook = _BeforeForward(module, ahead, unit.frees_buffer, opens_range)
+            hook = _BeforeForward(module, ahead, unit.frees_buffer)
             for part in unit.modules(model):
                 part.register_forward_pre_hook(hook, prepend=True)
+        if unit.kind is UnitKind.EXPERTS:
+            open_range_in_forward(unit.modules(model))
 
 
 def prefetch_nothing_in_backward(modules: Sequence[nn.Module]) -> None:
@@ -132,6 +130,25 @@ def prefetch_nothing_in_backward(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, FSDPModule):  # not one inside of another
             module.set_modules_to_backward_prefetch([module])  # gathered already
+
+
+def open_range_in_forward(modules: Sequence[nn.Module]) -> None:
+    """Open a profiler range before each forward of a group inside of a block.
+
+    In a recompute FSDP2 takes the first group of a block for a new forward's root, and opens a
+    range for it (``FSDPState._root_pre_forward`` in torch's _fsdp_state.py). Selective
+    checkpointing counts these as operations, and wants as many in the forward.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(_open_range, prepend=True)
+
+
+@torch._dynamo.disable
+def _open_range(module: nn.Module, args: Any) -> None:
+    if not in_backward():
+        with torch.profiler.record_function("titan_ext::before_forward"):
+            pass
 
 
 def gather_unseen_in_recompute(modules: Sequence[nn.Module]) -> None:
@@ -154,14 +171,10 @@ class _BeforeForward:
     module: FSDPModule
     ahead: list[FSDPModule] = field(default_factory=list)
     frees_buffer: bool = False
-    opens_range: bool = False
 
     @torch._dynamo.disable
     def __call__(self, part: nn.Module, args: Any) -> None:
         backward = in_backward()
-        if not backward and self.opens_range:
-            with torch.profiler.record_function("titan_ext::before_forward"):
-                pass
         self.module.set_modules_to_forward_prefetch([] if backward else self.ahead)
         if backward or self.frees_buffer:
             with out_of_sight_of_checkpointing():

@@ -118,8 +118,13 @@ class Checkpoints(RunCheck):
                     words = f"the file system refused a write (torch says: {words})"
                 causes[words].append(str(rank))
             said = "; ".join(f"on rank {', '.join(r)}: {cause}" for cause, r in causes.items())
+            # Titan loads before its first step; nobody is told to try the same one again.
+            loaded = None if trainer.step else checkpoint_to_load(config)
+            if loaded is not None:
+                newest = _newest_whole(config, but=loaded[0])
+                raise RuntimeError(f"{loaded[0]} could not be loaded, {said}. {newest}") from error
             raise RuntimeError(
-                f"a checkpoint could not be saved or loaded, {said}. "
+                f"a checkpoint could not be saved, {said}. "
                 f"{why_refused(config.dump_folder)} {_newest_whole(config)}"
             ) from error
 
@@ -263,13 +268,32 @@ def _first_wrong(path: Path, items: list[tuple[int, int, str]]) -> str:
                 file.seek(offset)
                 stored = io.BytesIO(file.read(length))
                 is_whole = stored.getbuffer().nbytes == length
-                with contextlib.suppress(zipfile.BadZipFile, NotImplementedError, EOFError):
-                    if is_whole and zipfile.ZipFile(stored).testzip() is None:
-                        continue
-                return name
+                if not (is_whole and _is_sound(stored)):
+                    return name
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return ""
+
+
+def _is_sound(stored: io.BytesIO) -> bool:
+    """Whether an archive that torch.save wrote is as it was: contents and directory.
+
+    ``testzip`` compares contents with the checksums of the directory, which has none itself. So
+    torch's own reader (caffe2/serialize/inline_container.cc), which refuses what Python's takes,
+    has to find the same records in it.
+    """
+    try:
+        archive = zipfile.ZipFile(stored)
+        if archive.testzip() is not None:
+            return False
+        stored.seek(0)  # it takes where the stream stands for the beginning
+        reader: Any = torch._C.PyTorchFileReader(stored)
+        records = reader.get_all_records()
+        for record in records:
+            reader.get_record_offset(record)
+        return {name.partition("/")[2] for name in archive.namelist()} == set(records)
+    except Exception:  # anything can come out of broken bytes
+        return False
 
 
 def check_resume(trainer: Trainer) -> None:

@@ -84,9 +84,18 @@ class RunRecord(RunCheck):
 
     def _write(self, trainer: Any) -> None:
         path = Path(trainer.config.dump_folder) / RECORD
-        starts = json.loads(path.read_text())["starts"] if path.exists() else []
+        starts = []
+        try:
+            starts = json.loads(path.read_text())["starts"] if path.exists() else []
+        except (ValueError, KeyError, TypeError) as error:  # an older release wrote it in place
+            aside = path.with_name(f"{RECORD}.broken")
+            path.replace(aside)
+            logger.warning(f"{path} cannot be read ({error}); it is {aside.name} now.")
         others = [start for start in starts if start["id"] != self._entry["id"]]
-        path.write_text(json.dumps({"starts": [*others, self._entry]}, indent=1) + "\n")
+        # A kill in the middle leaves the file as it was.
+        partial = path.with_name(f"{RECORD}.part")
+        partial.write_text(json.dumps({"starts": [*others, self._entry]}, indent=1) + "\n")
+        partial.replace(path)
 
 
 def origin() -> dict[str, Any]:
