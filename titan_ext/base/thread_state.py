@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What torch and Titan keep for a thread: the contexts that it is in.
+
+A function that pauses inside of a context takes it along, and finds it again. Nothing public of
+torch reads or writes these stacks: ``tests/project/test_contracts.py`` names what is used here.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from spmd_types._state import _tls as _spmd_thread
+from torch import overrides
+from torch._C import _autograd
+from torch.utils import _python_dispatch
+from torchtitan.distributed.spmd_types import _spmd_mesh_stack
+from torchtitan.tools import utils
+
+
+class ThreadState(NamedTuple):
+    """The contexts of this thread, the innermost last.
+
+    Attributes:
+        grad: Whether autograd records.
+        autocast: Of the CPU and the accelerator, and whether casts are kept.
+        stream: The accelerator's current one; None without an accelerator.
+        function_modes, dispatch_modes: Of ``torch.overrides`` and of ``torch.utils``.
+        saved_tensors: Hooks that pack and unpack what autograd saves.
+        meshes, typed_meshes: Titan's and spmd_types'.
+    """
+
+    grad: bool
+    autocast: list[Any]
+    stream: torch.Stream | None
+    function_modes: list[Any]
+    dispatch_modes: list[Any]
+    saved_tensors: list[Any]
+    meshes: list[Any]
+    typed_meshes: list[Any]
+
+    @classmethod
+    def read(cls) -> "ThreadState":
+        autocast: list[Any] = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", utils.device_type)
+        ]
+        return cls(
+            torch.is_grad_enabled(),
+            [*autocast, torch.is_autocast_cache_enabled()],
+            torch.accelerator.current_stream() if torch.accelerator.is_available() else None,
+            overrides._get_current_function_mode_stack(),
+            _python_dispatch._get_current_dispatch_mode_stack(),
+            _saved_tensors_hooks(),
+            list(_spmd_mesh_stack()),
+            list(getattr(_spmd_thread, "mesh_stack", ())),
+        )
+
+    def write(self) -> None:
+        """Put the thread into these contexts, and out of others."""
+        now = ThreadState.read()
+        if now == self:
+            return
+        torch.set_grad_enabled(self.grad)
+        *autocast, keeps_casts = self.autocast
+        for device, enabled, dtype in autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(keeps_casts)
+        if self.stream is not None:
+            torch.accelerator.set_stream(self.stream)
+        for then, stack, push, pop in (
+            (self.function_modes, now.function_modes, overrides._push_mode, overrides._pop_mode),
+            (
+                self.dispatch_modes,
+                now.dispatch_modes,
+                _python_dispatch._push_mode,
+                _python_dispatch._pop_mode,
+            ),
+            (
+                self.saved_tensors,
+                now.saved_tensors,
+                lambda hooks: _autograd._push_saved_tensors_default_hooks(*hooks),
+                _autograd._pop_saved_tensors_default_hooks,
+            ),
+        ):
+            _restack(then, stack, push, pop)
+        _spmd_mesh_stack()[:] = self.meshes
+        _spmd_thread.__dict__.setdefault("mesh_stack", [])[:] = self.typed_meshes
+
+
+def _restack(
+    then: list[Any], now: list[Any], push: Callable[[Any], Any], pop: Callable[[], Any]
+) -> None:
+    """Turn a stack that is ``now`` into ``then``; what they begin with in common stays."""
+    same = 0
+    while same < min(len(then), len(now)) and then[same] == now[same]:
+        same += 1
+    for _ in now[same:]:
+        pop()
+    for item in then[same:]:
+        push(item)
+
+
+def _saved_tensors_hooks() -> list[Any]:
+    """All pairs; torch shows the innermost alone."""
+    hooks: list[Any] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    for pair in reversed(hooks):
+        _autograd._push_saved_tensors_default_hooks(*pair)
+    return hooks[::-1]
