@@ -20,10 +20,10 @@ from tests.helpers.on_cpu import list_all_to_all
 from tests.helpers.training import titan_config
 from titan_ext.components.dispatch import (
     FunctionalAllToAllTokenDispatcher,
-    overlap_shared_experts,
     use_functional_all_to_all,
 )
 from titan_ext.components.exchange_policy import ExchangePolicy
+from titan_ext.components.shared_experts import overlap_shared_experts
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.passes import extend_model_spec, parallelize
 

@@ -23,7 +23,7 @@ import torchtitan.trainer
 import tyro
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
-from torch import _utils
+from torch import _utils, overrides
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import partitioners
@@ -33,7 +33,12 @@ from torch.distributed import ProcessGroup, _functional_collectives, distributed
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_init
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_common,
+    _fsdp_init,
+    _fsdp_state,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPParamGroup,
@@ -50,6 +55,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import Replicate
 from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _python_dispatch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -84,7 +90,7 @@ from torchtitan.components.optimizer.optimizer import register_moe_load_balancin
 from torchtitan.components.quantization import float8 as titan_float8
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import fsdp as titan_fsdp
-from torchtitan.distributed import full_dtensor
+from torchtitan.distributed import full_dtensor, spmd_types
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.flex_shard import build_dist_muon, dist_muon
 from torchtitan.experiments import _supported_experiments
@@ -177,6 +183,49 @@ def test_fsdp2_uses_premul_sum_for_a_divide_factor_unless_told_not_to():
 def test_fsdp2_does_not_reshard_in_a_recompute():
     """Why activation checkpointing around sub-module units gathers nothing twice."""
     assert _Code(FSDPParamGroup.post_forward).calls("is_bw")
+
+
+def test_fsdp2_keeps_of_a_forward_what_halves_of_a_batch_have_of_their_own():
+    """components.halves swaps these at a pause. B begins where its groups are in the forward."""
+    state, group = _Code(FSDPState), _Code(FSDPParamGroup.pre_forward)
+    assert state.has("self._training_state: TrainingState = TrainingState.IDLE")
+    assert state.has("self._modules_to_run_forward: set[nn.Module] = set()")
+    assert state.has("self._fsdp_param_groups: list[FSDPParamGroup] = []")
+    assert state.has("state_first_in_pass = self._training_state != TrainingState.FORWARD")
+    hooks = _Code(_fsdp_state._register_group_forward_hooks)
+    assert hooks.has("modules_to_run.update(modules_set)")  # the set itself, which stays
+    assert group.has("entering_forward_pass = self._training_state != TrainingState.FORWARD")
+    registers = "args, kwargs = self._register_post_backward_hook(args, kwargs)"
+    assert group.has(registers)
+    assert group.place("if entering_forward_pass:\n    " + registers) < group.place(registers)
+    reshards = inspect.getattr_static(FSDPParamGroup, "_reshard_after_forward")
+    assert _Code(reshards.fget).has("return self.post_forward_mesh_info is not None")
+
+
+def test_torch_runs_a_modules_compiled_call_in_place_of_its_hooks_and_forward():
+    """components.shared_experts: those that have run return what they returned."""
+    call = _Code(nn.Module._wrapped_call_impl)
+    assert call.has("return self._compiled_call_impl(*args, **kwargs)")
+    assert call.has("return self._call_impl(*args, **kwargs)")
+    assert nn.Module._compiled_call_impl is None
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+def test_torch_and_titan_keep_contexts_in_these_stacks_of_a_thread():
+    """base.thread_state reads and writes them."""
+    modes = (overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode)
+    assert [_parameters(function) for function in modes] == [[], ["mode"], []]
+    assert _parameters(_python_dispatch._push_mode) == ["mode"]
+    assert not _python_dispatch._get_current_dispatch_mode_stack()
+    hooks = torch._C._autograd
+    assert hooks._top_saved_tensors_default_hooks(True) is None
+    with torch.autograd.graph.saved_tensors_hooks(torch.neg, torch.neg):
+        assert hooks._top_saved_tensors_default_hooks(True) == (torch.neg, torch.neg)
+        hooks._pop_saved_tensors_default_hooks()
+        hooks._push_saved_tensors_default_hooks(torch.neg, torch.neg)
+    assert _Code(spmd_types.set_current_spmd_mesh).has("stack = _spmd_mesh_stack()")
+    assert _Code(spmd._state._push_mesh).calls("_tls.mesh_stack.append") == 1
+    assert _Code(spmd._state._pop_mesh).has("return _tls.mesh_stack.pop()")
 
 
 def test_fsdp2_names_used_by_the_collective_trace():
@@ -443,7 +492,7 @@ def test_titan_tells_a_model_whose_head_the_chunked_loss_runs():
 
 
 def test_titan_calls_shared_experts_with_the_layers_tokens_after_the_routed_ones():
-    """dispatch.overlap_shared_experts runs them earlier, on what ``combine`` gets."""
+    """components.shared_experts runs them earlier, on what the routed ones get."""
     layer = inspect.getsource(MoE.forward)
     calls = [layer.index(f"self.{name}(") for name in ("routed_experts", "shared_experts")]
     assert calls == sorted(calls)

@@ -13,7 +13,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_rules import GEMMS, OpLocation
 from titan_ext.base.tensors import plain_tensors, storage_ids
-from titan_ext.components.halves import SECOND_HALF
+from titan_ext.components.halves import current_half
 
 
 class OpLocator:
@@ -33,7 +33,7 @@ class OpLocator:
         self.left: list[nn.Module] = []
         self._block: nn.Module | None = block
         self._given_to_fsdp: frozenset[int] | None = None
-        self._stack = [""]
+        self._stacks = [""], [""]  # of the two halves of a batch, which pause inside of modules
         self._handles = []
         self._slots: list[tuple[dict[str, Any], str, str]] = []
         # By storage: parameters, and their copies in another dtype. A weak reference keeps no
@@ -42,7 +42,7 @@ class OpLocator:
         self._names: dict[int, str] = {}
         self._storages: list[StorageWeakRef] = []
         for name, module in block.named_modules():
-            public = canonical_fqn(name).removesuffix(SECOND_HALF).removesuffix(".")
+            public = canonical_fqn(name)
             tensors = module._parameters
             slots = [(tensors, key, f"{public}.{key}".lstrip(".")) for key in tensors]
             self._slots += slots
@@ -60,7 +60,7 @@ class OpLocator:
     @property
     def module(self) -> str:
         """The innermost running module, named within the block; "" for the block itself."""
-        return self._stack[-1]
+        return self._stacks[current_half()][-1]
 
     def is_fsdp(self, args: tuple[Any, ...]) -> bool:
         """Whether an operation on ``args`` is FSDP's own, and none on what the block computes."""
@@ -82,7 +82,7 @@ class OpLocator:
 
     def locate(self, func: Any, args: tuple[Any, ...]) -> OpLocation:
         """The location of a call of ``func``; with a GEMM's operand if ``begin`` asked for it."""
-        module, op = self._stack[-1], op_name(func)
+        module, op = self.module, op_name(func)
         if not self._with_operands or op not in GEMMS:
             return OpLocation(module, op)
         names = (self._name_of(arg) for arg in args if isinstance(arg, torch.Tensor))
@@ -126,12 +126,12 @@ class OpLocator:
 
     def _hooks(self, name: str, slots: list[tuple[dict[str, Any], str, str]]):
         def enter(module: nn.Module, args: Any) -> None:
-            self._stack.append(name)
+            self._stacks[current_half()].append(name)
             # FSDP may just have put other parameters in place.
             self._name_parameters(slots)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._stack.pop()
+            self._stacks[current_half()].pop()
             self.left.append(module)
 
         return enter, leave

@@ -8,8 +8,8 @@ sends every token again. ``_c10d_functional.all_to_all_single`` does the same ex
 and is an op that gloo runs and a checkpoint policy can save. Titan itself uses it for its other
 backends and under torch.compile.
 
-``overlap_shared_experts`` lets a layer's shared experts run while the experts' outputs travel back,
-in forward and, in reverse, in backward.
+While tokens travel something else may run: the other half of a batch (``halves``), and a layer's
+shared experts while the experts' outputs travel back (``shared_experts``).
 """
 
 import contextlib
@@ -23,10 +23,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.override import derive
 from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
-from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.token_dispatcher import (
     AllToAllDispatchMetadata,
     AllToAllTokenDispatcher,
@@ -37,10 +35,10 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from titan_ext.base.tensors import storage_ids
 from titan_ext.components.exchange import AddUp, Exchange, Finish, FinishSorted, Select, Start, Turn
 from titan_ext.components.exchange_policy import changed_exchanges
-from titan_ext.components.rows import Hops, RowsMetadata, TokenRows
+from titan_ext.components.halves import current_half, in_half, pause
+from titan_ext.components.rows import Hops, TokenRows
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
 # top-k), R = routed tokens received by this rank's experts, D = model dimension. T = tokens, E =
@@ -57,16 +55,16 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         """Experts apply the routing scores (``components.early_scores``)."""
 
     counts_group: dist.ProcessGroup | None = None
-    """On which ranks tell each other how many tokens they send; None: that of the tokens."""
-    shared_experts: "_SharedExperts | None" = None
-    """What runs while the experts' outputs travel back (``overlap_shared_experts``)."""
+    """On which ranks tell each other how many tokens they send, where a batch runs as two halves
+    (``pause_at_exchanges``); None: that of the tokens."""
+    shared_experts: Any = None
+    """What ``run_ahead`` runs while the experts' outputs travel back (``shared_experts``)."""
     sends_float8 = False
     """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
     sends_once: Hops | None = None
     """Where a token goes to a rank or a node once (``exchange_once``)."""
     meter: Any = None
     """In steps that are logged: what measures waits for counts (``run.pace.Meter``)."""
-    _layer_tokens: torch.Tensor | None = None
     _dispatched: LocalDispatchMetadata | None = None
     """What waits for ``send_scores``."""
     _turn: Turn | None = None
@@ -79,9 +77,13 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
 
     def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Do what Titan's does."""
-        in_steps = self.sends_float8 or self.sends_once
+        in_steps = self._in_half or self.sends_float8 or self.sends_once
         if in_steps and self._turn is None and self.ep_mesh is not None:
+            self._pause_for_a_hop(half=1)
             turn = self.send(*args, **kwargs)
+            self._pause()
+            self.relay(turn)
+            self._pause_for_a_hop(half=0)
             return *self.receive(turn), turn.metadata
         routed_RD, counts_E, metadata = super().dispatch(*args, **kwargs)
         if self._sends_scores:
@@ -92,20 +94,45 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         self, routed_output_RD: torch.Tensor, metadata: AllToAllDispatchMetadata, x_TD: torch.Tensor
     ) -> torch.Tensor:
         """Do what Titan's does: outputs ``(R, D)`` -> ``(T, D)``; ``x_TD`` are the tokens."""
-        if self._turn is None and isinstance(metadata, RowsMetadata):
-            turn = Turn(metadata=metadata, rows=metadata.rows)
+        rows = getattr(metadata, "rows", None)
+        in_steps = rows or (self._in_half and isinstance(metadata, AllToAllDispatchMetadata))
+        if in_steps and self._turn is None:
+            turn = Turn(metadata=metadata, rows=rows)
+            self._pause_for_a_hop(half=1)
             self.send_back(turn, routed_output_RD)
+            self._pause()
             self.relay_back(turn)
+            self._pause_for_a_hop(half=0)
             if self.shared_experts is not None:
-                self.shared_experts.run_ahead(x_TD)
+                self.shared_experts.run_ahead()
+                self._pause()
             return self.collect(turn, x_TD)
-        self._layer_tokens = x_TD
-        try:
-            if self._sends_scores or self.sends_once:
-                return self._add_up(routed_output_RD, metadata, x_TD)
-            return super().combine(routed_output_RD, metadata, x_TD)
-        finally:
-            self._layer_tokens = None
+        if self._sends_scores or self.sends_once:
+            return self._add_up(routed_output_RD, metadata, x_TD)
+        return super().combine(routed_output_RD, metadata, x_TD)
+
+    def pause_at_exchanges(self, counts: dist.ProcessGroup) -> None:
+        """Let the other half of a batch go on while tokens travel (``halves.overlap_in_halves``).
+
+        A compiler of a whole layer leaves out what pauses.
+        """
+        self.counts_group = counts
+        self.dispatch = torch._dynamo.disable(self.dispatch)
+        self.combine = torch._dynamo.disable(self.combine)
+
+    @property
+    def _in_half(self) -> bool:
+        return self.counts_group is not None and in_half()
+
+    def _pause(self) -> None:
+        if self._in_half:
+            pause()
+
+    def _pause_for_a_hop(self, half: int) -> None:
+        """In two hops: A's second one begins before B's first, and is over after it."""
+        two_hops = self.sends_once is not None and len(self.sends_once.meshes) > 1
+        if two_hops and current_half() == half:
+            self._pause()
 
     # ``dispatch`` and ``combine`` in two steps each, for whoever computes while tokens travel.
 
@@ -327,50 +354,13 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
             exchange = self._exchange_back(input_splits, output_splits)
             sent_RD = Start.apply(routed_output_RD, exchange)
             if self.shared_experts is not None:
-                assert self._layer_tokens is not None, "set while combine() runs"
-                self.shared_experts.run_ahead(self._layer_tokens)
+                self.shared_experts.run_ahead()
             return Finish.apply(sent_RD, exchange)
         with _unchecked(routed_output_RD, pg):
             received_ND = all_to_all_single(
                 routed_output_RD, input_splits, output_splits, self._ep_mesh
             )
         return _typed_like(routed_output_RD, received_ND)
-
-
-class _SharedExperts:
-    """The shared experts of a MoE layer, which may run before the layer calls them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._forward = module, module.forward
-        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None
-        # On the instance, as Titan's own Module.parallelize does.
-        module.forward = self._take_or_run
-
-    def run_ahead(self, tokens_TD: torch.Tensor) -> None:
-        """Run them on the layer's tokens and keep the result for the layer's call."""
-        self._ahead = None
-        if not isinstance(self._module, FSDPModule):  # whose hooks expect one forward
-            self._ahead = tokens_TD, self._module(tokens_TD)
-
-    def _take_or_run(self, x: torch.Tensor) -> torch.Tensor:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or storage_ids(ahead[0]) != storage_ids(x):
-            return self._forward(x)
-        return ahead[1].view_as(x)
-
-
-def overlap_shared_experts(model: nn.Module) -> None:
-    """Let shared experts run while routed ones' outputs travel back.
-
-    Results are the same, bit for bit: nothing is added up in another order. Call it after expert
-    parallelism. Layers with a forward or a dispatcher of their own stay as they are.
-    """
-    for layer in model.modules():
-        if not isinstance(layer, MoE) or type(layer).forward is not MoE.forward:
-            continue
-        dispatcher = layer.routed_experts.token_dispatcher
-        if isinstance(dispatcher, FunctionalAllToAllTokenDispatcher) and layer.shared_experts:
-            dispatcher.shared_experts = _SharedExperts(layer.shared_experts)
 
 
 def _on_this_mesh(x: torch.Tensor) -> torch.Tensor:

@@ -14,78 +14,134 @@ A recompute runs in the same order, and backward in the reverse: autograd takes 
 first. DeepSeek's DualPipe and Megatron-Core overlap two microbatches of a pipeline in this way.
 Here one block does it by itself, in any layout.
 
-Nothing of Titan's code is repeated. The block's own forward runs for A. When its MoE layer asks for
-the routed experts of A, A's tokens are sent, and the block's own forward runs for B. When that asks
-for the routed experts of B, B's tokens are sent, and the experts of both run. So each FSDP unit
-that holds experts runs once. An attention unit runs twice: it stays gathered from A to B, and
-reduces its gradients after A's backward, which comes last.
+Nothing of the block is replaced or called past. Its own forward runs for each half, as a coroutine
+on this thread (``greenlet``), with all its modules, hooks, subclasses and SPMD boundaries. The
+token dispatcher alone knows of halves: where tokens have left, it calls ``pause``.
+
+Each FSDP unit runs twice: it stays gathered from A to B. Both halves are one graph, so that a
+weight gets its gradient once, of both, after A's backward, which comes last.
 
 Sums over tokens are sums of two halves: weight gradients round otherwise than those of one batch.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+import contextvars
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from greenlet import getcurrent, greenlet
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import MoE
 
 from titan_ext.base.tensors import in_backward
-from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, Turn
-from titan_ext.components.exchange import Inside
+from titan_ext.base.thread_state import ThreadState
+from titan_ext.components.kept import Kept
 
-SECOND_HALF = "second_half"
-"""The name of modules that run code for B. They have no parameters; names in policies and reports
-are those of the modules that they are in."""
+_HALVES = 'parallelism.overlap_exchanges = "halves"'
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. B = batch, L = sequence, D = model
-# dimension, T = tokens, K = experts of a token, E = experts, R = routed tokens of this rank's
-# experts.
+# dimension.
 
-_half: int | None = None
+
+class _Half(greenlet):
+    def __init__(self, run: Callable[[], torch.Tensor], half: int) -> None:
+        super().__init__(run)
+        self.half, self.inference = half, torch.is_inference_mode_enabled()
+        self.gr_context = contextvars.copy_context()
+
+
+def in_half() -> bool:
+    """Whether one of two halves of a batch runs."""
+    return isinstance(getcurrent(), _Half)
 
 
 def current_half() -> int:
     """0 while A runs, and where nothing is split; 1 while B runs."""
-    return _half or 0
+    return getattr(getcurrent(), "half", 0)
 
 
-@contextlib.contextmanager
-def _in_half(half: int) -> Iterator[None]:
-    global _half
-    before, _half = _half, half
-    try:
-        yield
-    finally:
-        _half = before
+def pause() -> None:
+    """Let the other half go on until it pauses or ends. Does nothing where no half runs."""
+    me = getcurrent()
+    if not isinstance(me, _Half):
+        return
+    inside = "torch.inference_mode" if torch.is_inference_mode_enabled() != me.inference else ""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not inside:
+        inside, frame = _autograd_function(frame), frame.f_back
+    if inside:
+        raise ValueError(
+            f"{_HALVES} cannot pause a MoE layer that runs inside of {inside}. Expected the layer "
+            'outside of it (checkpoint with use_reentrant=False), or "none".'
+        )
+    assert me.parent is not None
+    me.parent.switch()
+
+
+def _autograd_function(frame: Any) -> str:
+    """The name of the autograd Function whose forward ``frame`` is; "" if it is none.
+
+    The C++ frames that call it are on the stack that a pause swaps, and torch has pointers to them.
+    """
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount]
+    if code.co_name != "forward" and names[:1] != ("ctx",):
+        return ""
+    is_method = bool(names) and hasattr(frame.f_locals.get(names[0]), "forward")
+    return "" if is_method else code.co_qualname
+
+
+def _take_turns(runs: Sequence[Callable[[], Any]], owns: Sequence[Any]) -> list[Any]:
+    """The results of A and B; at each ``pause`` the other one goes on.
+
+    What each half has of its own, ``owns`` give to one that goes on, and take from one that stops.
+    """
+    halves = [_Half(run, half) for half, run in enumerate(runs)]
+    outs: list[Any] = [None, None]
+    now = 0
+    while not all(half.dead for half in halves):
+        for own in owns:
+            own.give(now)
+        try:
+            outs[now] = halves[now].switch()  # None from a pause
+        except BaseException:
+            if other := halves[1 - now]:  # has begun: let it leave its contexts
+                for own in owns:
+                    own.give(1 - now)
+                other.throw()
+            raise
+        for own in owns:
+            own.take(now)
+        if not halves[1 - now].dead:
+            now = 1 - now
+    return outs
 
 
 def overlap_in_halves(model: Decoder, ep: int) -> None:
     """Let the MoE blocks of ``model`` run their batch as two halves.
 
     Call it on every rank, after expert parallelism and before activation checkpointing and FSDP.
-    Blocks without routed experts of Titan's and our dispatcher stay as they are.
+    Blocks without a dispatcher of ours stay as they are.
     """
-    found = [
-        block
-        for block in model.layers.values()
-        if isinstance(moe := getattr(block, "moe", None), MoE)
-        and type(moe).forward is MoE.forward
-        and isinstance(moe.routed_experts.token_dispatcher, FunctionalAllToAllTokenDispatcher)
-    ]
     # On the communicator of the exchanges B's counts would wait behind A's tokens, and the host
     # for them. The ranks that exchange tokens are neighbours. Every rank of the job takes part,
     # with a pipeline stage of dense blocks, too.
     counts, _ = dist.new_subgroups(ep, group_desc="token_counts")
     masks = _Masks(model)
-    for block in found:
-        block.forward = _BlockInHalves(block, masks, counts)
+    for name, block in model.layers.items():
+        dispatchers: list[Any] = [
+            dispatcher
+            for module in block.modules()
+            if hasattr(dispatcher := getattr(module, "token_dispatcher", None), "counts_group")
+        ]
+        for dispatcher in dispatchers:
+            dispatcher.pause_at_exchanges(counts)
+        if dispatchers:
+            block.forward = _BlockInHalves(f"layers.{name}", block, masks)
 
 
 class _Masks:
@@ -102,8 +158,8 @@ class _Masks:
         if self._of is not masks:
             if positions is None:
                 raise ValueError(
-                    'parallelism.overlap_exchanges = "halves" needs the positions of tokens, from '
-                    "which the masks of half a batch are made; this model was called without them."
+                    f"{_HALVES} needs the positions of tokens, from which the masks of half a "
+                    "batch are made; this model was called without them."
                 )
             self._of = masks
             self._halves = tuple(self._model.get_attention_masks(positions[h]) for h in halves)
@@ -111,19 +167,11 @@ class _Masks:
 
 
 class _BlockInHalves:
-    """The forward of a MoE block."""
+    """The forward of a MoE block: the block's own, for A and for B."""
 
-    def __init__(self, block: nn.Module, masks: _Masks, counts: dist.ProcessGroup) -> None:
-        self._block, self._forward, self._masks = block, block.forward, masks
-        self._moe = moe = cast(Any, block.moe)
-        self._moe_forward = moe.forward
-        block.add_module(SECOND_HALF, Inside())
-        moe.add_module(SECOND_HALF, Inside())
-        routed = moe.routed_experts
-        routed.forward = _inside_or(routed.forward)
-        routed.inner_experts.forward = _both_halves(routed.inner_experts.forward)
-        routed.token_dispatcher.counts_group = counts
-        self._attention_units: list[FSDPParamGroup] | None = None
+    def __init__(self, name: str, block: nn.Module, masks: _Masks) -> None:
+        self._name, self._block, self._forward, self._masks = name, block, block.forward, masks
+        self._owns: tuple[Any, ...] = ()
 
     def __call__(
         self, x_BLD: torch.Tensor, attention_masks: Any = None, positions: Any = None
@@ -133,207 +181,86 @@ class _BlockInHalves:
             return self._forward(x_BLD, attention_masks, positions)
         halves = slice(0, (rows + 1) // 2), slice((rows + 1) // 2, rows)
         masks = self._masks(attention_masks, positions, halves)
-        of_a, of_b = (
-            (x_BLD[half], mask, None if positions is None else positions[half])
-            for half, mask in zip(halves, masks, strict=True)
-        )
-        turns = _Turns(self._moe)
-        block: Any = self._block
 
-        def run_b() -> torch.Tensor:
-            with _in_half(1), _instead(block, moe=moe_of_b):
-                return block.second_half(self._forward, *of_b)
+        def run(half: int) -> torch.Tensor:
+            part = halves[half]
+            positions_BL = None if positions is None else positions[part]
+            return self._forward(x_BLD[part], masks[half], positions_BL)
 
-        def moe_of_b(h_BLD: torch.Tensor) -> torch.Tensor:
-            with turns.of_b():
-                return self._moe.second_half(self._moe_forward, h_BLD)
-
-        with _in_half(0), self._attention_kept_gathered() as reshard, turns.of_a(run_b, reshard):
-            out_a_BLD = self._forward(*of_a)
-        return torch.cat([out_a_BLD, turns.out_b])
-
-    @contextlib.contextmanager
-    def _attention_kept_gathered(self) -> Iterator[Callable[[], None]]:
-        """Keep attention's FSDP units gathered after A; yields what lets them be freed after B."""
-        if self._attention_units is None:
-            self._attention_units = _units_that_run_twice(self._block, self._moe)
-        units = self._attention_units if not in_backward() else []
-        after = [unit.post_forward_mesh_info for unit in units]
-
-        def reshard() -> None:
-            for unit, mesh_info in zip(units, after, strict=True):
-                unit.post_forward_mesh_info = mesh_info
-
-        for unit in units:
-            unit.post_forward_mesh_info = None
+        if not self._owns:  # by now FSDP has sharded the block
+            self._owns = _Contexts(), _Units(self._block), Kept(self._name, self._block, _HALVES)
+        for own in self._owns:
+            own.begin()
         try:
-            yield reshard
+            outs = _take_turns([lambda: run(0), lambda: run(1)], self._owns)
+            self._owns[-1].put_together([len(out) for out in outs], x_BLD.shape[1])
         finally:
-            reshard()
+            for own in self._owns:
+                own.end()
+        return torch.cat(outs)
 
 
-class _Turns:
-    """The routed and shared experts of both halves, in one forward of a block."""
+class _Contexts:
+    """Modes, hooks and meshes of torch and Titan, of the contexts that a half is in."""
 
-    def __init__(self, moe: Any) -> None:
-        self._moe = moe
-        self._routed, self._shared = moe.routed_experts, moe.shared_experts
-        self._dispatcher: FunctionalAllToAllTokenDispatcher = self._routed.token_dispatcher
-        self._shared_out: list[torch.Tensor] = []
-        self._inputs: list[torch.Tensor] = []
-        self._sent: list[Turn] = []
+    def begin(self) -> None:
+        self._base = base = ThreadState.read()
+        self._of = [base, base]
 
-    def of_a(
-        self, run_b: Callable[[], torch.Tensor], let_b_reshard: Callable[[], None]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Inside, the MoE layer sends A's tokens, and runs all of B where its experts would run."""
+    def give(self, half: int) -> None:
+        self._of[half].write()
 
-        def routed(*args: torch.Tensor) -> torch.Tensor:
-            self._send(*args)
-            let_b_reshard()
-            self.out_b = run_b()
-            return self._out_a
+    def take(self, half: int) -> None:
+        self._of[half] = ThreadState.read()
 
-        return self._in_place_of_experts(routed, half=0)
-
-    def of_b(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the MoE layer sends B's tokens, and runs the experts of both halves."""
-
-        def routed(*args: torch.Tensor) -> torch.Tensor:
-            self._step(0, self._dispatcher.relay)
-            self._send(*args)
-            self._run_experts()
-            if self._shared is not None:
-                for half, x_BLD in enumerate(self._inputs):
-                    with _in_half(half):
-                        self._shared_out.append(self._shared(x_BLD))
-                    if half == 0:
-                        self._step(1, self._dispatcher.relay_back)
-            with _in_half(0):
-                self._out_a = self._collect(0)
-            return self._collect(1)
-
-        return self._in_place_of_experts(routed, half=1)
-
-    def _in_place_of_experts(
-        self, routed: Callable[..., torch.Tensor], half: int
-    ) -> contextlib.AbstractContextManager[None]:
-        instead: dict[str, Any] = {"routed_experts": routed}
-        if self._shared is not None:  # which has run by the time that the layer asks for it
-            instead["shared_experts"] = lambda _: self._shared_out[half]
-        return _instead(self._moe, **instead)
-
-    def _send(
-        self,
-        x_BLD: torch.Tensor,
-        scores_BLK: torch.Tensor,
-        expert_ids_BLK: torch.Tensor,
-        counts_E: torch.Tensor,
-    ) -> None:
-        """What Titan's ``RoutedExperts.forward`` does first."""
-        self._inputs.append(x_BLD)
-        sizes = x_BLD.shape[0] * x_BLD.shape[1], -1
-        given = (x_BLD.view(sizes), scores_BLK.view(sizes), expert_ids_BLK.view(sizes), counts_E)
-        self._sent.append(self._routed(lambda: self._dispatcher.send(*given)))
-
-    def _step(self, half: int, step: Callable[..., Any], *args: Any) -> Any:
-        """A step of the dispatcher with what a half has sent."""
-        with _in_half(half):
-            return self._routed(lambda: step(self._sent[half], *args))
-
-    def _collect(self, half: int) -> torch.Tensor:
-        x_BLD = self._inputs[half]
-        x_TD = x_BLD.view(-1, x_BLD.shape[-1])
-        return self._step(half, self._dispatcher.collect, x_TD).view_as(x_BLD)
-
-    def _run_experts(self) -> None:
-        """Run the experts of both in one call, so that their FSDP unit gathers and reduces once."""
-
-        def between(out_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            self._step(0, self._dispatcher.send_back, out_RD)
-            return self._step(1, self._dispatcher.receive)
-
-        with maybe_set_sparse_mesh():
-            received = self._step(0, self._dispatcher.receive)
-            _, out_RD = self._routed.inner_experts(*received, between)
-        self._step(0, self._dispatcher.relay_back)
-        self._step(1, self._dispatcher.send_back, out_RD)
+    def end(self) -> None:
+        self._base.write()
 
 
-def _inside_or(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, or a function that runs inside of its module."""
+class _Units:
+    """What FSDP keeps of a forward that runs, for the units inside of a block.
 
-    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(first, torch.Tensor):
-            return forward(first, *args, **kwargs)
-        return first()
-
-    return run
-
-
-def _both_halves(forward: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """``forward`` of experts, or of A's and then B's, which ``between`` makes."""
-
-    def run(
-        x_RD: torch.Tensor,
-        counts_e: torch.Tensor,
-        between: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
-    ) -> Any:
-        if between is None:
-            return forward(x_RD, counts_e)
-        with _in_half(0):
-            out_a_RD = forward(x_RD, counts_e)
-        of_b = between(out_a_RD)
-        return out_a_RD, forward(*of_b)
-
-    return run
-
-
-@contextlib.contextmanager
-def _instead(module: nn.Module, **functions: Any) -> Iterator[None]:
-    """``module`` finds ``functions`` where it looks for its submodules of these names."""
-    before = {name: module.__dict__.get(name) for name in functions}
-    module.__dict__.update(functions)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            del module.__dict__[name]
-            if function is not None:
-                module.__dict__[name] = function
-
-
-def _units_that_run_twice(block: nn.Module, moe: nn.Module) -> list[FSDPParamGroup]:
-    """The FSDP groups of a block's units but its own and those that hold the MoE layer.
-
-    Their gradients are reduced after the backward of A, which comes last: the newest nodes, which
-    are B's, come first. See ``post_backward`` in
-    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+    A registers FSDP's post-backward (``FSDPParamGroup.pre_forward``), and B does not: its groups
+    are in the forward already. A leaves what it has gathered to B.
     """
-    units = [m for m in block.modules() if isinstance(m, FSDPModule)]
-    once = {m._get_fsdp_state() for m in (block, *moe.modules()) if isinstance(m, FSDPModule)}
-    states = dict.fromkeys(m._get_fsdp_state() for m in units)
-    groups = [g for state in states if state not in once for g in state._fsdp_param_groups]
-    for group in groups:
-        group.modules[-1].register_forward_hook(_SumOverHalves(group))
-    return groups
 
+    def __init__(self, block: nn.Module) -> None:
+        sharded = [m for m in block.modules() if isinstance(m, FSDPModule)]
+        states = dict.fromkeys(m._get_fsdp_state() for m in sharded if m is not block)
+        if isinstance(block, FSDPModule):  # it runs once
+            states.pop(block._get_fsdp_state(), None)
+        self._states = list(states)
+        self._groups = [group for state in states for group in state._fsdp_param_groups]
 
-class _SumOverHalves:
-    """A forward hook: a unit's gradients are reduced once, with those of both halves."""
+    def begin(self) -> None:
+        self._after = [group.post_forward_mesh_info for group in self._groups]
+        states, groups = self._read()
+        idle, forward = TrainingState.IDLE, TrainingState.FORWARD
+        groups_of_b = [forward if state is idle else state for state in groups]
+        self._of = [(states, groups), (states, groups_of_b)]
 
-    def __init__(self, group: FSDPParamGroup) -> None:
-        self._group = group
-        self._switches = (True, True)
+    def _read(self) -> tuple[list[Any], list[TrainingState]]:
+        states = [(s._training_state, set(s._modules_to_run_forward)) for s in self._states]
+        return states, [group._training_state for group in self._groups]
 
-    def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        if _half is not None and out.requires_grad:
-            out.register_hook(self._begin_b if _half else self._begin_a)
+    def give(self, half: int) -> None:
+        states, groups = self._of[half]
+        for state, (training, modules) in zip(self._states, states, strict=True):
+            state._training_state = training
+            # FSDP's hooks hold the set itself.
+            state._modules_to_run_forward.clear()
+            state._modules_to_run_forward.update(modules)
+        for group, training in zip(self._groups, groups, strict=True):
+            group._training_state = training
+        if half:
+            self.end()
+        elif not in_backward():
+            for group in self._groups:
+                group.post_forward_mesh_info = None
 
-    def _begin_b(self, _: torch.Tensor) -> None:
-        group = self._group
-        self._switches = group.reduce_grads, group.reshard_after_backward
-        group.reduce_grads = group.reshard_after_backward = False
+    def take(self, half: int) -> None:
+        self._of[half] = self._read()
 
-    def _begin_a(self, _: torch.Tensor) -> None:
-        self._group.reduce_grads, self._group.reshard_after_backward = self._switches
+    def end(self) -> None:
+        for group, mesh_info in zip(self._groups, self._after, strict=True):
+            group.post_forward_mesh_info = mesh_info

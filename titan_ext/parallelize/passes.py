@@ -36,7 +36,6 @@ from titan_ext.base.titan.parallelism import (
 from titan_ext.components.dispatch import (
     check_dispatchers,
     exchange_in_float8,
-    overlap_shared_experts,
     use_functional_all_to_all,
 )
 from titan_ext.components.exchange_policy import ExchangePolicy
@@ -50,6 +49,7 @@ from titan_ext.components.halves import overlap_in_halves
 from titan_ext.components.hf_export import for_replicated_weights
 from titan_ext.components.lora import lora_settings
 from titan_ext.components.rows import exchange_once, hops_across_nodes
+from titan_ext.components.shared_experts import overlap_shared_experts
 from titan_ext.fsdp.auto import choose
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.units import decoder_blocks, plan_units, vision_modules
@@ -119,7 +119,7 @@ def parallelize(
         exchange_once(model, hops_across_nodes(parallel_dims, nodes) if nodes else ())
     if exchanges.overlap == "halves":
         overlap_in_halves(model, exchanges.ep)
-    elif exchanges.overlap == "shared experts":
+    if exchanges.overlap != "none":
         overlap_shared_experts(model)
 
     # 3. Activation checkpointing, of the blocks of a vision tower too.

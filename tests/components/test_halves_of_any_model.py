@@ -1,0 +1,328 @@
+"""Halves of models that nobody here wrote: subclasses, hooks, attributes, contexts, layouts.
+
+Each case edits a model three times: one runs whole, without any overlap, one with shared experts
+ahead of the exchange, as by default, and one in halves. All must compute the same.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, make_config
+from titan_ext.base import no_accelerator
+
+RUN = Run(world=2, ep=2, layers=2, narrow=True, parallelize="submodule", ac="selective")
+RUN = replace(RUN, param_dtype="float32", global_batch=4, seq_len=32)
+TP = replace(RUN, tp=2, sequence_parallel=False, global_batch=2)
+TYPES, DTENSOR = "spmd_types", "partial_dtensor"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of a user's.
+
+    Attributes:
+        before: Edits it before it is parallelized.
+        after: Edits it afterwards.
+        says: What it is refused with in halves; "" if it runs.
+        compiles: Whether it takes a compiler's time.
+    """
+
+    run: Run = RUN
+    before: Callable[[Any], Any] = lambda _: None
+    after: Callable[[Any], Any] = lambda _: None
+    says: str = ""
+    compiles: bool = False
+
+
+def _subclass(path: str, forward: Callable[..., Any]) -> Callable[[Any], None]:
+    """Make the module at ``path`` of the MoE block one of a subclass with such a ``forward``."""
+
+    def edit(model: Any) -> None:
+        module = model.layers["1"].get_submodule(path)
+        base = type(module)
+
+        @functools.wraps(base.forward)  # Titan shards arguments by name
+        def of_subclass(self: Any, *args: Any) -> Any:
+            return forward(functools.partial(base.forward, self), self, *args)
+
+        module.__class__ = type("Mine", (base,), {"forward": of_subclass})
+
+    return edit
+
+
+def _scaled(base: Any, self: Any, x: Any, *args: Any) -> Any:
+    return 0.5 * base(x, *args) + 0.1 * x
+
+
+def _by_sequence(base: Any, self: Any, x_BLD: Any) -> Any:
+    return base(x_BLD) * (1 + x_BLD.mean(1, keepdim=True))
+
+
+def _without_grad(base: Any, self: Any, *args: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return base(*args)
+
+
+def _in_contexts(base: Any, self: Any, *args: Any) -> Any:
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (x.clone(),), lambda x: x[0])
+    named = torch.profiler.record_function("mine")
+    with hooks, Calls(), Operations(), torch.autocast("cpu", enabled=False), named:
+        return base(*args)
+
+
+def _keeps(value: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    def forward(base: Any, self: Any, x: Any, *args: Any) -> Any:
+        out = base(x, *args)
+        value(self, out)
+        return out
+
+    return forward
+
+
+def _keep_logits(router: Any, out: Any) -> None:
+    router.last_logits = out[2]
+    router.kept = {"z": out[2].flatten(0, 1).logsumexp(-1)}
+
+
+def _count(router: Any, out: Any) -> None:
+    router.calls = getattr(router, "calls", 0) + 1
+    if getattr(router, "table", None) is None:
+        router.table = out[2].detach()[:, :4].sum((0, 1))
+
+
+def _keep_mean(router: Any, out: Any) -> None:
+    router.balance = out[2].mean()
+
+
+def _block(base: Any, self: Any, x: Any, masks: Any, positions: Any = None) -> Any:
+    """Titan's, and it reads what its modules have, before and after they run."""
+    moe = self.moe
+    x = x * moe.router.top_k + moe.routed_experts.inner_experts.num_experts
+    x = x / moe.shared_experts.w1.in_features
+    x = base(x, masks, positions)
+    kept = getattr(moe.router, "last_logits", None)
+    return x if kept is None else x + 100 * kept[..., :2].diff()
+
+
+def _checkpointed(reentrant: bool) -> Callable[..., Any]:
+    def block(base: Any, self: Any, x: Any, masks: Any, positions: Any = None) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        x = x + self.attention(self.attention_norm(x), masks, positions)
+        return x + cast(Any, checkpoint)(self.moe, self.ffn_norm(x), use_reentrant=reentrant)
+
+    return block
+
+
+PARTS = ("attention", "moe.router", "moe.routed_experts", "moe.routed_experts.inner_experts")
+PARTS += ("moe.shared_experts", "moe", "")
+
+
+def _hook_all(model: Any) -> None:
+    """Hooks that count, and that change inputs and outputs, on every part of the MoE block."""
+    from titan_ext.base.tensors import in_backward
+
+    model.calls = Counter()
+    for path in PARTS:
+
+        def before(module: Any, args: Any, path: str = path) -> Any:
+            return (args[0] * 0.75, *args[1:])
+
+        def after(module: Any, args: Any, out: Any, path: str = path) -> Any:
+            if not in_backward():
+                model.calls[path, args[0].dim(), isinstance(out, tuple)] += 1
+            return out if isinstance(out, tuple) else 2 * out
+
+        module = model.layers["1"].get_submodule(path)
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+
+def _compile_moe(model: Any) -> None:
+    model.layers["1"].moe.compile(backend="eager")
+
+
+NOT_CHECKPOINTED = replace(RUN, ac="none")
+CASES = {
+    "TP": Case(TP),
+    "TP, sequence parallel": Case(replace(TP, sequence_parallel=True)),
+    "TP, DTensor": Case(replace(TP, backend=DTENSOR)),
+    "TP, DTensor, sequence parallel": Case(replace(TP, backend=DTENSOR, sequence_parallel=True)),
+    "TP, even top_k": Case(replace(TP, model="qwen3_moe", ac="full")),
+    "subclass of routed experts": Case(before=_subclass("moe.routed_experts", _scaled)),
+    "subclass of shared experts": Case(before=_subclass("moe.shared_experts", _by_sequence)),
+    "no_grad around experts": Case(before=_subclass("moe.routed_experts", _without_grad)),
+    "contexts around experts": Case(before=_subclass("moe.routed_experts", _in_contexts)),
+    "a block that reads": Case(before=_subclass("", _block)),
+    "a router that keeps": Case(before=_subclass("moe.router", _keeps(_keep_logits))),
+    "a block that reads what is kept": Case(
+        before=lambda model: [
+            _subclass("moe.router", _keeps(_keep_logits))(model),
+            _subclass("", _block)(model),
+        ]
+    ),
+    "a router that counts": Case(before=_subclass("moe.router", _keeps(_count))),
+    "a router that keeps a mean": Case(
+        before=_subclass("moe.router", _keeps(_keep_mean)),
+        says="layers.1.moe.router keeps 'balance'",
+    ),
+    "hooks": Case(after=_hook_all),
+    "hooks, TP": Case(TP, after=_hook_all),
+    "checkpoint around moe": Case(NOT_CHECKPOINTED, before=_subclass("", _checkpointed(False))),
+    "reentrant checkpoint around moe": Case(
+        NOT_CHECKPOINTED,
+        before=_subclass("", _checkpointed(True)),
+        says="inside of CheckpointFunction.forward",
+    ),
+    "compiled moe": Case(after=_compile_moe, compiles=True),
+}
+
+
+Together = tuple[int, str, bool]
+
+
+def _together(case: Case) -> Together:
+    """Cases with the same run in one process: Titan keeps the meshes of one layout."""
+    return case.run.tp, case.run.backend, case.compiles
+
+
+def _judge(together: Together, folder: Path) -> dict[str, dict[str, Any]]:
+    import torch.distributed as dist
+
+    no_accelerator.enable()
+    dist.init_process_group("gloo")
+    found = {}
+    for name in (name for name, case in CASES.items() if _together(case) == together):
+        arms = ("halves",) if CASES[name].says else ("whole", "ahead", "halves")
+        found[name] = {arm: _train(CASES[name], arm, folder) for arm in arms}
+    dist.destroy_process_group()
+    return found
+
+
+@functools.cache
+def _dims(tp: int, backend: str) -> Any:
+    from torchtitan.distributed import ParallelDims
+
+    keys: Any = make_config(replace(TP if tp > 1 else RUN, backend=backend), Path()).parallelism
+    return ParallelDims.from_config(keys, 2)
+
+
+def _train(case: Case, arm: str, folder: Path) -> dict[str, Any]:
+    """Loss, gradients and what is counted of one forward and backward; or what was raised."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torchtitan.distributed import utils as dist_utils
+
+    def local(x: Any) -> Any:
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+    overlap = "halves" if arm == "halves" else "none"
+    config: Any = make_config(replace(case.run, overlap_exchanges=overlap), folder)
+    spec, keys = config.model_spec, config.parallelism
+    keys.overlap_shared_experts = arm == "ahead"
+    dims = _dims(case.run.tp, case.run.backend)
+    dist_utils.set_spmd_backend(keys.spmd_backend)
+    context = dist_utils.get_spmd_context(parallel_dims=dims)
+    with context():  # from now on these are Titan's meshes
+        pass
+    spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        model: Any = spec.model.build()
+    case.before(model)
+    with no_accelerator.layout_independent_init(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = spec.parallelize_fn(
+            model,
+            parallel_dims=dims,
+            training=config.training,
+            parallelism=keys,
+            compile_config=config.compile,
+            ac_config=config.activation_checkpoint,
+            dump_folder=str(folder),
+        )
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            model.init_weights()
+    model.train()
+    case.after(model)
+    rank = 0 if case.run.tp > 1 else torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    length = case.run.seq_len
+    tokens_BL = torch.randint(0, 2000, (2, length), generator=generator)
+    positions_BL = torch.arange(length).expand(2, -1)
+    try:
+        with context():
+            out = local(model(tokens_BL, positions=positions_BL))
+            weights = torch.linspace(0.5, 1.5, out.numel()).view_as(out)
+            loss = (out.float() * weights).pow(2).mean()
+            router = model.layers["1"].moe.router
+            if (logits := getattr(router, "last_logits", None)) is not None:
+                assert len(logits) == 2
+                loss = loss + (logits.logsumexp(-1) * torch.tensor([[1.0], [2.0]])).pow(2).sum()
+                loss = loss + router.kept["z"].pow(2).sum()
+            loss.backward()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    grads = {
+        name: local(param.grad).float().flatten().numpy()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+    calls = dict(getattr(model, "calls", {}))
+    return {"loss": loss.item(), "grads": grads, "calls": calls}
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Together], list[Any]]:
+    @functools.cache
+    def judge(together: Together) -> list[Any]:
+        folder = tmp_path_factory.mktemp("halves")
+        return run_ranks(_judge, 2, together, folder, log_folder=folder)
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(k, marks=[pytest.mark.slow] if CASES[k].compiles else []) for k in CASES],
+)
+def test_halves_compute_what_the_whole_does(name: str, judged: Callable[..., list[Any]]):
+    for of_rank in judged(_together(CASES[name])):
+        arms = of_rank[name]
+        if CASES[name].says:
+            assert CASES[name].says in arms["halves"]["error"]
+            continue
+        assert [arm.get("error") for arm in arms.values()] == [None] * 3
+        whole, ahead, halves = arms.values()
+        assert ahead["loss"] == whole["loss"]
+        assert halves["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+        twice = {key: n * (2 if key[0] else 1) for key, n in whole["calls"].items()}
+        assert [ahead["calls"], halves["calls"]] == [whole["calls"], twice]
+        for key, grad in whole["grads"].items():
+            # Sums in another order, and of halves those of bf16 products.
+            for arm, off in ((ahead, 1e-5), (halves, 5e-3)):
+                error = np.linalg.norm(arm["grads"][key] - grad.astype(np.float64))
+                assert error <= off * np.linalg.norm(grad), key
+        assert halves["grads"].keys() == ahead["grads"].keys() == whole["grads"].keys()
