@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -418,6 +419,36 @@ def test_no_thread_is_in_the_store_when_a_run_has_ended(
     with stop.around_run(_trainer(step=0)):
         assert is_asking.wait(30)
     assert set(threading.enumerate()) <= others
+
+
+_ENDS = """
+import os, signal, subprocess, sys, time
+import torch.distributed as dist
+from titan_ext.base.agreement import LastStep
+from titan_ext.run.stop import StopOnSignal
+code = "import torch.distributed as d, time; s = d.TCPStore('127.0.0.1', 0, is_master=True, "
+code += "wait_for_workers=False); print(s.port, flush=True); time.sleep(60)"
+server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+stop = StopOnSignal()
+stop._answer_at_once(LastStep(store, 1), "")
+time.sleep(1)
+server.send_signal(signal.SIGSTOP)  # a store that is slow while the thread asks it
+time.sleep(1)
+subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {server.pid}; sleep 4; kill {server.pid}"])
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(4)
+keep = Slow()  # the interpreter takes its time to end
+"""
+
+
+def test_a_process_ends_with_0_while_its_store_is_slow():
+    """A start that failed before it trained, too. The ranks of other tests end by os._exit."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_an_ignored_signal_stays_ignored(stop: StopOnSignal):

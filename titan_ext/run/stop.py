@@ -10,6 +10,7 @@ One request can arrive as several signals: Slurm signals every process of a job,
 on its own signal. So only a signal that comes later means "now".
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -176,6 +177,7 @@ class StopOnSignal(RunCheck):
 
         self._thread = threading.Thread(target=answer, name="stop", daemon=True)
         self._thread.start()
+        atexit.register(self._end_thread)  # of a start that fails before it trains
 
     def _end_thread(self) -> None:
         """Wait for the thread, which may be inside of the store's C++.
