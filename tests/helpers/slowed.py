@@ -19,7 +19,7 @@ from torchtitan.tools.logging import init_logger
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
-from titan_ext.run.pace import PaceCheck
+from titan_ext.run.pace import Judge, PaceCheck
 
 RUN = Run(
     parallelize="submodule", world=4, ep=2, layers=3, narrow=True, seq_len=256, steps=5, ac="full"
@@ -49,6 +49,7 @@ def train_slowed(run: Run, folder: Path, fault: str) -> dict[str, Any]:
     Its last step is profiled. Returns what its check of the pace has said.
     """
     init_logger()
+    Judge.trained_after = 0
     rank = int(os.environ["RANK"])
     if fault == "slow link":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

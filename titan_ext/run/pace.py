@@ -207,6 +207,10 @@ class Judge:
     ``said`` keeps the warnings for the end of the run; ``latest`` the newest findings.
     """
 
+    trained_after = 100
+    """Steps before which experts may be uneven: a router begins with random weights, and a bias
+    that changes by 1e-3 a step balances it (torchtitan/components/optimizer.py). A guess."""
+
     def __init__(self) -> None:
         self.said: list[str] = []
         self.latest: Findings | None = None
@@ -219,6 +223,8 @@ class Judge:
         """Judge what the ranks said of ``step``; return new warnings."""
         self.latest = findings = Findings.of(rows)
         words = findings.words()
+        if step <= self.trained_after:
+            words.pop(("uneven", ()), None)
         self._recent.append(set(words))
         lasting = {key for key in words if sum(key in of for of in self._recent) >= _LASTING}
         new = [f"step {step}: {words[key]}" for key in words if key in lasting - self._known]
