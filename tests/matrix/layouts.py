@@ -343,6 +343,8 @@ _ON_THE_WIRE: list[dict[str, Any]] = [
     {"world": 4, "ep": 4, "nodes": (2, 2), "exchange_rows": "node"},
     {"world": 4, "ep": 4, "nodes": (2, 2), **_TWO_SEQUENCES, "exchange_rows": "node"},
     {"world": 2, "ep": 2, **_TWO_SEQUENCES},
+    {"world": 2, "ep": 2, "tp": 2, **_TWO_SEQUENCES, "sequence_parallel": False},
+    {"world": 2, "ep": 2, "tp": 2, **_TWO_SEQUENCES, "backend": "partial_dtensor"},
     {"world": 4, "ep": 2, **_TWO_SEQUENCES, "backend": "partial_dtensor"},
     {"world": 4, "ep": 2, **_TWO_SEQUENCES, "exchange_dtype": "float8", "dp_replicate": 2},
     {"world": 4, "ep": 2, **_TWO_SEQUENCES, "pp": 2, "layers": 4, "microbatch_size": 2},
