@@ -183,6 +183,7 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         ),
         (["lst"], "lst: no such command; did you mean 'list'?"),
         (["list", "--all"], "unknown: --all"),
+        (["show", "moe_debug.tml"], "ends in .toml; did you mean 'moe_debug.toml'"),
         (["show", "config.yaml"], "expected a .toml file"),
         (["show", "my_rnus.my_16b"], "no module my_rnus; did you mean 'my_runs'?"),
         (

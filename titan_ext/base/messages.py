@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +68,16 @@ def toml_file(name: str, folder: Path = Path()) -> Path:
     path = folder / Path(name).expanduser()
     shipped = shipped_configs().get(name.removesuffix(".toml"))
     return shipped if shipped and not path.exists() else path
+
+
+def misspelt_file(name: str, folder: Path = Path()) -> str:
+    """The problem of a name that is meant for a TOML file, such as ``moe_debug.tml``; else ""."""
+    module, _, suffix = name.rpartition(".")
+    if not module or not get_close_matches(suffix, ["toml"]) or find_spec(name.partition(".")[0]):
+        return ""
+    paths = [*folder.glob("*.toml"), *shipped_configs().values()]
+    files = [path.name for path in paths]
+    return f"the name of a TOML file ends in .toml{did_you_mean(name, files)}"
 
 
 def and_more(names: Collection[object], limit: int = 5) -> str:

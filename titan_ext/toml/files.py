@@ -14,7 +14,14 @@ from typing import Any
 
 import tomli
 
-from titan_ext.base.messages import and_more, did_you_mean, in_one, shipped_configs, toml_file
+from titan_ext.base.messages import (
+    and_more,
+    did_you_mean,
+    in_one,
+    misspelt_file,
+    shipped_configs,
+    toml_file,
+)
 
 MODEL = "model"
 """The section with the arguments of a model registry."""
@@ -196,6 +203,8 @@ def _no_name(extends: str, folder: Path) -> str:
     if path.is_file() or "/" in extends:
         what = "is no TOML file" if path.is_file() else "no such file"
         return f'"{extends}": {what}; expected "MODULE.FUNCTION" or "FILE.toml".'
+    if problem := misspelt_file(extends, folder):
+        return f'"{extends}": {problem}'
     if ":" in extends:
         dotted = re.sub(":+", ".", extends)
         return f'expected "MODULE.FUNCTION", got "{extends}"; did you mean {dotted}?'

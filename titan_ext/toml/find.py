@@ -14,7 +14,13 @@ from importlib import util
 from itertools import takewhile
 from pathlib import Path
 
-from titan_ext.base.messages import REFUSED_MODELS, did_you_mean, shipped_configs, toml_file
+from titan_ext.base.messages import (
+    REFUSED_MODELS,
+    did_you_mean,
+    misspelt_file,
+    shipped_configs,
+    toml_file,
+)
 from titan_ext.toml.files import read_chain
 
 _FILE = "config_registry"
@@ -82,6 +88,8 @@ def find_config(name: str) -> Path | str:
         raise ValueError(
             f"--config {name}: titan_ext does not serve {model}: {REFUSED_MODELS[model]}."
         )
+    if problem := misspelt_file(name):
+        raise ValueError(f"--config {name}: {problem}")
     if _FUNCTION.fullmatch(name) and not Path(name).exists():
         return name
     raise ValueError(
