@@ -60,7 +60,7 @@ def test_extended_spec_keeps_everything_but_the_parallelize_function():
     assert spec is not None
     ours = extend_model_spec(spec)
     assert ours.parallelize_fn is parallelize
-    for kept in ("name", "flavor", "model", "pipelining_fn", "post_optimizer_build_fn"):
+    for kept in ("name", "flavor", "model", "pipelining_fn"):
         assert getattr(ours, kept) is getattr(spec, kept), kept
     assert ours.state_dict_adapter is not None
     assert spec.state_dict_adapter is not None

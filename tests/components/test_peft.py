@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.lora import LoRAConverter
-from torchtitan.components.optimizer import default_adamw, register_moe_load_balancing_hook
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import TrainingConfig
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common import ComplexRoPE
@@ -35,6 +35,7 @@ from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, 
 from titan_ext.components.lora import export_adapters
 from titan_ext.config_registry.commands import main
 from titan_ext.config_registry.resolve import load
+from titan_ext.parallelize.passes import balance_all_blocks
 from titan_ext.run.trainer import extend_config
 
 WEIGHTS = "adapter_model.safetensors"
@@ -365,7 +366,7 @@ def test_a_mistake_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
 def test_the_bias_of_frozen_routers_is_frozen():
     balanced = extend_config(titan_config("deepseek_v3")).model_spec
     assert balanced is not None
-    assert balanced.post_optimizer_build_fn is register_moe_load_balancing_hook
+    assert balanced.post_optimizer_build_fn is balance_all_blocks
     adapted = _titan_config("deepseek_v3", ["wo"], Path())
     assert adapted.model_spec.post_optimizer_build_fn is None
 

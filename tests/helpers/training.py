@@ -61,6 +61,7 @@ from titan_ext.fsdp import make_plan, prefetch
 from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.tracker import Timeline
+from titan_ext.parallelize.passes import balance_all_blocks
 from titan_ext.run.checkpoints import CheckpointManager
 from titan_ext.run.trainer import extend_config
 
@@ -443,6 +444,8 @@ def _stock_config(config: TitanTrainer.Config) -> TitanTrainer.Config:
         return model
 
     spec.parallelize_fn = parallelize_for_gloo
+    if getattr(spec.model, "mtp_layers", None) and spec.post_optimizer_build_fn is not None:
+        spec.post_optimizer_build_fn = balance_all_blocks  # Titan's leaves blocks of MTP out
     return config
 
 

@@ -73,6 +73,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchao.prototype.moe_training.config import Float8TrainingOpConfig
 from torchao.prototype.moe_training.tensor import Float8TrainingWeightWrapperTensor
 from torchao.quantization import NF4Tensor
+from torchdata.stateful_dataloader import worker as torchdata_worker
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.base import (
     DATALOADER,
@@ -88,6 +89,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
 from torchtitan.components.quantization import float8 as titan_float8
+from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed import full_dtensor, spmd_types
@@ -95,7 +97,8 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.flex_shard import build_dist_muon, dist_muon
 from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.hf_datasets.interleaved import InterleavedDataset
+from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataset, HuggingFaceTextDataset
 from torchtitan.models import _supported_models
 from torchtitan.models.common import token_dispatcher
 from torchtitan.models.common.attention import GQAttention
@@ -612,6 +615,35 @@ def test_titan_data_set_registry():
         "loader",
         "sample_processor",
     ]
+
+
+def test_titan_text_that_is_split_among_workers():
+    """base.titan.data: the documents of a data set, and those that it shuffles for an epoch."""
+    for data in (HuggingFaceTextDataset, ChatDataset):
+        assert _Code(data.__init__).has("self._data = self._original_data")
+        assert _Code(data.reloop).has("self._original_data.shuffle(seed=42 + self._epoch)")
+    assert _Code(InterleavedDataset.__init__).has("self._datasets = list(datasets)")
+    loader = ParallelAwareDataloader(cast(Any, []), dp_rank=0, dp_world_size=1)
+    assert loader.worker_init_fn is None
+    loader.worker_init_fn = print  # torch lets it be set later
+    restore = "dataset = try_to_deserialize(dataset, worker_state[_DATASET_STATE])"
+    loop = _Code(torchdata_worker._worker_loop)
+    assert loop.place("init_fn(worker_id)") < loop.place(restore)
+
+
+def test_titan_validates_through_what_components_validate_replaces():
+    assert _Code(Validator.validate).has(
+        "validation_iterator = iter(validation_dataloader)",
+        "loss_sum, _ = self.loss_fn(predictions, labels)",
+    )
+    assert _Code(Validator.validate).calls("self.dl_config.build") == 1
+
+
+def test_titan_cancels_a_step_whose_data_end_and_saves_nothing():
+    """run.trainer: it saves the step before."""
+    train = _Code(torchtitan.trainer.Trainer.train)
+    assert train.place("self.step += 1") < train.place("self.train_step(data_iterator)")
+    assert train.calls("self.checkpointer.save") == 1
 
 
 def test_torch_sees_no_accelerator_the_way_titan_asks():

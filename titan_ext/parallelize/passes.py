@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn as nn
-from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.components.optimizer import (
+    OptimizersContainer,
+    register_moe_load_balancing_hook,
+)
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
@@ -183,13 +186,29 @@ class ExtendedModelSpec(ModelSpec):
     choices: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
+def balance_all_blocks(
+    optimizers: OptimizersContainer, model_parts: list[Decoder], parallel_dims: ParallelDims
+) -> None:
+    """Titan's balancing of experts, for the blocks of multi-token prediction too.
+
+    Titan's hook walks ``layers`` of each model part (torchtitan/components/optimizer/optimizer.py).
+    The blocks are the models' own; only the lists of them are made here.
+    """
+    lists = []
+    for part in model_parts:
+        lists.append(nn.Module())
+        blocks = {name.replace(".", "_"): block for name, block in decoder_blocks(part)}
+        lists[-1].layers = nn.ModuleDict(blocks)
+    register_moe_load_balancing_hook(optimizers, lists, parallel_dims)
+
+
 def extend_model_spec(spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with titan_ext's parallelize function and expert dispatcher.
 
-    Model, pipelining function, post-optimizer hook (expert load balancing) and checkpoints stay
-    Titan's. The Hugging Face adapter also learns HSDP and LoRA. The result shares the model config
-    of ``spec``, whose dispatchers are swapped in place. So give it a fresh spec, as Titan's
-    ``model_registry`` functions return.
+    Model, pipelining function and checkpoints stay Titan's. So does its balancing of experts, for
+    blocks of multi-token prediction too. The Hugging Face adapter also learns HSDP and LoRA. The
+    result shares the model config of ``spec``, whose dispatchers are swapped in place. So give it a
+    fresh spec, as Titan's ``model_registry`` functions return.
 
     A model with LoRA adapters gets no load balancing. Balancing would keep changing the routers'
     bias, which belongs to the frozen base, and exported adapters would not fit that base.
@@ -210,6 +229,8 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
         after_optimizer = None
         if list(spec.model.traverse(MoE.Config)):
             logger.info("LoRA: load balancing is off, the routers' bias is frozen with the base.")
+    elif after_optimizer is register_moe_load_balancing_hook:
+        after_optimizer = balance_all_blocks
     if isinstance(spec, ExtendedModelSpec):
         return spec
     if gathers_float8(spec.model):

@@ -64,8 +64,9 @@ class RunRecord(RunCheck):
         except BaseException as error:
             self._end(trainer, f"{type(error).__name__}: {error}"[:500])
             raise
-        steps = trainer.config.training.steps
-        self._end(trainer, "finished" if trainer.step >= steps else "stopped")
+        is_done = trainer.step >= trainer.config.training.steps
+        is_done |= getattr(trainer, "data_ended", False)
+        self._end(trainer, "finished" if is_done else "stopped")
 
     def _end(self, trainer: Any, ending: str) -> None:
         if not self._entry:

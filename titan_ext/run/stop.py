@@ -128,7 +128,7 @@ class StopOnSignal(RunCheck):
         saved, checkpointer = "nothing was saved", trainer.checkpointer
         if _can_save(trainer) and trainer.step:
             if trainer.step != self._loaded_step and not is_saved_anyway(trainer):
-                _check_weights(trainer, name)
+                check_weights(trainer, name)
                 checkpointer.interval = 1  # whichever step it is
                 checkpointer.save(trainer.step)
             checkpointer.maybe_wait_for_saving()
@@ -199,7 +199,7 @@ class StopOnSignal(RunCheck):
             signal.raise_signal(signum)
 
 
-def _check_weights(trainer: Any, signal_name: str) -> None:
+def check_weights(trainer: Any, why: str) -> None:
     """Raise RuntimeError on every rank if one has weights that are not finite.
 
     Gradients are checked in steps that are logged or saved, and this step was to be neither.
@@ -212,7 +212,7 @@ def _check_weights(trainer: Any, signal_name: str) -> None:
 
     if ranks := this_job().judged("weights", word, judge):
         raise RuntimeError(
-            f"{signal_name}: stopped after step {trainer.step}, whose weights are not finite on "
+            f"{why}: stopped after step {trainer.step}, whose weights are not finite on "
             f"{ranks}. Nothing was saved since the last checkpoint."
         )
 

@@ -8,7 +8,7 @@ the checks around training.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
@@ -33,12 +33,14 @@ from titan_ext.base.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
-from titan_ext.base.titan.data import named_data
+from titan_ext.base.titan.data import may_end, named_data, split_among_workers, together
+from titan_ext.base.titan.parallelism import ranks_without_data
 from titan_ext.components.dispatch import check_dispatchers
 from titan_ext.components.early_scores import check_early_scores, with_early_scores
 from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.float8_linears import check_float8
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
+from titan_ext.components.validate import Validator
 from titan_ext.parallelize.keys import (
     DebugConfig,
     ParallelismConfig,
@@ -54,12 +56,14 @@ from titan_ext.parallelize.limits import (
 from titan_ext.parallelize.passes import extend_model_spec
 from titan_ext.run.checkpoints import CheckpointManager, check_excluded
 from titan_ext.run.checks import RUN_CHECKS
+from titan_ext.run.stop import check_weights
 
 _EXTENDED: dict[str, Any] = {
     "parallelism": ParallelismConfig,
     "optimizer": OptimizersContainer.Config,
     "checkpoint": CheckpointManager.Config,
     "debug": DebugConfig,
+    "validator": Validator.Config,
 }
 """The sections of which we have a subclass."""
 _checked: set[int] = set()
@@ -72,6 +76,9 @@ class Trainer(TitanTrainer):
     run_checks: ClassVar[Sequence[type[RunCheck]]] = RUN_CHECKS
     passes: list[dict[str, Any]] | None = None
     """What this step's passes got, where a check may run them again; None if nobody asks."""
+    data_ended = False
+    """Whether the run is over because a rank has no more data."""
+    _has_trained = False
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanTrainer.Config):
@@ -86,6 +93,9 @@ class Trainer(TitanTrainer):
         checkpoint: BaseCheckpointManager.Config = field(default_factory=CheckpointManager.Config)
         debug: DebugConfig = field(  # pyrefly: ignore[bad-override-mutable-attribute]
             default_factory=DebugConfig
+        )
+        validator: Validator.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
+            default_factory=Validator.Config
         )
 
         __setattr__ = set_known_key
@@ -194,6 +204,7 @@ class Trainer(TitanTrainer):
             # Titan leaves the MFU out of its metrics where quantisation makes it meaningless, and
             # has no other switch for it. There is no peak to compare a CPU with.
             self.metrics_processor.has_quantization = True
+        split_among_workers(self.dataloader)
         for check in self.checks:
             check.after_build(self)
 
@@ -209,12 +220,48 @@ class Trainer(TitanTrainer):
             for check in self.checks:
                 stack.enter_context(check.around_run(self))
             super().train()
+            if self.data_ended:
+                self._save_last()
+
+    def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
+        if may_end(self.config.dataloader):
+            group = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+            data_iterable = together(data_iterable, group, self._all_have_data)
+        return super().batch_generator(data_iterable)
+
+    def _all_have_data(self, mine: bool) -> bool:
+        """Whether every rank has the batches of a step; without them no rank begins it."""
+        lacking, ranks = ranks_without_data(self.parallel_dims, mine=not mine, device=self.device)
+        if lacking:
+            self.data_ended = True
+            logger.info(
+                f"The data of {lacking} of {ranks} data-parallel rank(s) end before step "
+                f"{self.step}; with dataloader.infinite = true they would begin again."
+            )
+        return not lacking
+
+    def _save_last(self) -> None:
+        """Save the step before the one that Titan has begun and canceled, as Titan saves its last.
+
+        Raises ValueError where no step has been trained at all.
+        """
+        self.step -= 1
+        if not self.step:
+            raise ValueError(
+                "the data have not one step's batches for every data-parallel rank: nothing was "
+                "trained. Expected more documents in dataloader.dataset, fewer ranks, or "
+                "dataloader.infinite = true."
+            )
+        if self._has_trained:
+            check_weights(self, "the data ended")
+            self.checkpointer.save(self.step, last_step=True)
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         with contextlib.ExitStack() as stack:
             for check in self.checks:
                 stack.enter_context(check.around_step(self))
             super().train_step(data_iterator)
+            self._has_trained = True
 
     def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
         if self.passes is not None:
@@ -256,7 +303,7 @@ def extended_sections(config: TitanTrainer.Config) -> dict[str, Any]:
     changed: dict[str, Any] = {"model_spec": extend_model_spec(config.model_spec)}
     changed |= named_data(config)
     for name, ours in _EXTENDED.items():
-        section = getattr(config, name)
+        section = changed.get(name, getattr(config, name))
         if type(section) is ours.__base__:  # Titan's; another class's stays as it is
             changed[name] = derive(section, ours)
     return changed

@@ -6,19 +6,24 @@ A TOML file and a command line can only name a data set. So on main a loader of 
 ``dataset`` and ``dataset_path`` of 0.3, and builds what the name stands for in Titan's table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
+from torch.utils.data import get_worker_info
 from torchtitan.config import derive
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from titan_ext.base.messages import did_you_mean
 
 try:  # 0.3
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
     from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
     from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import ChatDataset, HuggingFaceTextDataset
 
     def _dataset(path: str, loader: Callable[[str], Any]) -> Any:
         return DatasetConfig(path=path, loader=loader, sample_processor=itemgetter("text"))
@@ -32,6 +37,44 @@ try:  # 0.3
         A checkpoint has ``dataloader.dp_rank_N`` for each, which Titan cannot split again.
         """
         return loader.dp_world_size if isinstance(loader, ParallelAwareDataloader) else None
+
+    def split_among_workers(loader: Any) -> None:
+        """Give each worker process of a loader documents of its own.
+
+        Titan splits text by data-parallel rank, and every worker would read all of the rank's.
+        Text that streams is split by ``datasets``, and a loader with an init function by that.
+
+        Raises ValueError where data that repeat have no document for each: Titan would look for
+        one without end.
+        """
+        if not isinstance(loader, ParallelAwareDataloader) or loader.worker_init_fn is not None:
+            return
+        workers = max(1, loader.num_workers)
+        for part in _titans_text(loader.dataset):
+            if part.infinite and len(part._original_data) < workers:
+                raise ValueError(
+                    f"dataloader.dataset has {len(part._original_data)} document(s) for this rank "
+                    f"and dataloader.num_workers is {loader.num_workers}: a reader without one "
+                    "would wait for ever. Expected more documents, fewer workers or fewer "
+                    "data-parallel ranks."
+                )
+        loader.worker_init_fn = _keep_share
+
+    def _titans_text(data: Any) -> list[Any]:
+        """Data sets of Titan's whose documents are at hand; a subclass may split by itself."""
+        return [
+            part
+            for part in getattr(data, "_datasets", [data])
+            if type(part) in (HuggingFaceTextDataset, ChatDataset)
+            and isinstance(part._data, Dataset)
+        ]
+
+    def _keep_share(worker: int) -> None:
+        """In a worker, before it takes up a saved position, which is one in its share."""
+        info = get_worker_info()
+        for part in _titans_text(info.dataset):
+            share = split_dataset_by_node(part._original_data, worker, info.num_workers)
+            part._data = part._original_data = share
 
 except ModuleNotFoundError:  # main
     from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader
@@ -99,6 +142,9 @@ except ModuleNotFoundError:  # main
     def ranks_of_data(loader: Any) -> int | None:
         return loader._dp_world_size if isinstance(loader, GrainDataLoader) else None
 
+    def split_among_workers(loader: Any) -> None:
+        """Nothing: Grain's workers read a part each."""
+
 
 def register_dataset(name: str, path: str, loader: Callable[[str], Any]) -> None:
     """Add to Titan's table of data sets what ``loader(path)`` returns: rows with "text"."""
@@ -117,3 +163,26 @@ def named_data(config: Any) -> dict[str, Any]:
     if (loader := _named(validator.dataloader)) is not validator.dataloader:
         changed["validator"] = replace(validator, dataloader=loader)
     return changed
+
+
+def may_end(config: Any) -> bool:
+    """Whether the data of a loader can end; those of a loader of another kind may."""
+    sources = getattr(config, "sources", None) or [config]
+    return not all(getattr(s, "infinite", getattr(s, "repeat", False)) for s in sources)
+
+
+def together(batches: Iterable[Any], group: int, all_have: Callable[[bool], bool]) -> Iterator[Any]:
+    """The batches of a loader, as long as every rank has another ``group`` of them.
+
+    Args:
+        batches: Of this rank. Ranks get as many documents each, or one less, and not as many
+            tokens.
+        group: How many a step takes; the ranks agree once for all of them.
+        all_have: Whether every rank has a group, from whether this one has.
+    """
+    rest = iter(batches)
+    while True:
+        taken = list(islice(rest, group))
+        if not all_have(len(taken) == group):
+            return
+        yield from taken

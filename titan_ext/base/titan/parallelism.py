@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import dist_sum
 
 try:  # 0.3
     from torchtitan.distributed.context_parallel import apply_cp_to_forward
@@ -56,6 +58,14 @@ def experts_mesh(
 
 def _replicate(parallel_dims: ParallelDims) -> list[str]:
     return ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+
+
+def ranks_without_data(parallel_dims: ParallelDims, *, mine: bool, device: Any) -> tuple[int, int]:
+    """How many data-parallel ranks have no more data, of how many; the device is waited for."""
+    if not parallel_dims.dp_enabled:
+        return int(mine), 1
+    batch = parallel_dims.get_mesh("batch")
+    return int(dist_sum(torch.tensor(int(mine), device=device), batch)), batch.size()
 
 
 def context_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
