@@ -40,6 +40,7 @@ from tests.matrix.checkpoint_runner import WEIGHTS, Sources, check_pair, export
 from tests.matrix.checkpoints import FAST, Pair
 from titan_ext.base import no_accelerator
 from titan_ext.base.run_folder import whole_checkpoint_steps
+from titan_ext.base.titan.data import other_data
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.parallelize.limits import wrong_values
 from titan_ext.run.checkpoints import (
@@ -51,6 +52,7 @@ from titan_ext.run.checkpoints import (
     checkpoint_to_load,
     verify_checksums,
 )
+from titan_ext.run.checks import Schedule
 from titan_ext.run.trainer import extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, steps=4)
@@ -216,6 +218,46 @@ def test_another_number_of_data_ranks(whole, caplog: pytest.LogCaptureFixture):
     config.checkpoint.exclude_from_loading = ["dataloader"]
     check_resume(_trainer(config, ranks=4))
     assert "this run repeats samples of the saved run" in caplog.text
+
+
+def test_other_data(whole, tmp_path: Path):
+    checkpoints, _ = whole
+    config = _config(checkpoints.parent)
+    config.dataloader = replace(config.dataloader, dataset_path=str(tmp_path))
+    words = r"made with the data python_stdlib \(.*\), and this run has python_stdlib /"
+    with pytest.raises(ValueError, match=f"{words}.*exclude_from_loading dataloader"):
+        check_resume(_trainer(config, ranks=2))
+    config.checkpoint.exclude_from_loading = ["dataloader"]
+    check_resume(_trainer(config, ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"data": "elsewhere"}, ""),  # the same size: it has moved
+        ({"data": "elsewhere", "size": ""}, "this run has elsewhere (of unknown size)"),
+        ({"size": "4 documents of 9 bytes"}, "a (3 documents of 9 bytes), and this run has a (4 d"),
+        ({"workers": "2"}, "dataloader.num_workers = 0, and this run has 2"),
+    ],
+)
+def test_data_are_the_same_by_their_size(change: dict[str, str], says: str):
+    saved = {"data": "a", "size": "3 documents of 9 bytes", "workers": "0"}
+    assert other_data(saved, saved) == ""
+    difference = other_data(saved, {**saved, **change})
+    assert says in difference
+    assert bool(says) == bool(difference)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_first_step_takes_the_rate_of_a_changed_schedule(as_tensor: bool):
+    rate: Any = torch.tensor(0.5) if as_tensor else 0.5
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler.last_epoch, scheduler._last_lr = 3, [0.125]  # as Titan restores it
+    check, trainer = Schedule(), SimpleNamespace(lr_schedulers=[scheduler])
+    for _ in range(2):  # only the first
+        with check.around_step(trainer):
+            assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_another_model(whole, caplog: pytest.LogCaptureFixture):

@@ -16,7 +16,7 @@ from tests.helpers.training import Run, make_config, patched
 from titan_ext.base import no_accelerator
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.stdlib_corpus import default_tokenizer_path, make_corpus
-from titan_ext.base.titan.data import may_end, split_among_workers
+from titan_ext.base.titan.data import data_facts, may_end, split_among_workers
 from titan_ext.run.checkpoints import CheckpointManager
 
 
@@ -49,6 +49,7 @@ def test_workers_read_a_share_each_and_go_on_with_it(tmp_path: Path):
     config = _text(tmp_path / "text", [40] * 6)
     whole = _samples(_loader(config, 2))
     assert len(whole) == len(set(whole)) > 10
+    assert data_facts(config, _loader(config, 2))["size"].startswith("6 documents of ")
     interrupted = _loader(config, 2)
     batches = iter(interrupted)
     first = _samples(next(batches) for _ in range(5))

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
@@ -37,13 +38,14 @@ from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import and_more, did_you_mean, format_bytes, set_known_key
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
-from titan_ext.base.titan.data import ranks_of_data
+from titan_ext.base.titan.data import data_facts, other_data, ranks_of_data
 from titan_ext.run.start import check_folder
 
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
 _REFUSED_WRITE = "unexpected pos"
 """What torch's zip writer says as it closes a file, if it could not write all of it."""
 _WRITTEN_LAST = ".metadata"
+_DATA = "train_state.data"
 _STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
 
 
@@ -302,7 +304,7 @@ def check_resume(trainer: Trainer) -> None:
     On every rank, by the word of rank 0: all load the same one, and its list is long.
 
     States may be missing. Tensors of the model may be missing or have other shapes. Another number
-    of data-parallel ranks may have saved the data position.
+    of data-parallel ranks may have saved the data position, or it may be one in other data.
     """
     if _is_inspected(trainer.config):
         this_job().told("what is loaded", lambda: _check_resume(trainer))
@@ -319,6 +321,7 @@ def _check_resume(trainer: Trainer) -> None:
     if not model_only:
         _check_states(trainer.config, folder, saved)
         _check_data_ranks(trainer, folder, saved)
+        _check_data(trainer, folder, saved)
     _check_model(trainer, folder, saved)
 
 
@@ -378,6 +381,21 @@ def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> N
         )
 
 
+def _check_data(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
+    config = trainer.config
+    if _DATA not in saved or "dataloader" in config.checkpoint.exclude_from_loading:
+        return  # stock TorchTitan's, or all the same
+    state = {"train_state": {"data": ""}}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    facts = json.loads(state["train_state"]["data"])
+    if difference := other_data(facts, data_facts(config.dataloader, trainer.dataloader)):
+        raise ValueError(
+            f"{folder} was made with {difference}: the saved position and leftover tokens are not "
+            "of these. Run as it was, or with --checkpoint.exclude_from_loading dataloader: "
+            "weights, optimizer and schedule continue, and the data starts from its beginning."
+        )
+
+
 def _check_model(trainer: Trainer, folder: Path, saved: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = trainer.model_config.build()
@@ -407,8 +425,8 @@ def _check_model(trainer: Trainer, folder: Path, saved: dict[str, Any]) -> None:
 def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Warn of optimizer settings that the checkpoint overrides.
 
-    torch restores weight decay, betas and the rest with the state, whatever the config says. After
-    one step the scheduler computes the learning rate from the config again.
+    torch restores weight decay, betas and the rest with the state, whatever the config says. The
+    rate is that of the config's schedule again (``run.checks.Schedule``).
     """
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for key in sorted(group.keys() & saved.keys() - _NOT_OVERRIDDEN):

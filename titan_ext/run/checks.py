@@ -145,6 +145,28 @@ def _all_are_here() -> bool:
     return True
 
 
+class Schedule(RunCheck):
+    """Has the first step take the rate that is logged, which the config's schedule gives.
+
+    A checkpoint brings the optimizers' rates along, and Titan's schedulers compute theirs anew, but
+    hand them on only after a step (torchtitan/components/optimizer/lr_scheduler.py).
+    """
+
+    _is_due = True
+
+    @contextmanager
+    def around_step(self, trainer: Any) -> Iterator[None]:
+        for scheduler in trainer.lr_schedulers if self._is_due else ():
+            groups = scheduler.optimizer.param_groups
+            for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+        self._is_due = False
+        yield
+
+
 class ActivationMemory(RunCheck):
     """Logs, after the first step, what float8 activation checkpointing stored."""
 
@@ -208,6 +230,7 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     Checkpoints,
     HuggingFaceExport,
     FiniteGradients,
+    Schedule,
     MemoryLog,
     ActivationMemory,
     PlanCheck,

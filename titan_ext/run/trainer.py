@@ -8,6 +8,7 @@ the checks around training.
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
@@ -33,7 +34,13 @@ from titan_ext.base.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
-from titan_ext.base.titan.data import may_end, named_data, split_among_workers, together
+from titan_ext.base.titan.data import (
+    data_facts,
+    may_end,
+    named_data,
+    split_among_workers,
+    together,
+)
 from titan_ext.base.titan.parallelism import ranks_without_data
 from titan_ext.components.dispatch import check_dispatchers
 from titan_ext.components.early_scores import check_early_scores, with_early_scores
@@ -267,6 +274,12 @@ class Trainer(TitanTrainer):
         if self.passes is not None:
             self.passes.append(arguments)
         return super().forward_backward_step(**arguments)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self.step:  # as it loads, a checkpoint needs what is asked for, and Titan's have no data
+            state["data"] = json.dumps(data_facts(self.config.dataloader, self.dataloader))
+        return state
 
     def should_continue_training(self) -> bool:
         wanted = super().should_continue_training()

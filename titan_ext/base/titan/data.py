@@ -18,6 +18,8 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from titan_ext.base.messages import did_you_mean
 
+_OF_DATA = ("dataset", "dataset_path", "load_dataset_kwargs")
+
 try:  # 0.3
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
@@ -68,6 +70,16 @@ try:  # 0.3
             if type(part) in (HuggingFaceTextDataset, ChatDataset)
             and isinstance(part._data, Dataset)
         ]
+
+    def _size(loader: Any) -> str:
+        """Documents and bytes of the data of a loader, the same wherever it lies; "" if unknown."""
+        sizes = []
+        for part in _titans_text(getattr(loader, "dataset", None)):
+            data = part._original_data
+            if (split := (data.info.splits or {}).get(str(data.split))) is None:
+                return ""
+            sizes.append(f"{split.num_examples} documents of {split.num_bytes} bytes")
+        return ", ".join(sizes)
 
     def _keep_share(worker: int) -> None:
         """In a worker, before it takes up a saved position, which is one in its share."""
@@ -145,6 +157,9 @@ except ModuleNotFoundError:  # main
     def split_among_workers(loader: Any) -> None:
         """Nothing: Grain's workers read a part each."""
 
+    def _size(loader: Any) -> str:
+        return ""
+
 
 def register_dataset(name: str, path: str, loader: Callable[[str], Any]) -> None:
     """Add to Titan's table of data sets what ``loader(path)`` returns: rows with "text"."""
@@ -163,6 +178,27 @@ def named_data(config: Any) -> dict[str, Any]:
     if (loader := _named(validator.dataloader)) is not validator.dataloader:
         changed["validator"] = replace(validator, dataloader=loader)
     return changed
+
+
+def data_facts(config: Any, loader: Any) -> dict[str, str]:
+    """What a position in the data of a loader depends on: names and paths, size, workers."""
+    names = [
+        " ".join(str(v) for k in _OF_DATA if (v := getattr(source, k, None)))
+        for source in getattr(config, "sources", None) or [config]
+    ]
+    workers = str(getattr(config, "num_workers", 0))
+    return {"data": ", ".join(names), "size": _size(loader), "workers": workers}
+
+
+def other_data(saved: dict[str, str], now: dict[str, str]) -> str:
+    """How the data of a checkpoint differ from those of a run; data may have moved."""
+    if saved["workers"] != now["workers"]:
+        return f"dataloader.num_workers = {saved['workers']}, and this run has {now['workers']}"
+    by = "size" if saved["size"] and now["size"] else "data"
+    if saved[by] == now[by]:
+        return ""
+    was, has = (f"{f['data']} ({f['size'] or 'of unknown size'})" for f in (saved, now))
+    return f"the data {was}, and this run has {has}"
 
 
 def may_end(config: Any) -> bool:
