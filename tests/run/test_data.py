@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
@@ -16,7 +17,7 @@ from tests.helpers.training import Run, make_config, patched
 from titan_ext.base import no_accelerator
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.stdlib_corpus import default_tokenizer_path, make_corpus
-from titan_ext.base.titan.data import data_facts, may_end, split_among_workers
+from titan_ext.base.titan.data import data_facts, may_end, split_among_workers, together
 from titan_ext.run.checkpoints import CheckpointManager
 
 
@@ -66,6 +67,13 @@ def test_workers_read_a_share_each_and_go_on_with_it(tmp_path: Path):
 def test_data_end_unless_they_repeat(infinite: bool):
     assert may_end(HuggingFaceTextDataLoader.Config(infinite=infinite)) != infinite
     assert may_end(object())
+
+
+@pytest.mark.parametrize(("alike", "wanted"), [(True, 2), (False, 4)])
+def test_a_pipeline_gets_batches_of_one_shape(alike: bool, wanted: int):
+    batches = [({}, torch.ones(samples, 8)) for samples in (2, 2, 2, 1)]
+    assert len(list(together(batches, 2, bool, alike=alike))) == wanted
+    assert not list(together(batches[:1], 2, bool, alike=alike))
 
 
 RUN = Run(

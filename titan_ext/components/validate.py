@@ -45,7 +45,7 @@ class Validator(TitanValidator):
         self._has_batch = False
         if not may_end(self._data):
             return iter(loader)
-        return together(loader, 1, self._all_have_data)
+        return together(loader, 1, self._all_have_data, alike=self.parallel_dims.pp_enabled)
 
     def _all_have_data(self, mine: bool) -> bool:
         lacking, ranks = ranks_without_data(

@@ -233,7 +233,9 @@ class Trainer(TitanTrainer):
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         if may_end(self.config.dataloader):
             group = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
-            data_iterable = together(data_iterable, group, self._all_have_data)
+            # Stages of a pipeline and CUDA graphs take batches of one shape.
+            alike = self.parallel_dims.pp_enabled or not self.config.training.disable_cuda_graphs
+            data_iterable = together(data_iterable, group, self._all_have_data, alike=alike)
         return super().batch_generator(data_iterable)
 
     def _all_have_data(self, mine: bool) -> bool:

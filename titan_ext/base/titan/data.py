@@ -207,7 +207,9 @@ def may_end(config: Any) -> bool:
     return not all(getattr(s, "infinite", getattr(s, "repeat", False)) for s in sources)
 
 
-def together(batches: Iterable[Any], group: int, all_have: Callable[[bool], bool]) -> Iterator[Any]:
+def together(
+    batches: Iterable[Any], group: int, all_have: Callable[[bool], bool], *, alike: bool
+) -> Iterator[Any]:
     """The batches of a loader, as long as every rank has another ``group`` of them.
 
     Args:
@@ -215,10 +217,14 @@ def together(batches: Iterable[Any], group: int, all_have: Callable[[bool], bool
             tokens.
         group: How many a step takes; the ranks agree once for all of them.
         all_have: Whether every rank has a group, from whether this one has.
+        alike: Leave out a last batch of fewer samples, as what takes one shape only needs it.
     """
     rest = iter(batches)
+    samples = 0
     while True:
         taken = list(islice(rest, group))
-        if not all_have(len(taken) == group):
+        sizes = {len(labels) for _, labels in taken} if alike else {0}
+        samples = samples or max(sizes, default=0)
+        if not all_have(len(taken) == group and sizes == {samples}):
             return
         yield from taken
