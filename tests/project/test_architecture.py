@@ -75,9 +75,3 @@ def test_fp8_knows_nothing_of_titan():
             known = ("titan_ext.fp8", "titan_ext.base.tensors")
             assert not {name for name in _imports(path) if not name.startswith(known)}, path
             assert "torchtitan" not in path.read_text(), path
-
-
-def test_files_are_neither_too_long_nor_too_short():
-    lines = {path.name: len(path.read_text().splitlines()) for path in FILES}
-    whole = {name: n for name, n in lines.items() if not name.startswith("__")}
-    assert not {name: n for name, n in whole.items() if not 60 <= n <= 450}
