@@ -32,6 +32,8 @@ from torch._inductor import compile_fx, custom_graph_pass
 from torch.distributed import ProcessGroup, _functional_collectives, distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
@@ -346,12 +348,24 @@ def test_titan_checkpoint_names_that_are_checked_before_loading():
 
 
 def test_titan_exports_through_the_adapter_and_the_model_states_of_the_checkpointer():
-    """hf_export does the same before training."""
+    """hf_export does the same before training, and completes the mapping; checkpoints overrides."""
     assert _Code(CheckpointManager).has(
         "states = self.states[MODEL].state_dict()",
         "state_dict = self.sd_adapter.to_hf(state_dict)",
+        "fqn_to_index_mapping = self.sd_adapter.fqn_to_index_mapping",
+        "self._save_last_step(curr_step)",
+        "os.path.join(checkpoint_id, 'sharded')",
     )
+    assert _Code(CheckpointManager._save_last_step).has("self.last_save_in_hf")
     assert MODEL == "model"
+
+
+def test_torch_pairs_weights_and_scales_by_these_names():
+    """run.weights looks for the same in a folder, and for what torch takes for granted."""
+    pairs = _Code(QuantizedHuggingFaceStorageReader._build_weight_scale_mapping)
+    assert pairs.has("'.weight_scale_inv'", "'_scales'", "'_blocks'")
+    assert QuantizedHuggingFaceStorageReader("", block_size=64).block_size == 64
+    assert _Code(HuggingFaceStorageReader.read_metadata).has("self.fs.ls(self.path)")
 
 
 def test_titan_adapter_fails_on_an_axis_that_replicates():

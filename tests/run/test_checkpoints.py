@@ -54,6 +54,7 @@ from titan_ext.run.checkpoints import (
 )
 from titan_ext.run.checks import Schedule
 from titan_ext.run.trainer import extend_config
+from titan_ext.run.weights import check_weights
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, steps=4)
 
@@ -260,12 +261,18 @@ def test_the_first_step_takes_the_rate_of_a_changed_schedule(as_tensor: bool):
             assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-def test_another_model(whole, caplog: pytest.LogCaptureFixture):
+def test_another_model(whole):
+    """In torch's format; test_weights.py has the other one."""
     checkpoints, _ = whole
-    with pytest.raises(ValueError, match=r"another model: without layers\.2\..* and \d+ more"):
-        check_resume(_trainer(_config(checkpoints.parent, replace(RUN, layers=3)), ranks=2))
-    check_resume(_trainer(_config(checkpoints.parent, replace(RUN, layers=1)), ranks=2))
-    assert "also has layers.1.attention" in caplog.text
+    said = check_weights(_config(checkpoints.parent, load_step=2))
+    assert re.match(r"(\d+) of \1 fit \(float32\), in .*step-2$", said)
+    with pytest.raises(ValueError, match=r"fit the model: without layers\.2\..* and \d+ more"):
+        check_weights(_config(checkpoints.parent, replace(RUN, layers=3)))
+    fewer = _config(checkpoints.parent, replace(RUN, layers=1))
+    with pytest.raises(ValueError, match=r'with layers\.1\.att.*ignore_weights = \["layers\.1"\]'):
+        check_weights(fewer)
+    fewer.checkpoint.ignore_weights = ["layers.1"]
+    assert re.search(r" fit .*; \d+ more ignored", check_weights(fewer))
 
 
 def test_the_model_only_is_nothing_to_resume_from(tmp_path: Path, one_rank: None):

@@ -174,6 +174,14 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def format_count(number: int) -> str:
+    """``33.01 M``, ``671.03 B`` or ``1,024``."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:,}"
+
+
 _warned: set[str] = set()
 _NOISE = (
     # Warns of a default. A run that loads weights sets the path anyway.

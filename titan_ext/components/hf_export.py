@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Exports to Hugging Face safetensors: supports HSDP, and tries the export before training.
+"""Hugging Face safetensors: names and headers, exports under HSDP, and a try before training.
 
 The adapters of TorchTitan 0.3 split stacked experts along the shard axes of their mesh. They fail
 on an axis that replicates ("'Replicate' object has no attribute 'dim'"). ``for_replicated_weights``
@@ -10,16 +10,23 @@ skips LoRA weights, which no Hugging Face model has, so that base weights load u
 Titan converts after the last step. If its adapter does not know a name, or cannot split a layout
 into experts, a run of weeks ends without the export. A weight that the adapter skips is silently
 missing. ``HuggingFaceExport`` tries the same conversions first.
+
+The index in ``hf_assets_path`` says which tensor goes to which file. Titan takes it as it is, for
+any model: torch writes a header without a dtype for a tensor that is not exported, and its writer
+ends in a KeyError for one that the index lacks. ``files_of`` completes it.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
+from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
@@ -29,6 +36,8 @@ from titan_ext.base.messages import and_more
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.tensors import Layout
 from titan_ext.components.lora import is_adapter_weight
+
+INDEX = "model.safetensors.index.json"
 
 
 @functools.cache
@@ -76,8 +85,85 @@ def _without_copies(tensor: DTensor) -> torch.Tensor:
     return replace(Layout.of(tensor), mesh=mesh, placements=placements).wrap(tensor.to_local())
 
 
+def hf_weights(model: nn.Module, adapter: Any) -> dict[str, torch.Tensor]:
+    """The weights of a whole model by their Hugging Face names; those that have none are left out.
+
+    In the same order on every rank, if ``model`` is on the meta device.
+    """
+    lost = _lost_names(model, adapter)
+    weights = {n: t for n, t in model.state_dict().items() if n not in lost}
+    return adapter.to_hf(weights)
+
+
+def stored_weights(folder: Path, reader: HuggingFaceStorageReader | None = None) -> dict[str, Any]:
+    """Size and dtype of all tensors in a folder of safetensors, as torch's reader finds them.
+
+    It opens every ``*.safetensors`` there, and reads headers only.
+
+    Raises:
+        ValueError: naming the files that cannot be opened, or tensors that several files have.
+    """
+    try:
+        reader = reader or HuggingFaceStorageReader(str(folder))
+        stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    except Exception as error:  # torch does not say which file it was
+        wrong = [f"{path.name}: {why}" for path in _files(folder) if (why := _unreadable(path))]
+        said = and_more(wrong, 3) or f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder} cannot be read as safetensors ({said}).") from error
+    twice = [n for n, t in stored.items() if len({c.offsets for c in t.chunks}) < len(t.chunks)]
+    if twice:
+        raise ValueError(
+            f"{folder} has {and_more(twice)} in more than one file, and torch would load any of "
+            f"them. Move the files away that {INDEX} does not name."
+        )
+    return stored
+
+
+def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """In words, which names and shapes of ``wanted`` a folder does not have in ``stored``."""
+    found = []
+    if missing := [name for name in wanted if name not in stored]:
+        found.append(f"without {and_more(missing)}")
+    sizes = {name: list(stored[name].size) for name in wanted if name in stored}
+    if others := [
+        f"{name} {size}, here {list(wanted[name].shape)}"
+        for name, size in sizes.items()
+        if size != list(wanted[name].shape)
+    ]:
+        found.append(f"with {and_more(others)}")
+    return found
+
+
+def files_of(names: Iterable[str], index: Mapping[str, int]) -> dict[str, int]:
+    """The number of the file of each exported tensor, of files that are numbered from 1.
+
+    As ``index`` has it; a tensor that is not there goes with the one before it.
+    """
+    names = list(names)
+    number = next((index[name] for name in names if name in index), 1)
+    files = {}
+    for name in names:
+        files[name] = number = index.get(name, number)
+    renumbered = {old: new for new, old in enumerate(sorted(set(files.values())), start=1)}
+    return {name: renumbered[number] for name, number in files.items()}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _unreadable(path: Path) -> str:
+    try:
+        with safe_open(path, framework="pt"):
+            return ""
+    except Exception as error:  # safetensors' own, or an OSError
+        return str(error)
+
+
 class HuggingFaceExport(RunCheck):
     """Tries to convert names before anything starts, and layouts before the first step."""
+
+    _exported: Mapping[str, torch.Tensor]
 
     def before_start(self, config: Trainer.Config) -> None:
         """Convert the names of the model to Hugging Face's and back, on the meta device.
@@ -97,22 +183,26 @@ class HuggingFaceExport(RunCheck):
             )
         with torch.device("meta"):
             model = spec.model.build()
-        lost = _lost_names(model, spec.state_dict_adapter(spec.model, None))
+        adapter = _adapter_of(
+            spec, config.hf_assets_path if config.checkpoint.last_save_in_hf else ""
+        )
+        lost = _lost_names(model, adapter)
+        self._exported = hf_weights(model, adapter)
         if config.checkpoint.last_save_in_hf and any(map(is_adapter_weight, lost)):
             raise ValueError(
                 f"{key} is on, and would leave out the LoRA adapters. Set it to false: "
                 "`titan_ext peft CONFIG` exports adapters from checkpoints in torch's format."
             )
         lost = [name for name in lost if not is_adapter_weight(name)]
-        adapter = f"adapter of TorchTitan's for {spec.name!r} and Hugging Face"
+        named = f"adapter of TorchTitan's for {spec.name!r} and Hugging Face"
         if parameters := [name for name, _ in model.named_parameters() if name in lost]:
             raise ValueError(
-                f"{key} is on, and the {adapter} has no name for {and_more(parameters, 3)}: they "
+                f"{key} is on, and the {named} has no name for {and_more(parameters, 3)}: they "
                 "would be left out. Checkpoints in torch's format have everything."
             )
         if lost:
             logger.warning(
-                f"{key}: the {adapter} has no name for {and_more(lost, 3)}; they are left out."
+                f"{key}: the {named} has no name for {and_more(lost, 3)}; they are left out."
             )
 
     @contextlib.contextmanager
@@ -132,7 +222,36 @@ class HuggingFaceExport(RunCheck):
                     "in torch's format work in every layout: save one "
                     "(checkpoint.last_save_in_hf = false) and export it on one rank."
                 ) from error
+            self._complete(checkpointer, trainer.config.hf_assets_path)
         yield
+
+    def _complete(self, checkpointer: Any, folder: str) -> None:
+        """Give every tensor that is exported a file, and no other, and say what differs."""
+        adapter = checkpointer.sd_adapter
+        checkpointer.exported = self._exported
+        if not checkpointer.last_save_in_hf or not (index := adapter.fqn_to_index_mapping):
+            return
+        adapter.fqn_to_index_mapping = files_of(self._exported, index)
+        for kind, names in (
+            ("has {}, which this model does not have: not exported", index.keys() - self._exported),
+            ("lacks {}: exported beside others", self._exported.keys() - index),
+        ):
+            if names:
+                logger.warning(f"{folder}/{INDEX} {kind.format(and_more(sorted(names), 3))}.")
+
+
+def _adapter_of(spec: Any, folder: str) -> Any:
+    """The adapter that Titan makes, which reads the index in ``folder`` if there is one."""
+    try:
+        return spec.state_dict_adapter(
+            spec.model, folder if (Path(folder) / INDEX).exists() else None
+        )
+    except Exception as error:  # no JSON, no weight_map, a file without a number
+        raise ValueError(
+            f"hf_assets_path is {folder!r}, whose {INDEX} TorchTitan cannot read "
+            f"({type(error).__name__}: {error}); expected names of files with a number "
+            "(model-00001-of-00002.safetensors), or no such index."
+        ) from error
 
 
 def _asked_by(config: Trainer.Config) -> str:

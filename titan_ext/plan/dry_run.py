@@ -31,7 +31,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from titan_ext.base import no_accelerator
 from titan_ext.base.machines import machine_of
-from titan_ext.base.messages import format_bytes
+from titan_ext.base.messages import format_bytes, format_count
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import plain_tensors
 from titan_ext.base.titan.batch import microbatches_of_pass, shape_of_tokens, tokens_of_microbatch
@@ -46,6 +46,7 @@ from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.plan.time import Part, Span, StepClock, StepTime
 from titan_ext.run.checks import LoRATargets
 from titan_ext.run.trainer import Trainer
+from titan_ext.run.weights import check_weights
 
 _AT_ONCE = 128
 """Parameters a call of clipping and optimizer: torch's time grows with the square of the list.
@@ -53,6 +54,7 @@ _AT_ONCE = 128
 A foreach optimizer gets all, since it makes temporaries for all."""
 _OF_A_GPU = "triton", "rht_sign_vector is not materialized"
 """Words of errors of torchao's kernels, and of TorchTitan's NVFP4, whose buffer is theirs."""
+_WITHOUT_FILES = {"enable_tensorboard": False, "enable_wandb": False}
 
 
 class DryRun(Trainer):
@@ -74,6 +76,7 @@ class DryRun(Trainer):
         self.imbalance = 1.0
         self.dispatchers: Sequence[str] = ()
         """Those that are planned as Titan's all-to-all."""
+        self.weights = ""
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
         self.process_groups = get_pg_count()
@@ -93,9 +96,7 @@ class DryRun(Trainer):
             dataloader=NoDataLoader.Config(),
             tokenizer=NoTokenizer.Config(),
             checkpoint=dataclasses.replace(config.checkpoint, enable=False),
-            metrics=dataclasses.replace(
-                config.metrics, enable_tensorboard=False, enable_wandb=False
-            ),
+            metrics=dataclasses.replace(config.metrics, **_WITHOUT_FILES),
             validator=dataclasses.replace(config.validator, enable=False),
             debug=dataclasses.replace(config.debug, print_config=False, save_config_file=None),
         )
@@ -280,9 +281,8 @@ class DryRun(Trainer):
             )
 
     def clip(self) -> None:
-        parameters = [p for part in self.model_parts for p in part.parameters()]
         with self.fake:
-            for some in _batches(parameters):
+            for some in _batches([p for part in self.model_parts for p in part.parameters()]):
                 dist_utils.clip_grad_norm_(
                     some,
                     self.config.training.max_norm,
@@ -306,8 +306,7 @@ class DryRun(Trainer):
 
     def name(self) -> str:
         """The rank, and in a pipeline its stages."""
-        stage = f" (stage {self._indices()})" if self.stages else ""
-        return f"rank {self.rank}{stage}"
+        return f"rank {self.rank}" + (f" (stage {self._indices()})" if self.stages else "")
 
     def report(self) -> str:
         """What was checked, and this rank's figures, in a few lines."""
@@ -322,7 +321,12 @@ class DryRun(Trainer):
         if self.time is not None:
             yield "time", self.time.verdict()
             yield from (("", line) for line in self.time.table())
-        yield "model", f"{spec.name} {spec.flavor}, {_count(self.model_parameters)} parameters"
+        yield (
+            "model",
+            f"{spec.name} {spec.flavor}, {format_count(self.model_parameters)} parameters",
+        )
+        if self.weights:
+            yield "weights", self.weights
         axes = {"replicated": dims.dp_replicate, "FSDP": dims.dp_shard, "CP": dims.cp}
         axes |= {"TP": dims.tp, "PP": dims.pp, "EP": dims.ep}
         shown = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
@@ -362,13 +366,13 @@ class DryRun(Trainer):
         mine = sum(part.numel() for p in parameters for part in plain_tensors(p))
         yield (
             "this rank",
-            f"{_count(mine)} parameters: {_nbytes(parameters)}, gradients "
+            f"{format_count(mine)} parameters: {_nbytes(parameters)}, gradients "
             f"{_nbytes([p.grad for p in parameters if p.grad is not None])}, optimizer states "
             f"{_nbytes(states)}",
         )
         if self.memory is not None:
-            unsharded = format_bytes(self.memory.unsharded)
-            yield "unsharded", f"at most {unsharded}, all-gather buffers included"
+            most = format_bytes(self.memory.unsharded)
+            yield "unsharded", f"at most {most}, all-gather buffers included"
         yield "ran", "forward, loss, backward, gradient clipping, optimizer, on fake tensors"
         eager = "torch.compile (ran eagerly), " if config.compile.enable else ""
         eager += "".join(f"{name} (ran as an all-to-all), " for name in self.dispatchers)
@@ -410,6 +414,7 @@ def dry_run(
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
+    weights = check_weights(config, may_be_elsewhere=True)
     config = with_early_scores(config)  # the trainer's part, of experts that have no stand-ins yet
     dispatchers = use_stand_ins(
         config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance, document=document
@@ -418,7 +423,7 @@ def dry_run(
     HuggingFaceExport().before_start(config)
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
-    run.imbalance, run.dispatchers = imbalance, dispatchers
+    run.imbalance, run.dispatchers, run.weights = imbalance, dispatchers, weights
     if budget is not None or machine:
         run.plan(budget, machine, slower)
     elif step:
@@ -443,10 +448,3 @@ def _batches(items: Sequence[Any], everything: bool | None = False) -> Iterator[
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> str:
     return format_bytes(sum(part.nbytes for x in tensors for part in plain_tensors(x)))
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number:,}"

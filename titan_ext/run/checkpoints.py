@@ -2,9 +2,9 @@
 """Checks on checkpoints: one that cannot be written, read, trusted or resumed is one clear error.
 
 Titan finds out while it loads, from the first missing tensor or an assertion about the data loader.
-It silently ignores tensors that the model does not have, and optimizer settings that the checkpoint
-overrides. torch.distributed.checkpoint stores every tensor as a zip archive with a CRC-32 for each
-member. It never compares them, so a run would train on a flipped bit.
+It silently ignores optimizer settings that the checkpoint overrides. torch.distributed.checkpoint
+stores every tensor as a zip archive with a CRC-32 for each member. It never compares them, so a run
+would train on a flipped bit. ``run.weights`` compares the model.
 
 Tensors of the optimizer are not compared with the model's: torch loads them by names, which are
 ``components.optim``'s, into shards that ``fsdp.mesh`` cuts.
@@ -14,86 +14,36 @@ import contextlib
 import io
 import json
 import math
-import re
 import resource
 import shutil
 import zipfile
 from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
-from titan_ext.base.messages import and_more, did_you_mean, format_bytes, set_known_key
+from titan_ext.base.messages import and_more, did_you_mean, format_bytes
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan.data import data_facts, other_data, ranks_of_data
+from titan_ext.components.hf_export import INDEX
+from titan_ext.run.checkpointer import WRITTEN_LAST, CheckpointManager
 from titan_ext.run.start import check_folder
 
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
 _REFUSED_WRITE = "unexpected pos"
 """What torch's zip writer says as it closes a file, if it could not write all of it."""
-_WRITTEN_LAST = ".metadata"
 _DATA = "train_state.data"
-_STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
-
-
-class CheckpointManager(TitanCheckpointManager):
-    """Titan's checkpointer, with a key for what is verified before it loads.
-
-    ``keep_latest_k`` counts whole checkpoints. Titan's purge counts folders
-    (torchtitan/components/checkpointer/dcp.py): those of saves that were cut off, or are still
-    being written, push whole checkpoints out.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(TitanCheckpointManager.Config):
-        verify_checksums_up_to_gib: float = 64.0
-        """
-        Before a run loads a checkpoint of at most this many GiB, its ranks read all of it, each a
-        part, and compare the checksums. 0: never; inf: always. See docs/checkpoints.md.
-        """
-
-        __setattr__ = set_known_key
-
-    _saved_step = 0
-
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        self._saved_step = curr_step
-        is_written = self._should_save(curr_step, last_step) and dist.get_rank() == 0
-        if is_written and not filesystem.is_remote(self.folder):
-            # torch overwrites files one by one, and this one last: cut off in between, old and new
-            # files would pass for a whole checkpoint. No rank writes before rank 0 has come.
-            Path(self._create_checkpoint_id(curr_step), _WRITTEN_LAST).unlink(missing_ok=True)
-        return super()._save(curr_step, last_step)
-
-    def _purge_stale_checkpoints(self) -> None:
-        """Delete what is older than the ``keep_latest_k`` newest whole checkpoints of this run.
-
-        What lies above the step that is saved is of another start, and neither counts nor goes.
-        """
-        if not self._should_purge():
-            return
-        names = [re.fullmatch(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
-        steps = (int(name[1]) for name in names if name)
-        whole = 0
-        for step in sorted((s for s in steps if s <= self._saved_step), reverse=True):
-            path = self._create_checkpoint_id(step)
-            if whole >= self.keep_latest_k:
-                self.purge_queue.put(path)
-            else:
-                whole += filesystem.isfile(filesystem.join(path, _WRITTEN_LAST))
+STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
 
 
 class Checkpoints(RunCheck):
@@ -150,10 +100,10 @@ def why_refused(folder: str) -> str:
 def check_excluded(config: Trainer.Config) -> None:
     """Raise ValueError for an unknown name in ``checkpoint.exclude_from_loading``."""
     for name in config.checkpoint.exclude_from_loading:
-        if name not in _STATES:
+        if name not in STATES:
             raise ValueError(
                 f"checkpoint.exclude_from_loading has {name!r}; expected names of "
-                f"{', '.join(_STATES)}{did_you_mean(name, _STATES)}"
+                f"{', '.join(STATES)}{did_you_mean(name, STATES)}"
             )
 
 
@@ -166,11 +116,11 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     Titan would take it for a checkpoint and fail. Also if ``initial_load_path`` is no checkpoint.
     """
     checkpoint = config.checkpoint
-    if not _is_inspected(config):
+    if not is_inspected(config):
         return None
     own = _folder(config)
     steps = whole_checkpoint_steps(own)
-    exports = whole_checkpoint_steps(own, marker="model.safetensors.index.json")
+    exports = whole_checkpoint_steps(own, marker=INDEX)
     step = checkpoint.load_step
     if step == -1:
         step = max([*steps, *exports], default=-1)
@@ -200,7 +150,7 @@ def verify_checksums(config: Trainer.Config) -> None:
     Rank 0 alone reads what is in which file, and deals the files out. Raises ValueError on every
     rank, naming the files that are corrupt and the checkpoint before.
     """
-    if not _is_inspected(config):
+    if not is_inspected(config):
         return
     job = this_job()
     share = job.dealt("files to verify", lambda: _shares(config, job.ranks))
@@ -303,10 +253,10 @@ def check_resume(trainer: Trainer) -> None:
 
     On every rank, by the word of rank 0: all load the same one, and its list is long.
 
-    States may be missing. Tensors of the model may be missing or have other shapes. Another number
-    of data-parallel ranks may have saved the data position, or it may be one in other data.
+    States may be missing. Another number of data-parallel ranks may have saved the data position,
+    or it may be one in other data. ``run.weights`` has compared the model.
     """
-    if _is_inspected(trainer.config):
+    if is_inspected(trainer.config):
         this_job().told("what is loaded", lambda: _check_resume(trainer))
 
 
@@ -317,12 +267,11 @@ def _check_resume(trainer: Trainer) -> None:
     if found is None:
         return
     folder, model_only = found
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     if not model_only:
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         _check_states(trainer.config, folder, saved)
         _check_data_ranks(trainer, folder, saved)
         _check_data(trainer, folder, saved)
-    _check_model(trainer, folder, saved)
 
 
 def _check_cut_off(own: Path, found: Path | None) -> None:
@@ -336,7 +285,7 @@ def _check_cut_off(own: Path, found: Path | None) -> None:
     if not cut_off:
         return
     names = and_more([f"step-{s}" for s in cut_off])
-    why = f"{names} in {own}: no {_WRITTEN_LAST}, which a save writes last, so it was cut off"
+    why = f"{names} in {own}: no {WRITTEN_LAST}, which a save writes last, so it was cut off"
     if not step:
         raise ValueError(
             f"this run had trained, and no checkpoint is left to resume from, only {why}. It would "
@@ -348,7 +297,7 @@ def _check_cut_off(own: Path, found: Path | None) -> None:
 
 def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) -> None:
     sections = {name.partition(".")[0] for name in saved}
-    missing = sorted(set(_STATES) - sections - set(config.checkpoint.exclude_from_loading))
+    missing = sorted(set(STATES) - sections - set(config.checkpoint.exclude_from_loading))
     if not missing:
         return
     ways_on = (
@@ -356,7 +305,7 @@ def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) ->
         if folder.parent == _folder(config)
         else "Load its weights only with --checkpoint.initial_load_model_only."
     )
-    kind = "the model only" if len(missing) == len(_STATES) else f"no {', '.join(missing)}"
+    kind = "the model only" if len(missing) == len(STATES) else f"no {', '.join(missing)}"
     raise ValueError(f"{folder} has {kind}: training cannot resume from it. {ways_on}")
 
 
@@ -396,32 +345,6 @@ def _check_data(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
         )
 
 
-def _check_model(trainer: Trainer, folder: Path, saved: dict[str, Any]) -> None:
-    with torch.device("meta"):
-        model = trainer.model_config.build()
-    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    shapes = {
-        name: tuple(item.size)
-        for name, item in saved.items()
-        if name.partition(".")[0] not in _STATES and hasattr(item, "size")
-    }
-    differences = []
-    if missing := [name for name in wanted if name not in shapes]:
-        differences.append(f"without {and_more(missing)}")
-    if others := [
-        f"{name} {list(shapes[name])}, here {list(shape)}"
-        for name, shape in wanted.items()
-        if shapes.get(name, shape) != shape
-    ]:
-        differences.append(f"with {and_more(others)}")
-    if differences:
-        raise ValueError(f"{folder} is a checkpoint of another model: {'; '.join(differences)}.")
-    if unused := [name for name in shapes if name not in wanted]:
-        logger.warning(
-            f"{folder} also has {and_more(unused)}, which this model does not have: not loaded."
-        )
-
-
 def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Warn of optimizer settings that the checkpoint overrides.
 
@@ -438,7 +361,8 @@ def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[s
                 )
 
 
-def _is_inspected(config: Trainer.Config) -> bool:
+def is_inspected(config: Trainer.Config) -> bool:
+    """Whether the run has checkpoints, and a process for each rank."""
     return config.checkpoint.enable and config.comm.mode == "default"
 
 

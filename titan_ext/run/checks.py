@@ -29,6 +29,7 @@ from titan_ext.run.receipts import Receipts
 from titan_ext.run.record import RunRecord
 from titan_ext.run.start import Folder, Paths, RanksAgree
 from titan_ext.run.stop import StopOnSignal
+from titan_ext.run.weights import Weights
 
 _TOGETHER = timedelta(seconds=20)
 _EVERY_S = 30.0
@@ -229,6 +230,7 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     ActivationBudget,
     Checkpoints,
     HuggingFaceExport,
+    Weights,
     FiniteGradients,
     Schedule,
     MemoryLog,

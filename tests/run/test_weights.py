@@ -1,0 +1,456 @@
+"""Weights of Hugging Face: those that do not fit are refused, and exports can be opened.
+
+The files are made and opened by transformers. Nothing trains.
+"""
+
+import json
+import unittest.mock
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWriter, hf_storage
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.models.common import ComplexRoPE
+from torchtitan.models.deepseek_v3 import _build_dsv3_layers
+
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, make_config
+from titan_ext.components.hf_export import HuggingFaceExport, files_of
+from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.stand_ins import as_rank
+from titan_ext.run.checkpoints import CheckpointManager
+from titan_ext.run.weights import check_weights
+
+INDEX = "model.safetensors.index.json"
+SIZES: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 2}
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+GATE = "model.layers.1.mlp.gate.weight"
+Q_A = "model.layers.0.self_attn.q_a_proj.weight"
+
+
+def _deepseek(q_lora_rank: int | None) -> Any:
+    return transformers.DeepseekV3Config(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
+
+
+def _qwen3_moe() -> Any:
+    heads: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    return transformers.Qwen3MoeConfig(**SIZES, **heads, moe_intermediate_size=768, num_experts=4)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "deepseek_v3": lambda: _deepseek(48),
+    "deepseek_v3 without q LoRA": lambda: _deepseek(None),
+    "qwen3_moe": _qwen3_moe,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders that transformers has written in bfloat16, in several files, by model."""
+    made = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(make(), dtype=torch.bfloat16)
+        for weight, tensor in model.state_dict().items():
+            if weight.endswith("bias"):
+                tensor.copy_(torch.linspace(-0.1, 0.1, tensor.numel()))
+        made[name] = tmp_path_factory.mktemp("hf")
+        model.save_pretrained(made[name], max_shard_size="1MB")
+    return made
+
+
+def _config(name: str, folder: Path, **keys: Any) -> Any:
+    """The trainer's, of Titan's model of the same sizes."""
+    config: Any = make_config(
+        Run(model=name.split()[0], layers=2, experts=4, parallelize="submodule"), folder / "run"
+    )
+    config.hf_assets_path = str(folder)
+    config.checkpoint = CheckpointManager.Config(enable=True, **keys)
+    model = config.model_spec.model
+    if name.startswith("deepseek"):
+        model.layers = _build_dsv3_layers(
+            n_layers=2,
+            n_dense_layers=1,
+            dim=model.dim,
+            n_heads=4,
+            q_lora_rank=0 if "without" in name else 48,
+            kv_lora_rank=32,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            mscale=1.0,
+            dense_hidden_dim=128,
+            moe_hidden_dim=64,
+            num_experts=4,
+            num_shared_experts=1,
+            router_top_k=2,
+            router_score_func="sigmoid",
+            router_num_expert_groups=2,
+            router_num_limited_groups=1,
+            router_route_scale=2.5,
+            router_route_norm=True,
+            attn_backend="flex",
+            moe_comm_backend="standard",
+            non_blocking_capacity_factor=None,
+            rope=ComplexRoPE.Config(dim=16, max_seq_len=4096, theta=10000.0),
+        )
+    return config
+
+
+def _load(name: str, folder: Path, **keys: Any) -> Any:
+    keys = {"initial_load_in_hf": True, "initial_load_path": str(folder), **keys}
+    return _config(name, folder, **keys)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    name = "model-00001-of-00001.safetensors"
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+
+
+def _quantized(tensors: dict[str, torch.Tensor], block: int = 128) -> dict[str, torch.Tensor]:
+    """As DeepSeek-V3 ships: a code and, for each block of a matrix, a scale."""
+    made = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2 or not ("self_attn" in name or "mlp.e" in name):
+            made[name] = tensor
+            continue
+        counts = [-(-size // block) for size in tensor.shape]
+        scale = torch.full(counts, 2.0**-9)
+        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        scaled = tensor.float() / spread[: tensor.shape[0], : tensor.shape[1]]
+        made[name] = scaled.to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = scale
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_that_fit(name: str, folders: dict[str, Path], tmp_path: Path):
+    count = len(_tensors(folders[name]))
+    said = check_weights(_load(name, folders[name]))
+    dtypes = "bfloat16" if name == "qwen3_moe" else "bfloat16, float32"
+    assert said == f"{count} of {count} fit ({dtypes}), in {folders[name]}"
+    assets = _config(name, folders[name], initial_load_in_hf=True)
+    assert check_weights(assets) == said
+    assert check_weights(_config(name, folders[name])) == ""
+    elsewhere = _load(name, tmp_path / "none")
+    with pytest.raises(ValueError, match=r"initial_load_path is .*none': no such folder"):
+        check_weights(elsewhere)
+    assert check_weights(elsewhere, may_be_elsewhere=True).startswith("not read, ")
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a layer more": (
+        lambda w: w.update({"model.layers.2.mlp.up_proj.weight": torch.ones(2)}),
+        r"with model\.layers\.2\.mlp\.up_proj\.weight, which the model does not have \(to leave "
+        r'them unread, set checkpoint\.ignore_weights = \["model\.layers\.2"\]\)',
+    ),
+    "an expert more": (
+        lambda w: w.update({"model.layers.1.mlp.experts.4.up_proj.weight": torch.ones(64, 256)}),
+        r'ignore_weights = \["model\.layers\.1\.mlp\.experts\.4"\]',
+    ),
+    "a key less": (lambda w: w.pop(BIAS), rf"model: without {BIAS}\.$"),
+    "another shape": (
+        lambda w: w.update({GATE: torch.ones(8, 256)}),
+        rf"model: with {GATE} \[8, 256\], here \[4, 256\]\.$",
+    ),
+    "another dtype": (
+        lambda w: w.update({GATE: torch.ones(4, 256, dtype=torch.int8)}),
+        rf"{GATE} \(int8\); TorchTitan cannot read them for deepseek_v3: convert",
+    ),
+    "float8": (
+        lambda w: w.update(_quantized(w)),
+        rf"{Q_A} \(float8_e4m3fn\).*; set checkpoint\.initial_load_in_hf_quantized = true",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_weights_that_do_not_fit(edit: str, folders: dict[str, Path], tmp_path: Path):
+    change, error = EDITS[edit]
+    tensors = _tensors(folders["deepseek_v3"])
+    change(tensors)
+    _write(tmp_path, tensors)
+    config = _load("deepseek_v3", tmp_path)
+    with pytest.raises(ValueError, match=error) as refused:
+        check_weights(config)
+    assert str(tmp_path) in str(refused.value)
+    if edit == "a layer more":
+        config.checkpoint.ignore_weights = ["model.layers.2"]
+        assert "; 1 more ignored, in" in check_weights(config)
+    if edit == "float8":
+        config.checkpoint.initial_load_in_hf_quantized = True
+        assert "41 of 41 fit (bfloat16, float32, float8_e4m3fn), in" in check_weights(config)
+
+
+def test_float8_that_torch_would_read_wrong(folders: dict[str, Path], tmp_path: Path):
+    tensors = _tensors(folders["deepseek_v3"])
+    config = _load("deepseek_v3", tmp_path, initial_load_in_hf_quantized=True)
+    _write(tmp_path, _quantized(tensors, block=64))
+    with pytest.raises(ValueError, match=r"_scale_inv \[\d, \d\], for blocks of 128 \["):
+        check_weights(config)
+    quantized = _quantized(tensors)
+    _write(tmp_path, {n: t for n, t in quantized.items() if n != f"{Q_A}_scale_inv"})
+    with pytest.raises(ValueError, match=rf"{Q_A} \(float8_e4m3fn\); expected a scale of each in"):
+        check_weights(config)
+    _write(tmp_path, _quantized(_tensors(folders["qwen3_moe"])))
+    other = _load("qwen3_moe", tmp_path, initial_load_in_hf_quantized=True)
+    with pytest.raises(ValueError, match=r"cannot read them for qwen3: convert them to bfl"):
+        check_weights(other)
+
+
+def test_files_that_are_cut_short_or_not_there(folders: dict[str, Path], tmp_path: Path):
+    tensors = _tensors(folders["deepseek_v3"])
+    _write(tmp_path, tensors)
+    config = _load("deepseek_v3", tmp_path)
+    save_file({BIAS: tensors[BIAS]}, tmp_path / "old.safetensors")
+    with pytest.raises(ValueError, match=rf"has {BIAS} in more than one file"):
+        check_weights(config)
+    (tmp_path / "old.safetensors").unlink()
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"cannot be read as safetensors \({file.name}: "):
+        check_weights(config)
+    file.unlink()
+    with pytest.raises(ValueError, match=rf"without the files {file.name}, which its index"):
+        check_weights(config)
+
+
+def test_a_head_that_is_tied_may_be_stored(tmp_path: Path):
+    run = Run(model="qwen3", layers=1, parallelize="submodule")
+    config: Any = make_config(run, tmp_path)
+    config.model_spec.model.enable_weight_tying = True
+    keys = {"initial_load_in_hf": True, "initial_load_path": str(tmp_path)}
+    config.checkpoint = CheckpointManager.Config(enable=True, **keys)
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    names = config.model_spec.state_dict_adapter(config.model_spec.model, None)
+    weights = {n: torch.ones(t.shape) for n, t in names.to_hf(model.state_dict()).items()}
+    assert "lm_head.weight" not in weights
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(64)}
+    tied = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    _write(tmp_path, weights | computed | tied)
+    assert f"{len(weights)} of {len(weights)} fit" in check_weights(config)
+
+
+def _report(source: Path) -> str:
+    config = _load("deepseek_v3", source)
+    with as_rank(1, 0):
+        return dry_run(config, 1, step=False).report()
+
+
+def test_a_dry_run_says_which_weights_fit(folders: dict[str, Path], tmp_path: Path):
+    (report,) = run_ranks(_report, 1, folders["deepseek_v3"], log_folder=tmp_path)
+    assert "\nweights     41 of 41 fit (bfloat16, float32), in /" in report
+
+
+class _Exporter:
+    """Loads a folder, and saves as a run does after its last step."""
+
+    def __init__(self, config: Any, source: Path | None = None) -> None:
+        check, spec = HuggingFaceExport(), config.model_spec
+        check.before_start(config)
+        self.model = spec.model.build()
+        self.manager = config.checkpoint.build(
+            dataloader=None,
+            model_parts=[self.model],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=spec.state_dict_adapter(spec.model, config.hf_assets_path),
+            base_folder=config.dump_folder,
+        )
+        trainer: Any = SimpleNamespace(config=config, checkpointer=self.manager)
+        with check.around_run(trainer):
+            if source is not None:
+                self.manager.load()
+            self.folder = Path(self.manager.folder) / "step-1"
+
+    def save(self) -> Path:
+        self.manager.save(1, last_step=True)
+        return self.folder
+
+
+def _extra(index: dict[str, str]) -> None:
+    """As DeepSeek-V3's has it: scales, and a layer for MTP in a file of its own."""
+    index.update({f"{name}_scale_inv": file for name, file in index.items() if "proj" in name})
+    index["model.layers.2.eh_proj.weight"] = "model-00099-of-00099.safetensors"
+
+
+def _lacks(index: dict[str, str]) -> None:
+    for name in [BIAS, "model.embed_tokens.weight"]:
+        del index[name]
+
+
+def _nothing(index: dict[str, str]) -> None:
+    """As it is."""
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("deepseek_v3", _extra, "which this model does not have: not exported"),
+        ("deepseek_v3 without q LoRA", _lacks, f"lacks model.embed_tokens.weight, {BIAS}: exp"),
+        ("qwen3_moe", _nothing, ""),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_opens_what_an_export_wrote(
+    name: str,
+    change: Callable[[dict[str, str]], None],
+    said: str,
+    dtype: Any,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    one_rank: None,
+    caplog: pytest.LogCaptureFixture,
+):
+    index = json.loads((folders[name] / INDEX).read_text())
+    change(index["weight_map"])
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    source = folders[name]
+    keys = {"last_save_in_hf": True, "export_dtype": dtype}
+    config = _load(name, source, **keys)
+    config.hf_assets_path, config.dump_folder = str(tmp_path), str(tmp_path)
+    folder = _Exporter(config, source).save()
+    assert (said in caplog.text) if said else (INDEX not in caplog.text)
+    wanted, exported = _tensors(source), _tensors(folder)
+    wanted |= {n: t.to(getattr(torch, dtype)) for n, t in wanted.items() if n != BIAS}
+    assert {n: t.dtype for n, t in exported.items()} == {n: t.dtype for n, t in wanted.items()}
+    assert [n for n in wanted if not torch.equal(exported[n], wanted[n])] == []
+    numbers = [int(path.name.split("-")[1]) for path in folder.glob("*.safetensors")]
+    assert sorted(numbers) == list(range(1, len(numbers) + 1))
+    assert len(numbers) > 1
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    opened = [
+        transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (source, folder)
+    ]
+    in_dtype = [{n: t.to(getattr(torch, dtype)) for n, t in state.items()} for state in opened]
+    assert [n for n, t in in_dtype[0].items() if not torch.equal(t, in_dtype[1][n])] == []
+
+
+def test_float8_weights_load_with_their_scales(
+    folders: dict[str, Path], tmp_path: Path, one_rank: None
+):
+    tensors = _tensors(folders["deepseek_v3"])
+    quantized = _quantized(tensors)
+    _write(tmp_path, quantized)
+    keys: dict[str, Any] = {"initial_load_in_hf_quantized": True, "last_save_in_hf": True}
+    config = _load("deepseek_v3", tmp_path, **keys)
+    exported = _tensors(_Exporter(config, tmp_path).save())
+    assert exported.keys() == tensors.keys()
+    for name, tensor in exported.items():
+        codes = quantized[name].float()
+        scale = 2.0**-9 if f"{name}_scale_inv" in quantized else 1.0
+        assert torch.equal(tensor, codes * scale), name
+
+
+def _broken(*_: Any, **__: Any) -> None:
+    raise OSError("no space left")
+
+
+def _without_dtype(*arguments: Any, **named: Any) -> None:
+    """As torch joins what it does not find."""
+    join(*arguments, **named)
+    for path in Path(arguments[1] if arguments[1:] else named["output_dir"]).glob("*.safetensors"):
+        path.write_bytes(path.read_bytes().replace(b'"F32"', b'""   '))
+
+
+join = hf_storage.consolidate_safetensors_files
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "fault", "error", "words"),
+    [
+        (HuggingFaceStorageWriter, "write_data", _broken, CheckpointException, "no space left"),
+        (
+            hf_storage,
+            "consolidate_safetensors_files",
+            _without_dtype,
+            RuntimeError,
+            "step-1 is not whole: .*model-00001-of-00001.safetensors: ",
+        ),
+    ],
+)
+def test_a_failed_export_leaves_the_weights_in_torchs_format(
+    target: Any,
+    name: str,
+    fault: Any,
+    error: type[Exception],
+    words: str,
+    tmp_path: Path,
+    one_rank: None,
+    caplog: pytest.LogCaptureFixture,
+):
+    exporter = _Exporter(_config("deepseek_v3", tmp_path, last_save_in_hf=True))
+    with unittest.mock.patch.object(target, name, fault), pytest.raises(error, match=words):
+        exporter.save()
+    assert "The export failed" in caplog.text
+    saved = FileSystemReader(exporter.folder).read_metadata().state_dict_metadata
+    assert saved.keys() == exporter.model.state_dict().keys()
+
+
+def test_pieces_of_an_export_that_was_cut_off_are_not_joined(tmp_path: Path, one_rank: None):
+    exporter = _Exporter(_config("deepseek_v3", tmp_path, last_save_in_hf=True))
+    folder = exporter.save()
+    first = _tensors(folder)
+    (piece,) = (folder / "sharded").glob("*")
+    for rank in range(2, 20):  # torch joins them in the order of the folder
+        name = piece.name.replace("00001", f"{rank:05d}", 1)
+        piece.with_name(name).write_bytes(piece.read_bytes())
+    with torch.no_grad():
+        for parameter in exporter.model.parameters():
+            parameter.add_(1)
+    second = _tensors(exporter.save())
+    assert all(torch.equal(second[name], first[name] + 1) for name in first if name != BIAS)
+
+
+def test_a_tensor_that_the_index_lacks_goes_with_the_one_before_it():
+    index = {"a": 3, "c": 5, "not exported": 4}
+    assert files_of(["x", "a", "b", "c"], index) == {"x": 1, "a": 1, "b": 1, "c": 2}
+
+
+def test_an_index_without_numbers_is_refused(tmp_path: Path):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {GATE: "model.safetensors"}}))
+    config = _config("deepseek_v3", tmp_path, last_save_in_hf=True)
+    with pytest.raises(ValueError, match=r"cannot read \(AttributeError.*expected names of files"):
+        HuggingFaceExport().before_start(config)
+
+
+def test_the_bias_of_a_router_stays_in_fp32(tmp_path: Path, one_rank: None):
+    """In both formats: it is what the model computes with."""
+    config = _config("deepseek_v3", tmp_path, export_dtype="bfloat16")
+    folder = _Exporter(config).save()
+    saved: Any = FileSystemReader(folder).read_metadata().state_dict_metadata
+    dtypes = {name: item.properties.dtype for name, item in saved.items()}
+    assert {n for n, dtype in dtypes.items() if dtype == torch.float32} == {
+        "layers.1.moe.expert_bias_E"
+    }

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Weights to load, in torch's format or as safetensors, held against the model.
+
+Titan finds out while it loads, after minutes and on every rank, from the first name that is
+missing. In silence it leaves unread what the model does not have. Scales of float8 weights are
+among that: the codes would be trained on as if they were weights.
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from titan_ext.base.messages import and_more, matches
+from titan_ext.base.run_check import RunCheck
+from titan_ext.components.hf_export import INDEX, differences, hf_weights, stored_weights
+from titan_ext.run.checkpoints import STATES, checkpoint_to_load, is_inspected
+
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that load into a weight of any other; float8 and integers are codes that need a scale."""
+
+
+class Weights(RunCheck):
+    """Checks names, shapes and dtypes of the weights to load before any process group exists."""
+
+    def before_start(self, config: Trainer.Config) -> None:
+        """On rank 0: all load the same, and the list is long."""
+        if os.environ.get("RANK", "0") == "0" and (said := check_weights(config)):
+            logger.info(f"Weights: {said}")
+
+
+def check_weights(config: Trainer.Config, *, may_be_elsewhere: bool = False) -> str:
+    """Hold the weights that a run will load against its model: names, shapes and dtypes.
+
+    Reads lists and headers, no tensors, and needs no process group. Both formats alike.
+
+    Args:
+        config: The trainer's.
+        may_be_elsewhere: Say that the folder is not here; otherwise that is an error.
+
+    Returns:
+        How many fit, of which folder; "" if nothing is loaded, or the folder is remote.
+
+    Raises:
+        ValueError: naming the folder, what differs, and what to set.
+    """
+    spec = config.model_spec
+    if spec is None or not is_inspected(config):
+        return ""
+    checkpoint: Any = config.checkpoint
+    found = checkpoint_to_load(config)
+    is_hf = found is None and checkpoint.load_step == -1 and checkpoint.initial_load_in_hf
+    if found is None and not (is_hf and spec.state_dict_adapter):
+        return ""
+    key = "checkpoint.initial_load_path" if checkpoint.initial_load_path else "hf_assets_path"
+    folder = found[0] if found else Path(checkpoint.initial_load_path or config.hf_assets_path)
+    if not folder.is_dir():
+        if may_be_elsewhere:
+            return f"not read, {folder} is not on this machine"
+        raise ValueError(f"{key} is {str(folder)!r}: no such folder; expected one with weights.")
+    with torch.device("meta"):
+        model = spec.model.build()
+    if is_hf:
+        wanted, stored, differ = _read_safetensors(config, folder, model)
+    else:
+        wanted, stored, differ = model.state_dict(), _read_checkpoint(folder), []
+        if stored is None:
+            return ""  # verify_checksums says what is corrupt
+    differ = differences(wanted, stored) + differ
+    extra = [name for name in stored if name not in wanted]
+    ignored = [n for n in extra if any(matches(n, x) for x in _ignored_weights(checkpoint))]
+    if extra := [name for name in extra if name not in ignored]:
+        roots = ", ".join(f'"{root}"' for root in _roots(extra, wanted))
+        differ.append(
+            f"with {and_more(extra)}, which the model does not have (to leave them unread, set "
+            f"checkpoint.ignore_weights = [{roots}])"
+        )
+    if differ:
+        raise ValueError(f"{folder} does not fit the model: {'; '.join(differ)}.")
+    dtypes = sorted({str(stored[n].properties.dtype).removeprefix("torch.") for n in wanted})
+    unread = f"; {len(ignored)} more ignored" if ignored else ""
+    return f"{len(wanted)} of {len(wanted)} fit ({', '.join(dtypes)}){unread}, in {folder}"
+
+
+def _read_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """The weights in a checkpoint in torch's format; None if its list cannot be read."""
+    try:
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception:  # a pickle: anything can come out of broken bytes
+        return None
+    return {
+        name: item
+        for name, item in saved.items()
+        if name.partition(".")[0] not in STATES and hasattr(item, "size")
+    }
+
+
+def _read_safetensors(
+    config: Trainer.Config, folder: Path, model: nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
+    """What the model wants by its names there, what is stored, and what is wrong but for shapes.
+
+    Without scales of quantized weights, which torch's reader applies as it reads the weights.
+    """
+    spec = config.model_spec
+    assert spec is not None
+    assert spec.state_dict_adapter is not None
+    adapter: Any = spec.state_dict_adapter(spec.model, None)
+    wanted = hf_weights(model, adapter)
+    is_asked = config.checkpoint.initial_load_in_hf_quantized
+    reader = adapter.get_hf_storage_reader(str(folder), is_asked)
+    stored = stored_weights(folder, reader)
+    index = folder / INDEX
+    files = json.loads(index.read_text()).get("weight_map", {}) if index.exists() else {}
+    wrong = []
+    needed = sorted({files[name] for name in wanted if name in files})
+    if absent := [name for name in needed if not (folder / name).exists()]:
+        wrong.append(f"without the files {and_more(absent)}, which its index names")
+
+    scales = {n: w for n in stored if (w := _weight_of_scale(n)) in stored}
+    coded = {
+        name: str(stored[name].properties.dtype).removeprefix("torch.")
+        for name in wanted
+        if name in stored
+        and (name in scales.values() or stored[name].properties.dtype not in _NUMBERS)
+    }
+    reads_codes = type(reader) is not HuggingFaceStorageReader
+    is_read = {weight for scale, weight in scales.items() if reads_codes and scale in files}
+    if unread := [name for name in coded if name not in is_read]:
+        can = adapter.get_hf_storage_reader(str(folder), True)
+        if is_asked and reads_codes:
+            way_on = f"expected a scale of each in {INDEX} and in the files"
+        elif type(can) is not HuggingFaceStorageReader and scales:
+            way_on = (
+                "set checkpoint.initial_load_in_hf_quantized = true, and initial_load_path to it"
+            )
+        else:
+            way_on = f"TorchTitan cannot read them for {spec.name}: convert them to bfloat16"
+        said = and_more([f"{name} ({coded[name]})" for name in unread], 2)
+        wrong.append(f"with codes that are no numbers without their scales: {said}; {way_on}")
+    block = getattr(reader, "block_size", 0)  # torch's reader of float8 has one, and asks nobody
+    for scale, weight in scales.items():
+        sizes = stored[weight].size, stored[scale].size
+        if weight in is_read and block and len(sizes[0]) == 2:
+            blocks = [-(-size // block) for size in sizes[0]]
+            if blocks != list(sizes[1]):
+                wrong.append(f"with {scale} {list(sizes[1])}, for blocks of {block} {blocks}")
+                break
+    names = set(model.state_dict())
+    kept = {
+        name: item
+        for name, item in stored.items()
+        if name in wanted or not (name in scales or _is_no_weight(name, item, adapter, names))
+    }
+    return wanted, kept, wrong
+
+
+def _weight_of_scale(name: str) -> str:
+    """The weight for which ``name`` would be the scale, as torch's reader pairs them."""
+    if name.endswith("_scales"):
+        return f"{name.removesuffix('_scales')}_blocks"
+    return name.removesuffix("_scale_inv") if name.endswith(".weight_scale_inv") else ""
+
+
+def _is_no_weight(name: str, item: Any, adapter: Any, names: Collection[str]) -> bool:
+    """Whether the model computes it, or has it under another name, as a head that is tied."""
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    try:
+        found = adapter.from_hf({name: torch.empty(item.size, device="meta")})
+    except Exception:  # Titan's adapters raise KeyError, ValueError, AssertionError, ...
+        return False
+    return bool(found) and all(known in names for known in found)
+
+
+def _ignored_weights(checkpoint: Any) -> Iterable[str]:
+    return getattr(checkpoint, "ignore_weights", ())  # Titan's class has no such key
+
+
+def _roots(extra: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """The fewest modules, or weights, that hold ``extra`` and nothing that is wanted."""
+    taken = {x for name in wanted for x in _prefixes(name)}
+    return list(dict.fromkeys(next(x for x in _prefixes(n) if x not in taken) for n in extra))
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
