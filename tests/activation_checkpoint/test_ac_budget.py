@@ -184,33 +184,6 @@ def block() -> Block:
     return Block()
 
 
-def test_regions_have_the_names_of_titans_next_release(block):
-    """Those of exchanges: ``test_discarded_exchanges_and_what_is_written_in_place``."""
-    regions = {
-        "attention.wq.linear": "recompute",
-        "moe.routed_experts.w13.grouped_mm": "save",
-        "*routed_experts.w2.grouped_mm": "recompute",
-        "moe.router": "save",
-        "*.linear": "save_float8",
-        "attention.inner_attention": "save",
-    }
-    patterns = {
-        "attention.wq": "recompute",
-        "moe.routed_experts.inner_experts:aten._grouped_mm:w1*": "save",
-        "moe.routed_experts.inner_experts:aten._grouped_mm:w3*": "save",
-        "moe.routed_experts.inner_experts:aten._grouped_mm:w2*": "recompute",
-        "moe.router": "save",
-        "*:aten.*mm": "save_float8",
-        "attention.inner_attention": "save",
-    }
-    chosen, expected = (
-        block.graph.chosen_by(block.plan(preset="stock", op_policies=table))
-        for table in (regions, patterns)
-    )
-    assert chosen == expected
-    assert chosen != block.graph.chosen_by(block.plan(preset="stock"))
-
-
 def test_what_a_block_keeps_without_checkpointing(block):
     assert block.nbytes == pytest.approx(block.graph.none_nbytes, abs=CPU_STATE)
 
@@ -244,19 +217,23 @@ def test_what_was_solved_to_wait_on_the_host_gives_exact_gradients(block):
 
 
 def _order_of_exchanges(graph: BlockGraph) -> list[str]:
-    """The exchanges of tokens, by their regions, and the experts' GEMMs, in order."""
+    """The exchanges of floats and the experts' GEMMs, found by rules as users write them."""
+    exchange = "(moe.routed_experts):*all_to_all_single:*"
+    gemm = "moe.routed_experts.inner_experts:aten.*grouped_mm*"
+    rules = {
+        "dispatch": f"{exchange}:2",  # the first exchanges counts
+        "w1 or w3": f"{gemm}:[wm]*[13]*",
+        "w2": f"{gemm}:[wm]*2*",
+        "combine": f"{exchange}:3",
+    }
     found = []
-    for region in ("dispatch", "w13.grouped_mm", "w2.grouped_mm", "combine"):
-        name = region if "." in region else f"token_dispatcher.{region}"
-        for prefix in ("moe.routed_experts.", "moe."):
-            if region.endswith("mm") and prefix == "moe.":
-                continue
-            (rule,) = parse_rules({prefix + name: "save"})
-            calls = [i for i, c in enumerate(graph.calls) if rule.matches(c.location)]
-            calls = [calls[rule.occurrence - 1]] if rule.occurrence else calls
-            floats = all(graph.calls[i].out.is_floating_point() for i in calls)
-            found += [(i, f"{region} of {'floats' if floats else 'counts'}") for i in calls]
-    return [what for _, what in sorted(found)]
+    for name, pattern in rules.items():
+        (rule,) = parse_rules({pattern: "save"})
+        calls = [i for i, c in enumerate(graph.calls) if rule.matches(c.location)]
+        calls = [calls[rule.occurrence - 1]] if rule.occurrence else calls
+        assert all(graph.calls[i].out.is_floating_point() for i in calls), name
+        found += [(i, name) for i in calls]
+    return [name for _, name in sorted(found)]
 
 
 def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[str], list[str]]:
@@ -312,12 +289,7 @@ def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[
 def test_discarded_exchanges_and_what_is_written_in_place(tmp_path):
     first, second = run_ranks(_with_experts_on_two_ranks, 2, log_folder=tmp_path)
     table, solved, nbytes, slower, order, wrong = first
-    assert order == [
-        *["dispatch of floats"] * 2,
-        *["w13.grouped_mm of floats"] * 2,
-        "w2.grouped_mm of floats",
-        *["combine of floats"] * 2,
-    ]
+    assert order == ["dispatch", "w1 or w3", "w1 or w3", "w2", "combine"]
     assert table["moe.routed_experts:aten.index_put_"] == "discard"
     exchanges = [policy for pattern, policy in table.items() if "all_to_all" in pattern]
     assert "discard" in exchanges

@@ -21,19 +21,6 @@ INPUT = "input"
 ROOT = "(block)"
 """Stands for the block without the modules inside it, instead of a module's name."""
 
-# Regions of Titan's next release, and the patterns that mean the same here after a prefix.
-_EXPERTS = "{}routed_experts.inner_experts:aten.*grouped_mm*"
-_TOKENS = "({}routed_experts):*all_to_all_single:*"
-_REGIONS = {
-    "routed_experts.w13.grouped_mm": f"{_EXPERTS}:[wm]*[13]*",
-    "routed_experts.w2.grouped_mm": f"{_EXPERTS}:[wm]*2*",
-    "routed_experts.token_dispatcher.dispatch": f"{_TOKENS}:2",  # the first exchanges counts
-    "routed_experts.token_dispatcher.combine": f"{_TOKENS}:3",
-    "token_dispatcher.dispatch": f"{_TOKENS}:2",
-    "token_dispatcher.combine": f"{_TOKENS}:3",
-    ".linear": "{}:aten.*mm",
-}
-
 
 class OpPolicy(StrEnum):
     """What is kept of the outputs of an operation.
@@ -146,9 +133,7 @@ def _parse(pattern: str, policy: str, key: str) -> Rule:
             f"{key}.{pattern!r} is {policy!r}; expected one of {', '.join(names)}"
             f"{did_you_mean(policy, names)}"
         )
-    region = next((name for name in _REGIONS if pattern.endswith(name)), "")
-    meant = _REGIONS.get(region, "{}").format(pattern.removesuffix(region))
-    parts = meant.split(":")
+    parts = pattern.split(":")
     if not all(parts) or len(parts) > 4:
         raise ValueError(
             f"{key}: {pattern!r} is not a pattern; expected module[:op[:operand[:occurrence]]], "
