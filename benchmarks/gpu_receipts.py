@@ -144,7 +144,7 @@ ITEMS = (
     ),
     Item(
         "units",
-        "the allocator gave to FSDP what the tracker counts; losses as stock's",
+        "what the allocator gave to FSDP at most; losses as stock's",
         80,
         f"{_STEPS} --steps 6 --arms units",
         f"{_TOY} --arms units",

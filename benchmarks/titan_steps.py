@@ -13,8 +13,7 @@ what each is of stock selective checkpointing's, which comes first and once more
 - ``--float8 experts``: Titan's float8 grouped GEMMs (``linear``: its linears, emulated).
 - ``--plan-only``: the bytes and the milliseconds of a dry run; needs no GPU. full_scale.py holds
   plans against what is measured.
-- Arm ``units``: sub-module units, with what FSDP's memory tracker counts beside what the allocator
-  gave to FSDP.
+- Arm ``units``: sub-module units, with what the allocator gave to FSDP.
 
 A line is ``arm: figure = value``, which benchmarks/gpu_receipts.py reads.
 """
@@ -51,7 +50,7 @@ from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 STOCK = "stock-selective"
 GIB = 2**30
 _WARM_UP = 3
-_SUBMODULE: dict[str, Any] = {"parallelize": "submodule", "ac": "selective", "tracked": True}
+_SUBMODULE: dict[str, Any] = {"parallelize": "submodule", "ac": "selective"}
 NAMES = (*ARMS, "stock-memory-budget", "units")
 
 
@@ -78,6 +77,7 @@ def train(run: Run, largest: int) -> Steps:
     no_accelerator.enable()
     register_stdlib_corpus()
     done, device = Steps(), titan_utils.device_module
+    of_units = run.parallelize == "submodule"
     torch._dynamo.reset()
     torch._functorch.config.activation_memory_budget = 1.0  # the budget policy changes it
     counters.clear()
@@ -99,7 +99,7 @@ def train(run: Run, largest: int) -> Steps:
             if step == min(_WARM_UP, run.steps):
                 device.reset_peak_memory_stats()
             last = step == run.steps
-            with AllocatorTrace() if run.tracked and last else _Timer() as timer:
+            with AllocatorTrace() if of_units and last else _Timer() as timer:
                 trainer.train_step(batches)
                 device.synchronize()
             if isinstance(timer, _Timer) and step > min(_WARM_UP, run.steps - 2):
@@ -108,7 +108,6 @@ def train(run: Run, largest: int) -> Steps:
                 given = fsdp_peak(timer.entries)
                 done.figures["GiB that the allocator gave to FSDP at most"] = given / GIB
         done.peak = allocated_peak()
-        done.figures |= _of_units(trainer) if run.tracked else {}
         if run.compiled:
             recompiled = [m for m in get_compilation_metrics() if m.recompile_reason]
             done.figures["graphs"] = counters["stats"]["unique_graphs"]
@@ -210,18 +209,6 @@ def fsdp_peak(entries: Sequence[Mapping[str, Any]]) -> int:
         elif entry["action"] == "free_completed":
             now -= alive.pop(entry["addr"], 0)
     return peak
-
-
-def _of_units(trainer: Any) -> dict[str, float]:
-    from titan_ext.fsdp.memory_log import MemoryLog
-
-    (log,) = (check for check in trainer.checks if isinstance(check, MemoryLog))
-    peaks = log.timeline.peaks()
-    held = [event.bytes_of() for event in log.timeline.events]
-    return {
-        "GiB that FSDP holds at most, tracked": max(b.total + b.gradients for b in held) / GIB,
-        "GiB unsharded at most, tracked": peaks["unsharded"] / GIB,
-    }
 
 
 def plan(arms: Sequence[str], base: Run) -> dict[str, dict[str, float]]:

@@ -1,6 +1,7 @@
 """Collectives of one step, by unit: the numbers of docs/fsdp_units.md."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -36,7 +37,7 @@ def _slow(run: Run, recompute_exchanges: int):
 @pytest.mark.parametrize(
     ("run", "recompute_exchanges"),
     [
-        (Run(world=2, ep=1, parallelize="block", tracked=True), 0),
+        (Run(world=2, ep=1, parallelize="block"), 0),
         (Run(world=2, ep=2, parallelize="submodule", save_all_to_all="always"), 0),
         # "auto" on one node does as stock.
         (Run(world=2, ep=2, parallelize="submodule"), 3),
@@ -81,6 +82,26 @@ def test_collectives_per_unit(events: list[Collective]):
     }
     recomputed = [e for e in events if e.kind == "all_to_all" and e.in_backward]
     assert len(recomputed) == 2 * _MOE_BLOCKS  # only the two that carry gradients
+
+
+def test_a_head_without_its_norm_is_gathered_once(runs: Runs):
+    """And not three times: for the norm, for the chunked loss, and in backward.
+
+    Not where units of blocks stay gathered: with its norm it is gathered three times.
+    """
+    run = Run(world=2, ep=2, parallelize="submodule")
+    kept = replace(run, reshard_groups=(("attention", "never"),))
+    alone, together = runs.get(observed(run)), runs.get(observed(kept))
+    assert alone.losses == together.losses
+    assert [r.state_hash for r in alone.ranks] == [r.state_hash for r in together.ranks]
+
+    def gathers(events: list[Collective]) -> list[str]:
+        found = [e.main_module for e in events if e.kind == "all_gather"]
+        return [module for module in found if module in ("norm", "lm_head")]
+
+    for mine, its in zip(alone.ranks, together.ranks, strict=True):
+        assert sorted(gathers(mine.collectives)) == ["lm_head", "norm", "norm"]
+        assert len(gathers(its.collectives)) == 3, "of both in one"
 
 
 def test_the_next_unit_is_gathered_before_this_one_exchanges_tokens(events: list[Collective]):

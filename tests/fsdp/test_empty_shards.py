@@ -37,7 +37,6 @@ def _train_watched(run: Run, folder: Path) -> list[int]:
     register_stdlib_corpus()
     config: Any = make_config(run, folder)
     config.debug.record_collectives = True
-    config.parallelism.fsdp_track_memory = True
     if run.lora:
         config.parallelism.fsdp_replicate = ["adapters"]
         config.parallelism.fsdp_quantize_frozen = "nf4"
@@ -53,7 +52,7 @@ def _train_watched(run: Run, folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [RUN, ADAPTERS], ids=str)
-def test_watched_and_tracked(run: Run, tmp_path: Path):
+def test_watched(run: Run, tmp_path: Path):
     make_corpus()
     ranks = run_ranks(_train_watched, 4, run, tmp_path, log_folder=tmp_path / "logs")
     assert 0 in ranks[3]

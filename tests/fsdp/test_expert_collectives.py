@@ -22,8 +22,8 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import ParallelismConfig, check_parallelism
 
 PLAIN = observed(Run(world=4, ep=2, parallelize="submodule"))
-FLOAT8 = replace(PLAIN, expert_all_gather="float8", tracked=True)
-BFLOAT16 = replace(PLAIN, expert_reduce_scatter="bfloat16", tracked=True)
+FLOAT8 = replace(PLAIN, expert_all_gather="float8")
+BFLOAT16 = replace(PLAIN, expert_reduce_scatter="bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -157,7 +157,6 @@ def test_float8_halves_the_experts_bytes_and_no_others(runs: Runs):
         assert len(changed) == 4, "two layers, forward and backward"
         for bf16, wire in changed:
             assert wire / bf16 == (1 + 1 / 128) / 2
-        assert after.memory is not None
         assert after.state_hash != before.state_hash
     assert float8.losses == pytest.approx(plain.losses, rel=2e-3)
 
@@ -194,23 +193,15 @@ def test_bfloat16_halves_the_experts_reductions_and_changes_no_bit(runs: Runs):
             assert (a.kind, b.kind) == ("reduce_scatter", "all_to_all")
             assert (a.unit, a.in_backward) == (b.unit, b.in_backward)
             assert b.nbytes / a.nbytes == 0.5
-        assert after.memory is not None
-        assert after.memory.peak("reduce_scatter") == max(
-            event.nbytes
-            for event in after.collectives
-            if event.unit and event.in_backward and event.kind != "all_gather"
-        )
 
 
 @pytest.mark.slow
 def test_both_over_four_ranks(runs: Runs):
     """In a unit of the experts' own, without expert parallelism."""
-    run = replace(PLAIN, ep=1, parallelize="experts", tracked=True)
+    run = replace(PLAIN, ep=1, parallelize="experts")
     plain = runs.get(run)
     both = runs.get(replace(run, expert_all_gather="float8", expert_reduce_scatter="bfloat16"))
     assert both.losses == pytest.approx(plain.losses, rel=2e-3)
-    for rank in both.ranks:
-        assert rank.memory is not None
 
 
 def test_what_cannot_be_sent_so_is_refused():

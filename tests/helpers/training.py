@@ -58,9 +58,7 @@ from titan_ext.base.stdlib_corpus import (
 )
 from titan_ext.base.tensors import in_backward
 from titan_ext.fsdp import make_plan, prefetch
-from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.fsdp.plan import ShardSizes
-from titan_ext.fsdp.tracker import Timeline
 from titan_ext.parallelize.passes import balance_all_blocks
 from titan_ext.run.checkpoints import CheckpointManager
 from titan_ext.run.trainer import extend_config
@@ -130,8 +128,6 @@ class Run:
     """
     routing: str = "learned"
     """"one_expert" sends every token to the first top_k experts: the other ranks get none."""
-    tracked: bool = False
-    """Measure FSDP's memory; of ours only. The last step's timeline is in the result."""
     reshard: str | int = "default"
     """``parallelism.fsdp_reshard_after_forward``."""
     reshard_groups: tuple[tuple[str, str | int], ...] = ()
@@ -215,7 +211,6 @@ class RankResult:
     grad_norms: list[float] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
-    memory: Timeline | None = None
     routing: list[tuple[str, bool, np.ndarray]] = field(default_factory=list)
     """Router, whether in backward (a recompute), expert ids: one item for each call."""
     operations: Counter[str] = field(default_factory=Counter)
@@ -355,7 +350,6 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         return _stock_config(config)
     ours = extend_config(config)
     ours.parallelism.fsdp_wrap = cast(Any, run.parallelize)
-    ours.parallelism.fsdp_track_memory = run.tracked
     ours.parallelism.save_all_to_all = cast(Any, run.save_all_to_all)
     ours.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
@@ -539,7 +533,6 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
         grad_norms=norms,
         collectives=trace.events,
         gradients=_full_gradients(trainer) if run.keep_gradients else {},
-        memory=_memory_log(trainer).timeline if run.tracked else None,
         routing=routing,
         operations=operations_in(operations) if run.profiled_step else Counter(),
         graphs=counters["stats"]["unique_graphs"],
@@ -553,11 +546,6 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
 def operations_in(profiler: profile) -> Counter[str]:
     """Calls by name. ``profiler.events()`` would make an object for each, for seconds."""
     return Counter(e.name() for e in cast(Any, profiler.profiler).kineto_results.events())
-
-
-def _memory_log(trainer) -> MemoryLog:
-    (log,) = (check for check in trainer.checks if isinstance(check, MemoryLog))
-    return log
 
 
 def _watch_routing(trainer) -> list[tuple[str, bool, np.ndarray]]:

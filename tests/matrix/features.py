@@ -74,7 +74,7 @@ _NOT_FEATURES = {
     *("model", "world", "parallelize"),
     *("global_batch", "seq_len", "layers", "narrow", "steps", "microbatch_size", "exact_sums"),
     *("attention", "max_norm", "nodes"),
-    *("traced_step", "profiled_step", "tracked", "typechecked", "watch_routing"),
+    *("traced_step", "profiled_step", "typechecked", "watch_routing"),
     *("expert_shard_dim", "stock_copy_out"),  # stock's states lie elsewhere
     "keep_gradients",
 }

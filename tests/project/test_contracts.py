@@ -44,7 +44,6 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
     FSDPParamGroup,
-    RegisterPostBackwardFunction,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining import stage as pipeline_stage
@@ -271,7 +270,7 @@ def test_torch_frames_and_ops_that_the_collective_recorder_knows():
 
 @pytest.mark.skipif(not copies_out_directly(), reason="torch 2.14 has no such function")
 def test_torch_copies_gathered_parameters_out_with_a_function_of_the_group():
-    """fsdp.collectives and fsdp.tracker set it; torch has no public way to."""
+    """fsdp.collectives sets it; torch has no public way to."""
     assert _Code(FSDPParamGroup.__init__).has(
         "self._all_gather_output_fn: Callable = _default_all_gather_output_fn"
     )
@@ -664,24 +663,12 @@ def test_torch_sees_no_accelerator_the_way_titan_asks():
     assert _utils._get_available_device_type() is None or torch.accelerator.is_available()
 
 
-def test_fsdp2_names_used_by_the_memory_tracker():
-    """fsdp.tracker reads storages through them, and gives a group its communication."""
-    group = _Code(FSDPParamGroup.__init__)
-    for name in ("fsdp_params", "_all_gather_comm", "_reduce_scatter_comm", "_all_gather_result"):
-        assert group.has(f"self.{name}")
-    assert isinstance(FSDPParamGroup.is_unsharded, property)
+def test_fsdp2_names_of_gathered_parameters():
+    """fsdp.collectives copies out into them; fsdp.mesh asks how many ranks have a shard."""
     param = _Code(FSDPParam)
-    for name in (
-        "all_gather_outputs",
-        "_unsharded_inner_tensors",
-        "_sharded_post_forward_param_data",
-        "padded_sharded_param_size",
-        "param_dtype",
-        "orig_dtype",
-    ):
+    for name in ("all_gather_outputs", "padded_sharded_param_size"):
         assert param.has(f"self.{name}")
     assert _Code(_fsdp_common.FSDPMeshInfo).has("self.shard_mesh_size")
-    assert RegisterPostBackwardFunction.__name__ == "RegisterPostBackwardFunction"
 
 
 def test_fsdp2_names_the_places_of_its_parameters():
@@ -696,7 +683,7 @@ def test_fsdp2_names_the_places_of_its_parameters():
 
 
 def test_fsdp2_custom_communication_is_one_attribute_of_a_group():
-    """The tracker and fsdp.collectives set it; the public setters refuse two groups."""
+    """fsdp.collectives sets it; the public setters refuse two groups."""
     for method, attribute in (
         (FSDPModule.set_custom_all_gather, "_all_gather_comm"),
         (FSDPModule.set_custom_reduce_scatter, "_reduce_scatter_comm"),
@@ -728,7 +715,7 @@ def test_fsdp2_runs_a_groups_collectives_through_these_calls():
 
 
 def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
-    """fsdp.tracker and fsdp.collectives tell them apart by that."""
+    """fsdp.collectives tells them apart by that."""
     tree = ast.parse(inspect.getsource(_fsdp_collectives.foreach_reduce))
     allocated = [
         (node.lineno, ast.unparse(node.targets[0]))
@@ -741,7 +728,7 @@ def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
 
 
 def test_titan_logs_metrics_through_a_public_logger():
-    """fsdp.memory_log adds its own."""
+    """run.pace and run.planned add theirs."""
     assert _Code(MetricsProcessor.log_validation).has("self.logger.log(metrics, step)")
 
 

@@ -7,6 +7,5 @@ the user left open. ``units`` decides what is gathered together, ``mesh`` where 
 ``fully_shard`` accordingly. ``collectives`` replaces FSDP2's where the plan says so.
 
 Some parameters are not sharded like the others: replicated ones (whole on every rank; ``units``),
-``nf4`` (frozen, in 4 bits), ``unmanaged`` (added after FSDP). ``tracker`` counts the bytes of a
-run, and ``memory_log`` draws them.
+``nf4`` (frozen, in 4 bits), ``unmanaged`` (added after FSDP).
 """

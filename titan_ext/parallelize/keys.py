@@ -192,13 +192,6 @@ class ParallelismConfig(TitanParallelismConfig):
     mixed_precision_reduce. Needs what fsdp_expert_all_gather needs, and no pipeline.
     """
 
-    fsdp_track_memory: bool = False
-    """
-    Measure what FSDP holds on every rank: gathered parameters, all-gather and reduce-scatter
-    buffers, by unit and step. The log and the metrics get the peak; fsdp_memory/ in dump_folder
-    gets every step and a picture of one. When it is off, it costs nothing.
-    """
-
     __setattr__ = set_known_key
 
     def __post_init__(self) -> None:

@@ -20,7 +20,6 @@ from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, is_logged_or_s
 from titan_ext.base.tensors import are_finite
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.components.lora import check_lora_targets
-from titan_ext.fsdp.memory_log import MemoryLog
 from titan_ext.run.budget import ActivationBudget
 from titan_ext.run.checkpoints import Checkpoints
 from titan_ext.run.pace import PaceCheck
@@ -233,7 +232,6 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     Weights,
     FiniteGradients,
     Schedule,
-    MemoryLog,
     ActivationMemory,
     PlanCheck,
     Receipts,

@@ -52,7 +52,6 @@ _NOT_COMPARED = (
     "training.max_norm",
     "training.gc_*",
     "training.disable_cuda_graphs",  # a run without accelerator changes it
-    "parallelism.fsdp_track_memory",
     "optimizer.param_groups.*.optimizer_kwargs",  # and what those make is compared in bytes
 )
 

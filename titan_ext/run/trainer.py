@@ -181,11 +181,9 @@ class Trainer(TitanTrainer):
                 return
             policy = self.activation_checkpoint
             offloads = isinstance(policy, FP8AC.Config) and policy.offloads()
-            tracks = getattr(self.parallelism, "fsdp_track_memory", False)
             records = getattr(self.debug, "record_collectives", False)
             for key, value, why in (
                 ("activation_checkpoint.op_policies: offload", offloads, "offload"),
-                ("parallelism.fsdp_track_memory", tracks, "measure"),
                 ("debug.record_collectives", records, "record"),
             ):
                 if value:
