@@ -3,7 +3,6 @@
 # make test-all  the same with every test
 # make matrix  every row of the matrix against stock TorchTitan; checkpoints across layouts
 # make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
-# make main TITAN=path  titan_ext on a checkout of TorchTitan's main, in an environment of its own
 # make upstream  the patches for torch and TorchTitan: their tests fail without and pass with them
 # make gpu-receipts  on a GPU: every figure that the docs leave open, within 30 minutes (ARGS=--quick: 10)
 # ARGS="--training.seq_len 512" adds Titan flags to train; PYTEST_ARGS="-k units" picks tests.
@@ -25,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 # torchao 0.18 registers two enums in a way that torch warns of in each process.
 export TORCH_LOGS ?= -torch.utils._pytree
 
-.PHONY: train test test-all matrix faults main upstream gpu-receipts lint setup data clean
+.PHONY: train test test-all matrix faults upstream gpu-receipts lint setup data clean
 
 train: data
 	steps=$$($(BIN)/python -m titan_ext target $(RUN_FOLDER) --steps $(STEPS)) && \
@@ -47,9 +46,6 @@ matrix: data
 
 faults: data
 	$(BIN)/python -m tests.faults outputs/faults --kills $(KILLS)
-
-main: setup
-	$(BIN)/python -m tests.titan_main $(TITAN)
 
 upstream: setup
 	$(BIN)/python upstream/check.py

@@ -8,7 +8,8 @@ a comment on somebody's issue: its ``reproduce.py`` has to show what the comment
 
     python upstream/check.py [--any-version] [FOLDER ...]
 
-``make main`` tries the patches for TorchTitan on a checkout of its main (``--any-version``).
+``--any-version`` tries the patches for TorchTitan on what is installed, such as a checkout of its
+main in an environment of its own.
 """
 
 import argparse

@@ -74,9 +74,6 @@ WRONG_FLAGS = {
     "--training.batch_size 3": (
         "training.batch_size: no such key of TrainingConfig; did you mean 'local_batch_size'?"
     ),
-    "--training.max_context_length 3": (
-        "training.max_context_length: TorchTitan main's name of training.seq_len."
-    ),
     "--model.flavor 16B": (
         "model.flavor: no flag sets it; expected it in a TOML file, under [model]."
     ),

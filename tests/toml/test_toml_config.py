@@ -127,7 +127,7 @@ optimizer_name = "AdamW"
     middle = f"""
 extends = "base.toml"
 [training]
-max_context_length = 640
+seq_len = 640
 [activation_checkpoint]
 policy = "none"
 [dataloader]

@@ -1,15 +1,11 @@
 """Every refused file with its message; no mistake is passed over and no ImportError escapes."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from tests.helpers.bad_tomls import BadToml, bad_tomls
-from titan_ext.base.titan.batch import OTHER_UNIT, RENAMED
 from titan_ext.config_registry.resolve import load
-from titan_ext.run.trainer import Trainer
 from titan_ext.toml.files import TomlConfigError
 
 
@@ -55,20 +51,3 @@ def test_a_package_that_is_missing_is_named_with_what_to_install(
         TomlConfigError, match=rf"needs the module {name}: pip install {package}\.$"
     ):
         load("bad.toml")
-
-
-def _keys_of_today() -> set[str]:
-    policies = (SelectiveAC.Config, FullAC.Config, MemoryBudgetAC.Config)
-    keys = {f"activation_checkpoint.{f.name}" for p in policies for f in dataclasses.fields(p)}
-    config = Trainer.Config()
-    for section in dataclasses.fields(config):
-        value = getattr(config, section.name)
-        if dataclasses.is_dataclass(value):
-            keys |= {f"{section.name}.{f.name}" for f in dataclasses.fields(value)}
-    return keys
-
-
-def test_no_key_of_today_is_called_an_old_one_or_another_versions():
-    today = _keys_of_today()
-    assert today.isdisjoint({*RENAMED, *OTHER_UNIT})
-    assert today >= set(RENAMED.values())

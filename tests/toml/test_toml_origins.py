@@ -1,27 +1,13 @@
-"""Where values come from: files, the command line, aliases."""
+"""Where values come from: files and the command line."""
 
-import logging
 from pathlib import Path
 
-import pytest
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-from tests.helpers.toml_files import DATA, DEBUG, Loader
+from tests.helpers.toml_files import DATA, DEBUG
 from titan_ext.base import no_accelerator
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.run.trainer import Trainer
-
-
-def test_a_name_of_titans_main_branch_is_read_and_said_once(
-    config: Loader, caplog: pytest.LogCaptureFixture
-):
-    with caplog.at_level(logging.INFO):
-        assert config(DEBUG + "[training]\nmax_context_length = 640\n").training.seq_len == 640
-    assert resolve("run.toml").origins["training.seq_len"] == "run.toml"
-    said = [record.message for record in caplog.records if "max_context_length" in record.message]
-    assert said == [
-        "run.toml: training.max_context_length is TorchTitan main's name; read as training.seq_len."
-    ]
 
 
 def test_every_value_has_an_origin(folder: Path):

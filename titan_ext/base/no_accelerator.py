@@ -68,8 +68,6 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.base.titan.attention import PlainAttention, as_models_call
-
 _HOLDERS_OF_A_COPY = (
     "torchtitan.components.metrics",
     "torchtitan.distributed.utils",
@@ -231,7 +229,7 @@ def _cpu_attention(attention: Any) -> ScaledDotProductAttention.Config:
     """The replacement for an attention config's inner attention."""
     if hasattr(attention, "sliding_window_size"):  # gpt_oss (its sinks need the lse), muse_glimmer
         return CausalAttention.Config(window=attention.sliding_window_size)
-    return PlainAttention.Config()
+    return ScaledDotProductAttention.Config()
 
 
 class CausalAttention(ScaledDotProductAttention):
@@ -253,7 +251,6 @@ class CausalAttention(ScaledDotProductAttention):
         super().__init__(config)
         self.window = config.window
 
-    @as_models_call
     def forward(
         self,
         q_BLNH: torch.Tensor,

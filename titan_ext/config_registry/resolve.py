@@ -12,7 +12,6 @@ from typing import Any
 
 from titan_ext.base.messages import COMMAND_LINE, checks_later, warn_once
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
-from titan_ext.base.titan.batch import own_keys
 from titan_ext.config_registry.model import choose_model, load_base
 from titan_ext.run.trainer import Trainer
 from titan_ext.toml.convert import Given, build, changed
@@ -86,7 +85,7 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
             models.append(Given(at.below(MODEL), file.table.pop(MODEL)))
         tables.append(Given(at, file.table))
     with checks_later():
-        values = changed(base.cls, base.values, _own(tables, base.values))
+        values = changed(base.cls, base.values, tables)
     if values["hf_assets_path"] == STDLIB_CORPUS:
         # The folder depends on the Python version, so a file that is shared cannot name it.
         values["hf_assets_path"] = str(default_tokenizer_path())
@@ -116,16 +115,6 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
             origin = COMMAND_LINE
         resolved.origins[key] = origin
     return resolved
-
-
-def _own(tables: list[Given], base: dict[str, Any]) -> list[Given]:
-    """``tables`` with this TorchTitan's keys for how large a batch is."""
-    given = [table for _, table in tables]
-    try:
-        own = own_keys(given, base["training"], base["parallelism"])
-    except ValueError as error:
-        raise tables[-1].at.error(str(error)) from error
-    return [Given(at, table) for (at, _), table in zip(tables, own, strict=True)]
 
 
 def _to_blame(unflagged: Any, file: str) -> str:

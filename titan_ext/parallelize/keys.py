@@ -17,7 +17,6 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model import BaseModel
 
 from titan_ext.base.messages import are_checked_later, set_known_key, table_flag
-from titan_ext.base.titan.batch import refuse
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll, changed_exchanges
 from titan_ext.fsdp.make_plan import make_plan
@@ -231,7 +230,6 @@ def check_parallelism(
         training: Titan's section, where it is known.
     """
     settings = FSDPSettings.from_config(parallelism, training)
-    refuse(parallelism)
     if parallelism.spmd_backend not in _SPMD_BACKENDS:
         raise ValueError(
             f"parallelism.spmd_backend is {parallelism.spmd_backend!r}, which titan_ext does not "

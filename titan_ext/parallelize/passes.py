@@ -17,6 +17,8 @@ from torchtitan.components.optimizer import (
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.context_parallel import apply_cp_to_forward
+from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec
@@ -30,12 +32,7 @@ from titan_ext.activation_checkpoint.compile import (
 )
 from titan_ext.activation_checkpoint.policy import build_policy, heeds_save_all_to_all
 from titan_ext.base.agreement import leaves_files
-from titan_ext.base.titan.parallelism import (
-    apply_cp_to_forward,
-    context_mesh,
-    keep_frozen,
-    validate_config,
-)
+from titan_ext.base.titan.parallelism import context_mesh, keep_frozen
 from titan_ext.components.dispatch import (
     check_dispatchers,
     exchange_in_float8,

@@ -34,7 +34,7 @@ from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import format_bytes, format_count
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import plain_tensors
-from titan_ext.base.titan.batch import microbatches_of_pass, shape_of_tokens, tokens_of_microbatch
+from titan_ext.base.titan.batch import microbatches_of_pass, tokens_of_microbatch
 from titan_ext.base.titan.parallelism import pipeline_mesh
 from titan_ext.components.early_scores import with_early_scores
 from titan_ext.components.hf_export import HuggingFaceExport
@@ -129,13 +129,17 @@ class DryRun(Trainer):
         """What stages would tell each other first: the shapes that they send and receive."""
         config, dims = self.config, self.parallel_dims
         in_sequence = dims.tp if config.parallelism.enable_sequence_parallel else 1
-        shape = shape_of_tokens(*self._microbatch, dims.cp * in_sequence)
+        count, length = self._microbatch
+        sequences, here = count // length, length // dims.cp  # tokens of a sequence, on this rank
         model: Any = self.model_config
         dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
-        hidden = torch.empty(*shape, model.dim, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(
-            shape_of_tokens(*self._microbatch, dims.cp), dtype=torch.int64, device="meta"
+        hidden = torch.empty(
+            *(sequences, here // in_sequence, model.dim),
+            dtype=dtype,
+            device="meta",
+            requires_grad=True,
         )
+        tokens = torch.empty(sequences, here, dtype=torch.int64, device="meta")
         is_chunked = isinstance(self.loss_fn, ChunkedLossWrapper)
         logits = tokens.new_empty(*tokens.shape, model.vocab_size, dtype=dtype)
         for stage in self.stages:
@@ -261,14 +265,14 @@ class DryRun(Trainer):
     def forward_backward(self) -> None:
         """Forward, loss and backward of one batch, with Titan's own function."""
         count, length = self._microbatch
-        shape = shape_of_tokens(count, length)
+        shape = (count // length, length)
         with self.fake:
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
             position = torch.arange(length, device=self.device)
             inputs = [
                 {
                     "input": tokens.clone(),
-                    "positions": position.repeat(-(-count // length))[:count].view(shape),
+                    "positions": position.repeat(count // length).view(shape),
                 }
                 for _ in range(self._microbatches)
             ]

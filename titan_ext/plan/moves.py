@@ -13,7 +13,6 @@ from typing import Any
 
 from titan_ext.base.titan.batch import GLOBAL_BATCH as GLOBAL
 from titan_ext.base.titan.batch import LOCAL_BATCH as LOCAL
-from titan_ext.base.titan.batch import unit_of_batch
 from titan_ext.components.exchange_policy import nodes_among
 from titan_ext.plan.memory import LASTING, MemoryKind
 from titan_ext.plan.time import Part
@@ -114,13 +113,12 @@ _if_sharded = _where(lambda now, facts: bool(facts.experts) and facts.sharing(no
 
 
 def _with_batch(now: Keys, facts: Facts, local: int) -> Iterator[Keys]:
-    """``local`` at once, in whole sequences: as many a step as now, or any with --batch free."""
+    """``local`` sequences at once: as many a step as now, or any with --batch free."""
     copies = facts.copies(now)
     total = now[GLOBAL] if now[GLOBAL] > 0 else now[LOCAL] * copies
     microbatch = now.get("parallelism.pipeline_parallel_microbatch_size", 1)
     is_pipelined = now["parallelism.pipeline_parallel_degree"] > 1
-    unit = unit_of_batch(now)
-    if local < unit or local % unit or (is_pipelined and local % microbatch):
+    if local < 1 or (is_pipelined and local % microbatch):
         return
     if total % (local * copies) == 0:
         yield {LOCAL: local, GLOBAL: total}
@@ -153,10 +151,10 @@ def _replicate(now: Keys, facts: Facts) -> Iterator[Keys]:
 def _halves(now: Keys, facts: Facts) -> Iterator[Keys]:
     if now.get(_HALVES) != "none":
         return
-    if now[LOCAL] > (unit := unit_of_batch(now)):
+    if now[LOCAL] > 1:
         yield {_HALVES: "halves"}
     else:
-        yield from ({**batch, _HALVES: "halves"} for batch in _with_batch(now, facts, 2 * unit))
+        yield from ({**batch, _HALVES: "halves"} for batch in _with_batch(now, facts, 2))
 
 
 def _rows(now: Keys, facts: Facts) -> Iterator[Keys]:

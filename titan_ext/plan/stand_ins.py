@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig
 from torchtitan.config.override import derive
@@ -37,9 +38,6 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, B
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.machines import RANKS_PER_NODE
 from titan_ext.base.op_cost import NVLINK_DOMAIN
-from titan_ext.base.titan.attention import as_models_call, rows_of
-from titan_ext.base.titan.batch import tokens_of_microbatch
-from titan_ext.base.titan.data import BaseDataLoader
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
 from titan_ext.components.exchange_policy import ranks_of_token
 
@@ -59,8 +57,6 @@ def use_stand_ins(
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
     names = {type(at[1]).__qualname__: None for at in spec.traverse(BaseEPTokenDispatcher.Config)}
-    pipelined = parallelism if parallelism.pipeline_parallel_degree > 1 else None
-    rows = rows_of(*tokens_of_microbatch(config.training, pipelined))
     planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
     replace_configs(spec, BaseEPTokenDispatcher.Config, planned)
     for _, moe, _, _ in spec.traverse(MoE.Config):
@@ -73,13 +69,11 @@ def use_stand_ins(
             has_mask = kind is not ScaledDotProductAttention
             for _, _, parent, key in list(spec.traverse(kind.Config)):
                 window = getattr(parent, "sliding_window_size", None) or 0
-                shapes = AttentionShapes.Config(
-                    rows=rows, window=window, document=document if has_mask else 0
-                )
+                shapes = AttentionShapes.Config(window=window, document=document if has_mask else 0)
                 setattr(parent, str(key), shapes)
     elif context_parallel and parallelism.spmd_backend == "spmd_types":
         # With its masks, which are split too.
-        flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config, rows=rows)
+        flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
         replace_configs(spec, FlexAttention.Config, flex)
     known = {kind.__qualname__ for kind in _PLANNED}
     return [name.removesuffix(".Config") for name in names if name not in known]
@@ -220,15 +214,14 @@ class _OneKernel:
 
     torch has it for backends out of tree: a shape function and a backward, and no kernel. A mask
     changes no shape: its operation gets the share of scores that the mask leaves out as
-    ``dropout_p``, where ``op_cost`` finds it. Where models pack tokens, these are ``rows``
-    sequences. Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    ``dropout_p``, where ``op_cost`` finds it. Shape suffixes: B = batch, L = sequence, N = heads,
+    H = head dimension.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        self.rows, self.window, self.document = config.rows, config.window, config.document
+        self.window, self.document = config.window, config.document
 
-    @as_models_call
     def forward(
         self,
         q_BLNH: torch.Tensor,
@@ -261,7 +254,6 @@ class _OneKernel:
 class AttentionShapes(_OneKernel, ScaledDotProductAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
-        rows: int = 1
         window: int = 0
         """Positions that a query sees, itself included; 0 for all before it."""
         document: int = 0
@@ -270,7 +262,6 @@ class AttentionShapes(_OneKernel, ScaledDotProductAttention):
 class FlexAttentionShapes(_OneKernel, FlexAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        rows: int = 1
         window: int = 0
         document: int = 0
 

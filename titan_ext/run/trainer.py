@@ -34,13 +34,7 @@ from titan_ext.base.stdlib_corpus import (
     make_corpus,
     register_stdlib_corpus,
 )
-from titan_ext.base.titan.data import (
-    data_facts,
-    may_end,
-    named_data,
-    split_among_workers,
-    together,
-)
+from titan_ext.base.titan.data import data_facts, may_end, split_among_workers, together
 from titan_ext.base.titan.parallelism import ranks_without_data
 from titan_ext.components.dispatch import check_dispatchers
 from titan_ext.components.early_scores import check_early_scores, with_early_scores
@@ -314,9 +308,8 @@ def extended_sections(config: TitanTrainer.Config) -> dict[str, Any]:
     if config.model_spec is None:
         raise ValueError("cannot extend a trainer config that has no model_spec.")
     changed: dict[str, Any] = {"model_spec": extend_model_spec(config.model_spec)}
-    changed |= named_data(config)
     for name, ours in _EXTENDED.items():
-        section = changed.get(name, getattr(config, name))
+        section = getattr(config, name)
         if type(section) is ours.__base__:  # Titan's; another class's stays as it is
             changed[name] = derive(section, ours)
     return changed

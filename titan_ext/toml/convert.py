@@ -19,11 +19,9 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from torchtitan.config import Configurable
-from torchtitan.tools.logging import logger
 from tyro.conf import subcommand
 
 from titan_ext.base.messages import did_you_mean
-from titan_ext.base.titan.batch import OTHER_TITAN, OTHER_UNIT, RENAMED
 from titan_ext.toml.files import NONE, KeyLocation, TomlConfigError, import_dotted, nearest, to_toml
 
 COMPONENT = "component"
@@ -91,20 +89,12 @@ def changed(cls: type, values: dict[str, Any], tables: list[Given]) -> dict[str,
 
 
 def _known_key(name: str, at: KeyLocation, table: dict[str, Any], cls: type, known: list) -> str:
-    """The field for a key of a file: the key itself, or its new name."""
+    """The field for a key of a file."""
     below = at.below(name)
     if below.key == "model_spec":
         raise below.error("is made by extends and [model]; a file cannot set it.")
     if name in known:
         return name
-    if today := RENAMED.get(below.key):
-        short = today.rpartition(".")[2]
-        if short in table:
-            raise below.error(f"is another name of {today}, and both are given.")
-        logger.info(f"{at.file}: {below.key} is {OTHER_TITAN}'s name; read as {today}.")
-        return short
-    if below.key in OTHER_UNIT:
-        raise below.error(f"{OTHER_TITAN}'s name, which {OTHER_UNIT[below.key]}.")
     if name == COMPONENT:
         raise below.error(f"[{at.key}] has one class only; there is nothing to choose.")
     owner = cls.__qualname__.removesuffix(".Config")

@@ -18,7 +18,6 @@ import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from titan_ext.base.messages import COMMAND_LINE, checks_later
-from titan_ext.base.titan.batch import OTHER_TITAN, RENAMED
 from titan_ext.toml.convert import POLICY, Given, changed, named_choices, values_of
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError
 from titan_ext.toml.values import leaves
@@ -157,8 +156,6 @@ def _error(
         )
     elif not dot and (same := [k for k in known if k.rpartition(".")[2] == key]) and same != [key]:
         problem = f"no such key; did you mean {' or '.join(f'--{k}' for k in same)}?"
-    elif key in RENAMED:
-        problem = f"{OTHER_TITAN}'s name of {RENAMED[key]}."
     elif key.startswith(f"{MODEL}."):
         problem = f"no flag sets it; expected it in a TOML file, under [{MODEL}]."
     elif error := _in_a_file(config, key, values[0] if len(values) == 1 else values, at):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""All that differs between TorchTitan 0.3 and its main of 2026-08-21 (b5bcd76c).
+"""Meshes, batches and data of TorchTitan 0.3, which its main has moved (upstream/titan_main.md).
 
-No other module of titan_ext asks which TorchTitan there is: ``tests/base/test_titan_seam.py``.
-Names that both have in one place are imported directly. When 0.3 goes, this folder goes.
+No other module of titan_ext asks for them: ``tests/base/test_titan_seam.py``. Another TorchTitan
+begins here.
 
-- ``parallelism``: meshes, and what main has moved or mended around them
-- ``batch``: sequences, which 0.3 counts, and tokens, which main counts; their keys
-- ``data``: data sets, which 0.3 names and main builds; loaders
-- ``attention``: batches of sequences, which 0.3's models take, and packed tokens, which main's take
+- ``parallelism``: a function for each mesh, and what mends 0.3 around them
+- ``batch``: the keys that say how large a batch is
+- ``data``: data sets by name, and whose positions a loader saves
 """

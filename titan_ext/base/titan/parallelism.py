@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# pyrefly: ignore-errors
-"""The meshes of a job, by a function each, and what main has moved or mended around them.
+"""The meshes of a job, by a function each, and what mends TorchTitan 0.3 around them.
 
-Everything else asks here for a mesh. Titan's main of October 2026 has a ``ParallelismContext`` in
-place of ``ParallelDims`` (read in a file after PARALLELISM_CONTEXT.md of commit 01b1925e): it has
-no ``spmd_backend`` and calls ``efsdp`` ``edp_shard``. These functions are where it will fit.
+Everything else asks here for a mesh, since ``ParallelismContext`` replaces ``ParallelDims`` on
+TorchTitan's main (upstream/titan_main.md).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,23 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 from torchtitan.distributed.utils import dist_sum
-
-try:  # 0.3
-    from torchtitan.distributed.context_parallel import apply_cp_to_forward
-    from torchtitan.distributed.full_dtensor import (
-        resolve_fsdp_mesh,
-        resolve_sparse_fsdp_mesh,
-        validate_config,
-    )
-except ImportError:  # main
-    from torchtitan.distributed.fsdp import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
-
-    # Main refuses context parallelism under partial_dtensor, and both in the model's config.
-    apply_cp_to_forward: Any = None
-
-    def validate_config(parallel_dims: ParallelDims, model: Any) -> None: ...
-
 
 EXPERT_SHARDS = "efsdp"
 """The axis of ``experts_mesh`` over which FSDP shards routed experts."""
@@ -91,7 +74,7 @@ def keep_frozen(model: nn.Module) -> Iterator[None]:
 
     With the SPMD backend ``spmd_types`` TorchTitan 0.3.0 replaces each parameter by a trainable one
     when it distributes it, so LoRA would train the whole model. Later versions keep the flag (their
-    PR 4267); there this changes nothing.
+    PR 4267).
     """
     frozen = [
         name
