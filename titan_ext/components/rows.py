@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.token_dispatcher import AllToAllDispatchMetadata
 
+from titan_ext.base.titan.parallelism import mesh_with_axes
 from titan_ext.components.exchange import (
     Exchange,
     Finish,
@@ -292,7 +293,7 @@ def hops_across_nodes(parallel_dims: ParallelDims, nodes: int) -> tuple[DeviceMe
             ep // nodes,
         )  # those that exchange are neighbours
         names = ("exchanging", "across_nodes", "within_node")
-        device_type = parallel_dims.get_mesh("ep").device_type
+        device_type = mesh_with_axes(parallel_dims, ["ep"]).device_type
         world = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         made[nodes] = world["across_nodes"], world["within_node"]
     return made[nodes]
