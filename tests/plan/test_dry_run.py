@@ -290,7 +290,7 @@ def test_stages_that_make_different_process_groups_are_said(
 
     monkeypatch.setattr("titan_ext.run.planned.dry_run_elsewhere", told)
     flags = ("--all-stages", "--parallelism.pipeline_parallel_degree", "2")
-    assert main(["dry-run", "moe_debug", "--ranks", "4", *flags]) == 1
+    assert main(["dry-run", "moe_debug.toml", "--ranks", "4", *flags]) == 1
     said = capsys.readouterr()
     assert "groups      9 made" in said.out
     assert "together: rank 0 7, rank 2 9. The job would hang" in said.err

@@ -162,9 +162,10 @@ def refuse_reads_of_shards(model: nn.Module, plan: FSDPPlan) -> None:
 
     @torch._dynamo.disable
     def end(*_: Any) -> None:
-        for handle in handles[2 * (not torch.is_grad_enabled()) :]:
+        # This hook stays: after an error torch calls it from a loop over the model's own hooks.
+        for handle in handles[0 if torch.is_grad_enabled() else 1 :]:
             handle.remove()
-        del handles[2:]
+        del handles[1:]
         for shard in shards:
             shard.__class__ = DTensor
             refuse, _ = shard.__dict__.pop("_refuse"), shard.__dict__.pop("_is_whole")
@@ -174,7 +175,7 @@ def refuse_reads_of_shards(model: nn.Module, plan: FSDPPlan) -> None:
 
     # After FSDP's own, which may replace parameters. Gone after the first forward with gradients.
     handles.append(model.register_forward_pre_hook(begin))
-    handles.append(model.register_forward_hook(end, always_call=True))
+    model.register_forward_hook(end, always_call=True)
 
 
 class _Shard(DTensor):
