@@ -208,7 +208,6 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         (["tune", "moe_debug.toml", "--ranks", "4", "--out", "mine"], "whose name ends in .toml"),
         (["tune", "moe_debug.toml", "--ranks", "4", "--out", "run.toml"], "run.toml, which exists"),
         (["tune", "moe_debug.toml", "--ranks", "4", "--out", "no/a.toml"], "no such folder"),
-        (["tune", "moe_debug.toml", "--ranks", "4", "--slower", "0"], "--slower is 0.0"),
         (
             ["tune", "moe_debug.toml", "--ranks", "4", "--exact", "--batch", "free"],
             "--exact changes no",

@@ -46,7 +46,7 @@ def can_slow_a_link() -> bool:
 def train_slowed(run: Run, folder: Path, fault: str) -> dict[str, Any]:
     """One rank of a run with ``fault``: "late rank", "uneven experts", "slow link" or "none".
 
-    Its last step is profiled. Returns what its check of the pace has said.
+    Returns what its check of the pace has said.
     """
     init_logger()
     Judge.trained_after = 0
@@ -54,9 +54,6 @@ def train_slowed(run: Run, folder: Path, fault: str) -> dict[str, Any]:
     if fault == "slow link":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     config: Any = make_config(run, folder)
-    config.profiler.enable_profiling = True
-    config.profiler.profile_freq = run.steps
-    config.profiler.profiler_warmup = 1
     trainer = config.build()
     if fault == "slow link":
         _slow_a_link(rank)

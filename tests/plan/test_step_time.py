@@ -1,7 +1,5 @@
 """`titan_ext dry-run --machine`: what the clock of a step counts, and how streams wait."""
 
-import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,23 +14,18 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.tensorboard import SummaryWriter
 from torchtitan.tools.utils import get_peak_flops
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, planned_config, start_as_planned
-from tests.plan.test_ledger import on_device, write_traces
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.base.machines import KINDS, MACHINES, machine_of, machine_toml, nodes_of
+from titan_ext.base.machines import KINDS, MACHINES, machine_toml, nodes_of
 from titan_ext.base.op_cost import collective_ms, op_cost
 from titan_ext.plan.dry_run import dry_run
-from titan_ext.plan.elsewhere import MEASURED, calibrate
-from titan_ext.plan.ledger import Ledger
 from titan_ext.plan.live import LiveBytes, MemoryKind
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
 from titan_ext.plan.stand_ins import AttentionShapes, as_rank
 from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS, Part, Pass, StepClock, StepTime
-from titan_ext.run.record import CONFIG, RECORD
 
 ONE = Run(world=1, ep=1, parallelize="block", seq_len=64, layers=2)
 EIGHT = Run(world=8, ep=2, parallelize="submodule", global_batch=8, layers=2)
@@ -125,7 +118,11 @@ def test_the_codec_reads_and_writes_what_is_kept_in_float8(tmp_path: Path):
 
 def test_steps_of_accumulation_and_links(tmp_path: Path):
     more = replace(EIGHT, global_batch=8 * 3, accumulate=3)
-    planned = _timed(tmp_path, (EIGHT, {}), (more, {}), (EIGHT, {"slower": 3.0}))
+    kernels = {"GEMM", "grouped GEMM", "attention", "elementwise", "copies", "codec"}
+    file = tmp_path / "my_card.toml"
+    slow = replace(MACHINES["h100"], name="h100", slower=dict.fromkeys(kernels, 3.0))
+    file.write_text("\n".join(machine_toml(slow)))
+    planned = _timed(tmp_path, (EIGHT, {}), (more, {}), (EIGHT, {"machine": str(file)}))
     once, often, slower = (each.time for each in planned)
     assert often.tokens == 3 * once.tokens
     for part in (Part.FORWARD, Part.LOSS, Part.RECOMPUTE):
@@ -349,79 +346,12 @@ def test_tokens_a_second_are_those_of_the_sum():
     assert replace(time, is_compiled=True).expected_ms == 23.0 * COMPILED_KERNELS
     waiting = replace(time, ms={Part.FORWARD: 13.0, Part.EXCHANGES: 10.0})
     assert waiting.expected_ms == 10.0 + 13.0 * KERNELS  # links are no slower
-    measured = replace(time, slower=1.2, is_measured=True)
+    measured = replace(time, is_measured=True)
     assert measured.verdict().startswith("100,000 tokens/s a GPU, MFU")
     assert measured.expected_ms == measured.step_ms
     for machine in MACHINES:
         assert replace(time, machine=machine).peak > MACHINES[machine].gemm  # Titan knows it
     assert replace(time, flops_per_token=None).mfu is None
-
-
-def _finished_run(folder: Path, seconds: Sequence[float]) -> Path:
-    (folder / CONFIG).touch()
-    (folder / RECORD).write_text(json.dumps({"starts": [{"ranks": 4}, {"ranks": 8}]}))
-    with SummaryWriter(str(folder / "tb")) as writer:
-        for step, value in enumerate(seconds, start=1):
-            writer.add_scalar("time_metrics/end_to_end(s)", value, step)
-    return folder
-
-
-def test_a_measured_run_says_how_slow_kernels_are(tmp_path: Path):
-    asked = []
-
-    def model(config: Path, ranks: int, machine: str, slower: float) -> dict[str, Any]:
-        asked.append((config.name, ranks, machine))
-        ms = {"forward": 10 * slower, "gathers": max(0.0, 6 - slower), "host": 1.0}
-        return {"step_ms": sum(ms.values()), "ms": ms, "kernels": {}}
-
-    folder = _finished_run(tmp_path, [9.0, 0.026, 0.5, 0.025])
-    found = calibrate(folder, "h200", tmp_path, model)
-    assert asked == [("config.toml", 8, "h200")] * 2
-    assert found.measured_ms == pytest.approx(26, rel=1e-6)  # neither the first nor the average
-    assert found.slower == pytest.approx(2.0, rel=1e-6)  # 20 of 26 ms, for 10
-    assert found.machine == "h200"
-    assert found.modelled_ms == pytest.approx(25, rel=1e-6)
-    assert "(-3.8%)" in str(found)
-    with pytest.raises(ValueError, match=r"waits 6\.0 ms for its links"):
-        calibrate(_finished_run(tmp_path, [9.0, 0.004, 0.004]), "h200", tmp_path, model)
-    (folder / RECORD).unlink()
-    with pytest.raises(ValueError, match=r"folder of a run, with run\.json"):
-        calibrate(folder, "h200", tmp_path, model)
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_ledger_calibrates_each_kind_by_itself(as_json: bool, tmp_path: Path):
-    kernels = {"GEMM": 1.0, "grouped GEMM": 0.8, "attention": 9.0, "exchanges": 0.2, "gathers": 0.0}
-    asked = []
-
-    def model(config: Path, ranks: int, machine: str, slower: float) -> dict[str, Any]:
-        asked.append((machine_of(machine).slower, slower))
-        ms = {"forward": 2.1, "exchanges": 0.1, "gathers": 1.0}
-        return {"step_ms": sum(ms.values()), "ms": ms, "kernels": kernels}
-
-    folder = _finished_run(tmp_path, [9.0, 0.008, 0.008])
-    write_traces(folder, {0: on_device()})
-    if as_json:
-        Ledger.read(folder).write(folder)
-        shutil.rmtree(folder / "profiling")
-    before, out = tmp_path / "my_card.toml", tmp_path / "out"
-    before.write_text('extends = "h100"\nslower = {GEMM = 1.2, attention = 1.5}\n')
-    out.mkdir()
-    found = calibrate(folder, str(before), out, model)
-    # 2.5, 0.8 and 0.4 ms in the trace; of attention it has none, which says nothing.
-    kinds = {"grouped GEMM": 1.0, "GEMM": 2.5, "exchanges": 2.0}
-    assert found.kinds == pytest.approx(kinds, abs=0.01)
-    assert (found.slower, found.machine) == (1.0, str(out / MEASURED))
-    total = kinds | {"GEMM": 3.0, "attention": 1.5}
-    assert machine_of(found.machine).slower == pytest.approx(total, abs=0.01)
-    assert machine_of(found.machine).name == "h100"
-    assert asked == [
-        ({"GEMM": 1.2, "attention": 1.5}, 1.0),
-        (machine_of(found.machine).slower, 1.0),
-    ]
-    assert found.waits[Part.EXCHANGES] == (pytest.approx(0.4, abs=0.01), 0.1)
-    assert "waits for exchanges of tokens 0.4, not 0.1" in str(found)
-    assert "GEMM 2.50, exchanges 2.00, in the ledger of" in str(found)
 
 
 def test_operations_in_place_read_and_write_what_they_do():

@@ -495,7 +495,6 @@ def _whole_commands(page: str, *names: str) -> list[str]:
             and words[0] in names
             and (names_a_config or words[0] in ("list", "--help"))
             and not any(word.isupper() for word in words)
-            and "--measured" not in words  # needs a run on a GPU
         ):
             found.append(command)
     return found

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from tests.helpers.slowed import LATE_RANK, can_slow_a_link, train
 from titan_ext.base.stdlib_corpus import make_corpus
-from titan_ext.plan.ledger import Ledger
 from titan_ext.run.pace import Findings, Judge, Meter, PaceCheck, RankStep
 
 STEP_MS, RANKS, GROUP = 1000.0, 16, 4
@@ -247,18 +246,14 @@ def test_a_meter_adds_up_the_waits_of_a_step(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["late rank", "uneven experts", "slow link"])
-def test_a_planted_fault_is_named_in_the_run_and_in_its_ledger(fault: str, tmp_path: Path):
+def test_a_planted_fault_is_named_in_the_run(fault: str, tmp_path: Path):
     make_corpus()
     if fault == "slow link" and not can_slow_a_link():
         pytest.skip("needs a network of its own: unshare -Urn, with htb in the kernel")
     said = train(tmp_path, fault)
-    verdicts = "\n".join(Ledger.read(tmp_path).verdicts())
     if fault == "late rank":
         assert f"rank {LATE_RANK} is late" in said
-        assert f"late: rank {LATE_RANK} keeps the others waiting" in verdicts
     elif fault == "uneven experts":
         assert "got 2.00 times the mean tokens in layer" in said
-        assert "got 2.00 times the mean tokens in layers." in verdicts
     else:
         assert "the link between ranks 2-3 is slow" in said
-        assert "slow link: between ranks 2-3 " in verdicts

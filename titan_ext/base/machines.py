@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The machine that ``--machine`` names: one of ``op_cost.MACHINES``, or a TOML file of yours.
 
-``benchmarks/rates.py`` writes such a file from kernels that it times on a card. ``--measured``
-writes one with what kernels and links of a run took. Its keys are the attributes of ``Machine``:
+``benchmarks/rates.py`` writes such a file from kernels that it times on a card. Its keys are the
+attributes of ``Machine``:
 
     extends = "h100"  # what is not here; MFU is of its peak
     gemm = 7.1e14

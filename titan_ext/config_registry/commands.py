@@ -8,7 +8,6 @@ parses again over the config. Nothing here imports torch before a command needs 
 import functools
 import gc
 import json
-import math
 import operator
 import os
 import re
@@ -24,7 +23,7 @@ import tyro
 
 from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
 from titan_ext.config_registry import resolve_config
-from titan_ext.config_registry.run_commands import Check, Ledger, Peft, Report, Target
+from titan_ext.config_registry.run_commands import Check, Peft, Report, Target
 from titan_ext.config_registry.terminal import coloured, working
 from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.files import nearest, to_toml
@@ -43,7 +42,7 @@ _DESCRIPTION = (
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
 _NODES = ("ranks_per_node", "nvlink_domain")
-_CLOCK = ("imbalance", "document", "machine", "slower", "stock", *_NODES)
+_CLOCK = ("imbalance", "document", "machine", "stock", *_NODES)
 _OPTIONS = (("memory", "allowance"), _CLOCK)
 """What dry-run hands to processes of its own: the budget, and how a step is modelled."""
 _MOST_RANKS = 2**20
@@ -133,11 +132,6 @@ class DryRun:
     machine: str = ""
     """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x, mi355x, or a
     TOML file with rates of your card (docs/plan.md)."""
-    measured: Path | None = None
-    """Folder of a run on that machine, whose step or ledger says how much slower real kernels are.
-    With --out, measured.toml there is a --machine with what a ledger says."""
-    slower: float = 1.0
-    """How many times slower kernels are than ideal ones: the factor that --measured printed."""
     activations: str = ""
     """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
     the best activation checkpointing for that."""
@@ -221,7 +215,6 @@ class DryRun:
             self.machine, self.ranks_per_node, self.nvlink_domain
         )
         with as_rank(self.ranks, self.rank, self.ranks_per_node, self.nvlink_domain):
-            self._calibrate(self.out or folder)
             with no_accelerator.as_with_an_accelerator(of_machine):
                 resolved = resolve_config(self.config, flags)
                 config = resolved.config
@@ -252,7 +245,6 @@ class DryRun:
                     self.rank,
                     budget=budget,
                     machine=self.machine,
-                    slower=self.slower,
                     imbalance=self.imbalance,
                     document=self.document,
                 )
@@ -274,18 +266,6 @@ class DryRun:
             print("            titan_ext tune, with the same options, finds what fits and is fast")
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
-
-    def _calibrate(self, out: Path) -> None:
-        from titan_ext.plan.elsewhere import calibrate
-
-        if not self.machine and (self.measured is not None or self.slower != 1.0):
-            raise ValueError("--measured and --slower need --machine: they slow its kernels down.")
-        if not 0 < self.slower < math.inf:
-            raise ValueError(f"--slower is {self.slower}; expected a positive factor: 1.3.")
-        if self.measured is not None:
-            calibration = calibrate(self.measured, self.machine, out)
-            print(f"{'measured':12}{calibration}")
-            self.machine, self.slower = calibration.machine, calibration.slower
 
     def _plan_activations(
         self, resolved: "Resolved", activations: int | None, memory: "DeviceMemory | None"
@@ -365,7 +345,6 @@ _COMMANDS = {
     "report": Report,
     "target": Target,
     "peft": Peft,
-    "ledger": Ledger,
     "check": Check,
 }
 

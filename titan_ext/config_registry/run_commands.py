@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The commands around a run: ``titan_ext report | target | peft | ledger | check``.
+"""The commands around a run: ``titan_ext report | target | peft | check``.
 
 ``commands.py`` parses them. Nothing here imports torch before a command needs it.
 """
@@ -60,34 +60,6 @@ class Peft:
 
         config = resolve_config(self.config, flags).config
         print(export_adapters(config, self.output, self.base_model))
-
-
-@dataclass
-class Ledger:
-    """Print where the time of a profiled step went, in the parts of a plan and beside it.
-
-    The run needs --profiler.enable_profiling. A plan (dry-run --machine ... --memory ... --out) in
-    its folder stands beside its step.
-    """
-
-    folder: tyro.conf.Positional[Path]
-    """dump_folder of the run."""
-    rank: int = 0
-    """The rank to print; the others are compared with it."""
-    step: int | None = None
-    """The step, as Titan counts; by default the newest that was profiled."""
-    by_unit: bool = False
-    """Print each unit of FSDP as well."""
-    out: Path | None = None
-    """Folder to write into: ledger.json and ledger.png."""
-
-    def run(self, flags: list[str]) -> None:
-        from titan_ext.plan import ledger
-
-        read = ledger.Ledger.read(self.folder, rank=self.rank, step=self.step)
-        print(read.report(by_unit=self.by_unit))
-        if self.out is not None:
-            read.write(self.out)
 
 
 @dataclass

@@ -60,8 +60,6 @@ class Tune:
     """GPUs of a node."""
     nvlink_domain: int = 0
     """Neighbouring GPUs that NVLink joins: 72 on GB200 and GB300; 0 for a node's."""
-    slower: float = 1.0
-    """How many times slower kernels are than ideal ones (dry-run --measured says)."""
     imbalance: float = 1.0
     """How many times their balanced share of tokens the rank's experts get."""
     processes: int = 0
@@ -110,7 +108,6 @@ class Tune:
                 self.ranks_per_node < 1,
                 f"--ranks-per-node is {self.ranks_per_node}; expected 1 or more.",
             ),
-            (not self.slower > 0, f"--slower is {self.slower}; expected a positive factor: 1.3."),
             (self.processes < 0, f"--processes is {self.processes}; expected 0 or more."),
             (
                 self.exact and self.batch == "free",
@@ -185,7 +182,6 @@ class Tune:
             memory=DeviceMemory(memory=memory),
             machine=self.machine,
             rank=self.rank,
-            slower=self.slower,
             imbalance=self.imbalance,
             exact=self.exact,
             depths=Depths.of(config),

@@ -97,7 +97,6 @@ class Job:
         memory: Of each GPU.
         machine: As ``base.machines.machine_of`` takes it.
         rank: The one to plan.
-        slower: Factor on the ideal time of kernels.
         imbalance: Tokens that the rank's experts get, for one if routing were balanced.
         exact: Whether nothing may be stored in float8.
         depths: Of the shortened models; None to plan whole ones.
@@ -109,7 +108,6 @@ class Job:
     memory: DeviceMemory
     machine: str
     rank: int = 0
-    slower: float = 1.0
     imbalance: float = 1.0
     exact: bool = False
     depths: Depths | None = None
@@ -132,7 +130,6 @@ class Job:
             self.rank,
             budget=self.memory,
             machine=self.machine,
-            slower=self.slower,
             imbalance=self.imbalance,
         )
         assert run.memory is not None

@@ -202,7 +202,7 @@ class DryRun(Trainer):
                 "NVFP4 and float8 experts need Triton, which torch lacks where it sees no GPU."
             ) from error
 
-    def plan(self, budget: DeviceMemory | None, machine: str = "", slower: float = 1.0) -> None:
+    def plan(self, budget: DeviceMemory | None, machine: str = "") -> None:
         """Run a step, steady as any but a run's first; count what it holds, or its time."""
         self._start_as_second_step()
         offloads = self.config.training.enable_cpu_offload
@@ -212,7 +212,7 @@ class DryRun(Trainer):
         )
         clock = None
         if machine:
-            clock = StepClock(self.model_parts, live, machine_of(machine), slower=slower)
+            clock = StepClock(self.model_parts, live, machine_of(machine))
         with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
         if budget is not None:
@@ -257,8 +257,7 @@ class DryRun(Trainer):
             machine=machine,
             tokens=tokens / dims.non_data_parallel_size,
             flops_per_token=flops if rates.name and not has_quantization(spec.model) else None,
-            slower=clock.slower,
-            is_measured=clock.slower != 1 or bool(rates.slower) or not rates.name,
+            is_measured=bool(rates.slower) or not rates.name,
             is_compiled="model" in self._compiled,
         )
 
@@ -391,7 +390,6 @@ def dry_run(
     *,
     budget: DeviceMemory | None = None,
     machine: str = "",
-    slower: float = 1.0,
     as_on_a_gpu: bool = True,
     imbalance: float = 1.0,
     document: int = 0,
@@ -405,7 +403,6 @@ def dry_run(
         rank: The one to be.
         budget: Plan the memory, too, and hold it against this.
         machine: Time the step, too, on this one, as ``machine_of`` takes it.
-        slower: Factor on the ideal time of its kernels.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
         document: How long packed documents are, where attention is masked to them; 0: a sequence.
@@ -429,7 +426,7 @@ def dry_run(
     run = DryRun(config, ranks, rank)
     run.imbalance, run.dispatchers, run.weights = imbalance, dispatchers, weights
     if budget is not None or machine:
-        run.plan(budget, machine, slower)
+        run.plan(budget, machine)
     elif step:
         run.run_step()
     return run

@@ -80,7 +80,7 @@ def _moment(peak: Peak) -> dict[str, Any]:
 
 
 def _time(time: StepTime) -> dict[str, Any]:
-    keys = ("machine", "slower", "step_ms", "tokens_per_second", "mfu")
+    keys = ("machine", "step_ms", "tokens_per_second", "mfu")
     keys += ("expected_ms", "expected_tokens_per_second")
     by_part = {part.name.lower(): ms for part, ms in time.ms.items()}
     return {key: getattr(time, key) for key in keys} | {"ms": by_part, "kernels": {**time.kernels}}

@@ -115,18 +115,14 @@ class StepClock(TorchDispatchMode):
         parts: The models of this rank.
         live: Says at which moment of the step the operations are.
         machine: Whose rates.
-        slower: Factor on the time of every kernel, for a calibration.
     """
 
-    def __init__(
-        self, parts: Sequence[nn.Module], live: LiveBytes, machine: Machine, *, slower: float = 1.0
-    ) -> None:
+    def __init__(self, parts: Sequence[nn.Module], live: LiveBytes, machine: Machine) -> None:
         super().__init__()
         self.passes: list[Pass] = []
         """In the order in which they ran."""
         self.spans: list[Span] = []
         self._parts, self._live, self._machine = parts, live, machine
-        self.slower = slower
         self._compute = torch.cpu.current_stream()
         self._streams = Streams()
         self._host: tuple[Item, ...] = ()
@@ -172,7 +168,7 @@ class StepClock(TorchDispatchMode):
         never = self._live.never_made()
         for work, parts in self._fused:
             nbytes = sum(n for storage, n in parts if storage not in never)
-            slower = self.slower * self._machine.slower.get(work.label[-1], 1.0)
+            slower = self._machine.slower.get(work.label[-1], 1.0)
             work.ms = min(work.ms, nbytes / self._machine.memory * 1e3 * slower)
 
     def _add_up(self) -> None:
@@ -227,7 +223,7 @@ class StepClock(TorchDispatchMode):
         self._wait_for(stream, used)
         cost = op_cost(func, args, kwargs, out, self._machine)
         part, now = self._part(func._schema.name), self.passes[-1]
-        end = self._add(stream, part, cost.ms * self.slower, kernel_class(func._schema.name))
+        end = self._add(stream, part, cost.ms, kernel_class(func._schema.name))
         if stream is self._compute:
             parts = self._live.fused(func, (*used, *tensors_in(out)))
             if parts is not None and not cost.flops:
@@ -352,7 +348,6 @@ class StepTime:
         nbytes: That they read and write.
         tokens: Of a step, for each GPU.
         flops_per_token: By Titan's formula; None where Titan reports no MFU either.
-        slower: Factor on the ideal time of kernels.
         is_measured: Whether these are rates of kernels in a run, and not a card's best.
         is_compiled: Whether the job compiles its blocks.
         kernels: Milliseconds of kernels on all streams, and of messages that are alone on their
@@ -365,7 +360,6 @@ class StepTime:
     nbytes: Mapping[Part, int]
     tokens: float
     flops_per_token: int | None
-    slower: float = 1.0
     is_measured: bool = False
     is_compiled: bool = False
     kernels: Mapping[str, float] = field(default_factory=dict)
@@ -435,7 +429,4 @@ class StepTime:
         for part in Part:
             if (ms := f"{self.ms.get(part, 0.0):.1f}") != "0.0":
                 yield f"{ms:>8}  {part}"
-        rates = "ideal: at the rates of single kernels"
-        if self.slower != 1:
-            rates = f"kernels take {self.slower:.2f} times the ideal"
-        yield f"{self.step_ms:>8.1f}  sum, {rates}"
+        yield f"{self.step_ms:>8.1f}  sum, ideal: at the rates of single kernels"
