@@ -74,9 +74,13 @@ class FSDPMeshes:
             reduce_without_premul_sum(model)
 
     def separate_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """A new process group for the shards of each kind of parameters, by its ranks."""
+        """A new process group for the shards of each kind of parameters, by its ranks.
+
+        In one order on all ranks: torch names such a group by how many were made before it, too
+        (``_hash_ranks_to_str`` in distributed_c10d.py), and the ranks meet by that name.
+        """
         infos = [self._dense_info, *([self._experts_info] if self.experts is not None else [])]
-        all_ranks = {tuple(dist.get_process_group_ranks(i.shard_process_group)) for i in infos}
+        of_infos = (tuple(dist.get_process_group_ranks(i.shard_process_group)) for i in infos)
         return {
             ranks: cast(
                 dist.ProcessGroup,
@@ -84,7 +88,7 @@ class FSDPMeshes:
                     list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
                 ),
             )
-            for ranks in sorted(all_ranks)
+            for ranks in dict.fromkeys(of_infos)
         }
 
     @cached_property
