@@ -16,7 +16,6 @@ _NAMED = {
     # The version of NCCL, or RCCL, where it is the backend; and how a trace names its operations.
     ("run/receipts.py", "nccl"),
     ("run/receipts.py", "cuda"),
-    ("plan/trace.py", "nccl:"),
 }
 """Names of CUDA that may stand in the code, by file; messages and docstrings may name it."""
 

@@ -77,7 +77,7 @@ def _loss(out_TD: torch.Tensor) -> torch.Tensor:
 
 
 def _exchange_once(routed: Any, mesh: Any, nodes: int) -> None:
-    dims: Any = SimpleNamespace(ep=mesh.size(), get_mesh=lambda name: mesh)
+    dims: Any = SimpleNamespace(ep=mesh.size(), get_optional_mesh=lambda names, **_: mesh)
     exchange_once(routed, hops_across_nodes(dims, nodes) if nodes else ())
 
 

@@ -1179,7 +1179,7 @@ def test_titans_warnings_that_are_never_shown():
         "__post_init__": inspect.getsource(BaseCheckpointManager.Config.__post_init__),
         "_validate_config": inspect.getsource(ConfigManager._validate_config),
         "__init__": inspect.getsource(torchtitan.trainer.Trainer.__init__),
-        "get_peak_flops": inspect.getsource(torchtitan.tools.utils.get_peak_flops),
+        "get_peak_flops": inspect.getsource(torchtitan.tools.utils),
     }
     for function, words in _NOISE:
         assert f'"{words.removesuffix("nan")}' in sources[function]
