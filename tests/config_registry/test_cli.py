@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torchtitan.config import ConfigManager
 
 from tests.helpers.toml_files import DEBUG
 from titan_ext import config_registry
@@ -95,6 +97,18 @@ def test_a_bare_name_is_titans_and_ours_end_in_toml(folder: Path):
             getattr(config_registry, name)
     assert getattr(config_registry, "moe_debug_gpu.toml")().training.steps == 30
     assert set(dir(config_registry)) >= {*titan_configs()}
+
+
+def test_flags_of_a_list_are_those_that_count(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a notebook, or a test: ``sys.argv`` is another program's."""
+    (folder / "a.toml").write_text(DEBUG + '[parallelism]\nexchange_dtype = "float8"\n')
+    monkeypatch.setattr("sys.argv", ["ipykernel", "-f", "kernel.json"])
+    words = ["--module", "titan_ext", "--config", "a.toml"]
+    flags = ["--parallelism.expert_parallel_degree", "2"]
+    config: Any = ConfigManager().parse_args([*words, *flags])
+    assert config.parallelism.expert_parallel_degree == 2
+    with pytest.raises(SystemExit):
+        ConfigManager().parse_args(words)
 
 
 @pytest.mark.parametrize("flags", [[], ["--changed"]])

@@ -24,20 +24,28 @@ if TYPE_CHECKING:
     from titan_ext.run.trainer import Trainer
 
 
-def resolve_config(name: str, flags: Sequence[str]) -> "Resolved":
-    """The config ``name`` (``find_config``) with flags on top, and where its values come from."""
+def resolve_config(name: str, flags: Sequence[str], *, flags_follow: bool = False) -> "Resolved":
+    """The config ``name`` (``find_config``) with flags on top, and where its values come from.
+
+    With ``flags_follow`` the caller puts others on top, which may mend what is wrong without them.
+    """
     check_config(name)
     from titan_ext.config_registry.resolve import resolve
 
     found = find_config(name)
     if isinstance(found, Path):
         here = found.is_absolute() and found.is_relative_to(Path.cwd())
-        return resolve(found.relative_to(Path.cwd()) if here else found, flags)
-    return resolve(name, flags, function=found)
+        path = found.relative_to(Path.cwd()) if here else found
+        return resolve(path, flags, flags_follow=flags_follow)
+    return resolve(name, flags, function=found, flags_follow=flags_follow)
 
 
 def _config(name: str) -> "Trainer.Config":
-    """The config ``name``, checked with the flags that stand beside it on the command line."""
+    """The config ``name``, checked with the flags that stand beside it on the command line.
+
+    Where it does not stand there, as for ``ConfigManager().parse_args(list)`` of a notebook, Titan
+    has the flags, and checks what it makes of both.
+    """
     from titan_ext.base.run_check import world_size
     from titan_ext.parallelize.limits import wrong_degrees
 
@@ -45,7 +53,9 @@ def _config(name: str) -> "Trainer.Config":
     handler = "titan_ext.run.start.register_handler"
     os.environ.setdefault("TITAN_STRUCT_LOGGER_HANDLERS", handler)
     known, flags = module_and_config(sys.argv[1:])
-    config = resolve_config(name, flags if known.config == name else ()).config
+    if known.config != name:
+        return resolve_config(name, (), flags_follow=True).config
+    config = resolve_config(name, flags).config
     Mistakes(wrong_degrees(config, world_size(config))).raise_all()
     return config
 

@@ -63,13 +63,16 @@ def load(path: str | Path) -> Trainer.Config:
     return resolve(path).config
 
 
-def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") -> Resolved:
+def resolve(
+    path: str | Path, flags: Sequence[str] = (), *, function: str = "", flags_follow: bool = False
+) -> Resolved:
     """The trainer config that a TOML file and flags describe, with the origin of every value.
 
     Args:
         path: The file; with ``function``, a name for messages.
         flags: Titan's command-line flags, which win over the file.
         function: A config function ("MODULE.FUNCTION") in place of a file.
+        flags_follow: Return a config that fails its checks, too: the caller changes it further.
 
     Raises:
         TomlConfigError: (a ValueError) with one message that names the file and each wrong key.
@@ -101,7 +104,8 @@ def resolve(path: str | Path, flags: Sequence[str] = (), *, function: str = "") 
     try:
         config = replace(config)
     except ValueError as error:
-        raise TomlConfigError(_to_blame(unflagged, at.file), "", str(error)) from error
+        if not flags_follow:
+            raise TomlConfigError(_to_blame(unflagged, at.file), "", str(error)) from error
     if (spec := config.model_spec) is not None:
         spec.extends, spec.choices = base.name, model
     names = () if function else tuple(file.name for file in files)
