@@ -21,15 +21,13 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import TrainingConfig
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models.common import ComplexRoPE
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.deepseek_v3 import _build_dsv3_layers
 from torchtitan.models.qwen3.config_registry import qwen3_debugmodel_non_fused_qkv
 from torchtitan.tools.logging import init_logger
 
 from tests.helpers.cluster import run_line, run_ranks
-from tests.helpers.training import titan_config
+from tests.helpers.training import deepseek_v3_layers, titan_config
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
 from titan_ext.components.lora import export_adapters
@@ -45,36 +43,11 @@ TOKENS = torch.arange(64).view(2, 32) * 31 % 2048
 
 
 def _deepseek_v3() -> Any:
-    """671B in small: query LoRA, sigmoid routing in groups, one shared expert, a dense layer."""
+    """671B in small, with transformers' epsilon."""
     config = titan_config("deepseek_v3")
     assert config.model_spec is not None
     model: Any = config.model_spec.model
-    model.layers = _build_dsv3_layers(
-        n_layers=2,
-        n_dense_layers=1,
-        dim=model.dim,
-        n_heads=4,
-        q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        mscale=1.0,
-        dense_hidden_dim=128,
-        moe_hidden_dim=64,
-        num_experts=8,
-        num_shared_experts=1,
-        router_top_k=3,
-        router_score_func="sigmoid",
-        router_num_expert_groups=4,
-        router_num_limited_groups=2,
-        router_route_scale=2.5,
-        router_route_norm=True,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        non_blocking_capacity_factor=None,
-        rope=ComplexRoPE.Config(dim=16, max_seq_len=4096, theta=10000.0),
-    )
+    model.layers = deepseek_v3_layers(model.dim)
     for _, norm, _, _ in model.traverse(RMSNorm.Config, recurse=True):
         norm.eps = 1e-6  # type: ignore[attr-defined]  # that of transformers; Titan's is 1e-5
     return config

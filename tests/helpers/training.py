@@ -36,8 +36,10 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common import ComplexRoPE
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
+from torchtitan.models.deepseek_v3 import _build_dsv3_layers
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer as TitanTrainer
 
@@ -367,6 +369,36 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.__post_init__()
     ours.__post_init__()
     return ours
+
+
+def deepseek_v3_layers(dim: int, **changes: Any) -> list[Any]:
+    """671B's in small: query LoRA, sigmoid routing in groups, one shared expert, a dense layer."""
+    small: dict[str, Any] = {
+        "n_layers": 2,
+        "n_dense_layers": 1,
+        "n_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "mscale": 1.0,
+        "dense_hidden_dim": 128,
+        "moe_hidden_dim": 64,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "router_top_k": 3,
+        "router_score_func": "sigmoid",
+        "router_num_expert_groups": 4,
+        "router_num_limited_groups": 2,
+        "router_route_scale": 2.5,
+        "router_route_norm": True,
+        "attn_backend": "flex",
+        "moe_comm_backend": "standard",
+        "non_blocking_capacity_factor": None,
+        "rope": ComplexRoPE.Config(dim=16, max_seq_len=4096, theta=10000.0),
+    }
+    return _build_dsv3_layers(dim=dim, **(small | changes))
 
 
 def titan_config(model: str) -> TitanTrainer.Config:

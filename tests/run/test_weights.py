@@ -16,11 +16,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWriter, hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.models.common import ComplexRoPE
-from torchtitan.models.deepseek_v3 import _build_dsv3_layers
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.training import Run, make_config
+from tests.helpers.training import Run, deepseek_v3_layers, make_config
 from titan_ext.components.hf_export import HuggingFaceExport, files_of
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.stand_ins import as_rank
@@ -91,31 +89,13 @@ def _config(name: str, folder: Path, **keys: Any) -> Any:
     config.checkpoint = CheckpointManager.Config(enable=True, **keys)
     model = config.model_spec.model
     if name.startswith("deepseek"):
-        model.layers = _build_dsv3_layers(
-            n_layers=2,
-            n_dense_layers=1,
-            dim=model.dim,
-            n_heads=4,
+        model.layers = deepseek_v3_layers(
+            model.dim,
             q_lora_rank=0 if "without" in name else 48,
-            kv_lora_rank=32,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=16,
-            v_head_dim=32,
-            mscale=1.0,
-            dense_hidden_dim=128,
-            moe_hidden_dim=64,
             num_experts=4,
-            num_shared_experts=1,
             router_top_k=2,
-            router_score_func="sigmoid",
             router_num_expert_groups=2,
             router_num_limited_groups=1,
-            router_route_scale=2.5,
-            router_route_norm=True,
-            attn_backend="flex",
-            moe_comm_backend="standard",
-            non_blocking_capacity_factor=None,
-            rope=ComplexRoPE.Config(dim=16, max_seq_len=4096, theta=10000.0),
         )
     return config
 
