@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The machine that ``--machine`` names: one of ``op_cost.MACHINES``, or a TOML file of yours.
+"""The machine that ``--machine`` names: one of ``MACHINES``, or a TOML file of yours.
 
 ``benchmarks/rates.py`` writes such a file from kernels that it times on a card. Its keys are the
 attributes of ``Machine``:

@@ -21,7 +21,7 @@ from torch.distributed import GroupName, distributed_c10d
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from titan_ext.base.machines import RANKS_PER_NODE, Machine
+from titan_ext.base.machines import KINDS, RANKS_PER_NODE, Machine
 from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
 
 NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
@@ -79,6 +79,7 @@ _KERNELS = {
     "GEMM": r"::(mm|addmm|bmm|baddbmm|_scaled_mm)\b",
     "copies": r"fsdp::|::(copy_|_foreach_copy_|clone|_to_copy|cat)\b|Memcpy",
 }
+assert {*_KERNELS, "elementwise"} < {*KINDS}, "a machine's file can slow each kind down"
 
 
 @functools.cache
