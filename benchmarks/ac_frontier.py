@@ -28,7 +28,6 @@ GRID = 12
 CURVES: dict[str, dict[str, Any]] = {
     "budget, nothing in float8": {"float8": False},
     "budget, attention exact": {},
-    "budget, attention in float8": {"exact_attention": False},
 }
 PRESETS = {
     "stock selective": "stock",

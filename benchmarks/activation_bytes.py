@@ -59,6 +59,7 @@ MIB = 2**20
 GFLOP = 1e9
 
 Config = ActivationCheckpointing.Config
+_FLOAT8_ATTENTION = {"attention.inner_attention": "save_float8"}
 ARMS: dict[str, Callable[[], Config | None]] = {
     "stock-none": lambda: None,
     "stock-selective": SelectiveAC.Config,
@@ -68,12 +69,10 @@ ARMS: dict[str, Callable[[], Config | None]] = {
     "fp8-speed": lambda: FP8AC.Config(mode="selective", preset="speed"),
     "fp8-full": lambda: FP8AC.Config(mode="full"),
     "fp8-no-recompute": lambda: FP8AC.Config(mode="no_recompute"),
-    "fp8-no-recompute-fp32": lambda: FP8AC.Config(mode="no_recompute", fp32="save_float8"),
-    "fp8-memory-e5m2": lambda: FP8AC.Config(mode="selective", preset="memory", dtype="e5m2"),
     "fp8-memory-attention": lambda: FP8AC.Config(
-        mode="selective", preset="memory", attention="save_float8"
+        mode="selective", preset="memory", op_policies=_FLOAT8_ATTENTION
     ),
-    "fp8-speed-attention": lambda: FP8AC.Config(preset="speed", attention="save_float8"),
+    "fp8-speed-attention": lambda: FP8AC.Config(preset="speed", op_policies=_FLOAT8_ATTENTION),
     "fp8-memory-early": lambda: FP8AC.Config(preset="memory", score_before_last_gemm=True),
     "fp8-balanced": lambda: FP8AC.Config(preset="balanced"),
     "fp8-balanced-early": lambda: FP8AC.Config(preset="balanced", score_before_last_gemm=True),
@@ -81,10 +80,7 @@ ARMS: dict[str, Callable[[], Config | None]] = {
     "fp8-gemms-early": lambda: FP8AC.Config(preset="gemms", score_before_last_gemm=True),
     "fp8-speed-early": lambda: FP8AC.Config(preset="speed", score_before_last_gemm=True),
     "fp8-no-recompute-attention": lambda: FP8AC.Config(
-        mode="no_recompute", attention="save_float8"
-    ),
-    "fp8-no-recompute-all": lambda: FP8AC.Config(
-        mode="no_recompute", attention="save_float8", fp32="save_float8"
+        mode="no_recompute", op_policies=_FLOAT8_ATTENTION
     ),
     "fp8-offload": lambda: _offloaded("offload"),
     "fp8-offload-float8": lambda: _offloaded("offload_float8"),

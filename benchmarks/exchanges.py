@@ -33,7 +33,7 @@ _HALVES = "--parallelism.overlap_exchanges halves"
 _FLOAT8 = "--parallelism.exchange_dtype float8"
 _ROWS, _NODE = (f"--parallelism.exchange_rows {once}" for once in ("rank", "node"))
 _EXPERTS = (
-    "--parallelism.fsdp_expert_all_gather float8 --parallelism.fsdp_expert_reduce_scatter bfloat16"
+    "--parallelism.fsdp_float8_all_gather experts --parallelism.fsdp_expert_reduce_scatter bfloat16"
 )
 ARMS = {
     "stock": "--stock",
@@ -45,7 +45,7 @@ ARMS = {
     "halves, one row": f"{_HALVES} {_ROWS}",
     "halves, float8, one row": f"{_HALVES} {_FLOAT8} {_ROWS}",
     "halves, float8, a node": f"{_HALVES} {_FLOAT8} {_NODE}",
-    "halves, float8 gathers": f"{_HALVES} --parallelism.fsdp_all_gather float8",
+    "halves, float8 gathers": f"{_HALVES} --parallelism.fsdp_float8_all_gather blocks",
     "and experts' gathers": f"{_HALVES} {_FLOAT8} {_EXPERTS}",
 }
 

@@ -70,7 +70,6 @@ ARMS: dict[str, Any] = {
     "fp8-speed": lambda: FP8AC.Config(preset="speed"),
     "fp8-full": lambda: FP8AC.Config(mode="full"),
     "fp8-no-recompute": lambda: FP8AC.Config(mode="no_recompute"),
-    "fp8-no-recompute-fp32": lambda: FP8AC.Config(mode="no_recompute", fp32="save_float8"),
     "bad-codec": FP8AC.Config,
     "float8-gather": SelectiveAC.Config,
     "float8-gather-all": SelectiveAC.Config,
@@ -85,6 +84,10 @@ ARMS: dict[str, Any] = {
 _GATHERS = ("float8-gather", "bad-gather")
 _GATHERS_ALL = ("float8-gather-all", "bad-gather-all")
 _EXCHANGES = ("float8-exchange", "bad-exchange")
+
+
+def _gathered(arm: str) -> str:
+    return "experts" if arm in _GATHERS else "blocks" if arm in _GATHERS_ALL else "none"
 
 
 def train_rank(
@@ -110,11 +113,10 @@ def train_rank(
         world=2,
         ep=ep,
         ac=ARMS[REFERENCE if arm == WARM else arm](),
-        expert_all_gather="float8" if arm in _GATHERS else None,
-        all_gather="float8" if arm in _GATHERS_ALL else None,
+        float8_all_gather=_gathered(arm),
         exchange_dtype="float8" if arm in _EXCHANGES else None,
         exchange_rows="rank" if arm == "rows" else "expert",
-        overlap_exchanges="halves" if arm == "halves" else "none",
+        overlap_exchanges="halves" if arm == "halves" else "shared_experts",
         global_batch=2 * batch,
         seq_len=seq_len,
         steps=steps,

@@ -34,10 +34,9 @@ _WRAP = "--parallelism.fsdp_wrap"
 ARMS = {
     "stock": "--stock",
     "auto": "",
-    "block": f"{_WRAP} block --parallelism.fsdp_reduce_scatter_buffers 1",
+    "block": f"{_WRAP} block",
     "submodule": f"{_WRAP} submodule",
-    "submodule, 1 buffer": f"{_WRAP} submodule --parallelism.fsdp_reduce_scatter_buffers 1",
-    "experts, 1 buffer": f"{_WRAP} experts --parallelism.fsdp_reduce_scatter_buffers 1",
+    "experts": f"{_WRAP} experts",
 }
 _WAITS = ("exchanges", "host", "gathers", "reductions", "collectives")
 

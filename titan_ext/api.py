@@ -26,7 +26,8 @@ from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, synchronize_unmanaged_parameters
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.limits import check_model_limits
-from titan_ext.parallelize.passes import extend_model_spec, parallelize
+from titan_ext.parallelize.model_spec import extend_model_spec
+from titan_ext.parallelize.passes import parallelize
 
 __all__ = [
     "FSDPSettings",

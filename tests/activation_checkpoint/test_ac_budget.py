@@ -67,7 +67,7 @@ def _some_nodes(seed: int, count: int = 6) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def _is_right(nodes: tuple[Node, ...], chosen: tuple[OpPolicy, ...], exact_attention: bool) -> bool:
+def _is_right(nodes: tuple[Node, ...], chosen: tuple[OpPolicy, ...]) -> bool:
     """By what the recompute would have: values that are right, float8's, or NaN."""
     values: list[str] = []
     for node, policy in zip(nodes, chosen, strict=True):
@@ -79,29 +79,28 @@ def _is_right(nodes: tuple[Node, ...], chosen: tuple[OpPolicy, ...], exact_atten
         values.append({RECOMPUTE: again, DISCARD: "nan"}.get(policy, kept))
         if node.is_read and values[-1] == "nan":
             return False
-        if node.is_attention and exact_attention and "float8" in [*read, values[-1]]:
+        if node.is_attention and "float8" in [*read, values[-1]]:
             return False
     return True
 
 
-@pytest.mark.parametrize("exact_attention", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_solution_is_the_best_of_all(seed: int, exact_attention: bool):
+def test_the_solution_is_the_best_of_all(seed: int):
     graph = BlockGraph(_some_nodes(seed), (), 0)
     prices = [
         graph.price(list(chosen))
         for chosen in itertools.product(*(node.policies for node in graph.nodes))
-        if _is_right(graph.nodes, chosen, exact_attention)
+        if _is_right(graph.nodes, chosen)
     ]
     least, most = (limit(nbytes for nbytes, _ in prices) for limit in (min, max))
     for budget in range(least, most + 40 * KIB, (most - least) // 4):
         best = min(ms for nbytes, ms in prices if nbytes <= budget)
-        found = solve([BlockKind(graph)], budget, exact_attention=exact_attention)
+        found = solve([BlockKind(graph)], budget)
         assert found.nbytes <= budget
-        assert _is_right(graph.nodes, tuple(found.chosen[0]), exact_attention)
+        assert _is_right(graph.nodes, tuple(found.chosen[0]))
         assert found.ms == pytest.approx(best, rel=1e-3)
     with pytest.raises(BudgetTooSmallError) as error:
-        solve([BlockKind(graph)], least - KIB, exact_attention=exact_attention)
+        solve([BlockKind(graph)], least - KIB)
     assert error.value.least == least
 
 
@@ -127,7 +126,7 @@ def test_the_best_with_a_host(seed: int):
     priced = [
         Solution.of(kinds, [list(chosen)])
         for chosen in itertools.product(*policies)
-        if _is_right(nodes, chosen, exact_attention=False)
+        if _is_right(nodes, chosen)
     ]
     for limit in (host.limit, None):
         most = min(host.rate * forward_s, math.inf if limit is None else limit / 6)
@@ -135,7 +134,7 @@ def test_the_best_with_a_host(seed: int):
         least = min(s.nbytes for s in possible)
         for budget in (least, 2 * least, 4 * least):
             best = min(s.ms for s in possible if s.nbytes <= budget)
-            found = solve(kinds, budget, exact_attention=False, host=replace(host, limit=limit))
+            found = solve(kinds, budget, host=replace(host, limit=limit))
             assert found.nbytes <= budget
             assert found.host_nbytes <= 6 * most
             assert found.ms == pytest.approx(best, rel=1e-3)

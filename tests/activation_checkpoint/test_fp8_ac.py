@@ -1,6 +1,5 @@
 """FP8 activation checkpointing, eagerly, on one process: what is stored, and the gradients."""
 
-import dataclasses
 import gc
 import logging
 import unittest.mock
@@ -109,9 +108,8 @@ def test_the_stock_preset_is_stock(stock):
         Config(preset="gemms"),
         Config(mode="no_recompute"),
         Config(mode="full"),
-        Config(mode="no_recompute", fp32="save_float8"),
     ],
-    ids=lambda c: f"{c.mode}-{c.preset}-{c.attention}-{c.fp32}",
+    ids=lambda c: f"{c.mode}-{c.preset}",
 )
 def test_gradients_point_where_those_of_bf16_do(config, stock):
     cosine, name = _worst(stock, _gradients(config))
@@ -389,10 +387,6 @@ def test_nothing_in_float8_is_an_error():
     block = _block().float()
     with pytest.raises(RuntimeError, match=r"nothing was stored in it.*exact: float32"):
         measure_block(block, _input().float(), None, None)
-    report = measure_block(
-        _block().float(), _input().float(), None, None, config=Config(fp32="save_float8")
-    )
-    assert _in_float8(report)[1] == 3
 
 
 @torch.library.custom_op("titan_ext_tests::flash_attention", mutates_args=())
@@ -426,14 +420,12 @@ class _AttentionBlock(nn.Module):
 @pytest.mark.parametrize("mode", ["selective", "no_recompute"])
 def test_log_sum_exps_stay_exact_whatever_their_layout(mode: Any):
     """16 heads x 256 tokens in fp32, in rows of 256."""
-    config = Config(mode=mode, fp32="save_float8", attention="save_float8")
-    if mode == "selective":
-        config.op_policies = {"*:titan_ext_tests.flash_attention": "save_float8"}
+    op = ":titan_ext_tests.flash_attention" if mode == "selective" else ""
+    config = Config(mode=mode, op_policies={f"*{op}": "save_float8"})
     torch.manual_seed(0)
     x_BLD = torch.randn(1, 256, 256, requires_grad=True)
     report = measure_block(_AttentionBlock(), x_BLD, config=config)
-    assert "exact: log-sum-exp" in {row.treatment for row in report.stored}
-    assert {row.nbytes for row in report.stored if "log-sum-exp" in row.treatment} == {4 * 16 * 256}
+    assert 4 * 16 * 256 in {row.nbytes for row in report.stored if "float32" in row.treatment}
 
 
 def test_exempt_layers_and_modules_are_exact():
@@ -502,14 +494,7 @@ def test_a_policy_that_decides_nothing_is_said(caplog):
     [
         ({"mode": "selektive"}, r"activation_checkpoint\.mode is 'selektive'; .*mean 'selective'"),
         ({"preset": "speedy"}, r"activation_checkpoint\.preset is 'speedy'.*mean 'speed'"),
-        ({"dtype": "e4m4"}, r"activation_checkpoint\.dtype"),
-        ({"block": 100}, r"activation_checkpoint\.block"),
         ({"mode": "full", "preset": "speed"}, r"preset is 'speed'; it has no meaning with"),
-        (
-            {"mode": "full", "attention": "save_float8"},
-            r"attention is 'save_float8'; it has no meaning",
-        ),
-        ({"mode": "no_recompute", "attention": "recompute"}, r"recomputes nothing"),
         ({"debug": True}, r"debug is on"),
         (
             {"op_policies": {"moe": "save_flaot8"}},
@@ -579,14 +564,13 @@ def test_toml(tmp_path, monkeypatch):
     [activation_checkpoint]
     policy = "fp8"
     preset = "speed"
-    block = 64
     [activation_checkpoint.op_policies]
     "moe.shared_experts" = "save"
     "*:aten.mm" = "save_float8"
     """
     config = resolve_text(tmp_path, DEBUG + section).config.activation_checkpoint
     policies = {"moe.shared_experts": "save", "*:aten.mm": "save_float8"}
-    assert config == Config(preset="speed", block=64, op_policies=policies)
+    assert config == Config(preset="speed", op_policies=policies)
     assert [rule.module for rule in config.rules()] == ["moe.shared_experts", "*"]
 
 
@@ -595,15 +579,10 @@ def test_what_compiled_code_cannot_do_is_refused(tmp_path, monkeypatch):
     compiled = "[compile]\nenable = true\n"
     section = '[activation_checkpoint]\npolicy = "fp8"\n'
     resolve_text(tmp_path, DEBUG + section + compiled)
-    key = 'mode = "no_recompute"\nfp32 = "save_float8"\n'
+    key = 'op_policies = {"moe" = "offload"}\n'
     resolve_text(tmp_path, DEBUG + section + key)
-    with pytest.raises(ValueError, match=r'fp32 is .save_float8.; expected "save" under'):
+    with pytest.raises(ValueError, match="do not run under"):
         resolve_text(tmp_path, DEBUG + section + key + compiled)
-
-
-def test_every_key_of_the_codec_is_a_key():
-    names = {f.name for f in dataclasses.fields(Config)}
-    assert {f.name for f in dataclasses.fields(Codec)} <= names
 
 
 def test_a_freed_cast_of_a_weight_lends_its_name_to_no_other_tensor():

@@ -34,7 +34,7 @@ from tests.helpers.fp8_activations import CHOICES, LooksUp, debug_model
 from tests.helpers.training import Run, operations_in, train
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import (
-    apply_activation_checkpointing,
+    checkpoint_blocks,
     compiled_checkpoint,
     parts,
 )
@@ -97,7 +97,7 @@ def run(
     """
     model = debug_model(layers=layers)
     units = plan_units(model, wrap)
-    apply_activation_checkpointing(model, policy, units, compiled=backend is not None)
+    checkpoint_blocks(model, policy, units, compiled=backend is not None)
     saved: list[list[Saved]] = []
     counters.clear()
     if backend is not None:
@@ -227,7 +227,7 @@ def test_without_float8_nothing_changes():
     ours = outcome_of(exact=True, wrap="block")
     model = debug_model(layers=2)
     units = plan_units(model, "block")
-    apply_activation_checkpointing(model, FP8AC(EXACT), units, compiled=True)
+    checkpoint_blocks(model, FP8AC(EXACT), units, compiled=True)
     for part in parts(model, units):
         part.main.compile(backend="aot_eager", fullgraph=True)
     torch.manual_seed(1)
@@ -324,7 +324,8 @@ def test_blocks_that_decide_differently_share_no_code():
         def compiled_policies(self, block: nn.Module, name: str) -> BlockPolicies:
             plan = super().compiled_policies(block, name)
             rules = parse_rules({"input": "save_float8", "*": "recompute"})
-            return replace(plan, user_rules=rules) if name == "layers.2" else plan
+            recipe = replace(plan.recipe, user_rules=rules)
+            return replace(plan, recipe=recipe) if name == "layers.2" else plan
 
     outcome = run(SecondLess(OP_POLICIES), "block", layers=3, lengths=(L,))
     assert [activations(saved) for saved in outcome.saved] == [
@@ -524,7 +525,7 @@ def test_the_load_of_experts_is_counted_once(policy: ActivationCheckpointing):
     model = debug_model(layers=2)
     units = plan_units(model, "block")
     names = [name for name, _ in model.named_parameters()]
-    apply_activation_checkpointing(model, policy, units, compiled=True)
+    checkpoint_blocks(model, policy, units, compiled=True)
     block: Any = model.layers["1"]
     block.compile(backend="aot_eager", fullgraph=True)
     x_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()

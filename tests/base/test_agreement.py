@@ -2,14 +2,13 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 import titan_ext
 from tests.helpers.cluster import RankError, run_ranks
-from tests.helpers.training import titan_config
+from tests.helpers.training import degrees, titan_config
 from titan_ext.base.messages import ranks_in_words
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
 from titan_ext.run.start import RanksAgree, describe
@@ -50,28 +49,31 @@ def _decide() -> tuple:
     """What decides how often a rank communicates, where nodes have 4 and 2 ranks."""
     import torch
     import torch.distributed as dist
-    from torchtitan.config import TrainingConfig
+    from torchtitan.config import CompileConfig, TrainingConfig
 
-    from titan_ext.base.op_cost import ranks_per_node
-    from titan_ext.components.exchange_policy import ExchangePolicy
-    from titan_ext.fsdp.auto import choose
-    from titan_ext.fsdp.settings import FSDPSettings
+    from titan_ext.base.op_cost import Nodes
     from titan_ext.parallelize.keys import ParallelismConfig
+    from titan_ext.parallelize.recipe import resolve
 
-    sizes: dict[str, Any] = {"dp_shard": 4, "cp": 1, "tp": 1, "pp_enabled": False}
-    dims: Any = SimpleNamespace(ep=2, **sizes)
-    wide: Any = SimpleNamespace(ep=4, tp_enabled=False, **sizes)
     os.environ["LOCAL_WORLD_SIZE"] = "2" if os.environ["RANK"] == "3" else "4"
     dist.init_process_group("gloo")
     with torch.device("meta"):
         model: Any = cast(Any, titan_config("deepseek_v3").model_spec).model.build()
-    keys, training = ParallelismConfig(), TrainingConfig()
+    nodes = Nodes.agreed()
     try:
-        return (
-            ranks_per_node(),
-            ExchangePolicy.decide(keys, training, wide, compiled=False).saved,
-            choose(model, FSDPSettings(), dims).wrap,
-        )
+        recipes = [
+            resolve(
+                model,
+                parallel_dims=degrees(dp_shard=4, ep=ep),
+                nodes=nodes,
+                training=TrainingConfig(),
+                parallelism=ParallelismConfig(expert_parallel_degree=ep),
+                compile_config=CompileConfig(),
+                ac_config=None,
+            )
+            for ep in (2, 4)
+        ]
+        return nodes.ranks, recipes[1].exchanges.saved, recipes[0].fsdp.wrap
     finally:
         dist.destroy_process_group()
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,15 +16,17 @@ from torchtitan.protocols import BaseModel
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.on_cpu import list_all_to_all
-from tests.helpers.training import titan_config
+from tests.helpers.training import degrees, titan_config
+from titan_ext.base.op_cost import Nodes
 from titan_ext.components.dispatch import (
     FunctionalAllToAllTokenDispatcher,
     use_functional_all_to_all,
 )
-from titan_ext.components.exchange_policy import ExchangePolicy
+from titan_ext.components.exchange_policy import resolve_exchanges
 from titan_ext.components.shared_experts import overlap_shared_experts
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.parallelize.passes import extend_model_spec, parallelize
+from titan_ext.parallelize.model_spec import extend_model_spec
+from titan_ext.parallelize.passes import parallelize
 
 
 def _dispatcher_types(spec) -> list[type]:
@@ -214,11 +215,11 @@ def test_shared_experts_run_while_outputs_travel_back(checkpoints: bool, tmp_pat
         ("never", "partial_dtensor", True, 8, False),
     ],
 )
-def test_what_saves_all_to_alls(
-    value: Any, backend: Any, compiled: bool, ep: int, saves: bool, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+def test_what_saves_all_to_alls(value: Any, backend: Any, compiled: bool, ep: int, saves: bool):
     parallelism = ParallelismConfig(save_all_to_all=value, spmd_backend=backend)
-    dims: Any = SimpleNamespace(ep=ep, tp_enabled=False)
-    exchanges = ExchangePolicy.decide(parallelism, TrainingConfig(), dims, compiled=compiled)
+    model: Any = cast(Any, titan_config("deepseek_v3").model_spec).model
+    dims = degrees(dp_shard=8, ep=ep, backend=backend)
+    exchanges = resolve_exchanges(
+        model, parallelism, TrainingConfig(), dims, Nodes(4, 4), compiled=compiled
+    )
     assert exchanges.saved is saves

@@ -110,7 +110,9 @@ def _tokens(run: Run, runs: Runs) -> dict[bool, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.slow), "halves"])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param("shared_experts", marks=pytest.mark.slow), "halves"]
+)
 def test_bytes_on_the_wire(overlap: str, runs: Runs):
     """Tokens and gradients of what comes back are packed; experts' outputs and tokens' are not."""
     run = replace(PLAIN, overlap_exchanges=overlap, save_all_to_all="always", ac="fp8")
@@ -194,7 +196,7 @@ FOUR = replace(PLAIN, world=4, global_batch=16)
         replace(FOUR, tp=2, global_batch=8),
         replace(FOUR, pp=2, microbatch_size=2, global_batch=8, overlap_exchanges="halves"),
         replace(FOUR, ep=4, experts=8, accumulate=2),
-        replace(FOUR, experts=6, expert_all_gather="float8", overlap_exchanges="halves"),
+        replace(FOUR, experts=6, float8_all_gather="experts", overlap_exchanges="halves"),
     ],
     ids=str,
 )

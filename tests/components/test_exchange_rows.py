@@ -18,14 +18,16 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
 from tests.helpers.cluster import RankError, run_ranks
-from tests.helpers.training import Run, Runs, make_config, observed, train
+from tests.helpers.training import Run, Runs, degrees, make_config, observed, titan_config, train
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base.op_cost import Nodes
 from titan_ext.components import exchange
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
-from titan_ext.components.exchange_policy import ExchangePolicy, ranks_of_token
+from titan_ext.components.exchange_policy import ranks_of_token, resolve_exchanges
 from titan_ext.components.rows import exchange_once, hops_across_nodes
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher
+from titan_ext.run.trainer import extend_config
 
 _T, _D = 24, 16
 
@@ -338,11 +340,11 @@ def _tokens(run: Run, runs: Runs) -> dict[bool, list[int]]:
 @pytest.mark.parametrize(
     ("overlap", "dtype", "ac"),
     [
-        ("none", None, "fp8"),
+        ("shared_experts", None, "fp8"),
         ("halves", "float8", "selective"),
-        pytest.param("none", None, "selective", marks=pytest.mark.slow),
+        pytest.param("shared_experts", None, "selective", marks=pytest.mark.slow),
         pytest.param("halves", None, "fp8", marks=pytest.mark.slow),
-        pytest.param("none", "float8", "fp8", marks=pytest.mark.slow),
+        pytest.param("shared_experts", "float8", "fp8", marks=pytest.mark.slow),
     ],
 )
 def test_bytes_on_the_wire(overlap: str, dtype: str | None, ac: str, runs: Runs):
@@ -410,7 +412,7 @@ def test_exchanges_of_two_hops(saves: str, again: int, runs: Runs):
         replace(FOUR, tp=2, global_batch=8),
         replace(FOUR, pp=2, microbatch_size=2, global_batch=8, overlap_exchanges="halves"),
         replace(FOUR, ep=4, routing="one_expert", exchange_dtype="float8"),
-        replace(FOUR, experts=6, expert_all_gather="float8", overlap_exchanges="halves"),
+        replace(FOUR, experts=6, float8_all_gather="experts", overlap_exchanges="halves"),
         replace(PLAIN, cp=2, attention="flex", seq_len=512, global_batch=2),
         replace(NODES, ac="full", overlap_exchanges="halves", accumulate=2, global_batch=16),
         replace(NODES, ac="fp8_early", overlap_exchanges="halves", exchange_dtype="float8"),
@@ -445,21 +447,19 @@ def test_one_expert_a_rank_changes_nothing(runs: Runs):
 @pytest.mark.parametrize(
     ("ep", "joined", "nodes"), [(32, 8, 4), (64, 72, 0), (8, 8, 0), (12, 8, 0), (4, 1, 0)]
 )
-def test_two_hops_need_whole_nodes(
-    ep: int,
-    joined: int,
-    nodes: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-):
-    monkeypatch.setenv("TITAN_EXT_NVLINK_DOMAIN", str(joined))
+def test_two_hops_need_whole_nodes(ep: int, joined: int, nodes: int):
     parallelism = ParallelismConfig(exchange_rows="node", expert_parallel_degree=ep)
-    dims: Any = SimpleNamespace(ep=ep, tp_enabled=False)
-    caplog.set_level("INFO")
-    exchanges = ExchangePolicy.decide(parallelism, TrainingConfig(), dims, compiled=False)
-    assert (exchanges.rows, exchanges.nodes) == ("node" if nodes else "rank", nodes)
+    model: Any = extend_config(titan_config("deepseek_v3_16b")).model_spec
+    dims = degrees(dp_shard=ep, ep=ep)
+    exchanges = resolve_exchanges(
+        model.model, parallelism, TrainingConfig(), dims, Nodes(8, joined), compiled=False
+    )
+    assert nodes == Nodes(8, joined).among(ep)
     said = f'"node" does as "rank": {ep} ranks exchange tokens, and NVLink joins {joined}.'
-    assert (said in caplog.text) == (not nodes)
+    assert any(said in note for note in exchanges.notes) == (not nodes)
+    # Of 64 experts no rank of 64 has two, and the 12 ranks share none evenly.
+    if ep < 64:
+        assert (exchanges.rows, exchanges.nodes) == ("node" if nodes else "rank", nodes)
 
 
 def test_what_it_does_not_serve_is_refused_by_key(tmp_path: Path):

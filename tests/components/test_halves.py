@@ -107,7 +107,7 @@ FOUR = replace(PLAIN, world=4, global_batch=16)
         replace(FOUR, pp=2, microbatch_size=2, global_batch=8),
         replace(FOUR, dp_replicate=2, reshard="never"),
         replace(FOUR, nodes=(3, 1), ac="fp8"),
-        replace(FOUR, experts=6, expert_all_gather="float8"),
+        replace(FOUR, experts=6, float8_all_gather="experts"),
         replace(FOUR, experts=6, routing="one_expert", ac="fp8_early", save_all_to_all="always"),
     ],
     ids=str,

@@ -238,10 +238,9 @@ def _train(case: Case, arm: str, folder: Path) -> dict[str, Any]:
     def local(x: Any) -> Any:
         return x.full_tensor() if isinstance(x, DTensor) else x
 
-    overlap = "halves" if arm == "halves" else "none"
+    overlap = {"halves": "halves", "ahead": "shared_experts"}.get(arm, "none")
     config: Any = make_config(replace(case.run, overlap_exchanges=overlap), folder)
     spec, keys = config.model_spec, config.parallelism
-    keys.overlap_shared_experts = arm == "ahead"
     dims = _dims(case.run.tp, case.run.backend)
     dist_utils.set_spmd_backend(keys.spmd_backend)
     context = dist_utils.get_spmd_context(parallel_dims=dims)

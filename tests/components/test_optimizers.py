@@ -23,7 +23,7 @@ from tests.helpers import muon
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config, titan_config
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.compile import apply_activation_checkpointing, compile_units
+from titan_ext.activation_checkpoint.compile import checkpoint_blocks, compile_units
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.components.optim import OptimizersContainer
 from titan_ext.fsdp.units import plan_units
@@ -84,10 +84,10 @@ def test_groups_do_not_depend_on_what_is_wrapped(
     units = plan_units(model, wrap)
     if POLICIES[policy] is not None:
         built = POLICIES[policy].build(dump_folder=str(tmp_path))
-        apply_activation_checkpointing(model, built, units, compiled=compiled)
+        checkpoint_blocks(model, built, units, compiled=compiled)
     if compiled:
         dims: Any = SimpleNamespace(tp_enabled=False, ep_enabled=True)
-        compile_units(model, units, compile_config=CompileConfig(enable=True), parallel_dims=dims)
+        compile_units(model, units, CompileConfig(enable=True), dims)
     config = OptimizersContainer.Config(param_groups=GROUPS)
     assert _resolved(config.build(model_parts=[model])) == bare
     assert [len(group["param_names"]) for group in bare] == [19, 2, 1, 37, 24]
@@ -96,7 +96,7 @@ def test_groups_do_not_depend_on_what_is_wrapped(
 def test_stock_matches_names_of_wrappers():
     """Why ours does not. When this fails, Titan matches canonical names too."""
     model = _model()
-    apply_activation_checkpointing(
+    checkpoint_blocks(
         model, FullAC.Config().build(dump_folder=""), plan_units(model, "block"), compiled=False
     )
     config = TitanOptimizersContainer.Config(param_groups=GROUPS)

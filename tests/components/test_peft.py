@@ -33,7 +33,7 @@ from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, 
 from titan_ext.components.lora import export_adapters
 from titan_ext.config_registry.commands import main
 from titan_ext.config_registry.resolve import load
-from titan_ext.parallelize.passes import balance_all_blocks
+from titan_ext.parallelize.model_spec import balance_all_blocks
 from titan_ext.run.trainer import extend_config
 
 WEIGHTS = "adapter_model.safetensors"

@@ -48,12 +48,12 @@ def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
 
     config: Any = make_config(run, folder)
     if not rounded:
-        config.parallelism.fsdp_quantize_frozen = "nf4"
+        config.parallelism.fsdp_quantize_frozen = ["*"]
     with no_accelerator.layout_independent_init():
         trainer: Any = config.build()
     (model,) = trainer.model_parts
     if rounded:
-        linears = find_frozen_linears(model, [], shard_world=2, is_chunk=False)
+        linears = find_frozen_linears(model, ["*"], shard_world=2, is_chunk=False)
         for linear in linears:
             weight: Any = model.get_submodule(linear).weight
             whole: Any = to_nf4(weight.full_tensor().to(torch.bfloat16))
@@ -95,7 +95,7 @@ def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
         saved={name: state[name].full_tensor().float().numpy() for name in quantized},
     )
     if rounded:
-        names = find_frozen_linears(model, [], shard_world=2, is_chunk=False)
+        names = find_frozen_linears(model, ["*"], shard_world=2, is_chunk=False)
         result.saved = {
             f"{name}.weight": named[f"{name}.weight"].full_tensor().numpy() for name in names
         }
@@ -144,11 +144,15 @@ def two_fake_ranks() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("offload", "keys", "message"),
     [
-        (True, {}, "fsdp_quantize_frozen needs training.enable_cpu_offload = false"),
+        (
+            True,
+            {"fsdp_quantize_frozen": ["*"]},
+            "fsdp_quantize_frozen needs training.enable_cpu_offload = false",
+        ),
         (
             False,
             {
-                "fsdp_quantize_frozen_modules": ["layers.1.attention.wkv_b"],
+                "fsdp_quantize_frozen": ["layers.1.attention.wkv_b"],
                 "fsdp_replicate": ["layers.1.attention.wkv_b"],
             },
             r"layers.1.attention.wkv_b is replicated by parallelism.fsdp_replicate",
@@ -162,8 +166,6 @@ def test_what_cannot_be_quantized_is_refused(offload: bool, keys: dict[str, Any]
     with pytest.raises(ValueError, match=message):
         api.build_decoder(
             spec,
-            parallelism=api.ParallelismConfig(
-                fsdp_quantize_frozen="nf4", spmd_backend="partial_dtensor", **keys
-            ),
+            parallelism=api.ParallelismConfig(spmd_backend="partial_dtensor", **keys),
             training=TrainingConfig(enable_cpu_offload=offload),
         )

@@ -671,7 +671,7 @@ def test_a_policy_of_ones_own():
 
 def test_the_default_policy_can_be_bent():
     assert keep_exact(normal(64, 64, dtype=torch.float32)) == "float32"
-    assert keep_exact(normal(64, 64, dtype=torch.float32), fp32=False) is None
+    assert keep_exact(normal(64, 64)) is None
     assert keep_exact(normal(64, 63)) == "small"
 
 

@@ -43,7 +43,13 @@ def test_a_gather_inside_a_block_is_no_operation_of_its_checkpoint(runs: Runs):
     """
     saves_cat = FP8AC.Config(preset="stock", op_policies={"attention:aten.cat": "save"})
     run = Run(
-        world=2, ep=2, layers=2, steps=2, ac=saves_cat, all_gather="float8", exchange_rows="rank"
+        world=2,
+        ep=2,
+        layers=2,
+        steps=2,
+        ac=saves_cat,
+        float8_all_gather="blocks",
+        exchange_rows="rank",
     )
     run = observed(run)
     halves, whole = (runs.get(replace(run, parallelize=x)) for x in ("submodule", "block"))

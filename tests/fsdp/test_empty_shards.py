@@ -39,7 +39,7 @@ def _train_watched(run: Run, folder: Path) -> list[int]:
     config.debug.record_collectives = True
     if run.lora:
         config.parallelism.fsdp_replicate = ["adapters"]
-        config.parallelism.fsdp_quantize_frozen = "nf4"
+        config.parallelism.fsdp_quantize_frozen = ["*"]
     with no_accelerator.layout_independent_init():
         trainer = config.build()
     sizes = [p.to_local().numel() for m in trainer.model_parts for p in m.parameters()]

@@ -19,10 +19,11 @@ from titan_ext.fp8 import dequantize, quantize
 from titan_ext.fsdp.collectives import BFloat16ReduceScatter, Float8AllGather
 from titan_ext.fsdp.plan import WIRE_CODEC, ShardSizes
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.parallelize.keys import ParallelismConfig, check_parallelism
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.limits import check_parallelism
 
 PLAIN = observed(Run(world=4, ep=2, parallelize="submodule"))
-FLOAT8 = replace(PLAIN, expert_all_gather="float8")
+FLOAT8 = replace(PLAIN, float8_all_gather="experts")
 BFLOAT16 = replace(PLAIN, expert_reduce_scatter="bfloat16")
 
 
@@ -128,7 +129,7 @@ def _gathered_experts(run: Run, shard_dim: int, folder: Path) -> list[tuple[str,
 @pytest.mark.parametrize(
     ("run", "shard_dim"),
     [
-        (Run(world=2, ep=1, parallelize="experts", expert_all_gather="float8"), 0),
+        (Run(world=2, ep=1, parallelize="experts", float8_all_gather="experts"), 0),
         pytest.param(FLOAT8, 0, marks=pytest.mark.slow),
         # As with more ranks than experts.
         pytest.param(FLOAT8, 1, marks=pytest.mark.slow),
@@ -163,7 +164,7 @@ def test_float8_halves_the_experts_bytes_and_no_others(runs: Runs):
 
 def test_all_matrices_of_blocks_travel_in_float8(runs: Runs):
     """Units do not matter: blocks of a scale begin with a parameter."""
-    plain, all_gather = runs.get(PLAIN), runs.get(replace(PLAIN, all_gather="float8"))
+    plain, all_gather = runs.get(PLAIN), runs.get(replace(PLAIN, float8_all_gather="blocks"))
     for before, after in zip(plain.ranks, all_gather.ranks, strict=True):
         both = list(zip(before.collectives, after.collectives, strict=True))
         shares = {
@@ -200,12 +201,12 @@ def test_both_over_four_ranks(runs: Runs):
     """In a unit of the experts' own, without expert parallelism."""
     run = replace(PLAIN, ep=1, parallelize="experts")
     plain = runs.get(run)
-    both = runs.get(replace(run, expert_all_gather="float8", expert_reduce_scatter="bfloat16"))
+    both = runs.get(replace(run, float8_all_gather="experts", expert_reduce_scatter="bfloat16"))
     assert both.losses == pytest.approx(plain.losses, rel=2e-3)
 
 
 def test_what_cannot_be_sent_so_is_refused():
-    key: Any = {"fsdp_expert_all_gather": "float8"}
+    key: Any = {"fsdp_float8_all_gather": "experts"}
     with pytest.raises(
         ValueError, match=r'needs .*degree > 1 or .*fsdp_wrap = "experts": with .*"auto"'
     ):
@@ -214,12 +215,12 @@ def test_what_cannot_be_sent_so_is_refused():
         ParallelismConfig(**key, fsdp_wrap="submodule")
     with pytest.raises(ValueError, match="each rank holds its experts whole"):
         ParallelismConfig(**key, expert_parallel_degree=8, data_parallel_shard_degree=8)
-    with pytest.raises(ValueError, match="'float4'; expected \"float8\", or no such key"):
-        ParallelismConfig(fsdp_expert_all_gather=cast(Any, "float4"))
-    with pytest.raises(ValueError, match=r"sends weights in NF4; expected no .*fsdp_all_gather"):
-        FSDPSettings(all_gather="float8", quantize_frozen="nf4")
+    with pytest.raises(ValueError, match=r"'expert'; .* did you mean 'experts'"):
+        ParallelismConfig(fsdp_float8_all_gather=cast(Any, "expert"))
+    with pytest.raises(ValueError, match=r"sends weights in NF4; expected .*all_gather = \"none\""):
+        FSDPSettings(float8_all_gather="blocks", quantize_frozen=["*"])
     with pytest.raises(ValueError, match=r"needs parallelism.enable_fsdp_symm_mem = false"):
-        FSDPSettings(expert_all_gather="float8", symm_mem=True)
+        FSDPSettings(float8_all_gather="experts", symm_mem=True)
     sent: Any = {"fsdp_expert_reduce_scatter": "bfloat16", "expert_parallel_degree": 2}
     with pytest.raises(ValueError, match=r"reduce_scatter needs .*pipeline_parallel_degree = 1"):
         ParallelismConfig(**sent, pipeline_parallel_degree=2)

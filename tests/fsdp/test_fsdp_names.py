@@ -11,13 +11,16 @@ import torch.nn as nn
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.decoder import Decoder
 
-from tests.helpers.training import titan_config
-from titan_ext.fsdp.make_plan import make_plan
+from tests.helpers.training import degrees, titan_config
+from titan_ext.base.op_cost import Nodes
 from titan_ext.fsdp.nf4 import find_frozen_linears
-from titan_ext.fsdp.plan import ShardSizes
+from titan_ext.fsdp.plan import FSDPPlan
+from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import find_replicated, plan_units, replicated_by_unit, units_without
-from titan_ext.parallelize.keys import ParallelismConfig, check_parallelism, check_unit_names
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.limits import check_parallelism
+from titan_ext.parallelize.recipe import check_names
 
 
 def _model(name: str = "deepseek_v3", *, lora: bool = False) -> Decoder:
@@ -61,7 +64,10 @@ def test_refused_names(names: tuple[str, ...], error: str):
     config = titan_config("deepseek_v3")
     assert config.model_spec is not None
     with pytest.raises(ValueError, match=f"parallelism.fsdp_replicate: {error}"):
-        check_unit_names(config.model_spec.model, ParallelismConfig(fsdp_replicate=list(names)))
+        check_names(
+            cast(Decoder.Config, config.model_spec.model),
+            ParallelismConfig(fsdp_replicate=list(names)),
+        )
 
 
 def test_tied_embeddings_are_refused():
@@ -82,18 +88,14 @@ def test_refused_layouts(values: dict[str, Any], error: str):
 
 
 def test_other_refusals():
-    nf4: Any = {"fsdp_quantize_frozen": "nf4"}
+    nf4: Any = {"fsdp_quantize_frozen": ["*"]}
     with pytest.raises(ValueError, match=r"quantize_frozen needs .*tensor_parallel_degree = 1"):
         ParallelismConfig(**nf4, tensor_parallel_degree=2)
-    with pytest.raises(ValueError, match=r"frozen_modules is 'layers.*'; expected a list of names"):
-        ParallelismConfig(**nf4, fsdp_quantize_frozen_modules=cast(Any, "layers.*"))
-    with pytest.raises(ValueError, match=r'frozen_modules needs .*fsdp_quantize_frozen = "nf4"'):
-        ParallelismConfig(fsdp_quantize_frozen_modules=["layers.*"])
-    with pytest.raises(ValueError, match="fsdp_quantize_frozen is 'nf8'; expected \"nf4\""):
-        ParallelismConfig(fsdp_quantize_frozen=cast(Any, "nf8"))
+    with pytest.raises(ValueError, match=r"quantize_frozen is 'nf4'; expected a list of names"):
+        ParallelismConfig(fsdp_quantize_frozen=cast(Any, "nf4"))
     with pytest.raises(ValueError, match="which torch does not offer for weights in NF4"):
         ParallelismConfig(**nf4, fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor")
-    for key, value in (("fsdp_replicate", ["norms"]), ("fsdp_quantize_frozen", "nf4")):
+    for key, value in (("fsdp_replicate", ["norms"]), ("fsdp_quantize_frozen", ["*"])):
         parallelism = ParallelismConfig(**cast(Any, {key: value}))
         check_parallelism(parallelism, compiled=False)
         with pytest.raises(ValueError, match=f"{key} does not go with compile.enable"):
@@ -119,10 +121,12 @@ def test_units_go_without_what_is_kept():
 
 def test_the_plan_counts_what_is_replicated():
     model = _model()
-    units = plan_units(model, "submodule")
-    sizes = ShardSizes(dense=4)
-    whole = make_plan(model, units, FSDPSettings(), sizes)
-    plan = make_plan(model, units, FSDPSettings(replicate=("router", "norms")), sizes)
+
+    def planned(*names: str) -> FSDPPlan:
+        settings = FSDPSettings(wrap="submodule", replicate=names)
+        return resolve_sharding(model, settings, degrees(dp_shard=4), Nodes(8, 8))
+
+    whole, plan = planned(), planned("router", "norms")
     modules = find_replicated(model, ("router", "norms"), is_chunk=False)
     numel = sum(
         param.numel()
@@ -145,7 +149,7 @@ def test_frozen_linears():
     def found(*names: str, world: int = 2) -> list[str]:
         return find_frozen_linears(model, names, shard_world=world, is_chunk=False)
 
-    everything = found()
+    everything = found("*")
     assert "layers.0.attention.wq" in everything
     assert "layers.1.moe.shared_experts.w1" in everything
     assert not any("lora" in name or "router" in name or "lm_head" in name for name in everything)
@@ -156,7 +160,7 @@ def test_frozen_linears():
     with pytest.raises(ValueError, match=r"no frozen linear 'layers.0.attention.wq.lora_a'"):
         found("layers.0.attention.wq.lora_a")
     with pytest.raises(ValueError, match="needs an axis to shard over"):
-        found(world=1)
+        found("*", world=1)
     with pytest.raises(ValueError, match=r"wkv_a.weight has \d+ elements; 64 ranks need"):
         found("layers.0.attention.wkv_a", world=64)
     assert isinstance(model.get_submodule(everything[0]), nn.Linear)

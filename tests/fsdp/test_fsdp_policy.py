@@ -14,13 +14,14 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from tests.helpers.collectives import Collective
 from tests.helpers.toml_files import DEBUG
-from tests.helpers.training import Run, Runs, narrow_attention, observed, titan_config
+from tests.helpers.training import Run, Runs, degrees, narrow_attention, observed, titan_config
 from titan_ext.api import build_decoder
-from titan_ext.fsdp.make_plan import make_plan
-from titan_ext.fsdp.plan import FSDPPlan, ShardSizes
+from titan_ext.base.op_cost import Nodes
+from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
+from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings, Reshard
-from titan_ext.fsdp.units import Wrap, plan_units
+from titan_ext.fsdp.units import Wrap
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.run.trainer import extend_config
 
@@ -36,13 +37,8 @@ def _plan(
     **settings: Any,
 ) -> FSDPPlan:
     built = _built(model, narrow)
-    return make_plan(
-        built,
-        plan_units(built, wrap),
-        FSDPSettings(**settings),
-        ShardSizes(dense=world),
-        is_chunk=pp_enabled,
-    )
+    dims = degrees(dp_shard=world, pp=2 if pp_enabled else 1)
+    return resolve_sharding(built, FSDPSettings(wrap=wrap, **settings), dims, Nodes(8, 8))
 
 
 def _built(model: str, narrow: bool = False) -> Decoder:
@@ -127,10 +123,11 @@ def test_tied_weights_are_the_head():
 def test_what_is_small_outside_the_blocks_stays():
     model = _built("deepseek_v3")
     model.tok_embeddings = torch.nn.Embedding(2, 2)
-    units, sizes = plan_units(model, "block"), ShardSizes(dense=2)
-    plan = make_plan(model, units, FSDPSettings(), sizes)
+    dims = degrees(dp_shard=2)
+    plan = resolve_sharding(model, FSDPSettings(wrap="block"), dims, Nodes(8, 8))
     assert plan["tok_embeddings"].reshard_after_forward is False
-    plan = make_plan(model, units, FSDPSettings(reshard_after_forward="always"), sizes)
+    always = FSDPSettings(wrap="block", reshard_after_forward="always")
+    plan = resolve_sharding(model, always, dims, Nodes(8, 8))
     assert plan["tok_embeddings"].reshard_after_forward is True
 
 
@@ -140,8 +137,10 @@ def test_a_world_that_does_not_divide_is_refused():
 
 
 def test_a_model_without_sharded_experts_cannot_send_them():
-    with pytest.raises(ValueError, match="expert_all_gather: FSDP shards no routed experts"):
-        _plan(model="qwen3", expert_all_gather="float8")
+    with pytest.raises(
+        ValueError, match='float8_all_gather = "experts": FSDP shards no routed experts'
+    ):
+        _plan(model="qwen3", float8_all_gather="experts")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_a_model_without_sharded_experts_cannot_send_them():
     ],
 )
 def test_prefetch_limit(value: int | str, limit: PrefetchLimit):
-    assert parse_prefetch_limit("key", value, PrefetchLimit()) == limit
+    assert parse_prefetch_limit("key", value) == limit
 
 
 def test_prefetch_by_units():
@@ -212,7 +211,6 @@ _BAD: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_reshard_groups": {"vision": "always"}}, "no unit of this model"),
     ({"fsdp_prefetch": "512 megabytes"}, "fsdp_prefetch is '512 megabytes'"),
     ({"fsdp_prefetch": -1}, "fsdp_prefetch is -1"),
-    ({"fsdp_prefetch_backward": "lots"}, "fsdp_prefetch_backward is 'lots'"),
 ]
 
 
@@ -242,11 +240,11 @@ def test_keys_in_a_file_and_on_the_command_line(tmp_path: Path, monkeypatch):
     section = '[parallelism]\nfsdp_wrap = "submodule"\nfsdp_prefetch = "64MiB"\n'
     (tmp_path / "run.toml").write_text(DEBUG + section + table)
     command = ["--module", "titan_ext", "--config", "run.toml"]
-    flags = ["--parallelism.fsdp_prefetch_backward", "2"]
+    flags = ["--parallelism.fsdp_reshard_after_forward", "always"]
     parallelism = cast(Any, ConfigManager().parse_args([*command, *flags])).parallelism
     assert parallelism.fsdp_reshard_groups == {"moe": "never", "layers.0.*": "always"}
     assert parallelism.fsdp_prefetch == "64MiB"
-    assert parallelism.fsdp_prefetch_backward == 2
+    assert parallelism.fsdp_reshard_after_forward == "always"
     flags = ["--parallelism.fsdp_reshard_groups", "attention", "never", "layers.[12].*", "always"]
     parallelism = cast(Any, ConfigManager().parse_args([*command, *flags])).parallelism
     assert parallelism.fsdp_reshard_groups == {"attention": "never", "layers.[12].*": "always"}
@@ -289,9 +287,7 @@ def _gathers_of_a_step(run: Run, runs: Runs) -> Counter[str]:
         pytest.param({"prefetch": "64MiB"}, marks=pytest.mark.slow),  # all units
         pytest.param({"prefetch": 3, "ac": "full"}, marks=pytest.mark.slow),
         pytest.param({"prefetch": 3, "ac": "none"}, marks=pytest.mark.slow),
-        pytest.param(
-            {"prefetch": 3, "prefetch_backward": 0, "parallelize": "block"}, marks=pytest.mark.slow
-        ),
+        pytest.param({"prefetch": 3, "parallelize": "block"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -9,11 +9,12 @@ import torch.nn as nn
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
-from tests.helpers.training import titan_config
-from titan_ext.fsdp.make_plan import make_plan
-from titan_ext.fsdp.plan import ShardSizes
+from tests.helpers.training import degrees, titan_config
+from titan_ext.base.op_cost import Nodes
+from titan_ext.fsdp.auto import choose
+from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import Unit, UnitKind, plan_units, resolve_wrap
+from titan_ext.fsdp.units import Unit, UnitKind, plan_units
 
 MODELS = ["deepseek_v3", "deepseek_v3_mtp", "qwen3", "qwen3_moe"]
 
@@ -52,11 +53,10 @@ def test_block_units_are_whole_blocks():
     decoder = _build("deepseek_v3")
     units = plan_units(decoder, "block")
     assert _names(units) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "lm_head"]
-    for sizes, groups in (
-        (ShardSizes(dense=4, experts=2), [1, 1, 2, 2, 1, 1]),
-        (ShardSizes(dense=4), [1] * 6),
-    ):
-        plan = make_plan(decoder, units, FSDPSettings(), sizes)
+    settings = FSDPSettings(wrap="block")
+    for ep, groups in ((2, [1, 1, 2, 2, 1, 1]), (1, [1] * 6)):
+        dims = degrees(dp_shard=4, ep=ep)
+        plan = resolve_sharding(decoder, settings, dims, Nodes(8, 8))
         assert [len(unit.groups) for unit in plan.units] == groups
 
 
@@ -137,19 +137,6 @@ def test_a_block_with_parameters_of_its_own_is_a_unit_around_the_others():
     assert names[3:6] == ["layers.1", "layers.1.attention", "layers.1.moe"]
 
 
-@pytest.mark.parametrize(
-    ("fsdp_wrap", "ep", "wrap"),
-    [
-        ("auto", 1, "block"),
-        ("auto", 2, "submodule"),
-        ("block", 2, "block"),
-        ("submodule", 1, "submodule"),
-    ],
-)
-def test_resolve_wrap(fsdp_wrap: str, ep: int, wrap: str):
-    assert resolve_wrap(fsdp_wrap, ep) == wrap
-
-
 def test_experts_apart_are_a_unit_inside_their_block():
     units = plan_units(_build("deepseek_v3"), "experts")
     assert _names(units)[:6] == [
@@ -163,7 +150,8 @@ def test_experts_apart_are_a_unit_inside_their_block():
 
 @pytest.mark.parametrize(("name", "wrap"), [("deepseek_v3", "submodule"), ("llama3", "block")])
 def test_auto_splits_blocks_only_where_expert_parallelism_splits_experts(name: str, wrap: str):
-    assert resolve_wrap("auto", 2, _build(name).config) == wrap
+    dims = degrees(dp_shard=2, ep=2)
+    assert choose(_build(name), FSDPSettings(), dims, Nodes(8, 8)).wrap == wrap
 
 
 def test_experts_of_another_name_are_told_with_their_block():
@@ -178,7 +166,7 @@ def test_experts_of_another_name_are_told_with_their_block():
 def test_the_last_norm_can_be_resharded_by_the_name_that_a_plan_shows():
     model, groups = _build("deepseek_v3"), {"norm": "always"}
     settings = FSDPSettings(wrap="submodule", reshard_groups=cast(dict, groups))
-    plan = make_plan(model, plan_units(model, "submodule"), settings, ShardSizes(dense=2))
+    plan = resolve_sharding(model, settings, degrees(dp_shard=2), Nodes(8, 8))
     freed = {unit.name: unit.reshard_after_forward for unit in plan.units}
     assert (freed["norm"], freed["lm_head"]) == (True, False)
 

@@ -19,7 +19,7 @@ from torchtitan.tools.logging import init_logger
 from tests.helpers.training import Run, make_config
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.debug.watchdog import CollectiveWatchdog
-from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp import auto, resolve
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, narrow=True, steps=3, ac="none")
 PLANTED_STEP = 2
@@ -122,7 +122,8 @@ def _caller() -> str:
 
 def _whole_blocks():
     """What no key says, so that no comparison of configs can find it."""
-    return unittest.mock.patch.object(FSDPSettings, "resolved_wrap", "block")
+    whole = auto.Choice("block")
+    return unittest.mock.patch.object(resolve, "choose", return_value=whole)
 
 
 @contextlib.contextmanager

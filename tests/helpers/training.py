@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import math
 import os
 import pickle
 import unittest.mock
@@ -33,6 +34,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TrainingConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
@@ -59,9 +61,9 @@ from titan_ext.base.stdlib_corpus import (
     register_stdlib_corpus,
 )
 from titan_ext.base.tensors import in_backward
-from titan_ext.fsdp import make_plan, prefetch
+from titan_ext.fsdp import auto, prefetch, resolve
 from titan_ext.fsdp.plan import ShardSizes
-from titan_ext.parallelize.passes import balance_all_blocks
+from titan_ext.parallelize.model_spec import balance_all_blocks
 from titan_ext.run.checkpoints import CheckpointManager
 from titan_ext.run.trainer import extend_config
 
@@ -136,7 +138,7 @@ class Run:
     """``parallelism.fsdp_reshard_groups``; of ours only."""
     save_all_to_all: str = "auto"
     """``parallelism.save_all_to_all``; of ours only."""
-    overlap_exchanges: str = "none"
+    overlap_exchanges: str = "shared_experts"
     """``parallelism.overlap_exchanges``; of ours only."""
     exchange_dtype: str | None = None
     """``parallelism.exchange_dtype``; of ours only."""
@@ -146,17 +148,14 @@ class Run:
     """``parallelism.fsdp_replicate``; of ours only."""
     prefetch: int | str = 1
     """``parallelism.fsdp_prefetch``; of ours only."""
-    prefetch_backward: int | str | None = None
     reduce_scatter_buffers: int = 1
-    """``parallelism.fsdp_reduce_scatter_buffers``; of ours only."""
+    """More: what "auto" takes across nodes, with two units ahead in backward; of ours only."""
     expert_shard_dim: int = 0
     """1: FSDP shards routed experts as it does where there are more ranks than experts."""
     stock_copy_out: bool = False
     """As FSDP2 by itself: such experts in a temporary, buffers freed with the next copy-out."""
-    all_gather: str | None = None
-    """``parallelism.fsdp_all_gather``; of ours only."""
-    expert_all_gather: str | None = None
-    """``parallelism.fsdp_expert_all_gather``; of ours only."""
+    float8_all_gather: str = "none"
+    """``parallelism.fsdp_float8_all_gather``; of ours only."""
     expert_reduce_scatter: str | None = None
     """``parallelism.fsdp_expert_reduce_scatter``; of ours only."""
     schedule: str = "1F1B"
@@ -360,15 +359,20 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     ours.parallelism.exchange_rows = cast(Any, run.exchange_rows)
     ours.parallelism.fsdp_replicate = list(run.replicate)
     ours.parallelism.fsdp_prefetch = run.prefetch
-    ours.parallelism.fsdp_prefetch_backward = run.prefetch_backward
-    ours.parallelism.fsdp_reduce_scatter_buffers = run.reduce_scatter_buffers
-    ours.parallelism.fsdp_all_gather = cast(Any, run.all_gather)
-    ours.parallelism.fsdp_expert_all_gather = cast(Any, run.expert_all_gather)
+    ours.parallelism.fsdp_float8_all_gather = cast(Any, run.float8_all_gather)
     ours.parallelism.fsdp_expert_reduce_scatter = cast(Any, run.expert_reduce_scatter)
     # As when a file or the command line gives these values.
     ours.parallelism.__post_init__()
     ours.__post_init__()
     return ours
+
+
+def degrees(backend: Any = "spmd_types", **sizes: int) -> ParallelDims:
+    """A job's degrees, without meshes."""
+    usual = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
+    given: Any = usual | sizes
+    world = math.prod(size for axis, size in given.items() if axis != "ep")
+    return ParallelDims(**given, world_size=world, spmd_backend=backend)
 
 
 def deepseek_v3_layers(dim: int, **changes: Any) -> list[Any]:
@@ -507,6 +511,17 @@ def start_as_planned(run: Run, folder: Path) -> tuple[Any, Any]:
     return trainer, trainer.batch_generator(trainer.dataloader)
 
 
+def _choose_buffers(run: Run) -> Any:
+    """What "auto" takes across nodes, where a test has one."""
+    ahead = auto.PrefetchLimit(units=2)
+
+    def choose(*args: Any, **kwargs: Any) -> auto.Choice:
+        choice = auto.choose(*args, **kwargs)
+        return replace(choice, buffers=run.reduce_scatter_buffers, backward=ahead)
+
+    return choose
+
+
 @contextlib.contextmanager
 def patched(run: Run) -> Iterator[None]:
     """What a CPU lacks for stock Titan, and the order of sums if the run asks for it.
@@ -525,8 +540,10 @@ def patched(run: Run) -> Iterator[None]:
             dim = run.expert_shard_dim
             stack.enter_context(patch(ShardSizes, "expert_shard_dim", lambda *_: dim))
         if run.stock_copy_out:
-            stack.enter_context(patch(make_plan, "copies_out_directly", lambda: False))
+            stack.enter_context(patch(resolve, "copies_out_directly", lambda: False))
             stack.enter_context(patch(prefetch, "_freeing", lambda *_: set()))
+        if run.reduce_scatter_buffers > 1:
+            stack.enter_context(patch(resolve, "choose", _choose_buffers(run)))
         if run.exact_sums:
             stack.enter_context(
                 patch(DefaultReduceScatter, "__call__", _reduce_scatter_in_rank_order)

@@ -44,13 +44,11 @@ _WORDS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "reshard": (_UNITS, lambda run: f"reshard {_ranks(run.reshard)}"),
     "reshard_groups": (_UNITS, lambda run: _groups(run.reshard_groups)),
     "prefetch": (_UNITS, lambda run: f"prefetch {run.prefetch}"),
-    "prefetch_backward": (_UNITS, lambda run: f"{run.prefetch_backward} in backward"),
     "reduce_scatter_buffers": (
         _UNITS,
         lambda run: f"{run.reduce_scatter_buffers} reduce-scatter buffers",
     ),
-    "all_gather": (_UNITS, lambda run: f"blocks gathered in {run.all_gather}"),
-    "expert_all_gather": (_UNITS, lambda run: f"experts gathered in {run.expert_all_gather}"),
+    "float8_all_gather": (_UNITS, lambda run: f"{run.float8_all_gather} gathered in float8"),
     "expert_reduce_scatter": (
         _UNITS,
         lambda run: f"experts' gradients sent in {run.expert_reduce_scatter}",
@@ -99,10 +97,10 @@ def describe(run: Run) -> tuple[str, str]:
 
 def is_lossy(run: Run) -> bool:
     """Whether ``run`` rounds otherwise than stock Titan: in fewer bits, or sums of halves."""
-    halves = run.overlap_exchanges != "none"  # other rounding: sums of two halves
+    halves = run.overlap_exchanges == "halves"  # other rounding: sums of two halves
     sums = halves or run.exchange_rows != "expert"  # or those of a rank
-    lossy = run.all_gather or run.expert_all_gather or run.exchange_dtype or sums
-    return bool(lossy) or not isinstance(run.ac, str) or run.ac.startswith("fp8")
+    lossy = run.float8_all_gather != "none" or bool(run.exchange_dtype) or sums
+    return lossy or not isinstance(run.ac, str) or run.ac.startswith("fp8")
 
 
 def _ranks(when: str | int) -> str:

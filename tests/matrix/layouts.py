@@ -160,7 +160,7 @@ _SETTINGS: list[dict[str, Any]] = [
     {"reshard": "always"},
     {"reshard": "never"},
     {"prefetch": 0},
-    {"prefetch": 3, "prefetch_backward": "8MiB"},
+    {"prefetch": "8MiB"},
 ]
 _RESHARD_AND_PREFETCH = [
     replace(row, parallelize=wrap, backend=backend, **setting)
@@ -291,7 +291,7 @@ _HOST_ACTIVATIONS = [
     replace(Run(ac="on_host", layers=4, parallelize="submodule"), **layout) for layout in _HOST
 ]
 # The third kind of unit, and what "auto" sets with small units across nodes.
-_TUNED: dict[str, Any] = {"prefetch": "auto", "prefetch_backward": 2, "reduce_scatter_buffers": 2}
+_TUNED: dict[str, Any] = {"prefetch": "auto", "reduce_scatter_buffers": 2}
 _EXPERTS: list[dict[str, Any]] = [
     {"world": 2},
     {"world": 2, "ep": 2},
@@ -327,10 +327,10 @@ _ON_THE_WIRE: list[dict[str, Any]] = [
     {"model": "deepseek_v3_mtp", "world": 2, "ep": 2, "save_all_to_all": "always"},
     {"world": 2, "ep": 2, "tp": 2, "save_all_to_all": "always"},
     {"world": 4, "ep": 2, "expert_reduce_scatter": "bfloat16"},
-    {"world": 4, "ep": 2, "expert_all_gather": "float8"},
-    {"world": 4, "ep": 2, "expert_all_gather": "float8", "backend": "partial_dtensor"},
-    {"world": 4, "ep": 2, "all_gather": "float8"},
-    {"model": "gpt_oss", "world": 4, "ep": 2, "expert_all_gather": "float8"},
+    {"world": 4, "ep": 2, "float8_all_gather": "experts"},
+    {"world": 4, "ep": 2, "float8_all_gather": "experts", "backend": "partial_dtensor"},
+    {"world": 4, "ep": 2, "float8_all_gather": "blocks"},
+    {"model": "gpt_oss", "world": 4, "ep": 2, "float8_all_gather": "experts"},
     {"world": 2, "ep": 2, "exchange_dtype": "float8"},
     {"world": 4, "ep": 2, "exchange_dtype": "float8", "backend": "partial_dtensor"},
     {"world": 2, "ep": 2, "exchange_dtype": "float8", "ac": "fp8", "save_all_to_all": "always"},
@@ -389,8 +389,8 @@ _FEWER_ROWS: list[dict[str, Any]] = [
     {"experts": 5, "param_dtype": "float32"},
     {"experts": 5, "reduce_scatter_buffers": 2},
     {"experts": 6, "ep": 2, "expert_reduce_scatter": "bfloat16"},
-    {"experts": 6, "ep": 2, "expert_all_gather": "float8"},
-    {"experts": 5, "all_gather": "float8"},
+    {"experts": 6, "ep": 2, "float8_all_gather": "experts"},
+    {"experts": 5, "float8_all_gather": "blocks"},
     {"experts": 6, "ep": 2, "exchange_dtype": "float8"},
     {"experts": 6, "ep": 2, "exchange_rows": "rank"},
     {"experts": 6, "ep": 2, **_TWO_SEQUENCES},

@@ -42,7 +42,6 @@ EXPERTS_TUNED = Run(
     ep=2,
     parallelize="experts",
     prefetch="auto",
-    prefetch_backward=2,
     reduce_scatter_buffers=2,
 )
 FAST: list[Run] = [
@@ -74,7 +73,6 @@ def reference_of(row: Run) -> Run:
         reshard="default",
         reshard_groups=(),
         prefetch=1,
-        prefetch_backward=None,
         reduce_scatter_buffers=1,
         # In float8, what is saved is not what is sent again.
         save_all_to_all=row.save_all_to_all if is_lossy(row) else "auto",

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from tests.helpers.toml_files import Loader
-from tests.helpers.training import Run, make_config, train
+from tests.helpers.training import Run, make_config, titan_config, train
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.limits import check_schedule
 from titan_ext.parallelize.passes import parallelize
@@ -110,7 +111,9 @@ def test_parallelize_refuses_them_under_any_trainer():
     """With our model spec under Titan's own trainer, which has checks of its own only."""
     with pytest.raises(ValueError, match=r'ZBVZeroBubble.* policy "selective"'):
         parallelize(
-            cast(Any, None),
+            cast(
+                Any, SimpleNamespace(config=cast(Any, titan_config("deepseek_v3").model_spec).model)
+            ),
             parallel_dims=cast(Any, None),
             training=TrainingConfig(),
             parallelism=TitanParallelismConfig(

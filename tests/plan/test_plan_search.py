@@ -309,7 +309,7 @@ _VALUES = {
     "parallelism.pipeline_parallel_microbatch_size": 1,
     "parallelism.fsdp_wrap": "auto",
     "parallelism.fsdp_reshard_after_forward": "default",
-    "parallelism.overlap_exchanges": "none",
+    "parallelism.overlap_exchanges": "shared_experts",
     "parallelism.exchange_dtype": None,
 }
 _FACTS = Facts(ranks=64, ranks_per_node=8, experts=64)
@@ -386,7 +386,7 @@ def _best_of_all(values: Mapping[str, Any]) -> float:
         EP: (1, 2, 4, 8, 16, 32, 64),
         REPLICATE: (1, 2, 4, 8, 16, 32),
         "parallelism.fsdp_reshard_after_forward": ("default", "never", "always"),
-        "parallelism.overlap_exchanges": ("none", "halves"),
+        "parallelism.overlap_exchanges": ("shared_experts", "halves"),
         "parallelism.exchange_dtype": (None, "float8"),
     }
     best = float("inf")

@@ -328,7 +328,9 @@ def test_jobs_on_one_card_are_as_shipped(name: str, tmp_path: Path) -> None:
         config = full_scale.trained_config(job, depths[-1], arm, str(tmp_path))
         assert config.comm.mode == "fake_backend"
         assert config.debug.moe_force_load_balance
-        assert config.parallelism.overlap_exchanges == ("none" if arm == "whole" else "halves")
+        assert config.parallelism.overlap_exchanges == (
+            "shared_experts" if arm == "whole" else "halves"
+        )
         layers = config.model_spec.model.layers
         assert len(layers) == depths[-1] > depths[0] > 0
         assert sum(layer.moe is not None for layer in layers[: depths[0]]) >= 2

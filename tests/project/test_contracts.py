@@ -119,7 +119,7 @@ from titan_ext.components import optim
 from titan_ext.components.float8_linears import GatheredWeight
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
-from titan_ext.fsdp.settings import copies_out_directly
+from titan_ext.fsdp.resolve import copies_out_directly
 from titan_ext.parallelize import limits
 from titan_ext.plan import live as memory_plan
 from titan_ext.run import start

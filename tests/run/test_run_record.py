@@ -4,29 +4,20 @@ import contextlib
 import json
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
-from torchtitan.config import TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from tests.helpers.training import Run, Runs, observed, titan_config
 from titan_ext import config_registry
-from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.components.exchange_policy import ExchangePolicy
 from titan_ext.config_registry.resolve import Resolved, load, resolve
 from titan_ext.fp8 import MemoryRow
-from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.run import record as run_record
 from titan_ext.run.planned import as_json
 from titan_ext.run.record import (
     RunRecord,
-    _activations,
-    _exchanges,
     origin,
 )
 from titan_ext.toml.values import dump
@@ -146,56 +137,6 @@ def test_activations(monkeypatch: pytest.MonkeyPatch):
     rows = [MemoryRow("wq", "float8 e4m3", 1, 2**20, 2**21), MemoryRow("x", "exact", 1, 100, 100)]
     report = SimpleNamespace(rows=lambda: rows)
     monkeypatch.setattr(run_record, "memory_report_of", lambda _: report)
-    assert _activations(SimpleNamespace(model_parts=[])) == [
+    assert run_record.gains(SimpleNamespace(model_parts=[])) == [
         "activations kept for backward: 1.0 MiB a forward; not compressed: 2.0 MiB (0.50)"
     ]
-
-
-class _OwnSelectiveAC(SelectiveAC):
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("policy", "saves", "exchanges"),
-    [
-        (SelectiveAC.Config(), "never", 8),
-        (SelectiveAC.Config(), "always", 5),
-        (FP8AC.Config(), "never", 7),
-        (FP8AC.Config(), "always", 5),
-        (FP8AC.Config(mode="no_recompute"), "never", 5),
-        (FP8AC.Config(score_before_last_gemm=True), "never", 8),  # two of them of scores
-        (FP8AC.Config(score_before_last_gemm=True), "always", 7),
-        (FP8AC.Config(preset="stock", score_before_last_gemm=True), "never", 9),
-        # Not for save_all_to_all to decide.
-        (FP8AC.Config(mode="full"), "always", None),
-        (FullAC.Config(), "always", None),
-        (_OwnSelectiveAC.Config(), "always", None),
-        (None, "always", None),
-    ],
-)
-def test_all_to_alls_of_a_layer(
-    policy: Any, saves: Any, exchanges: int | None, monkeypatch: pytest.MonkeyPatch
-):
-    def said_of(ep: int = 2, **keys: Any) -> list[str]:
-        parallelism = ParallelismConfig(save_all_to_all=saves, **keys)
-        config = SimpleNamespace(activation_checkpoint=policy, parallelism=parallelism)
-        dims: Any = SimpleNamespace(ep=ep, ep_enabled=True, tp_enabled=False, pp_enabled=False)
-        model = nn.Module()
-        training = TrainingConfig(local_batch_size=2)
-        ExchangePolicy.decide(parallelism, training, dims, compiled=False).leave_with(model)
-        parts = [model]
-        return _exchanges(SimpleNamespace(config=config, parallel_dims=dims, model_parts=parts))
-
-    found = said_of()
-    beside = ", as stock selective" if exchanges == 8 else "; 8 with stock selective"
-    said = f"all-to-alls a MoE layer and step: {exchanges}{beside} (predicted)"
-    assert found == ([said] if exchanges else [])
-    if exchanges == 5:  # scores and their gradients
-        once = said_of(exchange_rows="rank", expert_parallel_degree=2)[0]
-        assert "and step: 7" in once
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        assert "and step: 13" in said_of(4, exchange_rows="node", expert_parallel_degree=4)[0]
-    if exchanges:  # twice as many, of half the bytes
-        assert f"and step: {2 * exchanges}" in said_of(overlap_exchanges="halves")[0]

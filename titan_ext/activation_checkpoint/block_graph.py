@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from titan_ext.activation_checkpoint.blocks import attention_statistics, block_store
 from titan_ext.activation_checkpoint.discards import AutogradNodes, Discarded, last_node
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.op_effects import (
@@ -35,7 +34,7 @@ from titan_ext.activation_checkpoint.op_rules import INPUT, OpLocation, OpPolicy
 from titan_ext.base.machines import Machine
 from titan_ext.base.op_cost import op_cost
 from titan_ext.base.tensors import parts_in, storage_ids, tensors_in
-from titan_ext.fp8 import Codec
+from titan_ext.fp8 import SavedTensorStore
 
 SAVE, FLOAT8 = OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8
 RECOMPUTE, DISCARD = OpPolicy.RECOMPUTE, OpPolicy.DISCARD
@@ -179,8 +178,6 @@ def trace(
     block: nn.Module,
     rates: Machine,
     *,
-    codec: Codec | None = None,
-    compress_fp32: bool = False,
     exempt: tuple[str, ...] = (),
     name: str = "",
 ) -> Iterator[list[BlockGraph]]:
@@ -188,12 +185,11 @@ def trace(
 
     Args:
         block: A block without checkpointing, parallelized as it will run.
-        compress_fp32: Whether fp32 tensors may be stored in float8.
         exempt: Globs for modules that use no float8.
         name: Of the block in the model, for ``exempt``.
     """
     had, forward = "forward" in block.__dict__, block.forward
-    store = block_store(block, codec or Codec(), compress_fp32=compress_fp32)
+    store = SavedTensorStore(modules=[block])
     graphs: list[BlockGraph] = []
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -353,11 +349,9 @@ class _Sizes:
         self._store, self._rates, self._is_exempt = store, rates, is_exempt
 
     def node(self, out: Any, location: OpLocation, ms: float = 0.0) -> Node:
-        statistics = set(storage_ids(attention_statistics(location.module, location.op, out)))
         nbytes = float8_nbytes = moved = 0
-        for storage, x in {x.untyped_storage()._cdata: x for x in parts_in(out)}.items():
-            whole = x.untyped_storage().nbytes()
-            small = None if storage in statistics else self._store.float8_nbytes(x)
+        for x in {x.untyped_storage()._cdata: x for x in parts_in(out)}.values():
+            whole, small = x.untyped_storage().nbytes(), self._store.float8_nbytes(x)
             nbytes, float8_nbytes = nbytes + whole, float8_nbytes + (small or whole)
             moved += 2 * (x.numel() * x.element_size() + small) if small else 0
         policies = set(CHOICES)

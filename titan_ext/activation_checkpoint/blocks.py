@@ -7,7 +7,6 @@ output that the policy saves. They store them in the form that the policy names.
 to one call: a pipeline runs several forwards before the first backward.
 """
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -40,48 +39,14 @@ from titan_ext.activation_checkpoint.op_policies import (
 )
 from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpLocation, OpPolicy, Rule
 from titan_ext.base.op_cost import count_flops
-from titan_ext.base.tensors import has_values, may_wrap, storage_ids, tensors_in
-from titan_ext.fp8 import Codec, SavedTensorStore, keep_exact
+from titan_ext.base.tensors import has_values, may_wrap, storage_ids
+from titan_ext.fp8 import SavedTensorStore
 from titan_ext.fp8.offload import HostGroup, Offload
 from titan_ext.fp8.saved_tensors import StoredEntry
 
-_CODEC_BLOCK = 128
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _INPUT = OpLocation("", INPUT)
-STATISTIC = "log-sum-exp"
-
-
-def block_store(block: nn.Module, codec: Codec, *, compress_fp32: bool) -> SavedTensorStore:
-    """The store of one block.
-
-    With ``compress_fp32`` fp32 tensors go to float8 if their rows have at least 128 values. Shorter
-    rows are statistics (routing scores) and stay exact.
-    """
-
-    def policy(x: torch.Tensor) -> str | None:
-        is_statistic = x.dim() == 0 or x.shape[-1] < _CODEC_BLOCK
-        return keep_exact(x, fp32=is_statistic or not compress_fp32)
-
-    return SavedTensorStore(codec, modules=[block], policy=policy)
-
-
-def attention_statistics(module: str, op: str, out: Any) -> list[torch.Tensor]:
-    """The outputs of an attention operation that are statistics, such as log-sum-exps.
-
-    They have fewer axes than its result. They must stay exact, because backward recomputes the
-    probabilities from them. Empty for other operations.
-    """
-    if not _attends(module, op):
-        return []
-    tensors = tensors_in(out)
-    axes = max((x.dim() for x in tensors), default=0)
-    return [x for x in tensors if x.dim() < axes]
-
-
-@functools.cache
-def _attends(module: str, op: str) -> bool:
-    return "attn" in op or "attention" in op or "inner_attention" in module.split(".")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -188,7 +153,6 @@ class _Call:
         # Of the last operation, whose outputs ``pack`` gets.
         self._location = _INPUT
         self._policy = self._resolver.resolve_input()
-        self._statistics: set[int] = set()
         self._arriving: dict[int, _Arriving] = {}
         self._locator.begin(with_operands=counting or owner.policies.names_operands)
 
@@ -212,9 +176,6 @@ class _Call:
         if fixed is None or is_choice or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
             self._location = self._locator.locate(func, args)
             policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
-            if policy.is_float8:
-                module, op, _ = self._location
-                self._statistics = set(storage_ids(attention_statistics(module, op, out)))
             if is_mutable(func) and must_write(func, out, discarded=policy is OpPolicy.DISCARD):
                 if is_choice and policy.keeps:
                     self._refuse_choice_in_place()
@@ -255,10 +216,7 @@ class _Call:
         return entry
 
     def _store(self, x: torch.Tensor, policy: OpPolicy, location: OpLocation) -> StoredEntry:
-        reason = _reason(location)
-        if policy.is_float8:
-            is_statistic = self._statistics.intersection(storage_ids(x))
-            reason = STATISTIC if is_statistic else None
+        reason = None if policy.is_float8 else _reason(location)
         name = INPUT if location is _INPUT else str(location)
         host = self._host if policy.on_host else None
         return self._owner.store.pack(x, name=name, exact=reason, host=host)
@@ -309,7 +267,9 @@ class _Call:
 
     def _refuse_discard(self, location: OpLocation, reader: str) -> None:
         name = self._policies.name
-        rules = [rule for rule in self._policies.user_rules if rule.policy is OpPolicy.DISCARD]
+        rules = [
+            rule for rule in self._policies.recipe.user_rules if rule.policy is OpPolicy.DISCARD
+        ]
         if any(rule.matches(location, name) for rule in rules):
             raise ValueError(
                 f"activation_checkpoint.op_policies: {location} of {name} cannot be discarded: "

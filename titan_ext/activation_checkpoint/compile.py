@@ -73,13 +73,13 @@ def compiles_model(config: CompileConfig) -> bool:
     return config.enable and "model" in config.components
 
 
-def apply_activation_checkpointing(
+def checkpoint_blocks(
     model: Decoder, policy: ActivationCheckpointing, units: Sequence[Unit], *, compiled: bool
 ) -> None:
     """Apply ``policy`` to the transformer blocks of ``model``, split into ``units``, in place.
 
-    Call it before compile and before FSDP. Multi-token-prediction blocks stay as they are, as in
-    Titan.
+    And to those of its vision towers. Call it before compile and before FSDP.
+    Multi-token-prediction blocks stay as they are, as in Titan.
     """
     if compiled and isinstance(policy, FP8AC):
         policy.prepare(model)
@@ -97,6 +97,9 @@ def apply_activation_checkpointing(
         policy.apply(model)
         if compiled and not splits_blocks(units):
             _checkpoint_inside(model)
+    for tower in vision_modules(model).values():
+        if hasattr(tower, "layers"):
+            policy.apply(tower)
 
 
 def _checkpoint_inside(model: Decoder) -> None:
@@ -189,7 +192,7 @@ def compiled_checkpoint(
         for top, part in modules.items()
         for name, _ in part.named_modules()
     ]
-    notes = annotation(inputs, policies.key(names), recompute=policies.base != "autograd")
+    notes = annotation(inputs, policies.key(names), recompute=policies.recipe.base != "autograd")
 
     def context_fn() -> Any:
         locator = TracedOpLocator(modules, main)
@@ -273,20 +276,19 @@ def _storages(values: Any) -> Iterator[int]:
 def compile_units(
     model: Decoder,
     units: Sequence[Unit],
-    *,
     compile_config: CompileConfig,
     parallel_dims: ParallelDims,
-    float8: FP8AC | None = None,
+    policy: ActivationCheckpointing | None = None,
 ) -> None:
     """Compile the blocks of ``model``, or the modules of ``units`` that split them, in place.
 
     Multi-token-prediction blocks stay eager, as in stock Titan. Activation checkpointing has been
-    applied; ``float8`` is the policy, if it stores in float8. Raises ValueError if the compiler
+    applied; ``policy`` did it. Raises ValueError if the policy stores in float8, and the compiler
     backend cannot do that.
     """
     float8_arguments = None
-    if float8 is not None:
-        partitioner = Float8Partitioner(float8.codec, report=float8.reporter.add_graph)
+    if isinstance(policy, FP8AC):
+        partitioner = Float8Partitioner(policy.codec, report=policy.reporter.add_graph)
         float8_arguments = compile_arguments(partitioner, compile_config.backend)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         # A block may be compiled once while its inputs are still in flight (AsyncCollectiveTensor)

@@ -232,8 +232,9 @@ class MemoryReporter:
                 return
             raise RuntimeError(
                 f"{_KEY}: the policy stores in float8, but nothing was stored in it. Kept: "
-                f"{', '.join(kept) or 'nothing'}. fp32 activations need {_KEY}.fp32 = "
-                "'save_float8'; else choose policy 'selective', 'full' or 'none'."
+                f"{', '.join(kept) or 'nothing'}. fp32 activations stay "
+                "exact. Expected training.mixed_precision_param = 'bfloat16', or policy "
+                "'selective', 'full' or 'none'."
             )
 
     def _write(self, name: str, content: Any) -> None:

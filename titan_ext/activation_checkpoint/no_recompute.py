@@ -22,15 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ext.activation_checkpoint.blocks import (
-    STATISTIC,
     EagerBlock,
-    attention_statistics,
     restore,
 )
 from titan_ext.activation_checkpoint.locator import OpLocator
-from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_rules import ROOT
-from titan_ext.base.tensors import is_plain, parts_in, storage_ids, storages_of
+from titan_ext.base.tensors import is_plain, storages_of
 from titan_ext.fp8.offload import HostGroup
 from titan_ext.fp8.saved_tensors import Computed
 
@@ -53,12 +50,7 @@ class NoRecomputeBlock(ActivationWrapper):
 
 @dataclass(eq=False, kw_only=True)
 class NoRecompute(EagerBlock):
-    """Calls a block; what autograd saves in it goes through the store.
-
-    ``narrows_fp32`` says whether fp32 copies of narrower values are kept as these.
-    """
-
-    narrows_fp32: bool
+    """Calls a block; what autograd saves in it goes through the store."""
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -71,10 +63,8 @@ class NoRecompute(EagerBlock):
         def pack(x: torch.Tensor) -> Any:
             name = self.locator.module
             policy, reason = self.policies.module_policy(name)
-            if not reason and values.is_statistic(x):
-                reason = STATISTIC
             host = group if policy.on_host else None
-            narrow = values.source_dtype(x) if self.narrows_fp32 else None
+            narrow = values.source_dtype(x)
             if narrow is not None:
                 entry: Any = _Narrowed(x, narrow, name or ROOT, host)
             else:
@@ -101,17 +91,12 @@ class _Copy:
 
 
 class _SavedValues(TorchDispatchMode):
-    """Active during a forward; knows copies of narrower tensors, and statistics of attention."""
+    """Active during a forward; knows copies of narrower tensors."""
 
     def __init__(self, locator: OpLocator) -> None:
         super().__init__()
         self._locator = locator
         self._copies: dict[int, _Copy] = {}
-        self._statistics: dict[int, StorageWeakRef] = {}
-
-    def is_statistic(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` is a statistic of attention, such as its log-sum-exp."""
-        return bool(self._statistics) and not self._statistics.keys().isdisjoint(storage_ids(x))
 
     def source_dtype(self, x: torch.Tensor) -> torch.dtype | None:
         """The narrower dtype of ``x`` if it surely is an unchanged copy.
@@ -127,9 +112,6 @@ class _SavedValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for part in parts_in(attention_statistics(self._locator.module, op_name(func), out)):
-            storage = part.untyped_storage()
-            self._statistics[storage._cdata] = StorageWeakRef(storage)
         if (
             func is torch.ops.aten._to_copy.default
             and is_plain(out)

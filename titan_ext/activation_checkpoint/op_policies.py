@@ -39,34 +39,48 @@ class _Candidates(NamedTuple):
     is_exempt: bool
 
 
-@dataclass(frozen=True)
-class BlockPolicies:
-    """How the operations of one block are decided.
+@dataclass(frozen=True, kw_only=True)
+class BlockRecipe:
+    """What a kind of block keeps for backward.
 
     Attributes:
-        name: Of the block, in the model ("layers.3").
         user_rules: Rules of the configuration. They come first; an unsound "discard" is an error.
         preset_rules: Come next; an unsound "discard" is skipped.
         base: What to save where no rule matches: "stock" (what stock selective saves), "expensive"
             (GEMMs, attention, exchanges) or "routing" (only what fixes the routing). With
             "autograd" nothing runs again, and ``module_policy`` decides.
         saved: The policy for what the base saves; ``input``: for the inputs of the block.
-        attention: For the attention operation itself; None leaves it to the base.
         saves_all_to_all: Whether what an exchange of tokens delivers may be saved.
         exempt: Globs for modules that use no float8.
+    """
+
+    user_rules: tuple[Rule, ...]
+    preset_rules: tuple[Rule, ...]
+    base: Literal["stock", "expensive", "routing", "autograd"]
+    saved: OpPolicy
+    input: OpPolicy
+    saves_all_to_all: bool
+    exempt: tuple[str, ...]
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """All rules, in the order in which they decide."""
+        return (*self.user_rules, *self.preset_rules)
+
+
+@dataclass(frozen=True)
+class BlockPolicies:
+    """How the operations of one block are decided.
+
+    Attributes:
+        name: Of the block, in the model ("layers.3").
+        recipe: What it keeps.
         stock_policy: Makes Titan's policy for one forward, to be called for each operation, in
             order; it may save ``stock_ops``.
     """
 
     name: str
-    user_rules: tuple[Rule, ...]
-    preset_rules: tuple[Rule, ...]
-    base: Literal["stock", "expensive", "routing", "autograd"]
-    saved: OpPolicy
-    attention: OpPolicy | None
-    input: OpPolicy
-    saves_all_to_all: bool
-    exempt: tuple[str, ...]
+    recipe: BlockRecipe
     stock_policy: Callable[[], Callable[..., CheckpointPolicy]]
     stock_ops: frozenset[str]
     _by_location: dict[OpLocation, _Candidates] = field(default_factory=dict, repr=False)
@@ -76,28 +90,32 @@ class BlockPolicies:
     @functools.cached_property
     def rounds(self) -> bool:
         """Whether float8 may change what a recompute sees, so that choices have to be kept."""
-        rules = (*self.user_rules, *self.preset_rules)
-        policies = (self.saved, self.attention, self.input, *(rule.policy for rule in rules))
-        return any(policy is not None and policy.is_float8 for policy in policies) and not (
-            is_exempt(self.exempt, self.name, "")
+        recipe = self.recipe
+        policies = (recipe.saved, recipe.input, *(rule.policy for rule in recipe.rules))
+        return any(policy.is_float8 for policy in policies) and not (
+            is_exempt(recipe.exempt, self.name, "")
         )
 
     @property
     def names_operands(self) -> bool:
         """Whether a rule or a message needs the parameter of an operation."""
-        rules = (*self.user_rules, *self.preset_rules)
-        return any(rule.operand != "*" or rule.policy is OpPolicy.DISCARD for rule in rules)
+        return any(
+            rule.operand != "*" or rule.policy is OpPolicy.DISCARD for rule in self.recipe.rules
+        )
 
     def base_policy(self, location: OpLocation, out: Any, *, stock_saves: bool) -> OpPolicy:
         """The policy where no rule matches."""
         if fixes_routing(location.op, out):
             return OpPolicy.SAVE
-        if self.base == "routing" or (is_exchange(location.op) and not self.saves_all_to_all):
+        recipe = self.recipe
+        if recipe.base == "routing" or (is_exchange(location.op) and not recipe.saves_all_to_all):
             return OpPolicy.RECOMPUTE
-        saves = stock_saves if self.base == "stock" else self.is_expensive(location.op)
-        if self.attention is not None and "inner_attention" in location.module.split("."):
-            return self.attention if saves else OpPolicy.RECOMPUTE
-        return self.saved if saves else OpPolicy.RECOMPUTE
+        saves = stock_saves if recipe.base == "stock" else self.is_expensive(location.op)
+        if not saves:
+            return OpPolicy.RECOMPUTE
+        # What attention's own backward reads (q, k, v, its output) stays exact: rounding it is what
+        # costs its gradient the most.
+        return OpPolicy.SAVE if "inner_attention" in location.module.split(".") else recipe.saved
 
     def is_expensive(self, op: str) -> bool:
         """Whether a rule without an operation applies to ``op``."""
@@ -117,11 +135,11 @@ class BlockPolicies:
             may_be_saved = (
                 op == "aten.topk"
                 or is_exchange(op)
-                or (self.base != "routing" and (is_expensive or op in self.stock_ops))
+                or (self.recipe.base != "routing" and (is_expensive or op in self.stock_ops))
                 or any(
                     (is_expensive if rule.op == "*" else fnmatchcase(op, rule.op))
                     and rule.matches_module(module, self.name)
-                    for rule in (*self.user_rules, *self.preset_rules)
+                    for rule in self.recipe.rules
                 )
             ) and not _is_view(func)
             # "Must" spares torch a search for side effects, a tenth of the host's time.
@@ -141,9 +159,9 @@ class BlockPolicies:
             expensive = self.is_expensive(location.op)
             user_rules, preset_rules = (
                 tuple(r for r in rules if r.matches(location, self.name, expensive=expensive))
-                for rules in (self.user_rules, self.preset_rules)
+                for rules in (self.recipe.user_rules, self.recipe.preset_rules)
             )
-            exempt = is_exempt(self.exempt, self.name, location.module)
+            exempt = is_exempt(self.recipe.exempt, self.name, location.module)
             known = self._by_location[location] = _Candidates(user_rules, preset_rules, exempt)
         return known
 
@@ -152,28 +170,30 @@ class BlockPolicies:
         known = self._by_module.get(module)
         if known is None:
             parts, why = module.split("."), ""
-            rule = next((r for r in self.user_rules if r.matches_module(module, self.name)), None)
+            rule = next(
+                (r for r in self.recipe.user_rules if r.matches_module(module, self.name)), None
+            )
             if rule is not None:
                 why = "" if rule.policy.is_float8 else "by op_policies"
-            elif "inner_attention" in parts and self.attention is not OpPolicy.SAVE_FLOAT8:
+            elif "inner_attention" in parts:
                 why = "attention"
             elif "router" in parts:
                 why = "routing"
             policy = rule.policy if rule else OpPolicy.SAVE if why else OpPolicy.SAVE_FLOAT8
-            if is_exempt(self.exempt, self.name, module):
+            if is_exempt(self.recipe.exempt, self.name, module):
                 policy, why = policy.exact, "exempt"
             known = self._by_module[module] = policy, why
         return known
 
     def key(self, modules: Sequence[str]) -> str:
         """Equal for two blocks, or parts of them, with such modules only if they decide alike."""
-        exempted = [name for name in modules if is_exempt(self.exempt, self.name, name)]
+        exempted = [name for name in modules if is_exempt(self.recipe.exempt, self.name, name)]
         ruled = [
             (rule, named)
-            for rule in (*self.user_rules, *self.preset_rules)
+            for rule in self.recipe.rules
             if (named := [name for name in modules if rule.matches_module(name, self.name)])
         ]
-        base = (self.base, self.saved, self.attention, self.saves_all_to_all)
+        base = (self.recipe.base, self.recipe.saved, self.recipe.saves_all_to_all)
         return f"{base} {exempted} {ruled}"
 
 
@@ -199,9 +219,9 @@ class Resolver:
         self._matches: Counter[tuple[Rule, int]] = Counter()
 
     def resolve_input(self) -> OpPolicy:
-        if self._policies.base == "autograd":
+        if self._policies.recipe.base == "autograd":
             return self._policies.module_policy("")[0]
-        return self._decide(OpLocation("", INPUT), self._policies.input)
+        return self._decide(OpLocation("", INPUT), self._policies.recipe.input)
 
     def resolve(
         self, location: OpLocation, ctx: Any, func: Any, args: Any, kwargs: dict[str, Any], out: Any
@@ -211,13 +231,14 @@ class Resolver:
         Callers may skip operations for which ``BlockPolicies.fixed`` has an answer.
         """
         is_choice = self._policies.keeps_choice(func, args, kwargs, out)
-        if self._policies.base == "autograd":
+        if self._policies.recipe.base == "autograd":
             policy = self._policies.module_policy(location.module)[0]
             return policy.exact if is_choice else policy
         # It counts the operations that it is asked about.
         stock_policy = self._stock_policies[current_half()]
         stock_saves = (
-            self._policies.base == "stock" and stock_policy(ctx, func, *args, **kwargs) in _SAVES
+            self._policies.recipe.base == "stock"
+            and stock_policy(ctx, func, *args, **kwargs) in _SAVES
         )
         if func is torch.ops.aten._to_copy.default and is_copy_to_host(args, kwargs):
             return OpPolicy.SAVE

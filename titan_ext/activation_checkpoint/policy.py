@@ -4,17 +4,19 @@
 Titan builds it from its config and applies it to a model, like its own policies.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, block_store
+from titan_ext.activation_checkpoint.blocks import BlockCheckpoint
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import (
     BlockMemoryReport,
@@ -22,17 +24,18 @@ from titan_ext.activation_checkpoint.memory_report import (
     MemoryReporter,
 )
 from titan_ext.activation_checkpoint.no_recompute import NoRecompute, NoRecomputeBlock
-from titan_ext.activation_checkpoint.op_policies import BlockPolicies
-from titan_ext.activation_checkpoint.op_rules import Rule, check_names, is_exempt, parse_rules
-from titan_ext.activation_checkpoint.presets import Attention, Preset, block_policies
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies, BlockRecipe
+from titan_ext.activation_checkpoint.op_rules import Rule, check_names, is_exempt, join, parse_rules
+from titan_ext.activation_checkpoint.presets import Preset, block_policies, block_recipe
 from titan_ext.activation_checkpoint.solved import KEY, Budget, check_releases
 from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, set_known_key, table_flag
 from titan_ext.components.early_scores import has_early_scores
-from titan_ext.fp8 import Codec
+from titan_ext.components.exchange_policy import Exchanges
+from titan_ext.fp8 import Codec, SavedTensorStore
 from titan_ext.fp8.offload import Offload
+from titan_ext.fsdp.units import vision_modules
 
 Mode = Literal["selective", "full", "no_recompute"]
-Fp32 = Literal["save", "save_float8"]
 
 
 class FP8AC(ActivationCheckpointing):
@@ -87,19 +90,6 @@ class FP8AC(ActivationCheckpointing):
         writes this; other releases are refused. Empty: not checked.
         """
 
-        attention: Attention = "auto"
-        """
-        What attention's own backward reads (q, k, v, its output): "save", "save_float8", or, with
-        mode "selective", "recompute" of the attention operation. Only "save" keeps its gradient
-        exact. "auto" is "save".
-        """
-
-        fp32: Fp32 = "save"
-        """
-        Whether fp32 tensors may be compressed; statistics (log-sum-exps of attention, short rows)
-        never are.
-        """
-
         score_before_last_gemm: bool = False
         """
         Multiply by the routing scores before the last expert GEMM, so that its output need not be
@@ -112,17 +102,10 @@ class FP8AC(ActivationCheckpointing):
         Globs for modules, named in the model, that use no float8 ("layers.0", "*.attention").
         """
 
-        dtype: Literal["e4m3", "e5m2"] = "e4m3"
-        """The float8 format: 3 bits of mantissa, or 2 and more range."""
-
-        block: Literal[64, 128, 256] = 128
-        """How many neighbours share a scale, a power of two in one byte."""
-
         __setattr__ = set_known_key
 
         def __post_init__(self) -> None:
-            choices = {"mode": Mode, "preset": Preset, "attention": Attention, "fp32": Fp32}
-            for key, literal in choices.items():
+            for key, literal in {"mode": Mode, "preset": Preset}.items():
                 value, known = getattr(self, key), get_args(literal)
                 if value not in known:
                     raise ValueError(
@@ -133,10 +116,6 @@ class FP8AC(ActivationCheckpointing):
             for is_wrong, message in (*self._wrong_with_budget(), *self._wrong_together()):
                 if is_wrong:
                     raise ValueError(f"{KEY}.{message}")
-            try:
-                self.codec()
-            except ValueError as error:
-                raise ValueError(str(error).replace("Codec.", f"{KEY}.")) from None
 
         def _wrong_with_budget(self) -> Iterator[tuple[bool, str]]:
             """What a budget refuses, as in ``_wrong_together``."""
@@ -163,16 +142,6 @@ class FP8AC(ActivationCheckpointing):
                 f'preset is {self.preset!r}; it has no meaning with mode "{self.mode}".',
             )
             yield (
-                self.mode == "full" and self.attention != "auto",
-                f'attention is {self.attention!r}; it has no meaning with mode "full", which '
-                "recomputes attention.",
-            )
-            yield (
-                not recomputes and self.attention == "recompute",
-                'attention is "recompute", but mode "no_recompute" recomputes nothing; expected '
-                '"save" or "save_float8".',
-            )
-            yield (
                 self.debug and recomputes,
                 "debug is on; torch has no debug mode for selective checkpoints. Expected false, "
                 'or policy "full".',
@@ -195,23 +164,15 @@ class FP8AC(ActivationCheckpointing):
                 f"offload_float8 in {KEY}.op_policies, or a budget.",
             )
 
-        def codec(self) -> Codec:
-            """The codec that the keys describe."""
-            return Codec(self.dtype, self.block)
-
         def rules(self) -> tuple[Rule, ...]:
             """``op_policies``, parsed."""
             return parse_rules(self.op_policies, f"{KEY}.op_policies")
 
         def policies_of(
-            self, block: nn.Module, name: str, *, saves_all_to_all: bool = True
+            self, block: nn.Module, name: str, exchanges: Exchanges | None = None
         ) -> BlockPolicies:
-            """What this policy does in the block called ``name``, parallelized as it will run.
-
-            ``saves_all_to_all``: whether what an exchange of tokens delivers is saved, and not only
-            its counts.
-            """
-            return block_policies(block, name, self, saves_all_to_all=saves_all_to_all)
+            """What this policy does in the block called ``name`` (``presets.block_recipe``)."""
+            return block_policies(block, name, block_recipe(block, self, exchanges))
 
         def offloads(self) -> bool:
             """Whether a rule keeps anything on the host, or a budget may."""
@@ -224,11 +185,6 @@ class FP8AC(ActivationCheckpointing):
                 raise ValueError(
                     f"{KEY}.op_policies: offload and offload_float8 do not run under "
                     "torch.compile: expected save or save_float8, or compile.enable = false."
-                )
-            if self.fp32 != "save":
-                raise ValueError(
-                    f'{KEY}.fp32 is {self.fp32!r}; expected "save" under torch.compile, which '
-                    "stores only bf16 and fp16 in float8."
                 )
 
         def check_exempt(self, blocks: int) -> None:
@@ -249,8 +205,13 @@ class FP8AC(ActivationCheckpointing):
             return True
 
     def __init__(
-        self, config: "FP8AC.Config", dump_folder: str = "", *, saves_all_to_all: bool = True
+        self,
+        config: "FP8AC.Config",
+        dump_folder: str = "",
+        *,
+        recipes: Mapping[str, BlockRecipe] = MappingProxyType({}),
     ) -> None:
+        """``recipes``: what each block keeps, by its name; of others by their own structure."""
         super().__init__(config, dump_folder)
         if config.budget:
             raise ValueError(
@@ -259,15 +220,14 @@ class FP8AC(ActivationCheckpointing):
                 "for it."
             )
         self._config = config
-        self._saves_all_to_all = saves_all_to_all
-        self.codec = config.codec()
+        self._recipes = recipes
+        self.codec = Codec()  # e4m3 by 128: e5m2 has twice the error (docs/fp8_codec.md)
         self.used_rules: set[Rule] = set()
         self.reporter = MemoryReporter(self.codec, dump_folder, lambda: self._wants_float8())
         self._locators: list[OpLocator] = []
         limit = parse_bytes(config.offload_limit)
         self._offload = Offload(limit, f"{KEY}.offload_limit") if config.offloads() else None
-        self._is_prepared = False
-        self._prefix = ""
+        self._names: dict[nn.Module, str] = {}
 
     @property
     def memory_report(self) -> MemoryReport:
@@ -275,16 +235,14 @@ class FP8AC(ActivationCheckpointing):
 
     def apply(self, model: nn.Module) -> None:
         """Wrap every transformer block of ``model``, in place: the decoder first, then towers."""
-        if not self._is_prepared:
+        if not self._names:
             self.prepare(model)
-        elif self.reporter.blocks or self.reporter.is_compiled:
-            self._prefix = f"{type(model).__name__}."
         super().apply(model)
 
     def prepare(self, model: nn.Module) -> None:
         """Raise ValueError if a name in ``op_policies`` or ``exempt`` is not in ``model``."""
         config = self._config
-        self._is_prepared = True
+        self._names = {block: name for name, block in checkpointed_blocks(model)}
         if config.score_before_last_gemm and not has_early_scores(model):
             raise ValueError(
                 f"{KEY}.score_before_last_gemm: this model was not built for it; call "
@@ -297,24 +255,28 @@ class FP8AC(ActivationCheckpointing):
         """The policies for a block that is compiled (see ``compile``)."""
         self._config.check_compiled()
         self.reporter.is_compiled = True
-        return self._config.policies_of(block, name, saves_all_to_all=self._saves_all_to_all)
+        return self._policies_of(block, name)
+
+    def _policies_of(self, block: nn.Module, name: str) -> BlockPolicies:
+        if name not in self._recipes:
+            return self._config.policies_of(block, name)
+        return block_policies(block, name, self._recipes[name])
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        name = f"{self._prefix}{base_fqn or 'block'}"
+        name = self._names.get(module) or base_fqn or "block"
         self.reporter.blocks[name] = None
         config = self._config
         locator = OpLocator(module)
         self._locators.append(locator)
         common: dict[str, Any] = {
-            "policies": config.policies_of(module, name, saves_all_to_all=self._saves_all_to_all),
-            "store": block_store(module, self.codec, compress_fp32=config.fp32 != "save"),
+            "policies": self._policies_of(module, name),
+            "store": SavedTensorStore(self.codec, modules=[module]),
             "locator": locator,
             "offload": self._offload,
             "on_report": self._take_report,
         }
         if config.mode == "no_recompute":
-            hooks = NoRecompute(narrows_fp32=config.fp32 == "save", **common)
-            return NoRecomputeBlock(module, hooks)
+            return NoRecomputeBlock(module, NoRecompute(**common))
         options = {
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
@@ -349,15 +311,54 @@ class SelectiveACWithoutAllToAll(SelectiveAC):
         return super().get_save_ops() - {torch.ops._c10d_functional.all_to_all_single.default}
 
 
-def build_policy(
-    config: ActivationCheckpointing.Config, dump_folder: str, *, saves_all_to_all: bool
-) -> ActivationCheckpointing:
-    """The policy of a config, told whether to save what exchanges of tokens deliver."""
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """What blocks keep for backward.
+
+    Attributes:
+        policy: Titan's, ours or the user's, which its pass builds; None for no checkpointing.
+        resends: Whether the recompute of a selective policy sends tokens again.
+        blocks: With policy "fp8", what each block keeps, by its name.
+    """
+
+    policy: ActivationCheckpointing.Config | None = None
+    resends: bool = False
+    blocks: Mapping[str, BlockRecipe] = field(default_factory=dict)
+
+    def build(self, dump_folder: str) -> ActivationCheckpointing | None:
+        """The policy, for one model. Its reports go to ``dump_folder``, if that is not ""."""
+        if self.policy is None:
+            return None
+        if isinstance(self.policy, FP8AC.Config):
+            return self.policy.build(dump_folder=dump_folder, recipes=self.blocks)
+        if self.resends:
+            return SelectiveACWithoutAllToAll(self.policy, dump_folder)
+        return self.policy.build(dump_folder=dump_folder)
+
+
+def resolve_checkpointing(
+    model: Decoder, config: ActivationCheckpointing.Config | None, exchanges: Exchanges
+) -> Checkpointing:
+    """Decide what the blocks of ``model`` keep; it stays as it is."""
+    blocks: dict[str, BlockRecipe] = {}
     if isinstance(config, FP8AC.Config):
-        return config.build(dump_folder=dump_folder, saves_all_to_all=saves_all_to_all)
-    if heeds_save_all_to_all(config) and not saves_all_to_all:
-        return SelectiveACWithoutAllToAll(config, dump_folder)
-    return config.build(dump_folder=dump_folder)
+        blocks = {
+            name: block_recipe(block, config, exchanges)
+            for name, block in checkpointed_blocks(model)
+        }
+    resends = heeds_save_all_to_all(config) and not exchanges.saved
+    return Checkpointing(policy=config, resends=resends, blocks=blocks)
+
+
+def checkpointed_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of the blocks that a policy wraps: of the decoder, and of vision towers.
+
+    As in Titan, blocks of multi-token prediction are not among them.
+    """
+    for tower in ("", *vision_modules(model)):
+        layers = getattr(model.get_submodule(tower), "layers", None)
+        for name, block in layers.named_children() if layers is not None else ():
+            yield join(tower, f"layers.{name}"), block
 
 
 def heeds_save_all_to_all(config: ActivationCheckpointing.Config | None) -> bool:

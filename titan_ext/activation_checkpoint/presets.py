@@ -15,47 +15,52 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_ext.activation_checkpoint.op_effects import op_name
-from titan_ext.activation_checkpoint.op_policies import BlockPolicies
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies, BlockRecipe
 from titan_ext.activation_checkpoint.op_rules import ROOT, OpPolicy, Rule
 from titan_ext.components.early_scores import has_early_scores
+from titan_ext.components.exchange_policy import Exchanges
 
 Preset = Literal["memory", "balanced", "speed", "gemms", "stock"]
 PRESET_NAMES: tuple[Preset, ...] = get_args(Preset)
-Attention = Literal["auto", "save", "save_float8", "recompute"]
 _EXPERTS = "moe.routed_experts.inner_experts"
 
 
-def block_policies(
-    block: nn.Module, name: str, config: Any, *, saves_all_to_all: bool
-) -> BlockPolicies:
-    """The policies of one block called ``name`` in the model, by a config of policy ``fp8``.
+def block_recipe(block: nn.Module, config: Any, exchanges: Exchanges | None = None) -> BlockRecipe:
+    """What a config of policy ``fp8`` makes of one block.
 
-    Expert parallelism has been applied to ``block``, if it will be.
+    ``exchanges`` are those of its job. If None, expert parallelism has been applied to ``block``,
+    if it will be, and what an exchange delivers is saved.
     """
-    stock = SelectiveAC(SelectiveAC.Config())
-    # The wrapper is not used, its policy is.
-    wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
-    contexts = wrapper.checkpoint_fn.keywords["context_fn"]
     mode, preset = config.mode, config.preset
-    of_attention = OpPolicy("save" if config.attention == "auto" else config.attention)
+    saves_all_to_all = exchanges is None or exchanges.saved
     float8 = mode != "selective" or preset != "stock"
-    exact = mode == "selective" and preset != "gemms" and of_attention is OpPolicy.SAVE
+    exact = mode == "selective" and preset != "gemms"
     preset_rules: tuple[Rule, ...] = ()
     if mode == "selective":
         base = "stock" if preset in ("memory", "stock") else "expensive"
-        preset_rules = _preset_rules(preset, of_attention, block, saves_all_to_all)
+        preset_rules = _preset_rules(preset, block, exchanges)
     else:
         base = "routing" if mode == "full" else "autograd"
-    return BlockPolicies(
-        name=name,
+    return BlockRecipe(
         user_rules=config.rules(),
         preset_rules=preset_rules,
         base=base,
         saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
-        attention=of_attention if float8 else None,
         input=OpPolicy.SAVE_FLOAT8 if float8 and not exact else OpPolicy.SAVE,
         saves_all_to_all=saves_all_to_all,
         exempt=tuple(config.exempt),
+    )
+
+
+def block_policies(block: nn.Module, name: str, recipe: BlockRecipe) -> BlockPolicies:
+    """The policies of a block by its recipe, with what Titan's selective policy does in it."""
+    stock = SelectiveAC(SelectiveAC.Config())
+    # The wrapper is not used, its policy is.
+    wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
+    contexts = wrapper.checkpoint_fn.keywords["context_fn"]
+    return BlockPolicies(
+        name=name,
+        recipe=recipe,
         stock_policy=lambda: contexts()[0].policy_fn,
         stock_ops=frozenset(op_name(op) for op in stock.get_save_ops()),
     )
@@ -125,16 +130,15 @@ _BIASED = (
 
 
 def _preset_rules(
-    preset: Preset, attention: OpPolicy, block: nn.Module, saves_all_to_all: bool
+    preset: Preset, block: nn.Module, exchanges: Exchanges | None
 ) -> tuple[Rule, ...]:
     """The rules of a preset for one block. The first that matches an operation decides."""
     if preset == "stock":
         return ()
     rules = [*_UNREAD]
-    saves_exchange = saves_all_to_all and _has_exchange(block)
+    sends, once, two_hops = _hops(block, exchanges)
+    saves_exchange = sends and (exchanges is None or exchanges.saved)
     early = has_early_scores(block)
-    once = _dispatcher_of(block, "sends_once")
-    two_hops = once is not None and len(once.meshes) > 1
     if (saves_exchange and not once) or early:
         rules += _UNREAD_BY_SCORES
     if early or once:
@@ -147,12 +151,10 @@ def _preset_rules(
             rules += _FORWARDED if two_hops else ()
     rules += _for_modules(OpPolicy.SAVE, "moe.router.gate")
     rules += _for_modules(OpPolicy.RECOMPUTE, "attention.wkv_b", "attention.wq_b")
-    is_exact = attention is OpPolicy.SAVE
-    kept = OpPolicy.SAVE if is_exact else OpPolicy.SAVE_FLOAT8
-    rules += _for_modules(kept if preset == "gemms" else OpPolicy.RECOMPUTE, *_QKV)
+    rules += _for_modules(OpPolicy.SAVE if preset == "gemms" else OpPolicy.RECOMPUTE, *_QKV)
     if preset == "memory":
         # Exact attention over groups of queries leaves no room for it.
-        groups = is_exact and hasattr(getattr(block, "attention", None), "qkv_linear")
+        groups = hasattr(getattr(block, "attention", None), "qkv_linear")
         wo = OpPolicy.RECOMPUTE if groups else OpPolicy.SAVE_FLOAT8
         rules += _for_modules(wo, "attention.wo")
         rules += _for_modules(OpPolicy.RECOMPUTE, _EXPERTS)
@@ -176,11 +178,17 @@ def _for_modules(policy: OpPolicy, *modules: str) -> list[Rule]:
     return [Rule(policy, module) for module in modules]
 
 
-def _has_exchange(block: nn.Module) -> bool:
-    """Whether the routed experts' outputs go through an all-to-all before anything reads them."""
-    return _dispatcher_of(block, "ep_mesh") is not None
-
-
-def _dispatcher_of(block: nn.Module, attribute: str) -> Any:
+def _hops(block: nn.Module, exchanges: Exchanges | None) -> tuple[bool, bool, bool]:
+    """Whether tokens of a block travel; whether once to a rank or a node; whether in two hops."""
     routed = getattr(getattr(block, "moe", None), "routed_experts", None)
-    return getattr(getattr(routed, "token_dispatcher", None), attribute, None)
+    dispatcher: Any = getattr(routed, "token_dispatcher", None)
+    if not hasattr(dispatcher, "ep_mesh"):
+        return False, False, False
+    if exchanges is None:
+        once = getattr(dispatcher, "sends_once", None)
+        return dispatcher.ep_mesh is not None, bool(once), bool(once) and len(once.meshes) > 1
+    if exchanges.ep == 1:
+        return False, False, False
+    rows = exchanges.rows_of(dispatcher.top_k, dispatcher.num_experts)
+    once = rows != "expert" and hasattr(dispatcher, "sends_once")
+    return True, once, once and exchanges.nodes > 0

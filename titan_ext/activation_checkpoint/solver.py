@@ -100,7 +100,6 @@ def solve(
     budget: int,
     *,
     float8: bool = True,
-    exact_attention: bool = True,
     rule_ms: float = 0.0,
     host: Host | None = None,
 ) -> Solution:
@@ -110,7 +109,6 @@ def solve(
         kinds: Of one model. Operations that one rule names have one policy in all of them.
         budget: Bytes held until backward, over all blocks.
         float8: Whether anything may be stored in float8.
-        exact_attention: Whether what attention's backward reads must be exact.
         rule_ms: What an operation must save at least for a policy other than "recompute": so a
             table has no rules for tiny kernels.
         host: Where tensors may wait, too.
@@ -121,7 +119,6 @@ def solve(
     program = _Program(
         kinds,
         float8=float8,
-        exact_attention=exact_attention,
         rule_us=max(rule_ms * _US, _A_RULE_US),
         host=host,
     )
@@ -143,7 +140,6 @@ class _Program:
 
     kinds: Sequence[BlockKind]
     float8: bool
-    exact_attention: bool
     rule_us: float
     host: Host | None
     _costs: list[float] = field(default_factory=list)
@@ -156,7 +152,7 @@ class _Program:
         self._policies = [self._choices(kind) for kind in self.kinds]
         for kind, policies in zip(self.kinds, self._policies, strict=True):
             self._keep_discards_sound(kind.graph, policies)
-            if self.float8 and self.exact_attention:
+            if self.float8:
                 self._keep_attention_exact(kind.graph.nodes, policies)
         self._tie_what_one_rule_names()
         if self.host is not None:
@@ -177,7 +173,7 @@ class _Program:
         found = []
         for node in kind.graph.nodes:
             allowed = set(node.policies)
-            if not self.float8 or (node.is_attention and self.exact_attention):
+            if not self.float8 or node.is_attention:
                 allowed.discard(FLOAT8)
             if not node.ms and RECOMPUTE in allowed:
                 allowed = {RECOMPUTE}
@@ -337,7 +333,10 @@ def table_of(
 
 def _rules_as_user(plans: Sequence[BlockPolicies], table: Mapping[str, str]) -> list[BlockPolicies]:
     rules = parse_rules(table)
-    return [replace(plan, user_rules=rules, _by_location={}, _fixed={}) for plan in plans]
+    return [
+        replace(plan, recipe=replace(plan.recipe, user_rules=rules), _by_location={}, _fixed={})
+        for plan in plans
+    ]
 
 
 def _patterns(call: Call, full: str, is_expensive: bool) -> Iterator[str]:

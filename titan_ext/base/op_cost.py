@@ -226,6 +226,32 @@ def nvlink_domain() -> int:
     return int(os.environ.get(NVLINK_DOMAIN, 0)) or ranks_per_node()
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """How the ranks of a job lie on machines; equal on every rank.
+
+    Attributes:
+        ranks: Ranks of the smallest node.
+        nvlink_domain: Neighbouring ranks that NVLink joins.
+    """
+
+    ranks: int
+    nvlink_domain: int
+
+    @classmethod
+    def agreed(cls) -> "Nodes":
+        """Those of this job; the first call on a process group is a collective."""
+        return cls(ranks_per_node(), nvlink_domain())
+
+    def among(self, ep: int) -> int:
+        """In how many nodes ``ep`` ranks lie that exchange tokens in two hops.
+
+        A node is what NVLink joins. 0 if it is one, if not all are whole, or if each has one rank.
+        """
+        joined = self.nvlink_domain
+        return 0 if ep % joined or joined in (1, ep) else ep // joined
+
+
 def group_ms(
     machine: Machine, nbytes: int, ranks: Sequence[int], *, is_exchange: bool = False
 ) -> tuple[float, str]:

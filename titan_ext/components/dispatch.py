@@ -28,15 +28,12 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_spars
 from torchtitan.models.common.token_dispatcher import (
     AllToAllDispatchMetadata,
     AllToAllTokenDispatcher,
-    BaseEPTokenDispatcher,
     LocalDispatchMetadata,
 )
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.module import Module
 
 from titan_ext.components.exchange import AddUp, Exchange, Finish, FinishSorted, Select, Start, Turn
-from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.halves import current_half, in_half, pause
 from titan_ext.components.rows import Hops, TokenRows
 
@@ -413,14 +410,3 @@ def exchange_in_float8(model: nn.Module) -> None:
         dispatcher = getattr(module, "token_dispatcher", None)
         if isinstance(dispatcher, FunctionalAllToAllTokenDispatcher):
             dispatcher.sends_float8 = True
-
-
-def check_dispatchers(model: Module.Config, parallelism: Any) -> None:
-    """Raise ValueError for a key that the token dispatchers of a model config do not serve."""
-    for key, value in changed_exchanges(parallelism).items():
-        for _, config, _, _ in model.traverse(BaseEPTokenDispatcher.Config):
-            if not isinstance(config, FunctionalAllToAllTokenDispatcher.Config):
-                raise ValueError(
-                    f"parallelism.{key} = {value!r} needs TorchTitan's all-to-all dispatcher; this "
-                    f"model has {type(config).__qualname__.removesuffix('.Config')}."
-                )

@@ -35,6 +35,7 @@ import torch.nn as nn
 from greenlet import getcurrent, greenlet
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.base.tensors import in_backward
@@ -121,7 +122,7 @@ def _take_turns(runs: Sequence[Callable[[], Any]], owns: Sequence[Any]) -> list[
     return outs
 
 
-def overlap_in_halves(model: Decoder, ep: int) -> None:
+def overlap_in_halves(model: Decoder, parallel_dims: ParallelDims) -> None:
     """Let the MoE blocks of ``model`` run their batch as two halves.
 
     Call it on every rank, after expert parallelism and before activation checkpointing and FSDP.
@@ -129,8 +130,11 @@ def overlap_in_halves(model: Decoder, ep: int) -> None:
     """
     # On the communicator of the exchanges B's counts would wait behind A's tokens, and the host
     # for them. The ranks that exchange tokens are neighbours. Every rank of the job takes part,
-    # with a pipeline stage of dense blocks, too.
-    counts, _ = dist.new_subgroups(ep, group_desc="token_counts")
+    # with a pipeline stage of dense blocks, too; once a job, for all chunks of a rank.
+    made = vars(parallel_dims)
+    if "_token_counts" not in made:
+        made["_token_counts"], _ = dist.new_subgroups(parallel_dims.ep, group_desc="token_counts")
+    counts = made["_token_counts"]
     masks = _Masks(model)
     for name, block in model.layers.items():
         dispatchers: list[Any] = [

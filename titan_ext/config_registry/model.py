@@ -25,7 +25,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import REFUSED_MODELS, and_more
 from titan_ext.components.lora import wrong_targets
-from titan_ext.parallelize.passes import extend_model_spec
+from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.run.trainer import Trainer, extended_class, extended_sections
 from titan_ext.toml.convert import Given, convert, values_of
 from titan_ext.toml.files import MODEL, KeyLocation, import_first, import_problem, nearest, to_toml

@@ -55,13 +55,13 @@ SMALL = 4096
 """Tensors with fewer values stay exact, and on the device."""
 
 
-def keep_exact(x: torch.Tensor, *, fp32: bool = True) -> str | None:
+def keep_exact(x: torch.Tensor) -> str | None:
     """The default policy, for ``x`` without expanded axes: fp32 and small tensors stay exact.
 
     A policy sees shapes and dtypes, not values: attention masks with -inf, or anything else that
     float8 cannot hold, must be recognised by those.
     """
-    if fp32 and x.dtype == torch.float32:
+    if x.dtype == torch.float32:
         return "float32"
     return "small" if x.numel() < SMALL else None
 

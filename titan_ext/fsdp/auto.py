@@ -7,61 +7,82 @@ they may not. There the unit of experts alone issues as many collectives as a wh
 gathers ahead and two reduce-scatters behind backward it takes no more time than stock's blocks, by
 the clock of a dry run (docs/fsdp_units.md), and holds no more bytes.
 
-All ranks decide from the same numbers: ``ranks_per_node`` is that of the job's smallest node.
+Several reduce-scatter buffers let backward go on while earlier reduce-scatters run, for the bytes
+of a unit's gradients each. They also give reduce-scatters a process group of their own, so that
+these do not wait for all-gathers (a second communicator: 0.5 to 0.7 GiB with NCCL).
 """
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.tools.logging import logger
+from torchtitan.models.common.moe import MoE
 
-from titan_ext.base.op_cost import ranks_per_node
-from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import Wrap, plan_units, resolve_wrap
+from titan_ext.base.messages import did_you_mean
+from titan_ext.base.op_cost import Nodes
+from titan_ext.fsdp.prefetch import PrefetchLimit
+from titan_ext.fsdp.settings import RESHARD_GROUPS, FSDPSettings
+from titan_ext.fsdp.units import Unit, Wrap, plan_units, with_norm_apart
+
+AUTO_FORWARD = PrefetchLimit(units=1)
+AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
+"""Attention is too short to hide both the next gather and the reduce-scatter that follows it."""
 
 
-class _Choice(NamedTuple):
-    """Values of fsdp_wrap, fsdp_prefetch_backward, fsdp_reduce_scatter_buffers."""
+@dataclass(frozen=True)
+class Choice:
+    """Units, and what goes with them.
+
+    Attributes:
+        wrap: ``fsdp_wrap`` without "auto".
+        backward: How far ahead to gather in backward, where fsdp_prefetch is "auto".
+        buffers: Inputs of reduce-scatters that may live at the same time.
+        why: What "auto" became, and why; "" where the config itself says all of it.
+    """
 
     wrap: Wrap
-    prefetch_backward: int | str = "auto"
+    backward: PrefetchLimit = AUTO_BACKWARD
     buffers: int = 1
+    why: str = ""
 
 
-_NEAR = (_Choice("submodule"), _Choice("experts"), _Choice("block"))
+_NEAR = (Choice("submodule"), Choice("experts"), Choice("block"))
 # Two buffers beside the unit of experts are the bytes that stock has in flight too: its unit has
 # two groups, each with a buffer. Attention and MoE apart have twice the reduce-scatters of a block.
 _ACROSS_NODES = (
-    _Choice("experts", prefetch_backward=2, buffers=2),
-    _Choice("block"),
-    _Choice("submodule", buffers=3),
+    Choice("experts", backward=PrefetchLimit(units=2), buffers=2),
+    Choice("block"),
+    Choice("submodule", buffers=3),
 )
 
 
 def choose(
-    model: Decoder, settings: FSDPSettings, parallel_dims: ParallelDims, *, compiled: bool = False
-) -> FSDPSettings:
-    """Return ``settings`` with values in place of "auto", said in the log with the reason.
+    model: Decoder,
+    settings: FSDPSettings,
+    parallel_dims: ParallelDims,
+    nodes: Nodes,
+    *,
+    compiled: bool = False,
+) -> Choice:
+    """Choose the units of ``model``: those of ``settings``, or by rule where they are "auto".
 
     Args:
-        model: The decoder or pipeline chunk on the meta device, before any parallelism.
+        model: The decoder or pipeline chunk. Only names of units are looked at, and whether the
+            whole model has experts, so that all stages of a pipeline choose alike.
         compiled: Whether the model is compiled: the experts cannot be a unit of their own then.
     """
-    units_are_given = "auto" not in (settings.wrap, settings.reduce_scatter_buffers)
-    if units_are_given and settings.prefetch != "auto":
-        return settings
     ep, shards = parallel_dims.ep, parallel_dims.dp_shard * parallel_dims.cp * parallel_dims.tp
-    if resolve_wrap("auto", ep, model.config) == "block":  # EP splits no experts
-        return _with(settings, _Choice(resolve_wrap(settings.wrap, ep, model.config)))
-    near = shards == ep or shards <= ranks_per_node()
+    if not splits_experts(model.config, ep):
+        return Choice("block" if settings.wrap == "auto" else settings.wrap)
+    near = shards in (ep, 1) or shards <= nodes.ranks
     where = "across nodes"
     if near:
         where = "whole on a rank" if shards == ep else "on one node"
-    can_wait = _several_buffers(settings)  # reduce-scatters, while backward goes on
+    has_buffers = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")  # torch 2.15
+    can_wait = has_buffers and not settings.symm_mem  # which has one input buffer
     candidates = [
         choice
         for choice in (_NEAR if near else _ACROSS_NODES)
@@ -73,48 +94,46 @@ def choose(
     may_be_elsewhere = parallel_dims.pp_enabled
     named = (c for c in candidates if may_be_elsewhere or _has_named_units(model, settings, c.wrap))
     choice = next(named, candidates[-1])
-    chosen = _with(settings, choice if can_wait else choice._replace(buffers=1))
-    if units_are_given:
-        return chosen
-    buffers = chosen.reduce_scatter_inputs
-    words = [f'auto is "{chosen.wrap}"'] if settings.wrap == "auto" else []
-    words += [f"{buffers} reduce-scatter buffers"] if buffers > 1 else []
-    if not words:  # the config itself says all of it
-        return chosen
-    said = f"{', '.join(words)} (EP {ep}, experts' shards {where})"
-    logger.info(f"FSDP units: {said}")
-    return replace(chosen, chosen=said)
+    words = [f'auto is "{choice.wrap}"'] if settings.wrap == "auto" else []
+    if not can_wait:
+        choice = replace(choice, buffers=1)
+    if choice.buffers > 1:
+        words.append(f"{choice.buffers} reduce-scatter buffers")
+    if not near and not has_buffers:
+        words.append(
+            f"one reduce-scatter buffer in torch {torch.__version__}: from 2.15 on small units are "
+            "as fast as whole blocks"
+        )
+    why = f"{', '.join(words)} (EP {ep}, experts' shards {where})" if words else ""
+    return replace(choice, why=why)
 
 
-def _several_buffers(settings: FSDPSettings) -> bool:
-    """Whether reduce-scatters may run behind backward."""
-    if settings.reduce_scatter_buffers != "auto":
-        return settings.reduce_scatter_buffers > 1
-    if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
-        return not settings.symm_mem
-    logger.warning(
-        f"torch {torch.__version__} has one reduce-scatter buffer; from 2.15 on a group of "
-        "their own for reduce-scatters makes small units as fast as whole blocks."
-    )
-    return False
+def splits_experts(model: Decoder.Config, ep: int) -> bool:
+    """Whether expert parallelism splits experts of a whole model, which may have none."""
+    return ep > 1 and any(True for _ in model.traverse(MoE.Config))
+
+
+def check_reshard_groups(settings: FSDPSettings, units: Sequence[Unit]) -> None:
+    """Raise ValueError for a name in ``fsdp_reshard_groups`` that matches none of ``units``.
+
+    The last norm may become a unit of its own later; its name is right, too.
+    """
+    units = list(dict.fromkeys([*units, *with_norm_apart(units)]))
+    for name in settings.reshard_groups:
+        if not any(unit.is_named(name) for unit in units):
+            kinds = list(dict.fromkeys(unit.kind_name for unit in units))
+            known = [*kinds, *(unit.name for unit in units)]
+            raise ValueError(
+                f"{RESHARD_GROUPS}: no unit of this model is called {name!r}; expected a kind "
+                f"of unit ({', '.join(kinds)}) or a pattern for names such as "
+                f"{units[len(units) // 2].name}{did_you_mean(name, known)}"
+            )
 
 
 def _has_named_units(model: Decoder, settings: FSDPSettings, wrap: Wrap) -> bool:
     """Whether all names in fsdp_reshard_groups are of units that ``wrap`` makes."""
     try:
-        settings.check_reshard_groups(plan_units(model, wrap))
+        check_reshard_groups(settings, plan_units(model, wrap))
     except ValueError:
         return False
     return True
-
-
-def _with(settings: FSDPSettings, choice: _Choice) -> FSDPSettings:
-    """``settings`` with the values of ``choice`` where they are "auto"."""
-    given: dict[str, Any] = {}
-    if settings.wrap == "auto":
-        given["wrap"] = choice.wrap
-    if settings.reduce_scatter_buffers == "auto":
-        given["reduce_scatter_buffers"] = choice.buffers
-    if settings.prefetch == "auto" and settings.prefetch_backward in (None, "auto"):
-        given["prefetch_backward"] = choice.prefetch_backward
-    return replace(settings, **given)

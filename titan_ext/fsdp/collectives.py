@@ -9,9 +9,9 @@ says so get ours; sharded parameters, optimizer states and checkpoints are as be
 along dim 1. FSDP2 copies such parameters into a temporary of the whole group, and concatenates that
 into place. A copy between strided views does it at once, bit for bit.
 
-**Matrices at half the bytes** between ranks: of routed experts (``fsdp_expert_all_gather`` and
-``fsdp_expert_reduce_scatter``), which are most of a model's bytes, or of all blocks
-(``fsdp_all_gather``). No router, norm, bias or embedding is rounded.
+**Matrices at half the bytes** between ranks: of routed experts, which are most of a model's bytes
+(``fsdp_float8_all_gather`` "experts", and ``fsdp_expert_reduce_scatter``), or of all blocks
+("blocks"). No router, norm, bias or embedding is rounded.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_all_gather`` and
 ``_default_all_gather_output_fn``.
@@ -46,13 +46,17 @@ def set_collectives(model: nn.Module, plan: FSDPPlan) -> None:
     for unit in plan.decoder_units:
         module = unit.fsdp_module(model)
         for planned, group in zip(unit.groups, param_groups([module]), strict=True):
+            names = [p._module_info.param_name for p in group.fsdp_params]
+            assert names == [p.name.rpartition(".")[2] for p in planned.params], unit.name
             if plan.copies_out_directly and any(p.shard_dim for p in planned.params):
                 group._all_gather_output_fn = _copy_out  # pyrefly: ignore[missing-attribute]
             # What FSDPModule.set_custom_all_gather and set_custom_reduce_scatter do; they refuse a
             # unit of two groups.
             if planned.gathers_float8:
-                shards = [(p.padded_numel(planned.shard_world), p.float8) for p in planned.params]
-                group._all_gather_comm = Float8AllGather(shards)
+                # FSDP's own sizes: of uneven shards of tensor parallelism a plan has the largest.
+                sizes = [p.padded_sharded_param_size.numel() for p in group.fsdp_params]
+                float8 = [p.float8 for p in planned.params]
+                group._all_gather_comm = Float8AllGather(list(zip(sizes, float8, strict=True)))
             if planned.reduce_scatter and planned.shard_world > 1:
                 modules = [param._module_info.module for param in group.fsdp_params]
                 assert all(isinstance(module, GroupedExperts) for module in modules)

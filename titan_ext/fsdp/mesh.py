@@ -15,7 +15,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard
@@ -24,9 +29,10 @@ from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.base.no_accelerator import reduce_without_premul_sum
-from titan_ext.base.titan.parallelism import EXPERT_SHARDS, dense_mesh, experts_mesh
-from titan_ext.fsdp.plan import GroupKind, ShardSizes
+from titan_ext.base.titan.parallelism import dense_mesh, experts_mesh
+from titan_ext.fsdp.plan import FSDPPlan, GroupKind, ShardSizes
 from titan_ext.fsdp.prefetch import open_range_in_forward, prefetch_nothing_in_backward
+from titan_ext.fsdp.settings import FSDPSettings
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
@@ -40,7 +46,7 @@ class FSDPMeshes:
     def __init__(self, parallel_dims: ParallelDims) -> None:
         self.dense, self.dense_axes = dense_mesh(parallel_dims)
         self.experts, self.experts_axes = experts_mesh(parallel_dims)
-        self._ep_degree = parallel_dims.ep
+        self._sizes = ShardSizes.of(parallel_dims)
 
     def mesh_and_axes(self, kind: GroupKind) -> tuple[DeviceMesh, DataParallelMeshDims | None]:
         """The mesh of a group of parameters of this kind."""
@@ -48,6 +54,22 @@ class FSDPMeshes:
             return self.dense, self.dense_axes
         assert self.experts is not None, "only expert parallelism makes groups of experts"
         return self.experts, self.experts_axes
+
+    def arguments(self, dtypes: FSDPPlan | FSDPSettings) -> dict[str, Any]:
+        """Keyword arguments of ``fully_shard`` that are the same for all units of a model.
+
+        Host memory is pinned for copies to an accelerator; on a CPU nothing could pin it.
+        """
+        precision = MixedPrecisionPolicy(
+            param_dtype=dtypes.param_dtype,
+            reduce_dtype=dtypes.reduce_dtype,
+            cast_forward_inputs=False,
+        )
+        arguments: dict[str, Any] = {"mp_policy": precision}
+        if dtypes.cpu_offload:
+            pin = self.dense.device_type != "cpu"
+            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=pin)
+        return arguments
 
     def replicate(
         self, modules: Sequence[nn.Module], kind: GroupKind, arguments: Mapping[str, Any]
@@ -91,21 +113,12 @@ class FSDPMeshes:
             for ranks in dict.fromkeys(of_infos)
         }
 
-    @cached_property
-    def sizes(self) -> ShardSizes:
-        """The numbers of ranks that a plan needs."""
-        dense = self._dense_info.shard_mesh_size
-        if self.experts is None:
-            return ShardSizes(dense=dense, expert_ranks=self.dense.size())
-        experts = self.experts[EXPERT_SHARDS].size()
-        return ShardSizes(dense=dense, experts=experts, expert_ranks=experts * self._ep_degree)
-
     def placement_fn(self, experts: GroupedExperts | None) -> ShardPlacementFn | None:
         """FSDP2's ``shard_placement_fn`` for a unit with these; None where its default is right."""
         if experts is None:
             return None
         expert_params = set(experts.parameters())
-        expert_shard = Shard(self.sizes.expert_shard_dim(experts.num_experts))
+        expert_shard = Shard(self._sizes.expert_shard_dim(experts.num_experts))
         if self.experts is None:
             if expert_shard == Shard(0):
                 return None

@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.base.messages import did_you_mean, matches
 from titan_ext.base.tensors import Layout
-from titan_ext.fsdp.settings import QUANTIZE_FROZEN, QUANTIZE_FROZEN_MODULES
+from titan_ext.fsdp.settings import QUANTIZE_FROZEN
 from titan_ext.fsdp.units import before_first_forward
 
 _BLOCK = 64 * 256  # elements whose scales have one scale of their own
@@ -37,8 +37,8 @@ def find_frozen_linears(
 
     Args:
         model: A decoder, before FSDP, its parameters frozen or not.
-        patterns: For names of modules; empty for every frozen linear in the blocks that can be cut,
-            except routers and replicated linears.
+        patterns: For names of modules. "*" means every frozen linear in the blocks that can be
+            cut, except routers and replicated linears.
         shard_world: Ranks that dense parameters are sharded over; None if unknown.
         is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
         replicated: Names of the modules that ``parallelism.fsdp_replicate`` keeps whole.
@@ -63,35 +63,36 @@ def find_frozen_linears(
             f"{QUANTIZE_FROZEN} quantizes frozen linears, and this model has none; expected LoRA "
             "adapters (docs/lora.md), which freeze the others, or no such key."
         )
-    if not patterns:
-        return [
+    named = [pattern for pattern in patterns if pattern != "*"]
+    for pattern in () if is_chunk else named:
+        if not any(matches(path, pattern) for path in frozen):
+            raise ValueError(
+                f"{QUANTIZE_FROZEN}: this model has no frozen linear {pattern!r}"
+                f"{did_you_mean(pattern, frozen)}"
+            )
+    chosen = {path for path in frozen if any(matches(path, pattern) for pattern in named)}
+    for path in sorted(chosen):
+        if path in replicated:
+            raise ValueError(
+                f"{QUANTIZE_FROZEN}: {path} is replicated by parallelism.fsdp_replicate; a "
+                "linear can be one or the other."
+            )
+        if not _can_be_cut(frozen[path], shard_world):
+            raise ValueError(
+                f"{QUANTIZE_FROZEN}: {path}.weight has {frozen[path].numel()} elements; "
+                f"{shard_world} ranks need equal rows and a multiple of "
+                f"{_BLOCK * (shard_world or 1)} (NF4's blocks)."
+            )
+    if "*" in patterns:
+        chosen |= {
             path
             for path, weight in frozen.items()
             if path.startswith(("layers.", "mtp_layers."))
             and ".router." not in path
             and path not in replicated
             and _can_be_cut(weight, shard_world)
-        ]
-    for pattern in () if is_chunk else patterns:
-        if not any(matches(path, pattern) for path in frozen):
-            raise ValueError(
-                f"{QUANTIZE_FROZEN_MODULES}: this model has no frozen linear {pattern!r}"
-                f"{did_you_mean(pattern, frozen)}"
-            )
-    chosen = [path for path in frozen if any(matches(path, pattern) for pattern in patterns)]
-    for path in chosen:
-        if path in replicated:
-            raise ValueError(
-                f"{QUANTIZE_FROZEN_MODULES}: {path} is replicated by parallelism.fsdp_replicate; a "
-                "linear can be one or the other."
-            )
-        if not _can_be_cut(frozen[path], shard_world):
-            raise ValueError(
-                f"{QUANTIZE_FROZEN_MODULES}: {path}.weight has {frozen[path].numel()} elements; "
-                f"{shard_world} ranks need equal rows and a multiple of "
-                f"{_BLOCK * (shard_world or 1)} (NF4's blocks)."
-            )
-    return chosen
+        }
+    return [path for path in frozen if path in chosen]
 
 
 def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:

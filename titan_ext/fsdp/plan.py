@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What FSDP will do with each unit, as plain data, before it does it.
 
-``make_plan`` makes it, the log prints it, and ``shard`` follows it.
+``resolve`` makes it, the log prints it, and ``shard`` follows it.
 """
 
 import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+import torch
 import torch.nn as nn
 from torch import dtype
+from torchtitan.distributed import ParallelDims
 
 from titan_ext.base.messages import format_bytes
 from titan_ext.fp8 import Codec
-from titan_ext.fsdp.units import Unit, UnitKind
+from titan_ext.fsdp.units import Unit, UnitKind, Wrap
 
 GroupKind = Literal["dense", "experts"]
 WIRE_CODEC = Codec()
@@ -36,6 +38,17 @@ class ShardSizes:
     dense: int
     experts: int | None = None
     expert_ranks: int = 1
+
+    @classmethod
+    def of(cls, dims: ParallelDims) -> "ShardSizes":
+        """The sizes of ``fsdp.mesh.FSDPMeshes``, from degrees alone."""
+        dense = dims.dp_shard * dims.cp
+        if dims.ep_enabled:
+            experts = dense * dims.tp // dims.ep
+            return cls(dense=dense, experts=experts, expert_ranks=experts * dims.ep)
+        # Under spmd_types FSDP2 gets the whole SPMD mesh, with the axis of TP.
+        tp = dims.tp if dims.spmd_backend == "spmd_types" else 1
+        return cls(dense=dense, expert_ranks=dims.dp_replicate * dense * tp)
 
     def expert_shard_dim(self, num_experts: int) -> int:
         """The dim that FSDP shards routed experts along, as in Titan: 0, the experts.
@@ -162,8 +175,12 @@ class FSDPPlan:
         replicated: Parameters that every rank holds whole (``fsdp.units``); in no unit.
         quantized: Names of the linears whose shards are quantized (``fsdp.nf4``).
         ignored: Names of the parameters that FSDP leaves alone.
+        wrap: ``fsdp_wrap`` without "auto".
+        why: What "auto" became, and why; "" without "auto".
         reduce_scatter_buffers: Inputs of reduce-scatters that may live at the same time.
-        chosen: What "auto" became, and why; "" without "auto".
+        param_dtype, reduce_dtype: In which parameters are used, and gradients summed.
+        cpu_offload: Whether parameters, gradients and optimizer states stay in host memory.
+        symm_mem: Whether collectives use symmetric memory.
         copies_out_directly: Whether groups that are sharded along another dim than 0 are copied out
             without a temporary (``fsdp.collectives``).
     """
@@ -172,8 +189,13 @@ class FSDPPlan:
     replicated: tuple[ReplicatedPlan, ...] = ()
     quantized: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    wrap: Wrap = "block"
+    why: str = field(default="", compare=False)
     reduce_scatter_buffers: int = 1
-    chosen: str = ""
+    param_dtype: dtype = torch.bfloat16
+    reduce_dtype: dtype = torch.float32
+    cpu_offload: bool = False
+    symm_mem: bool = False
     copies_out_directly: bool = True
 
     @property

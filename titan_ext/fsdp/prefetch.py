@@ -4,9 +4,7 @@
 FSDP2 prefetches by itself in backward, and in forward as far as the host runs ahead of the device.
 The device-to-host copy of the expert-parallel split lists stops the host in every MoE layer. So
 titan_ext gives FSDP2 explicit lists: a number of units ahead, or as many as fit into a number of
-bytes. "auto" is one unit, and two in the backward of an attention unit, which is too short to hide
-both the next all-gather and the reduce-scatter that follows it. Where experts are sharded across
-nodes, ``auto`` (the module) chooses two for all units.
+bytes, in both directions. What "auto" is, ``fsdp.auto`` says.
 
 A recompute needs only the units of its own block. FSDP2 mistakes it for another forward and would
 gather the units ahead again. A pipeline may also have kept a unit gathered since the previous
@@ -60,17 +58,13 @@ class PrefetchLimit:
         return PrefetchLimit(units=self.from_attention)
 
 
-AUTO_FORWARD = PrefetchLimit(units=1)
-AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
-
-
-def parse_prefetch_limit(key: str, value: object, auto: PrefetchLimit) -> PrefetchLimit:
+def parse_prefetch_limit(key: str, value: object) -> PrefetchLimit | None:
     """Read ``parallelism.fsdp_prefetch``: 0, 1, 2, ... units, a size such as "512MiB", or "auto".
 
-    What that means, ``auto``, depends on the direction. Raises ValueError for anything else.
+    None for "auto" (``fsdp.auto``). Raises ValueError for anything else.
     """
     if value == "auto":
-        return auto
+        return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return PrefetchLimit(units=value)
     if isinstance(value, str):

@@ -5,7 +5,6 @@ Source of the order of calls and of the rules for experts: torchtitan/distribute
 """
 
 import warnings
-from collections.abc import Sequence
 from typing import cast
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -15,40 +14,33 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_vision_encoder, enable_fsd
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_ext.fsdp.auto import choose
+from titan_ext.base.op_cost import Nodes
 from titan_ext.fsdp.collectives import set_collectives
-from titan_ext.fsdp.make_plan import make_plan
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
 from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, count_units, set_plan
 from titan_ext.fsdp.prefetch import set_prefetch
 from titan_ext.fsdp.reads import refuse_reads_of_shards, serve_head
+from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (
-    Unit,
     UnitKind,
     before_first_forward,
     decoder_blocks,
     innermost_first,
     param_groups,
-    plan_units,
 )
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, replicate_undeclared
 
 
 def shard_decoder(
-    model: Decoder,
-    parallel_dims: ParallelDims,
-    settings: FSDPSettings | None = None,
-    *,
-    units: Sequence[Unit] | None = None,
+    model: Decoder, parallel_dims: ParallelDims, settings: FSDPSettings | None = None
 ) -> FSDPPlan:
-    """Shard a Titan decoder and its vision towers with FSDP2, in place.
+    """Shard a Titan decoder and its vision towers with FSDP2, in place, and nothing else.
 
     Args:
         model: The decoder or pipeline chunk, after tensor and expert parallelism, activation
             checkpointing and compile.
-        units: What to shard; if None, what ``settings.wrap`` makes of ``model``.
 
     Returns:
         What was done with each unit, in forward order. Gradients are summed, not averaged: Titan
@@ -57,16 +49,20 @@ def shard_decoder(
     Raises:
         ValueError: for a setting that does not fit the model, or a name that is not in it.
     """
-    settings = choose(model, settings or FSDPSettings(), parallel_dims)
-    if units is None:
-        units = plan_units(model, settings.resolved_wrap)
+    nodes = Nodes.agreed()
+    plan = resolve_sharding(model, settings or FSDPSettings(), parallel_dims, nodes)
+    shard(model, plan, parallel_dims)
+    return plan
+
+
+def shard(model: Decoder, plan: FSDPPlan, parallel_dims: ParallelDims) -> None:
+    """Do with FSDP2 what ``plan`` says, in place."""
     meshes = FSDPMeshes(parallel_dims)
-    plan = make_plan(model, units, settings, meshes.sizes, is_chunk=parallel_dims.pp_enabled)
     if meshes.dense_axes is not None:
         replicate_undeclared(model, parallel_dims, plan.ignored)
-    _shard(model, plan, settings, meshes)
+    _fully_shard(model, plan, meshes)
     quantize_at_first_forward(model, plan.quantized)
-    if settings.symm_mem:
+    if plan.symm_mem:
         enable_fsdp_symm_mem(model)
     meshes.sum_gradients(model)
     set_collectives(model, plan)
@@ -85,26 +81,26 @@ def shard_decoder(
             # The public function for all modules refuses those that are replicated.
             if isinstance(group.mesh_info, FSDPMeshInfo):
                 group._set_separate_reduce_scatter_group(True, process_groups)
-    logger.info(f"FSDP units: {settings.wrap}, {count_units(plan.decoder_units)}")
+    why = f", {plan.why}" if plan.why else ""
+    logger.info(f"FSDP units: {plan.wrap}, {count_units(plan.decoder_units)}{why}")
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")
     set_plan(model, plan)
     before_first_forward(model, lambda: refuse_unmanaged_parameters([model]))
-    return plan
 
 
-def _shard(model: Decoder, plan: FSDPPlan, settings: FSDPSettings, meshes: FSDPMeshes) -> None:
+def _fully_shard(model: Decoder, plan: FSDPPlan, meshes: FSDPMeshes) -> None:
     """The calls of ``fully_shard``, innermost modules first."""
     _ignore_view_warning(model)
     for tower in (unit for unit in plan.units if unit.kind is UnitKind.VISION):
         apply_fsdp_to_vision_encoder(
             model.get_submodule(tower.name),
             meshes.dense,
-            settings.param_dtype,
-            settings.reduce_dtype,
+            plan.param_dtype,
+            plan.reduce_dtype,
             reshard_after_forward_policy=_titan_policy(tower),
             dp_mesh_dims=meshes.dense_axes,
         )
-    arguments = settings.fully_shard_arguments(meshes.dense.device_type)
+    arguments = meshes.arguments(plan)
     arguments["ignored_params"] = {model.get_parameter(name) for name in plan.ignored} or None
     for group in plan.replicated:
         modules = [model.get_submodule(name) for name in group.module_names]

@@ -25,7 +25,8 @@ names its modules instead of holding them, because those passes may wrap them.
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal, cast, get_args
+from fnmatch import fnmatchcase
+from typing import Literal, cast
 
 import torch
 import torch.nn as nn
@@ -33,8 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts, MoE
-from torchtitan.protocols.model import BaseModel
+from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.base.messages import did_you_mean, matches
 
@@ -101,6 +101,16 @@ class Unit:
         return ".".join(self.name.split(".")[:2])
 
     @property
+    def kind_name(self) -> str:
+        """Its kind, as fsdp_reshard_groups names it."""
+        # Tied weights are the head's: they are needed first in backward.
+        return (UnitKind.HEAD if self.kind is UnitKind.TIED else self.kind).value
+
+    def is_named(self, name: str) -> bool:
+        """Whether a name in fsdp_reshard_groups, a kind or a pattern, means this unit."""
+        return name == self.kind_name or fnmatchcase(self.name, name)
+
+    @property
     def is_head_alone(self) -> bool:
         """Whether it is the head without its norm, which the chunked loss runs by itself."""
         return self.kind is UnitKind.HEAD and self.module_names == ("lm_head",)
@@ -141,23 +151,6 @@ def before_first_forward(model: nn.Module, do: Callable[[], object]) -> None:
         handle.remove()
 
     handle = model.register_forward_pre_hook(once, prepend=True)
-
-
-def resolve_wrap(fsdp_wrap: str, ep_degree: int, model: BaseModel.Config | None = None) -> Wrap:
-    """Resolve ``parallelism.fsdp_wrap``: "auto" is "submodule" if EP splits experts, else "block".
-
-    ``model`` is the whole model's config; if None, it is taken to have experts. Raises ValueError
-    for any other name.
-    """
-    match fsdp_wrap:
-        case "auto":
-            has_experts = model is None or any(True for _ in model.traverse(MoE.Config))
-            return "submodule" if ep_degree > 1 and has_experts else "block"
-        case "submodule" | "experts" | "block":
-            return fsdp_wrap
-        case _:
-            expected = ", ".join(get_args(FSDPWrap))
-            raise ValueError(f"parallelism.fsdp_wrap is {fsdp_wrap!r}; expected one of {expected}.")
 
 
 def decoder_blocks(model: Decoder) -> list[tuple[str, nn.Module]]:

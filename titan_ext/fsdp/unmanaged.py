@@ -149,9 +149,7 @@ def synchronize_unmanaged_parameters(
     _place_on_model_axes(modules, parallel_dims)
 
     meshes = FSDPMeshes(parallel_dims)
-    arguments = FSDPSettings.from_config(training=training).fully_shard_arguments(
-        meshes.dense.device_type
-    )
+    arguments = meshes.arguments(FSDPSettings.from_config(training=training))
     # A checkpoint around a block has the block's name, and is the unit.
     units = {
         canonical_fqn(path): module

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Values, degrees, schedules and models that no run can have, refused before anything starts.
 
-Titan meets most of them on the ranks: as a bare assertion, a division by zero, or not at all. Which
-of our own keys do not go together is in ``keys.check_parallelism``.
+Titan meets most of them on the ranks: as a bare assertion, a division by zero, or not at all.
+``check_parallelism`` has the keys of ours that do not go together.
 """
 
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,16 +21,23 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.messages import and_more
 from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
+from titan_ext.components.exchange_policy import changed_exchanges, check_dispatchers
+from titan_ext.components.float8_linears import check_float8
 from titan_ext.components.optim import MUON
-from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.resolve import check_divides
+from titan_ext.fsdp.settings import EXPERT_REDUCE_SCATTER, QUANTIZE_FROZEN, FSDPSettings
+from titan_ext.fsdp.units import REPLICATE
 
+_SPMD_BACKENDS = ("spmd_types", "partial_dtensor")
 _OTHERS = "another schedule (1F1B, Interleaved1F1B)"
 _WEIGHTS = re.compile(r"\d+W\d+")  # stage, gradients of weights, microbatch
 # Titan models whose own parallelize function refuses something, by ModelSpec.name.
@@ -307,3 +315,170 @@ def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
             f"the {tp} ranks, and the loss is wrong. Expected spmd_backend = 'partial_dtensor', or "
             "expert_parallel_degree > 1."
         )
+
+
+def check_parallelism(
+    parallelism: ParallelismConfig,
+    training: TrainingConfig | None = None,
+    *,
+    compiled: bool = False,
+) -> None:
+    """Raise ValueError for a value that a key cannot have, or keys that do not go together.
+
+    Args:
+        parallelism: Titan's section or ours. A stock section (a drop-in model spec under the
+            stock trainer) has none of our keys; they read as their defaults.
+        training: Titan's section, where it is known.
+    """
+    settings = FSDPSettings.from_config(parallelism, training)
+    for is_wrong, message in _wrong_together(settings, parallelism, compiled):
+        if is_wrong:
+            raise ValueError(message)
+    for key, value in settings.reshard_by_key.items():
+        if isinstance(value, int):
+            _check_reshard_world(key, value, parallelism)
+
+
+def _wrong_together(
+    settings: FSDPSettings, of: ParallelismConfig, compiled: bool
+) -> Iterator[tuple[bool, str]]:
+    """For each pair of keys: whether it is wrong, and the message."""
+    backend, ep, tp = of.spmd_backend, of.expert_parallel_degree, of.tensor_parallel_degree
+    wrap, cp = settings.wrap, of.context_parallel_degree
+    yield (
+        backend not in _SPMD_BACKENDS,
+        f"parallelism.spmd_backend is {backend!r}, which titan_ext does not support (TorchTitan "
+        f"removed it after 0.3); expected one of {', '.join(_SPMD_BACKENDS)}.",
+    )
+    yield (
+        wrap == "experts" and compiled,
+        'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
+        'gather the experts inside a compiled block; expected "submodule" or "block".',
+    )
+    for key, value in changed_exchanges(of).items():
+        said, halves = f'parallelism.{key} = "{value}"', key == "overlap_exchanges"
+        yield (
+            halves and compiled,
+            f"{said} does not go with compile.enable = true, which orders the operations of a "
+            'block by itself; expected "none".',
+        )
+        yield (
+            halves and cp > 1,
+            f"{said} needs parallelism.context_parallel_degree = 1: masks of half a batch are made "
+            "from positions, of which a rank then has a part.",
+        )
+        yield (
+            not halves and ep == 1,
+            f"{said} needs parallelism.expert_parallel_degree > 1: without expert parallelism no "
+            "token travels.",
+        )
+        yield (
+            not halves and compiled,
+            f"{said} does not go with compile.enable = true: the compiler would have to see "
+            "through an exchange in two steps. Expected no such key.",
+        )
+    yield (
+        bool(settings.replicate) and compiled,
+        f"{REPLICATE} does not go with compile.enable = true: replicated parameters form an FSDP "
+        "group inside a compiled module, and torch.compile refuses its hooks there.",
+    )
+    copies = of.data_parallel_replicate_degree
+    yield (
+        bool(settings.replicate) and backend == "partial_dtensor" and copies > 1,
+        f"{REPLICATE} needs parallelism.data_parallel_replicate_degree = 1 with spmd_backend = "
+        '"partial_dtensor": torch replicates over one axis only. Use "spmd_types".',
+    )
+    yield (
+        bool(settings.replicate) and backend == "spmd_types" and cp > 1,
+        f"{REPLICATE} needs parallelism.context_parallel_degree = 1 with spmd_backend = "
+        '"spmd_types": torch would put sharded and replicated parameters on two meshes, and '
+        'TorchTitan\'s gradient norm takes one mesh only. Use "partial_dtensor".',
+    )
+    yield (
+        bool(settings.quantize_frozen) and tp > 1,
+        f"{QUANTIZE_FROZEN} needs parallelism.tensor_parallel_degree = 1: NF4Tensor can be "
+        "sharded only once, along its rows.",
+    )
+    yield (
+        bool(settings.quantize_frozen) and compiled,
+        f"{QUANTIZE_FROZEN} does not go with compile.enable = true: torchao keeps NF4Tensor out "
+        "of torch.compile.",
+    )
+    shards = shard_axis(of)
+    for key, value in settings.collectives.items():
+        said = f'{key} = "{value}"'
+        yield (
+            value != "blocks" and ep == 1 and wrap != "experts",
+            f"{said} needs parallelism.expert_parallel_degree > 1 or parallelism.fsdp_wrap = "
+            f'"experts": with fsdp_wrap = "{wrap}" and without expert parallelism one collective '
+            "carries the experts and the parameters around them.",
+        )
+        yield (
+            value != "blocks" and shards is not None and shards * tp // max(ep, 1) <= 1,
+            f"{said} needs experts that FSDP shards: with parallelism.expert_parallel_degree = "
+            f"{ep} each rank holds its experts whole. Expected a smaller degree, or no such key.",
+        )
+    yield (
+        bool(settings.expert_reduce_scatter) and of.pipeline_parallel_degree > 1,
+        f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline sums "
+        "the gradients of its microbatches in float32 before FSDP sends them.",
+    )
+
+
+def _check_reshard_world(key: str, ranks: int, parallelism: ParallelismConfig) -> None:
+    if parallelism.spmd_backend != "partial_dtensor":
+        raise ValueError(
+            f"{key} is {ranks}, a number of ranks, which torch does not offer with "
+            f'parallelism.spmd_backend = "{parallelism.spmd_backend}" (fully_shard refuses it on a '
+            'mesh with other axes). Use "always" or "never", or spmd_backend = "partial_dtensor"; '
+            "to keep gathering inside a machine use data_parallel_replicate_degree (HSDP)."
+        )
+    if parallelism.tensor_parallel_degree > 1:
+        raise ValueError(
+            f"{key} is {ranks}, a number of ranks, which torch does not offer with "
+            "parallelism.tensor_parallel_degree > 1 (FSDP2 reshards only plain tensors to a "
+            'smaller world). Use "always" or "never".'
+        )
+    world = shard_axis(parallelism)
+    if world is not None:
+        check_divides(key, ranks, world, "parameters are")
+
+
+def shard_axis(parallelism: ParallelismConfig) -> int | None:
+    """Ranks that dense parameters are sharded over; None if not known yet."""
+    shard = parallelism.data_parallel_shard_degree
+    cp = parallelism.context_parallel_degree
+    if shard > 0:
+        return shard * cp
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    others = (
+        parallelism.data_parallel_replicate_degree
+        * parallelism.tensor_parallel_degree
+        * parallelism.pipeline_parallel_degree
+    )
+    return max(int(os.environ["WORLD_SIZE"]) // others, 1)
+
+
+def section_checks(
+    model: Decoder.Config,
+    *,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+    compile_config: CompileConfig,
+    ac_config: Any,
+    loss: Any = None,
+) -> list[Callable[[], None]]:
+    """What ``parallelize`` checks of a model and its sections; each raises ValueError.
+
+    ``loss`` is a config, None where it is not known.
+    """
+    compiled = compiles_model(compile_config)
+    return [
+        lambda: check_parallelism(parallelism, training, compiled=compiled),
+        lambda: check_schedule(
+            parallelism, loss=loss, activation_checkpoint=ac_config, compiled=compiled
+        ),
+        lambda: check_dispatchers(model, parallelism),
+        lambda: check_float8(model, parallelism),
+    ]

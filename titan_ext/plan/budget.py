@@ -33,7 +33,7 @@ from titan_ext.activation_checkpoint.solver import (
 )
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import and_more, format_bytes, parse_bytes
-from titan_ext.components.exchange_policy import exchange_policy_of
+from titan_ext.parallelize.recipe import recipe_of
 from titan_ext.plan.dry_run import DryRun, dry_run
 from titan_ext.plan.live import MemoryKind
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
@@ -99,8 +99,8 @@ class TracedBlocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
         self.kinds = [BlockKind(block.graph, block.waiting) for block in self.blocks]
         self._elsewhere = self._kinds_elsewhere(run) if run.stages else ()
-        exchanges = exchange_policy_of(run.model_parts[0])  # stock's own passes decide nothing
-        self._saves = exchanges is None or exchanges.saved
+        recipe = recipe_of(run.model_parts[0])  # stock's own passes have none
+        self._exchanges = recipe.exchanges if recipe else None
 
     def _trace(self, run: DryRun) -> Iterator[_Block]:
         first: dict[Any, tuple[str, nn.Module]] = {}
@@ -126,8 +126,6 @@ class TracedBlocks:
                     trace(
                         block,
                         self._rates,
-                        codec=self._settings.codec(),
-                        compress_fp32=self._settings.fp32 != "save",
                         exempt=tuple(self._settings.exempt),
                         name=name,
                     )
@@ -169,12 +167,10 @@ class TracedBlocks:
 
     def solve(self, budget: int) -> Solution:
         """The best policies; raises BudgetTooSmallError."""
-        allowed = self._settings.attention in ("save_float8", "recompute")
         limit = self.offload_limit
         return solve(
             self.kinds,
             budget,
-            exact_attention=not allowed,
             rule_ms=self._rates.launch * 1e3,
             host=Host(parse_bytes(limit), self._rates.host) if limit else None,
         )
@@ -185,7 +181,7 @@ class TracedBlocks:
         return table_of(self.kinds, solution.chosen, plans)
 
     def _plan(self, block: _Block, config: FP8AC.Config) -> Any:
-        return config.policies_of(block.module, block.name, saves_all_to_all=self._saves)
+        return config.policies_of(block.module, block.name, self._exchanges)
 
     def words(self) -> str:
         """What was traced."""

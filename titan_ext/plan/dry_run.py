@@ -356,7 +356,7 @@ class DryRun(Trainer):
         plans = [plan for part in self.model_parts if (plan := plan_of(part))]
         units = [unit for plan in plans for unit in plan.decoder_units]
         yield "FSDP units", count_units(units) if plans else "stock TorchTitan's: whole blocks"
-        for chosen in dict.fromkeys(plan.chosen for plan in plans if plan.chosen):
+        for chosen in dict.fromkeys(plan.why for plan in plans if plan.why):
             yield "", chosen
         parameters = [p for part in self.model_parts for p in part.parameters()]
         states = [

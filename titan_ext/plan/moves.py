@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan.batch import GLOBAL_BATCH as GLOBAL
 from titan_ext.base.titan.batch import LOCAL_BATCH as LOCAL
-from titan_ext.components.exchange_policy import nodes_among
 from titan_ext.plan.memory import LASTING, MemoryKind
 from titan_ext.plan.time import Part
 
@@ -149,7 +149,7 @@ def _replicate(now: Keys, facts: Facts) -> Iterator[Keys]:
 
 
 def _halves(now: Keys, facts: Facts) -> Iterator[Keys]:
-    if now.get(_HALVES) != "none":
+    if now.get(_HALVES, "halves") == "halves":
         return
     if now[LOCAL] > 1:
         yield {_HALVES: "halves"}
@@ -157,8 +157,13 @@ def _halves(now: Keys, facts: Facts) -> Iterator[Keys]:
         yield from ({**batch, _HALVES: "halves"} for batch in _with_batch(now, facts, 2))
 
 
+def _shared_experts(now: Keys, _: Facts) -> Iterator[Keys]:
+    if now.get(_HALVES) == "none":
+        yield {_HALVES: "shared_experts"}
+
+
 def _rows(now: Keys, facts: Facts) -> Iterator[Keys]:
-    values = ("rank", "node") if nodes_among(now[EP]) else ("rank",)
+    values = ("rank", "node") if Nodes.agreed().among(now[EP]) else ("rank",)
     yield from _values("parallelism.exchange_rows", *values)(now, facts)
 
 
@@ -231,14 +236,14 @@ MOVES = (
         _UNSHARDED,
         Effect.LOSSY,
         "experts are gathered in float8",
-        _if_sharded(_values(f"{_FSDP_KEY}expert_all_gather", "float8")),
+        _if_sharded(_values(f"{_FSDP_KEY}float8_all_gather", "experts")),
     ),
     Move(
         (Part.GATHERS,),
         (),
         Effect.LOSSY,
         "the matrices of blocks are gathered in float8",
-        _values(f"{_FSDP_KEY}all_gather", "float8"),
+        _values(f"{_FSDP_KEY}float8_all_gather", "blocks"),
     ),
     Move(
         (Part.GATHERS, Part.REDUCTIONS),
@@ -266,7 +271,7 @@ MOVES = (
         (),
         Effect.NONE,
         "shared experts run while tokens travel back",
-        _if_experts(_values("parallelism.overlap_shared_experts", True)),
+        _if_experts(_shared_experts),
     ),
     Move(
         (Part.GATHERS, Part.REDUCTIONS, Part.COPIES),
@@ -288,13 +293,6 @@ MOVES = (
         Effect.NONE,
         "how many units are gathered ahead",
         _values(f"{_FSDP_KEY}prefetch", "auto", 1, 2),
-    ),
-    Move(
-        (Part.REDUCTIONS,),
-        _UNSHARDED,
-        Effect.NONE,
-        "reduce-scatters that run behind backward",
-        _values(f"{_FSDP_KEY}reduce_scatter_buffers", "auto", 1, 2),
     ),
     Move(
         (Part.RECOMPUTE, Part.CODEC),

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -26,21 +25,14 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 import titan_ext
-from titan_ext.activation_checkpoint import FP8AC, memory_report_of
-from titan_ext.activation_checkpoint.policy import heeds_save_all_to_all
+from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.run_check import RunCheck
-from titan_ext.components.exchange_policy import exchange_policy_of
-from titan_ext.fsdp.plan import UnitPlan, plan_of
-from titan_ext.fsdp.units import UnitKind
 from titan_ext.toml.values import dump
 
 RECORD = "run.json"
 CONFIG = "config.toml"
 _PACKAGES = ("titan_ext", "torchtitan", "torch", "torchao", "triton")
-# All-to-alls of a MoE layer and step: counts, dispatch and combine in forward, two in backward. A
-# recompute that exchanges tokens again adds three, or two where the counts are saved.
-_EXCHANGES = 5
 
 
 class RunRecord(RunCheck):
@@ -139,65 +131,7 @@ def _commit(folder: Path) -> str:
 
 
 def gains(trainer: Any) -> list[str]:
-    """Lines on what titan_ext changed for this rank; none for what is not known."""
-    return [*_units(trainer), *_activations(trainer), *_exchanges(trainer)]
-
-
-def _units(trainer: Any) -> list[str]:
-    """The largest unit of a block beside a whole block, where FSDP's units split blocks."""
-    blocks: dict[str, list[UnitPlan]] = defaultdict(list)
-    for part in trainer.model_parts:
-        if plan := plan_of(part):
-            for unit in plan.decoder_units:
-                blocks[unit.block].append(unit)
-    # The unit of routed experts is gathered while that of the rest of its block is.
-    split = [
-        [unit.gathered_nbytes for unit in units]
-        for units in blocks.values()
-        if len(units) > 1 and UnitKind.BLOCK not in {unit.kind for unit in units}
-    ]
-    if not split:
-        return []
-    largest, whole = format_bytes(max(map(max, split))), format_bytes(max(map(sum, split)))
-    return [
-        f"parameters of a block that FSDP gathers as one unit: at most {largest}; stock: {whole} "
-        "(predicted)"
-    ]
-
-
-def _exchanges(trainer: Any) -> list[str]:
-    """All-to-alls of a MoE layer, where policy and backend are known to repeat them or not."""
-    policy = trainer.config.activation_checkpoint
-    exchanges = exchange_policy_of(trainer.model_parts[0])
-    if exchanges is None or exchanges.ep == 1 or trainer.parallel_dims.pp_enabled:
-        return []
-    is_ours = isinstance(policy, FP8AC.Config)
-    once, hops = exchanges.rows != "expert", 2 if exchanges.nodes else 1
-    early = once or (is_ours and policy.score_before_last_gemm)
-    ours = _EXCHANGES + (2 if early else 0)  # scores travel, and their gradients
-    ours += 6 * (hops - 1)  # all but the counts
-    if (is_ours and policy.mode == "no_recompute") or (
-        heeds_save_all_to_all(policy) and exchanges.saved
-    ):
-        again = 0
-    elif heeds_save_all_to_all(policy):
-        again = 1 + 3 * hops if once else 3
-        if is_ours:  # counts and scores are kept
-            again = hops if early and policy.preset != "stock" else 2 * hops
-    else:
-        return []
-    stock = _EXCHANGES + (0 if exchanges.stock_saves else 3)
-    halves = 2 if exchanges.overlap == "halves" else 1  # each of half the bytes
-    ours, again = halves * ours, halves * again
-    found = f"all-to-alls a MoE layer and step: {ours + again}"
-    beside = ", as stock selective" if ours + again == stock else f"; {stock} with stock selective"
-    more = ""
-    if again and trainer.config.parallelism.save_all_to_all == "auto":
-        more = f'; {ours} where they cross nodes, or with parallelism.save_all_to_all = "always"'
-    return [f"{found}{beside}{more} (predicted)"]
-
-
-def _activations(trainer: Any) -> list[str]:
+    """What activation checkpointing keeps on this rank, in a line; none where that is not known."""
     rows = memory_report_of(trainer.model_parts).rows()
     if not rows:
         return []

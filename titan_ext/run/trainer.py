@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import tyro
@@ -20,6 +20,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.config import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, SelectiveAC
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TitanTrainer
 
@@ -36,25 +37,19 @@ from titan_ext.base.stdlib_corpus import (
 )
 from titan_ext.base.titan.data import data_facts, may_end, split_among_workers, together
 from titan_ext.base.titan.parallelism import ranks_without_data
-from titan_ext.components.dispatch import check_dispatchers
 from titan_ext.components.early_scores import check_early_scores, with_early_scores
 from titan_ext.components.exchange_policy import changed_exchanges
-from titan_ext.components.float8_linears import check_float8
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
 from titan_ext.components.validate import Validator
-from titan_ext.parallelize.keys import (
-    DebugConfig,
-    ParallelismConfig,
-    check_parallelism,
-    check_unit_names,
-)
+from titan_ext.parallelize.keys import DebugConfig, ParallelismConfig
 from titan_ext.parallelize.limits import (
     check_model_limits,
-    check_schedule,
+    section_checks,
     wrong_degrees,
     wrong_values,
 )
-from titan_ext.parallelize.passes import extend_model_spec
+from titan_ext.parallelize.model_spec import extend_model_spec
+from titan_ext.parallelize.recipe import check_names
 from titan_ext.run.checkpoints import CheckpointManager, check_excluded
 from titan_ext.run.checks import RUN_CHECKS
 from titan_ext.run.stop import check_weights
@@ -121,13 +116,6 @@ class Trainer(TitanTrainer):
             policy = self.activation_checkpoint
             checks: list[Callable[[], object]] = [
                 lambda: check_excluded(self),
-                lambda: check_parallelism(self.parallelism, self.training, compiled=compiled),
-                lambda: check_schedule(
-                    self.parallelism,
-                    loss=self.loss,
-                    activation_checkpoint=policy,
-                    compiled=compiled,
-                ),
                 super(Trainer.Config, self).__post_init__,  # Titan's, and those of a subclass of it
                 self._check_cuda_graphs,
                 self._check_exchanges,
@@ -136,9 +124,16 @@ class Trainer(TitanTrainer):
                 checks.append(policy.check_compiled)
             if (spec := self.model_spec) is not None:
                 checks.append(lambda: check_model_limits(spec.name, self.parallelism))
-                checks.append(lambda: check_dispatchers(spec.model, self.parallelism))
-                checks.append(lambda: check_float8(spec.model, self.parallelism))
-                checks.append(lambda: check_unit_names(spec.model, self.parallelism))
+                model = cast(Decoder.Config, spec.model)
+                checks += section_checks(
+                    model,
+                    parallelism=self.parallelism,
+                    training=self.training,
+                    compile_config=self.compile,
+                    ac_config=policy,
+                    loss=self.loss,
+                )
+                checks.append(lambda: check_names(model, self.parallelism, compiled=compiled))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     groups = self.optimizer
                     checks.append(lambda: check_param_groups(groups, spec.model, self.parallelism))

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Decides what FSDP does with each unit, from settings, degrees and shapes, before any pass runs.
+
+A model on the meta device is enough. Neither a mesh nor a process group is needed, so a dry run,
+the checks of a config and the log know it before anything is sharded.
+
+FSDP may free a unit's parameters after its forward, to gather them again for its backward.
+Parameters that stay gathered save an all-gather and cost their bytes from forward to backward. An
+int is in between: after forward FSDP shards the parameters over a smaller world of that many
+neighbouring ranks. Each rank then holds a larger shard, and backward gathers within that world (on
+one machine, say). It does not limit the number of concurrent all-gathers.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import spmd_types as spmd
+import torch.nn as nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts
+
+from titan_ext.base.op_cost import Nodes
+from titan_ext.fsdp.auto import AUTO_FORWARD, check_reshard_groups, choose
+from titan_ext.fsdp.nf4 import find_frozen_linears
+from titan_ext.fsdp.plan import (
+    FSDPPlan,
+    GroupKind,
+    GroupPlan,
+    ParamPlan,
+    ReplicatedPlan,
+    ShardSizes,
+    UnitPlan,
+)
+from titan_ext.fsdp.prefetch import plan_prefetch
+from titan_ext.fsdp.settings import (
+    ALL_GATHER,
+    EXPERT_REDUCE_SCATTER,
+    RESHARD,
+    RESHARD_GROUPS,
+    FSDPSettings,
+)
+from titan_ext.fsdp.units import (
+    BLOCK_KINDS,
+    Unit,
+    UnitKind,
+    find_ignored,
+    find_replicated,
+    innermost_first,
+    plan_units,
+    replicated_by_unit,
+    units_without,
+    vision_units,
+    with_norm_apart,
+)
+
+
+def resolve_sharding(
+    model: Decoder,
+    settings: FSDPSettings,
+    parallel_dims: ParallelDims,
+    nodes: Nodes,
+    *,
+    compiled: bool = False,
+) -> FSDPPlan:
+    """Decide what FSDP does with the units of ``model``, and with its vision towers.
+
+    Args:
+        model: A decoder or the chunk of a pipeline stage, on the meta device or not, before FSDP;
+            before tensor and expert parallelism, or after them. It stays as it is. Some names may
+            be in other chunks, and "default" keeps the units of a chunk gathered after forward.
+        parallel_dims: Of it only the degrees and the backend are read.
+        compiled: Whether the model is compiled.
+
+    Raises:
+        ValueError: for a setting that does not fit the model, or a name that is not in it.
+    """
+    choice = choose(model, settings, parallel_dims, nodes, compiled=compiled)
+    sizes = ShardSizes.of(parallel_dims)
+    of = _Job(model, settings, parallel_dims, sizes, is_chunk=parallel_dims.pp_enabled)
+    # With pipeline parallelism a microbatch may have no images, and FSDP2 fails on a unit that
+    # never runs. So there the parameters of a vision tower stay with the root.
+    towers = [] if of.is_chunk else vision_units(model)
+    ignored = find_ignored(model, settings.ignored, is_chunk=of.is_chunk)
+    replicated = find_replicated(model, settings.replicate, is_chunk=of.is_chunk)
+    quantized: list[str] = []
+    if settings.quantize_frozen:
+        quantized = find_frozen_linears(
+            model,
+            settings.quantize_frozen,
+            shard_world=sizes.dense,
+            is_chunk=of.is_chunk,
+            replicated=replicated,
+        )
+    units: Sequence[Unit] = plan_units(model, choice.wrap)
+    replicated_plans = [
+        plan
+        for names in replicated_by_unit(units, replicated)
+        for plan in _plan_replicated(of, names)
+    ]
+    units = units_without(model, units, replicated)
+    if not of.is_chunk:
+        check_reshard_groups(settings, [*towers, *units])
+    others = {*ignored.values()}
+    for name in replicated:
+        others |= {*model.get_submodule(name).parameters(recurse=False)}
+    together = of.is_chunk or sizes.dense == 1  # over one rank nothing is gathered
+    apart = units if together else with_norm_apart(units)
+    planned = _plan_units(of, apart, others)
+    if apart != units and not _frees_blocks(planned):
+        planned = _plan_units(of, units, others)
+    _check_collectives(of, planned)
+    limit = settings.prefetch_limit
+    return FSDPPlan(
+        units=(
+            *_plan_units(of, towers),
+            *plan_prefetch(planned, limit or AUTO_FORWARD, limit or choice.backward),
+        ),
+        replicated=tuple(replicated_plans),
+        quantized=tuple(quantized),
+        ignored=tuple(ignored),
+        wrap=choice.wrap,
+        why=choice.why,
+        reduce_scatter_buffers=choice.buffers,
+        param_dtype=settings.param_dtype,
+        reduce_dtype=settings.reduce_dtype,
+        cpu_offload=settings.cpu_offload,
+        symm_mem=settings.symm_mem,
+        copies_out_directly=copies_out_directly(),
+    )
+
+
+def copies_out_directly() -> bool:
+    """Whether this torch (2.15) lets a parameter group bring its own copy-out."""
+    return hasattr(_fsdp_collectives, "_default_all_gather_output_fn")
+
+
+def check_divides(key: str, ranks: int, world: int, what_is: str) -> None:
+    """Raise ValueError, naming ``key``, unless ``ranks`` divides ``world``."""
+    if world % ranks:
+        fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise ValueError(
+            f"{key} is {ranks}, the number of ranks over which to reshard, but {what_is} sharded "
+            f"over {world}; expected one of {fitting}."
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the functions below share."""
+
+    model: Decoder
+    settings: FSDPSettings
+    dims: ParallelDims
+    sizes: ShardSizes
+    is_chunk: bool
+
+
+_Owned = tuple[nn.Parameter, tuple[int, ...], bool]
+"""A parameter of a unit, its shape on a rank, and whether TP or EP make a new one of it."""
+
+
+def _plan_units(
+    of: _Job, units: Sequence[Unit], others: Collection[nn.Parameter] = ()
+) -> list[UnitPlan]:
+    """Plan ``units``, but for prefetching; ``others`` are parameters outside all of them."""
+    owned = _owned_parameters(of, units, others)
+    plans = [UnitPlan(**vars(u), groups=_plan_groups(of, u, owned[u.name])) for u in units]
+    largest = max((plan.gathered_nbytes for plan in plans), default=0)
+    return [
+        replace(
+            plan,
+            reshard_after_forward=_reshard_of(
+                of,
+                plan,
+                is_rounding_error=plan.gathered_nbytes * 100 <= largest,
+                on_model_axis=of.dims.spmd_backend != "spmd_types"
+                and any(is_new for *_, is_new in owned[plan.name].values()),
+            ),
+        )
+        for plan in plans
+    ]
+
+
+def _reshard_of(
+    of: _Job, unit: UnitPlan, *, is_rounding_error: bool, on_model_axis: bool
+) -> bool | int:
+    """FSDP2's ``reshard_after_forward`` for one unit.
+
+    Of several patterns for its name the last counts, then its kind, then the setting for all.
+    "default" frees a unit after forward, except in a pipeline, which would gather it again for
+    every microbatch, and except small units outside the blocks. The head runs first in backward,
+    so of the settings for all units only "always" frees it. An int frees the embedding: no backward
+    would gather its larger shard, and FSDP2 would hold that until the next forward.
+
+    Args:
+        is_rounding_error: Whether its bytes are negligible beside the largest unit's.
+        on_model_axis: Whether another kind of parallelism makes DTensors of its parameters: torch
+            cannot reshard those to a smaller world.
+
+    Raises:
+        ValueError: for an int that does not fit.
+    """
+    groups = of.settings.reshard_groups
+    kind = unit.kind_name
+    names = [name for name in groups if name != kind and unit.is_named(name)]
+    names = [kind] * (kind in groups) + names
+    key, value = RESHARD, of.settings.reshard_after_forward
+    if names:
+        key, value = f"{RESHARD_GROUPS}.{names[-1]}", groups[names[-1]]
+    is_head = kind == UnitKind.HEAD
+    if is_head and not names:
+        return value == "always"
+    if isinstance(value, int):
+        if on_model_axis:
+            raise ValueError(
+                f"{key} is {value}, a number of ranks. FSDP2 reshards only plain tensors to a "
+                "smaller world, but tensor or expert parallelism has split the parameters of "
+                f'{unit.name}. Give it "always" or "never" in {RESHARD_GROUPS}.'
+            )
+        for group in unit.groups:
+            check_divides(key, value, group.shard_world, f"{unit.name} is")
+            if any(param.shard_dim for param in group.params):
+                raise ValueError(
+                    f"{key} is {value}, a number of ranks. FSDP2 reshards only dim 0 to a "
+                    f"smaller world, but more ranks share the routed experts of {unit.name} "
+                    "than there are experts, so FSDP shards their dim 1. "
+                    f'Give it "always" or "never" in {RESHARD_GROUPS}.'
+                )
+        return value if unit.gathers_in_backward else True
+    is_outside_blocks = "." not in unit.name
+    if value == "default" and (is_head or (is_rounding_error and is_outside_blocks)):
+        return False
+    return get_fsdp_reshard_after_forward_policy(value, of.is_chunk)
+
+
+def _frees_blocks(units: Sequence[UnitPlan]) -> bool:
+    """Whether blocks are freed after forward, and nothing is resharded to a smaller world.
+
+    If not, the last norm stays with the head: a head alone has FSDP2 free in the loss what is to
+    stay gathered, and hold the shards of a smaller world until the next step.
+    """
+    return all(
+        unit.reshard_after_forward is True
+        or (unit.reshard_after_forward is False and unit.kind not in BLOCK_KINDS)
+        for unit in units
+    )
+
+
+def _plan_groups(of: _Job, unit: Unit, owned: Mapping[str, _Owned]) -> tuple[GroupPlan, ...]:
+    settings, sizes = of.settings, of.sizes
+    experts = unit.experts_in(of.model)
+    routed = set(experts.parameters()) if experts is not None else set()
+    expert_dim = sizes.expert_shard_dim(experts.num_experts) if experts is not None else 0
+    dense, on_expert_mesh = [], []
+    alone = sizes.experts is not None or unit.kind is UnitKind.EXPERTS
+    of_blocks = settings.float8_all_gather == "blocks" and unit.kind in BLOCK_KINDS
+    of_experts = settings.float8_all_gather == "experts" and alone
+    for name, (param, shape, _) in owned.items():
+        is_routed = param in routed
+        group = on_expert_mesh if is_routed and sizes.experts is not None else dense
+        plan = _plan_param(of, name, param, shape, expert_dim if is_routed else 0)
+        # A bias is one value a row: its neighbours in a block of 128 are those of other rows.
+        is_matrix = len(plan.shape) == (3 if is_routed else 2) and ".router." not in name
+        float8 = is_matrix and (of_blocks or (is_routed and of_experts))
+        if float8 and hasattr(param, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"{ALL_GATHER} rounds what is gathered, and {name}, which a converter has made, "
+                "says itself what travels. Expected no such key."
+            )
+        group.append(replace(plan, float8=float8))
+    wire: dict[str, Any] = {"reduce_scatter": settings.expert_reduce_scatter}
+    own = wire if unit.kind is UnitKind.EXPERTS else {}
+    groups = [GroupPlan(kind="dense", shard_world=sizes.dense, params=tuple(dense), **own)]
+    if sizes.experts is not None:
+        params = tuple(on_expert_mesh)
+        groups.append(GroupPlan(kind="experts", shard_world=sizes.experts, params=params, **wire))
+    return tuple(group for group in groups if group.params)
+
+
+def _check_collectives(of: _Job, units: Sequence[UnitPlan]) -> None:
+    """Refuse keys for collectives that FSDP has not: over one rank, or of experts that are none."""
+    groups = [group for unit in units for group in unit.groups if group.shard_world > 1]
+    gathers = any(group.gathers_float8 for group in groups)
+    reduces = any(group.reduce_scatter for group in groups)
+    for key, value in of.settings.collectives.items():
+        if not of.is_chunk and not (reduces if key == EXPERT_REDUCE_SCATTER else gathers):
+            sharded = "matrices of blocks" if value == "blocks" else "routed experts"
+            raise ValueError(f'{key} = "{value}": FSDP shards no {sharded} of this model.')
+
+
+def _plan_replicated(of: _Job, names: Sequence[str]) -> list[ReplicatedPlan]:
+    """One group for the modules ``names`` of a unit, and one for its routed experts under EP."""
+    kinds: dict[GroupKind, list[str]] = {}
+    for name in names:
+        is_routed = isinstance(of.model.get_submodule(name), GroupedExperts)
+        kind = "experts" if is_routed and of.sizes.experts is not None else "dense"
+        kinds.setdefault(kind, []).append(name)
+    return [
+        ReplicatedPlan(
+            kind=kind,
+            module_names=tuple(modules),
+            params=tuple(
+                _plan_param(of, f"{path}.{name}", param, _local_shape(of, module, name, param)[0])
+                for path, module in ((path, of.model.get_submodule(path)) for path in modules)
+                for name, param in module.named_parameters(recurse=False)
+            ),
+        )
+        for kind, modules in kinds.items()
+    ]
+
+
+def _plan_param(
+    of: _Job, name: str, param: nn.Parameter, shape: tuple[int, ...], shard_dim: int = 0
+) -> ParamPlan:
+    is_float = param.is_floating_point()
+    dtype = of.settings.param_dtype if is_float else param.dtype
+    return ParamPlan(name=name, shape=shape, shard_dim=shard_dim, dtype=dtype)
+
+
+def _local_shape(
+    of: _Job, module: nn.Module, name: str, param: nn.Parameter
+) -> tuple[tuple[int, ...], bool]:
+    """The shape of ``module``'s parameter on one rank, with TP and EP but without FSDP.
+
+    Its module's ``_sharding_config`` says what ``Module.parallelize`` will make of it
+    (torchtitan/protocols/module.py): of unequal shards the largest counts. Also returns whether
+    that makes a new parameter.
+    """
+    layouts = getattr(getattr(module, "_sharding_config", None), "state_shardings", {})
+    layout = layouts.get(name)
+    if layout is None or getattr(module, "_parallelized", False):
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        return tuple(local.shape), isinstance(param, DTensor)
+    shape, is_new = list(param.shape), of.dims.spmd_backend == "spmd_types"
+    degrees = {"tp": of.dims.tp, "ep": of.dims.ep}
+    for axis, kind in layout.per_axis_spmd_types().items():
+        degree = degrees.get(axis.value, 1)
+        is_new |= degree > 1
+        if isinstance(kind, spmd.Shard) and degree > 1:
+            shape[kind.dim] = math.ceil(shape[kind.dim] / degree)
+    return tuple(shape), is_new
+
+
+def _in_order(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules as FSDP2 takes their parameters: children before their parents.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_init.py, ``_get_managed_modules``. In a
+    module with parameters of its own (gpt_oss' attention has sinks) that is not the order of
+    ``named_parameters``, and ``collectives.Float8AllGather`` finds parameters by their place.
+    """
+    for name, child in module.named_children():
+        yield from _in_order(f"{path}.{name}", child)
+    yield path, module
+
+
+def _owned_parameters(
+    of: _Job, units: Sequence[Unit], others: Collection[nn.Parameter]
+) -> dict[str, dict[str, _Owned]]:
+    """The parameters of each unit by its name, less ``others``; the innermost unit owns one.
+
+    Tied parameters are one, unless Titan makes a new one for each module and ties them later.
+    """
+    owned: dict[str, dict[str, _Owned]] = {}
+    taken: set[Any] = set()
+    for unit in innermost_first(units):
+        owned[unit.name] = {}
+        for path, top in zip(unit.module_names, unit.modules(of.model), strict=True):
+            for prefix, module in _in_order(path, top):
+                for name, param in module.named_parameters(recurse=False):
+                    shape, is_new = _local_shape(of, module, name, param)
+                    key = (module, name) if is_new else param
+                    if key not in taken and param not in others:
+                        taken.add(key)
+                        fqn = canonical_fqn(f"{prefix}.{name}")
+                        owned[unit.name][fqn] = param, shape, is_new
+    return owned

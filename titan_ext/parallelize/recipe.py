@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""All that is decided for a job, in one frozen object, before anything is done.
+
+``resolve`` makes it from config, model and degrees, without a mesh or a process group. The passes,
+the dry run, tune, the record of a run and its log read it, and no section of a config.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.models.common.decoder import Decoder
+
+from titan_ext.activation_checkpoint.compile import compiles_model
+from titan_ext.activation_checkpoint.policy import (
+    Checkpointing,
+    heeds_save_all_to_all,
+    resolve_checkpointing,
+)
+from titan_ext.base.machines import RANKS_PER_NODE
+from titan_ext.base.op_cost import Nodes
+from titan_ext.components.exchange_policy import Exchanges, cost_of_saving, resolve_exchanges
+from titan_ext.fsdp.auto import check_reshard_groups, splits_experts
+from titan_ext.fsdp.nf4 import find_frozen_linears
+from titan_ext.fsdp.plan import FSDPPlan
+from titan_ext.fsdp.resolve import resolve_sharding
+from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.units import Wrap, find_replicated, plan_units, units_without, vision_units
+from titan_ext.parallelize.limits import shard_axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is decided for a model, or for the chunk of a pipeline stage.
+
+    Attributes:
+        fsdp: What FSDP gathers, keeps and frees, and in which dtypes.
+        exchanges: How tokens travel between ranks, and what runs meanwhile.
+        checkpointing: What blocks keep for backward.
+        compile: Titan's section, where the model is compiled.
+        notes: Lines for the log: which key does nothing, and why.
+    """
+
+    fsdp: FSDPPlan
+    exchanges: Exchanges
+    checkpointing: Checkpointing
+    compile: CompileConfig | None = None
+    notes: tuple[str, ...] = ()
+
+
+def resolve(
+    model: Decoder,
+    *,
+    parallel_dims: ParallelDims,
+    nodes: Nodes,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
+    ignored: Sequence[str] = (),
+) -> Recipe:
+    """Decide everything for ``model``, which stays as it is. Equal inputs give equal recipes.
+
+    Args:
+        model: A decoder or a chunk of one, on the meta device, before any pass.
+        parallel_dims: Of it only the degrees and the backend are read.
+        parallelism: Titan's section, whose missing keys read as their defaults, or ours.
+        ignored: As ``FSDPSettings`` has it.
+
+    Raises:
+        ValueError: for a setting that does not fit the model, or a name that is not in it.
+    """
+    compiled = compiles_model(compile_config)
+    # Of the whole model's config, which every chunk has: all ranks make the same meshes.
+    exchanges = resolve_exchanges(
+        model.config, parallelism, training, parallel_dims, nodes, compiled=compiled
+    )
+    settings = FSDPSettings.from_config(parallelism, training, ignored)
+    notes = exchanges.notes
+    if heeds_save_all_to_all(ac_config):
+        notes += (cost_of_saving(exchanges, model.config, nodes),)
+    return Recipe(
+        fsdp=resolve_sharding(model, settings, parallel_dims, nodes, compiled=compiled),
+        exchanges=exchanges,
+        checkpointing=resolve_checkpointing(model, ac_config, exchanges),
+        compile=compile_config if compiled else None,
+        notes=tuple(note for note in notes if note),
+    )
+
+
+def recipe_of(model: nn.Module) -> Recipe | None:
+    """The recipe of a model or a pipeline chunk; None if titan_ext did not parallelize it."""
+    return cast(Any, model).__dict__.get("_recipe")
+
+
+def check_names(
+    model: Decoder.Config, parallelism: ParallelismConfig, *, compiled: bool = False
+) -> None:
+    """Raise ValueError for names in our keys that are not in the model.
+
+    Also for a unit of another ``fsdp_wrap``, or one that cannot be resharded to a number of ranks.
+    Builds the model on the meta device, if there are names or such a number. The whole model is
+    looked at, since a name may lie in any stage of a pipeline.
+    """
+    settings = FSDPSettings.from_config(parallelism)
+    to_ranks = any(isinstance(n, int) for n in settings.reshard_by_key.values())
+    if not (settings.reshard_groups or settings.replicate or settings.quantize_frozen or to_ranks):
+        return
+    with torch.device("meta"):
+        built = cast(Decoder, model.build())
+    shards = shard_axis(parallelism)
+    ep, tp = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
+    if shards is not None and shards * tp % ep == 0:
+        cp, copies = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
+        dims = ParallelDims(
+            dp_replicate=copies,
+            dp_shard=shards // cp,
+            cp=cp,
+            tp=tp,
+            pp=1,
+            ep=ep,
+            world_size=copies * shards * tp,
+            spmd_backend=parallelism.spmd_backend,
+        )
+        # The nodes of a job are known when it starts. They decide only what "auto" takes first, and
+        # it takes units that have the names, if any have.
+        nodes = Nodes(RANKS_PER_NODE, RANKS_PER_NODE)
+        resolve_sharding(built, settings, dims, nodes, compiled=compiled)
+        return
+    replicated = find_replicated(built, settings.replicate, is_chunk=False)
+    if names := settings.quantize_frozen:
+        find_frozen_linears(built, names, shard_world=None, is_chunk=False, replicated=replicated)
+    wraps: list[Wrap] = ["submodule", "experts", "block"]  # "auto" takes one that has the names
+    if settings.wrap != "auto":
+        wraps = [settings.wrap]
+    elif not splits_experts(model, ep):
+        wraps = ["block"]
+    units = [u for w in wraps for u in units_without(built, plan_units(built, w), replicated)]
+    check_reshard_groups(settings, [*vision_units(built), *units])
