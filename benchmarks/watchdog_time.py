@@ -42,9 +42,9 @@ def _train(run: Run, folder: Path) -> dict[str, list[float]]:
         is_on = trainer.step % 2 == 1
         check._watchdog = recorder if is_on else RunCheck()
         if not is_on:
-            for group in recorder._hooked:
+            for group in recorder._groups:
                 group.unregister_pre_hook(watchdog._HOOK_ID)
-            recorder._hooked.clear()  # the next recorded step registers them again
+            recorder._groups.clear()  # the next recorded step registers them again
         wall, cpu, before = time.perf_counter(), time.process_time(), inside[0]
         step(data_iterator)
         if is_on:
@@ -67,13 +67,13 @@ def _train(run: Run, folder: Path) -> dict[str, list[float]]:
 
     hook_of = recorder._hook_of
     recorder._hook_of = lambda *arguments: counted(hook_of(*arguments))
-    checked = counted(recorder.check)
+    compared = counted(recorder.compare)
 
-    def check_if_on(*arguments: Any, **options: Any) -> None:
+    def compare_if_on(*arguments: Any) -> None:
         if check._watchdog is recorder:
-            checked(*arguments, **options)
+            compared(*arguments)
 
-    recorder.check = check_if_on
+    recorder.compare = compare_if_on
     trainer.train_step = timed
     with contextlib.redirect_stdout(None):
         trainer.train()

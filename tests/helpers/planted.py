@@ -198,17 +198,17 @@ def _all_reduce_elsewhere(*args, **kwargs):
 def _other_site():
     """The same collective by another function: no backend minds."""
 
-    def reduce(self, device, **options):
+    def reduce(self, device):
         _all_reduce_elsewhere(torch.zeros((), device=device))
-        return check(self, device, **options)
+        return compare(self, device)
 
-    def extra(self, device, **options):
+    def extra(self, device):
         dist.all_reduce(torch.zeros((), device=device))
-        return check(self, device, **options)
+        return compare(self, device)
 
-    check = CollectiveWatchdog.check
+    compare = CollectiveWatchdog.compare
     is_faulty = os.environ["RANK"] == "1"
-    return unittest.mock.patch.object(CollectiveWatchdog, "check", reduce if is_faulty else extra)
+    return unittest.mock.patch.object(CollectiveWatchdog, "compare", reduce if is_faulty else extra)
 
 
 def nan_gradient():

@@ -663,9 +663,10 @@ def test_torch_sees_no_accelerator_the_way_titan_asks():
 
 
 def test_fsdp2_names_of_gathered_parameters():
-    """fsdp.collectives copies out into them; fsdp.mesh asks how many ranks have a shard."""
+    """fsdp.collectives copies out into them; run.checks hooks the unsharded twin of each."""
     param = _Code(FSDPParam)
-    for name in ("all_gather_outputs", "padded_sharded_param_size"):
+    names = ("all_gather_outputs", "padded_sharded_param_size", "_unsharded_param", "_param_fqn")
+    for name in names:
         assert param.has(f"self.{name}")
     assert _Code(_fsdp_common.FSDPMeshInfo).has("self.shard_mesh_size")
 

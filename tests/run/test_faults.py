@@ -105,8 +105,7 @@ def _run(folder: Path, fault: str) -> list[int]:
 
 
 def test_gradients_that_are_not_finite_are_not_applied(tmp_path: Path):
-    error = r"step 4: gradients are not finite.*\n?.*Run again, rank 1 sent gradients that are not "
-    error += r"finite: all_to_all of bfloat16.*backward, step 4"
+    error = r"step 4: gradients are not finite.* The first is of .*, on rank 1, before the ranks"
     with pytest.raises(RankError, match=error):
         _run(tmp_path, "nan")
     assert [path.name for path in tmp_path.glob("checkpoint/*")] == ["step-2"]

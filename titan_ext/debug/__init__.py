@@ -2,6 +2,6 @@
 """Which collectives each rank issued, in which order, and who waits for whom when a run hangs.
 
 ``debug.record_collectives`` turns it on; otherwise nothing here is imported. ``watchdog`` makes the
-records and stops the run when ranks differ. ``hang_report`` keeps them outside the process, finds
-the difference, and is the small process that outlives the ranks. See docs/hangs_and_faults.md.
+``records`` and stops the run when ranks differ, ``hang_report`` says where. See
+docs/hangs_and_faults.md.
 """

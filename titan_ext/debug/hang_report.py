@@ -1,62 +1,39 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A small process that outlives the ranks and reports which of them differ, wait or died.
+"""Which of a run's ranks differ, wait or died, from what they have recorded.
 
-gloo ends a process with SIGABRT when two ranks' collectives do not match. After that, as after
-SIGKILL, no handler, thread or ``finally`` runs. But the kernel has what a process has written to a
-file. So a rank writes a record of each collective (``TraceWriter``), and another process reads them
-(``Comparison``) when something is wrong, also when the rank has died.
+``python -m titan_ext.debug.hang_report FOLDER`` compares what ``debug.record_collectives`` has
+recorded, while a run hangs or when it has died. gloo ends a process with SIGABRT when two ranks'
+collectives do not match, NCCL's watchdog at a timeout: no handler or ``finally`` of the rank runs
+then. But the kernel has what a process has written to a file.
 
-Local rank 0 of each machine starts an observer. While all is well it looks only whether its own
-ranks live and their files grow. It reports on standard error and in ``report.txt``
-
-- who waits for whom, when no rank of this machine has issued anything for half the timeout;
-- when a rank of this machine has died or failed, as at a difference or a timeout. It then kills the
-    machine's stopped ranks (SIGSTOP), so that the run can end.
-
-Rank 0's observer then compares all ranks, the others their own. Ranks with one history are one
-class: of thousands of ranks a few are read in full.
-
-``python -m titan_ext.debug.hang_report FOLDER`` reports once on existing records. Nothing here
-needs torch or Titan.
+Nothing here needs torch or Titan.
 """
 
 import argparse
 import os
 import re
-import shutil
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from titan_ext.base.messages import and_more, ranks_in_words
 from titan_ext.debug.records import (
-    EVERYWHERE,
     RankInfo,
     Record,
     describe,
-    ends_of,
     kind_of,
     newest_record,
     read_trace,
 )
 
-REPORT = "report.txt"
-_POLL_S = 0.1
-_SETTLE_S = 1.0
-"""How long others may take to notice a death before the report is written."""
 _SHOWN = 5
-_KEPT_RUNS = 3
 _MOST_COMPARED = 8
 """Groups of one kind that are compared, and states that are told."""
 
 
 class Comparison:
-    """Compares the records of all ranks with files in ``folder``, or of those on ``host``.
+    """Compares the records of all ranks with files in ``folder``.
 
     All ranks of a process group must issue its collectives in the same order. The order between
     groups may differ, as it does between pipeline stages. So position 57 of a group must be the
@@ -66,9 +43,9 @@ class Comparison:
     of each rank is read, and in full the traces of a few: one for each class in a group.
     """
 
-    def __init__(self, folder: Path, host: str = EVERYWHERE) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.infos = RankInfo.read_all(folder, host)
+        self.infos = RankInfo.read_all(folder)
         self._newest: dict[int, Record] = {}
         self._class: dict[int, tuple[int, int]] = {}
         members: dict[str, set[int]] = defaultdict(set)
@@ -77,8 +54,8 @@ class Comparison:
             if record is not None:
                 self._newest[rank] = record
             self._class[rank] = (record.index, record.history) if record else (-1, 0)
-            for group in info.groups:
-                members[group] |= {rank, *ends_of(group)} & self.infos.keys()
+            for group, ranks in info.groups.items():
+                members[group] |= set(ranks) & self.infos.keys()
         self._members = {group: sorted(ranks) for group, ranks in members.items()}
         self._differences: list[tuple[int, int, str]] = []
         self._waits: list[tuple[int, int, str]] = []
@@ -214,76 +191,6 @@ def _wrong_splits(members: Sequence[int], records: Mapping[int, Record]) -> list
     ]
 
 
-def start(folder: Path, *, of_all_machines: bool) -> None:
-    """Start an observer of this machine's ranks, in its own session."""
-    command = [sys.executable, "-m", "titan_ext.debug.hang_report", str(folder)]
-    command += ["--follow", socket.gethostname(), *(["--all"] if of_all_machines else [])]
-    # A session of its own: torchrun ends a worker with everything in the worker's session.
-    subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
-
-
-class _Observer:
-    """Watches the ranks of ``host``; its report is of all ranks if ``of_all``."""
-
-    def __init__(self, folder: Path, host: str, *, of_all: bool) -> None:
-        self._folder, self._host, self._of_all = folder, host, of_all
-        self._nbytes, self._last_news = 0, time.monotonic()
-        self._said: set[str] = set()
-
-    def follow(self) -> None:
-        if self._of_all:
-            others = sorted(path for path in self._folder.parent.iterdir() if path.is_dir())
-            for old in others[:-_KEPT_RUNS]:
-                shutil.rmtree(old, ignore_errors=True)
-        while True:
-            ranks = RankInfo.read_all(self._folder, self._host).values()
-            states = [_state(info) for info in ranks]
-            if any(state.startswith(("died", "failed")) for state in states):
-                time.sleep(_SETTLE_S)
-                self._report()
-                self._end_stopped(ranks)
-                return
-            if states and all(state == "finished" for state in states):
-                return
-            timeout_s = min((info.timeout_s for info in ranks), default=float("inf"))
-            if self._quiet_s() >= timeout_s / 2:
-                self._report(unless_nobody_waits=True)
-                self._last_news = time.monotonic()
-            time.sleep(_POLL_S)
-
-    def _quiet_s(self) -> float:
-        """How many seconds no rank of this machine has written a record."""
-        traces = (self._folder / self._host).glob("*.trace")
-        nbytes = sum(path.stat().st_size for path in traces)
-        if nbytes != self._nbytes:
-            self._nbytes, self._last_news = nbytes, time.monotonic()
-        return time.monotonic() - self._last_news
-
-    def _report(self, *, unless_nobody_waits: bool = False) -> None:
-        comparison = Comparison(self._folder, EVERYWHERE if self._of_all else self._host)
-        if comparison.waiting or comparison.difference or not unless_nobody_waits:
-            for part in comparison.parts():
-                self._say(part)
-
-    def _end_stopped(self, ranks: Iterable[RankInfo]) -> None:
-        """torchrun asks with SIGTERM, which a stopped process cannot hear, and waits 30 seconds."""
-        for info in ranks:
-            if not info.ending and _process_state(info.pid) == "T":
-                os.kill(info.pid, signal.SIGKILL)
-                self._say(f"rank {info.rank} was stopped; now killed (process {info.pid})")
-
-    def _say(self, text: str) -> None:
-        if not text or text in self._said:
-            return
-        self._said.add(text)
-        folder = self._folder if self._of_all else self._folder / self._host
-        with open(folder / REPORT, "a") as file:
-            file.write(text + "\n")
-        if self._of_all:  # one voice in the log of a job of hundreds of machines
-            lines = [f"[collectives] {line}" for line in text.splitlines()]
-            print("\n".join(lines), file=sys.stderr, flush=True)
-
-
 def _state(info: RankInfo) -> str:
     """What a rank does: "running", "stopped ...", "died ...", "failed: <error>" or "finished"."""
     if info.ending:
@@ -311,16 +218,10 @@ def _process_state(pid: int) -> str:
     return "" if letter in "ZX" else letter
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="a folder of records: collectives/<run>")
-    parser.add_argument("--follow", default="", help="watch this machine's ranks until they end")
-    parser.add_argument("--all", action="store_true", help="and report on those of all machines")
-    parsed = parser.parse_args(arguments)
-    if parsed.follow:
-        _Observer(parsed.folder, parsed.follow, of_all=parsed.all).follow()
-    else:
-        print("\n".join(filter(None, Comparison(parsed.folder).parts())))
+    print("\n".join(filter(None, Comparison(parser.parse_args().folder).parts())))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ from typing import Self
 
 PART_RECORDS = 4096
 """A rank's newest records are in two files of so many each, one a line."""
-EVERYWHERE = "*"
-"""In place of the name of a machine."""
 _TAIL_NBYTES = 1 << 13
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Record:
     """One collective that a rank was about to issue."""
 
@@ -62,15 +60,15 @@ class Record:
 class RankInfo:
     """Facts of one rank's whole run.
 
-    ``ending`` is "" while it runs, "finished", or the error that ended it.
+    Attributes:
+        groups: The ranks of each process group that it is in, by name.
+        ending: "" while it runs, "finished", or the error that ended it.
     """
 
     rank: int
-    world_size: int
     pid: int
     host: str
-    timeout_s: float
-    groups: list[str] = field(default_factory=list)
+    groups: dict[str, list[int]] = field(default_factory=dict)
     ending: str = ""
 
     def folder(self, run: Path) -> Path:
@@ -85,9 +83,9 @@ class RankInfo:
         os.replace(staging, path)
 
     @classmethod
-    def read_all(cls, run: Path, host: str = EVERYWHERE) -> dict[int, Self]:
+    def read_all(cls, run: Path) -> dict[int, Self]:
         """The facts of every rank that has begun, by rank."""
-        found = [cls(**json.loads(path.read_text())) for path in run.glob(f"{host}/rank_*.json")]
+        found = [cls(**json.loads(path.read_text())) for path in run.glob("*/rank_*.json")]
         return {info.rank: info for info in sorted(found, key=lambda info: info.rank)}
 
 
@@ -104,6 +102,7 @@ class TraceWriter:
         if index == 0 and part > 0:
             self._file.close()
             self._start_part(part)
+        # Unbuffered: the kernel has it when the process is killed or aborts.
         self._file.write(json.dumps(record.__dict__).encode() + b"\n")
         self._count += 1
 
@@ -151,13 +150,7 @@ def newest_record(folder: Path, rank: int) -> Record | None:
 
 def kind_of(group: str) -> str:
     """What groups of the same use have in common."""
-    return group.rpartition("/")[0] + (" pair" if ends_of(group) else "")
-
-
-def ends_of(group: str) -> list[int]:
-    """The two ranks of a pair."""
-    sender, arrow, receiver = group.rpartition(" ")[2].partition("->")
-    return [int(sender), int(receiver)] if arrow else []
+    return group.rpartition("/")[0] + (" pair" if "->" in group else "")
 
 
 def describe(record: Record) -> str:

@@ -1,36 +1,28 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Records every collective of this rank before it is issued, and stops the run when ranks differ.
 
-No rank sees what all have issued. Each adds up a hash of every collective, with a factor of its own
-in the group: the factors of a group add up to 0. So does the sum over all ranks, if on every group
-all have issued the same. It is one number, added up at steps that are logged or saved.
-
 torch calls a process group's pre-hooks (``ProcessGroup.register_pre_hook``) on the calling thread,
 before the backend sees the collective. It does so in forward, backward and recompute, and from
 eager and compiled code. The hook belongs to the group, so it works with every backend. It gets the
 tensors and no more. The Python stack tells who issues the collective, so we need not patch FSDP2.
-It also has the split lists of an all-to-all, so no dispatch mode slows every operation.
-
-A hook never reads a value: on an accelerator the host would wait. Sums of the gradients that a rank
-sends stay on the device until ``check`` reads them, at those steps.
+It also has the split lists of an all-to-all, so no dispatch mode slows every operation. A hook
+never reads a value: on an accelerator the host would wait.
 
 It does not see what bypasses process groups (DeepEP, HybridEP and symmetric-memory kernels, the
 store), a replayed CUDA graph, and collectives inside torch's own ``monitored_barrier``.
 """
 
 import contextlib
-import dataclasses
-import functools
 import hashlib
 import inspect
-import operator
 import os
+import shutil
 import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -49,21 +41,18 @@ from titan_ext.base.agreement import this_job
 from titan_ext.base.op_cost import collective_kind
 from titan_ext.base.run_check import RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import in_backward
-from titan_ext.debug import hang_report
-from titan_ext.debug.records import RankInfo, Record, TraceWriter, describe, kind_of
+from titan_ext.debug.records import RankInfo, Record, TraceWriter, kind_of
 
+_KEPT_RUNS = 3
 _HOOK_ID = 0x7E47
 """Our hook's name in a process group."""
-
 _NOT_AN_ISSUER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
-_CARRIES_GRADIENTS = ("reduce_scatter", "all_reduce", "all_to_all", "send")
-_NEVER = 1 << 40
-"""An index that no collective has."""
+_PRIME = (1 << 31) - 1
+"""Hashes are below it: what all ranks of a job add up then fits into an int64."""
 
 
 class CollectiveWatchdog(RunCheck):
-    """Records this rank's collectives; all ranks learn at steps that are logged or saved whether
-    any differ.
+    """Records this rank's collectives, and compares them with those of its groups' other ranks.
 
     Create it on every rank, once the default process group exists. The records go to
     ``collectives/<time of start>`` in the run's folder.
@@ -75,127 +64,66 @@ class CollectiveWatchdog(RunCheck):
                 "debug.record_collectives needs ProcessGroup.register_pre_hook, which torch "
                 f"{torch.__version__} does not have; expected torch 2.15 or newer."
             )
-        self._step = 0
-        # The first time, torch's pipelining runs each stage on uninitialised memory, to learn its
-        # shapes: those gradients are whatever was there.
-        self._checks_gradients = config.parallelism.pipeline_parallel_degree == 1
-        self._index = 0
+        self._step = self._index = self._history = 0
         self._positions: Counter[str] = Counter()
-        self._hooked: list[dist.ProcessGroup] = []
+        self._groups: dict[dist.ProcessGroup, str] = {}
+        self._orders: Counter[str] = Counter()
+        """A hash of what the main thread has issued on each group, in its order."""
         self._names: dict[nn.Module, str] = {}
-        self._sent: list[tuple[Record, torch.Tensor]] = []
-        self._unread: list[tuple[list[Record], torch.Tensor]] = []
         self._lock = threading.Lock()  # an asynchronous checkpoint has a thread and a group
-        self._history, self._zero = 0, 0
-
         rank = dist.get_rank()
         name = this_job().told("collectives", lambda: time.strftime("%Y%m%d-%H%M%S"))
         self._folder = Path(config.dump_folder) / "collectives" / name
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._info = RankInfo(
-            rank=rank,
-            world_size=dist.get_world_size(),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            timeout_s=config.comm.train_timeout_seconds,
-        )
+        if rank == 0:
+            others = sorted(path for path in self._folder.parent.glob("*") if path.is_dir())
+            for old in others[: -_KEPT_RUNS + 1]:
+                shutil.rmtree(old, ignore_errors=True)
+        self._info = RankInfo(rank=rank, pid=os.getpid(), host=socket.gethostname())
         self._info.write(self._folder)
         self._trace = TraceWriter(self._info.folder(self._folder), rank)
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            hang_report.start(self._folder, of_all_machines=rank == 0)
         self._hook_new_groups()
-        logger.info(f"Collectives are recorded in {self._folder}")
-
-    def after_build(self, trainer: Trainer) -> None:
-        """Let records name the modules of the model, and check before gradients are used."""
-        self._name_modules(trainer)
-        trainer.optimizers.register_step_pre_hook(
-            lambda *_: self.check(trainer.device, compares=is_logged_or_saved(trainer))
+        logger.info(
+            f"Collectives are recorded in {self._folder}; python -m titan_ext.debug.hang_report "
+            f"{self._folder} compares the ranks, also while the run hangs or when it has died"
         )
 
-    def _name_modules(self, trainer: Trainer) -> None:
+    def after_build(self, trainer: Trainer) -> None:
+        """Let records name the modules of the model, and compare at steps that read anyway."""
         for part in trainer.model_parts:
             self._names.update({m: canonical_fqn(name) for name, m in part.named_modules()})
         self._hook_new_groups()
+
+        def compare(*_: Any) -> None:
+            if is_logged_or_saved(trainer):
+                self.compare(trainer.device)
+
+        trainer.optimizers.register_step_pre_hook(compare)
 
     @contextlib.contextmanager
     def around_step(self, trainer: Trainer) -> Iterator[None]:
         self._step = trainer.step
         self._hook_new_groups()
-        try:
-            yield
-        finally:
-            self._sent.clear()
-        self._checks_gradients = True
+        yield
 
-    def check(self, device: torch.device, *, compares: bool) -> None:
-        """Keep, on the device, whether the gradients that this rank sent in the step are finite.
+    def compare(self, device: torch.device) -> None:
+        """Compare what the ranks of each group have issued on it, by one number of 8 bytes.
 
-        On every rank, before the optimizer's step; ``device`` is that of the default process group.
-        Where it ``compares`` it adds up 16 bytes over the ranks, and reads the sum. Nothing else
-        waits for the device or for another rank.
-
-        Raises RuntimeError on every rank, at a step that ``compares``, if any two have issued
-        different collectives. Also if one has sent gradients that are not finite since the last
-        such step, and names the first rank that did. Gradients whose sum overflows count as such.
+        Ranks may differ without a hang: where the bytes match, the backend notices nothing. The
+        first rank of a group counts its order as often as the others take it away, so all ranks of
+        the job add up to 0. Raises RuntimeError on every rank if they do not.
         """
-        sent, self._sent = self._sent, []
-        if sent:
-            finite = torch.isfinite(torch.stack([total for _, total in sent])).to(device)
-            self._unread.append(([record for record, _ in sent], finite))
-        if not compares:
-            return
-        unread, self._unread = self._unread, []
-        wrong = torch.zeros((), dtype=torch.int64, device=device)
-        for _, finite in unread:
-            wrong += (~finite).sum()
-        total = torch.stack([torch.tensor(_signed(self._zero), device=device), wrong])
+        number = 0
+        for group, order in self._orders.items():
+            ranks = self._info.groups[group]
+            sign = len(ranks) - 1 if ranks[0] == self._info.rank else -1
+            number += sign * (_hash(group) * order % _PRIME)
+        total = torch.tensor(number, device=device)
         dist.all_reduce(total)
-        difference, wrongs = total.tolist()
-        if difference:
+        if total.item():
             raise RuntimeError(
-                f"the ranks differ in the collectives that they have issued: {self._folder} has "
-                f"{hang_report.REPORT}, which says where."
+                "the ranks differ in the collectives that they have issued. python -m "
+                f"titan_ext.debug.hang_report {self._folder} says where."
             )
-        if wrongs:
-            self._raise_of_first(unread, device)
-
-    def _raise_of_first(
-        self, unread: list[tuple[list[Record], torch.Tensor]], device: torch.device
-    ) -> None:
-        """Name the rank that was the first to send gradients that are not finite."""
-        here = [
-            record
-            for records, finite in unread
-            for record, is_finite in zip(records, finite.tolist(), strict=True)
-            if not is_finite
-        ]
-        index = here[0].index if here else _NEVER
-        earliest = torch.tensor(index * self._info.world_size + self._info.rank, device=device)
-        dist.all_reduce(earliest, dist.ReduceOp.MIN)
-        culprit = int(earliest.item()) % self._info.world_size
-        words = [describe(here[0]) if here else ""]
-        dist.broadcast_object_list(words, src=culprit)
-        raise RuntimeError(
-            f"rank {culprit} sent gradients that are not finite: {words[0]}. "
-            "Nothing was saved since."
-        )
-
-    @classmethod
-    def run_again(cls, trainer: Trainer, passes: Sequence[Mapping[str, Any]]) -> None:
-        """Run forward and backward of a step again, recorded. All ranks do, in one step.
-
-        The step's gradients are lost. ``passes`` are the arguments of its
-        ``forward_backward_step``. Raises as ``check``; returns if nothing was wrong.
-        """
-        watchdog = cls(trainer.config)
-        watchdog._name_modules(trainer)
-        watchdog._step, watchdog._checks_gradients = trainer.step, True
-        with watchdog.around_run(trainer):
-            trainer.optimizers.zero_grad()
-            for arguments in passes:
-                trainer.forward_backward_step(**arguments)
-            watchdog.check(trainer.device, compares=True)
 
     @contextlib.contextmanager
     def around_run(self, trainer: Trainer) -> Iterator[None]:
@@ -207,66 +135,46 @@ class CollectiveWatchdog(RunCheck):
             ending = f"failed: {type(error).__name__}: {error}"[:500]
             raise
         finally:
-            for group in self._hooked:
+            for group in self._groups:
                 group.unregister_pre_hook(_HOOK_ID)
             self._info.ending = ending
             self._info.write(self._folder)
 
     def _hook_new_groups(self) -> None:
-        new = [group for group in _world.pg_map if group not in self._hooked]
+        new = [group for group in _world.pg_map if group not in self._groups]
         for group in new:
-            ranks = dist.get_process_group_ranks(group)
-            name = f"{group.group_desc}/{group.group_name}"
-            self._hooked.append(group)
-            self._info.groups.append(name)
-            group.register_pre_hook(_HOOK_ID, self._hook_of(name, ranks))
+            name = self._groups[group] = f"{group.group_desc}/{group.group_name}"
+            self._info.groups[name] = dist.get_process_group_ranks(group)
+            group.register_pre_hook(_HOOK_ID, self._hook_of(name))
         if new:
             self._info.write(self._folder)
 
-    def _hook_of(self, name: str, ranks: list[int]):
-        place = ranks.index(self._info.rank), len(ranks)
+    def _hook_of(self, name: str) -> Any:
+        ranks = self._info.groups[name]
 
-        def hook(args) -> None:
-            op = collective_kind(args.name.name)
-            group, (at, size) = name, place
+        def hook(args: Any) -> None:
+            op, group = collective_kind(args.name.name), name
             if op in ("send", "recv"):
                 ends = [self._info.rank, ranks[args.root]]
-                sender, receiver = ends if op == "send" else reversed(ends)
-                group, at, size = f"{name} {sender}->{receiver}", int(op == "recv"), 2
+                ends = ends if op == "send" else ends[::-1]
+                group = f"{name} {ends[0]}->{ends[1]}"
                 if group not in self._info.groups:
-                    self._info.groups.append(group)
+                    self._info.groups[group] = ends
                     self._info.write(self._folder)
             with self._lock:
-                record = self._note(self._record(op, group, args), at, size)
+                record = self._record(op, group, args)
+                what = _hash(kind_of(group), record.signature())
+                self._history = record.history = (self._history + what) % _PRIME
+                if threading.current_thread() is threading.main_thread():
+                    self._orders[group] = (31 * self._orders[group] + what) % _PRIME
                 self._trace.write(record)
                 self._index += 1
                 self._positions[group] += 1
-            if not (self._checks_gradients and record.backward and op in _CARRIES_GRADIENTS):
-                return
-            # Now, since on the other ranks nobody can tell whose gradient it was.
-            for gradient in args.input_tensors:
-                self._sent.append((record, gradient.sum()))
 
         return hook
 
-    def _note(self, record: Record, at: int, size: int) -> Record:
-        """Add a record to the sums, of the rank ``at`` of ``size`` in the group; return it with the
-        history up to here."""
-        what = _hash(kind_of(record.group), record.signature())
-        self._history = (self._history + what) % _RING
-        if threading.current_thread() is threading.main_thread():
-            self._zero += _factor(record.group, at, size) * what
-            if record.splits:
-                sends, expects = record.splits
-                to, by = _weights(record.group, at, size)
-                rows = sum(map(operator.mul, to, sends)) - sum(map(operator.mul, by, expects))
-                self._zero += (2 * record.position + 1) * rows
-            self._zero %= _RING
-        return dataclasses.replace(record, history=self._history)
-
-    def _record(self, op: str, group: str, args) -> Record:
+    def _record(self, op: str, group: str, args: Any) -> Record:
         unit, site = self._issuer(sys._getframe(2))
-        splits = _splits(sys._getframe(2)) if op == "all_to_all" else None
         tensors = [*args.input_tensors, *args.output_tensors]
         return Record(
             index=self._index,
@@ -282,7 +190,7 @@ class CollectiveWatchdog(RunCheck):
             unit=unit,
             site=site,
             backward=in_backward(),
-            splits=splits,
+            splits=_splits(sys._getframe(2)) if op == "all_to_all" else None,
         )
 
     def _issuer(self, frame: FrameType | None) -> tuple[str, str]:
@@ -302,37 +210,13 @@ class CollectiveWatchdog(RunCheck):
         return "", site
 
 
-_RING = 1 << 64
-"""Sums are those of int64, which wraps around."""
-
-
-def _signed(value: int) -> int:
-    """``value`` of the ring as an int64."""
-    return (value + _RING // 2) % _RING - _RING // 2
-
-
 def _hash(*values: object) -> int:
-    """Odd, of 64 bits, and the same in every process."""
+    """The same in every process."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") | 1
+    return int.from_bytes(digest, "little") % _PRIME
 
 
-@functools.cache
-def _factor(group: str, at: int, size: int) -> int:
-    """The factor of what the rank ``at`` issues; those of a group add up to 0."""
-    return (size - 1 if at == 0 else -1) * _hash(group)
-
-
-@functools.cache
-def _weights(group: str, at: int, size: int) -> tuple[list[int], list[int]]:
-    """Factors of the rows that the rank ``at`` sends to each rank, and of those that it expects."""
-    return (
-        [_hash(group, at, other) for other in range(size)],
-        [_hash(group, other, at) for other in range(size)],
-    )
-
-
-def _code_of(function) -> CodeType:
+def _code_of(function: Any) -> CodeType:
     return inspect.unwrap(function).__code__
 
 

@@ -156,10 +156,10 @@ class DebugConfig(TitanDebugConfig):
 
     record_collectives: bool = False
     """
-    Record every collective of every rank outside its process before it is issued, and compare the
-    ranks. Reports on a hang, an abort or a silent mismatch name the ranks, the position in the
-    order and the units. Also checks gradients for NaN and infinity before a rank reduces them.
-    Costs some 50 microseconds a collective. See docs/hangs_and_faults.md.
+    Record every collective of every rank in a file before it is issued, and compare the ranks at
+    steps that are logged or saved. After a hang or an abort, python -m titan_ext.debug.hang_report
+    names the ranks, the position in the order and the units. Costs some 50 microseconds a
+    collective. See docs/hangs_and_faults.md.
     """
 
     __setattr__ = set_known_key

@@ -4,13 +4,16 @@
 To add one, write a subclass of ``RunCheck`` and add it to ``RUN_CHECKS``.
 """
 
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
@@ -20,6 +23,7 @@ from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, is_logged_or_s
 from titan_ext.base.tensors import are_finite
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.components.lora import check_lora_targets
+from titan_ext.fsdp.units import param_groups
 from titan_ext.run.budget import ActivationBudget
 from titan_ext.run.checkpoints import Checkpoints
 from titan_ext.run.pace import PaceCheck
@@ -31,6 +35,8 @@ from titan_ext.run.stop import StopOnSignal
 from titan_ext.run.weights import Weights
 
 _TOGETHER = timedelta(seconds=20)
+_NEVER = 1 << 30
+"""More gradients than a rank has."""
 _EVERY_S = 30.0
 """Between two lines of progress at least: steps can be shorter than it takes to read one."""
 
@@ -78,9 +84,9 @@ class FiniteGradients(RunCheck):
     device, so it runs only on steps that are logged or saved anyway. Nothing escapes it: weights
     that became NaN in between make the next gradients NaN as well.
 
-    Once reduced, they are all alike. So the ranks run the step again with their collectives
-    recorded, which names the first rank and unit that sends such gradients. A good step pays
-    nothing for it: only its tokens are kept until the optimizer's step.
+    Once reduced, they are all alike. So the ranks run the step again and look at each parameter's
+    gradient before FSDP reduces it. A good step pays nothing for it: only its tokens are kept until
+    the optimizer's step.
 
     Raises RuntimeError in the step, on the ranks that hold gradients that are not finite. Clipping
     by a norm that is NaN makes that all of them.
@@ -90,8 +96,7 @@ class FiniteGradients(RunCheck):
         def check(*_) -> None:
             if not is_logged_or_saved(trainer):
                 return
-            parameters = (param for part in trainer.model_parts for param in part.parameters())
-            if are_finite(param.grad for param in parameters if param.grad is not None):
+            if are_finite(p.grad for p in _parameters(trainer) if p.grad is not None):
                 return
             try:
                 trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one
@@ -99,7 +104,7 @@ class FiniteGradients(RunCheck):
                 source = self._source(trainer)
                 raise RuntimeError(
                     f"step {trainer.step}: gradients are not finite. The optimizer's step was not "
-                    f"taken and nothing was saved since the last checkpoint. {source}"
+                    f"taken and nothing was saved since the last checkpoint.{source}"
                 )
 
         trainer.optimizers.register_step_pre_hook(check)
@@ -113,23 +118,66 @@ class FiniteGradients(RunCheck):
             trainer.passes = None
 
     def _source(self, trainer: Any) -> str:
-        """Which rank and unit they come from, or how to learn it."""
+        """Which rank and parameter they come from, "" where that cannot be told."""
         config, passes = trainer.config, trainer.passes
-        graphs = not config.training.disable_cuda_graphs
-        ask = "To learn which rank and unit they come from, run again with "
-        ask += f"--debug.record_collectives{' --training.disable_cuda_graphs' if graphs else ''}."
+        graphs = not config.training.disable_cuda_graphs  # they run no hook
         if graphs or not passes or config.comm.mode in ONE_PROCESS_MODES or not _all_are_here():
-            return ask
-        from titan_ext.debug.watchdog import CollectiveWatchdog
-
+            return ""
         trainer.passes = None
-        try:
-            CollectiveWatchdog.run_again(trainer, passes)
-        except RuntimeError as error:
-            return f"Run again, {error}"
-        except ValueError:  # torch has no hooks for it
-            return ask
-        return f"Run again, the step has finite gradients. {ask}"
+        first = _first_that_is_not_finite(trainer, passes)
+        if not are_finite(_parameters(trainer)):
+            first = " Weights are not finite either: an earlier step made them so."
+        return first or " Run again, the step has finite gradients."
+
+
+def _parameters(trainer: Any) -> Iterator[torch.nn.Parameter]:
+    return (param for part in trainer.model_parts for param in part.parameters())
+
+
+def _first_that_is_not_finite(trainer: Any, passes: Sequence[Mapping[str, Any]]) -> str:
+    """Run forward and backward of a step again, on all ranks; its gradients are lost.
+
+    ``passes`` are the arguments of its ``forward_backward_step``. A NaN travels from rank to rank
+    with tokens, and from the last stage of a pipeline to the first. So the first rank is the one in
+    the latest stage that has met one after the fewest gradients of its own.
+    """
+    seen, found = 0, (_NEVER, "")
+
+    def look(name: str, param: torch.Tensor) -> None:
+        nonlocal seen, found
+        seen += 1
+        if not found[1] and param.grad is not None and not are_finite([param.grad]):
+            found = seen, name
+
+    # FSDP2 gives a parameter's gradient to its unsharded twin, and reduces it from there
+    # (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+    twins = {
+        canonical_fqn(param._param_fqn or "a parameter"): param._unsharded_param
+        for part in trainer.model_parts
+        for group in param_groups(part.modules())
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param") and param._unsharded_param.requires_grad
+    }
+    hooks = [
+        twin.register_post_accumulate_grad_hook(functools.partial(look, name))
+        for name, twin in twins.items()
+    ]
+    trainer.optimizers.zero_grad()
+    for arguments in passes:
+        trainer.forward_backward_step(**arguments)
+    for hook in hooks:
+        hook.remove()
+    rank, ranks, stages = dist.get_rank(), dist.get_world_size(), trainer.parallel_dims.pp
+    stages_after = stages - 1 - rank * stages // ranks
+    order = (stages_after * _NEVER + found[0]) * ranks + rank
+    first = torch.tensor(order if found[1] else _NEVER**2, device=trainer.device)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    if first.item() == _NEVER**2:
+        return ""
+    culprit = int(first.item()) % ranks
+    names = [found[1]]
+    dist.broadcast_object_list(names, src=culprit)
+    return f" The first is of {names[0]}, on rank {culprit}, before the ranks sum it."
 
 
 def _all_are_here() -> bool:
