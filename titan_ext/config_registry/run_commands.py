@@ -64,7 +64,7 @@ class Peft:
 
 @dataclass
 class Check:
-    """Check machines before a long job: links, versions, layout, what NCCL chose.
+    """Check machines before a long job: links, versions, layout.
 
     Under torchrun, on all ranks: torchrun --nproc_per_node=8 -m titan_ext check CONFIG.
     """

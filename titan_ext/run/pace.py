@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures and judges the pace of a run: a late rank, uneven experts, a slow link, a lasting drop.
+"""Measures and judges the pace of a run: a late rank, uneven experts, a lasting drop.
 
 In logged steps every rank measures how long it waits for token counts, how long tokens travel, and
 how many its experts get. Counts are a few bytes, so a rank that waits for them waits for its
@@ -20,7 +20,7 @@ import json
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,16 +33,13 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.agreement import this_job
-from titan_ext.base.messages import ranks_in_words
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 
 _NOTABLE = 0.1
-"""Of a step: less is called neither late nor slow."""
+"""Of a step: less is not called late."""
 _LASTING, _RECENT = 3, 5
 """So many of the last logged steps make a warning."""
-_SLOW_LINK, _NOTABLE_LINK = 3.0, 0.005
-"""Times what counts and tokens take elsewhere, and of a step: a link carries more than those."""
 _UNEVEN = 2.0
 _KEPT, _ENOUGH = 100, 20
 """Logged steps whose median is the usual pace, and how many it takes to have one."""
@@ -87,7 +84,7 @@ class RankStep:
 
 @dataclass
 class Findings:
-    """Of one logged step: the latest rank, the slowest link, the fullest layer, by how much.
+    """Of one logged step: the latest rank and the fullest layer, by how much.
 
     ``late_ms`` is by how much the others of its group waited longer than the rank. ``imbalance`` is
     by layer: tokens of the fullest rank over the mean of its group, and that rank.
@@ -97,7 +94,6 @@ class Findings:
     travel_ms: float = 0.0
     late_rank: int = -1
     late_ms: float = 0.0
-    slow_link: tuple[tuple[int, ...], float, float] | None = None
     imbalance: dict[int, tuple[float, int]] = field(default_factory=dict)
     is_late: bool = False
     is_uneven: bool = False
@@ -115,7 +111,6 @@ class Findings:
         found.wait_ms = statistics.fmean(row.wait_ms for row in every)
         found.travel_ms = statistics.fmean(row.travel_ms for row in every)
         step_ms = statistics.median(row.step_ms for row in every)
-        on_links: dict[tuple[int, ...], float] = {}
         uneven = 0.0
         for group in groups.values():
             if len(group) < 2:
@@ -124,9 +119,6 @@ class Findings:
             others = statistics.median(row.wait_ms for row in group if row is not least)
             if others - least.wait_ms > found.late_ms:
                 found.late_rank, found.late_ms = least.rank, others - least.wait_ms
-            # The last to come waits for nobody, and tokens travel when all have come.
-            alone_ms = least.wait_ms + min(row.travel_ms for row in group)
-            on_links[tuple(sorted(row.rank for row in group))] = alone_ms
             # Of two ranks one can have twice the mean at most.
             most = min(_UNEVEN, (1 + len(group)) / 2)
             for layer, tokens in enumerate(zip(*(row.tokens for row in group), strict=False)):
@@ -136,7 +128,6 @@ class Findings:
                 if times > found.imbalance.get(layer, (0.0, 0))[0]:
                     found.imbalance[layer] = times, group[tokens.index(fullest)].rank
                 uneven = max(uneven, times / most)
-        found.slow_link = slow_link(on_links, step_ms)
         found.is_late = found.late_ms > _NOTABLE * step_ms
         found.is_uneven = uneven >= 1
         return found
@@ -163,12 +154,6 @@ class Findings:
     def words(self) -> dict[tuple[str, object], str]:
         """What is wrong, by what it is about; a lasting one is warned of."""
         found: dict[tuple[str, object], str] = {}
-        if self.slow_link is not None:
-            ranks, slow_ms, usual_ms = self.slow_link
-            found["link", ranks] = (
-                f"the link between {ranks_in_words(ranks)} is slow: counts and tokens travel for "
-                f"{slow_ms:.1f} ms a step, elsewhere for {usual_ms:.1f}"
-            )
         if self.is_late:
             found["late", self.late_rank] = (
                 f"rank {self.late_rank} is late: the others wait {self.late_ms:.1f} ms a step for "
@@ -181,24 +166,6 @@ class Findings:
                 f"in layer {layer}"
             )
         return found
-
-
-def slow_link(
-    took: Mapping[tuple[int, ...], float], step_ms: float
-) -> tuple[tuple[int, ...], float, float] | None:
-    """The ranks whose messages take much longer than those of others, and both times in ms.
-
-    ``took`` is how long messages take among ranks once the last of them has come. None if no link
-    costs a notable part of the step.
-    """
-    if len(took) < 2:
-        return None
-    slowest = max(took, key=took.__getitem__)
-    usual = statistics.median(ms for ranks, ms in took.items() if ranks != slowest)
-    excess = took[slowest] - usual
-    if took[slowest] <= _SLOW_LINK * usual or excess <= _NOTABLE_LINK * step_ms:
-        return None
-    return slowest, took[slowest], usual
 
 
 class Judge:
@@ -305,7 +272,7 @@ class Meter:
 
 
 class PaceCheck(RunCheck):
-    """Warns of a late rank, uneven experts, a slow link, and a pace that drops for long."""
+    """Warns of a late rank, uneven experts, and a pace that drops for long."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.judge = Judge()

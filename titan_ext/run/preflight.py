@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks machines before a long job: links, versions, the layout, and what NCCL has chosen.
+"""Checks machines before a long job: links, versions and the layout.
 
 ``torchrun ... -m titan_ext check CONFIG`` runs this on every rank of the job, for seconds. A wrong
 variable or a bad cable makes NCCL fall back without an error, and the job is a fraction as fast.
-The same code runs on gloo, over loopback too.
+NCCL's own log (``NCCL_DEBUG=INFO``) says what it has chosen. The same code runs on gloo.
 """
 
 import os
-import re
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,16 +29,6 @@ _SLOW = 0.5
 """Of the median of like links, or of what the plan takes for the machine."""
 _SHOWN = 8
 _WITHIN = timedelta(minutes=5)
-_NCCL_LOG = {
-    "NET/IB": r"via NET/(IB|IBext\w*)/|NET/IB : Using",
-    "GPUDirect RDMA": r"GDRDMA",
-    "sockets": r"via NET/Socket|NET/Socket ?: Using",
-    "EFA": r"NET/OFI .*(efa|EFA)",
-    "NVLink or PCIe peer to peer": r"via P2P/",
-    "shared memory of the host": r"via SHM/",
-    "NVLS (sums in the switch)": r"Connected NVLS|NVLS comm |via NVLS",
-}
-"""What a line of NCCL's log (``NCCL_DEBUG=INFO``) says that it uses."""
 
 
 @dataclass(frozen=True)
@@ -65,47 +52,35 @@ def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
     Raises:
         ValueError: on all ranks, if their versions differ.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log = _have_nccl_log(Path(folder))
-        device = torch.device("cpu")
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None:
-            device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
-            torch.accelerator.set_device_index(device)
-        backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, timeout=_WITHIN)
-        try:
-            job = this_job()
-            library = f"{backend} {communication().get('version', '')}".strip()
-            found = f"{', '.join(f'{k} {v}' for k, v in versions().items())}; {library}"
-            if said := job.judged("versions", found, _differences):
-                raise ValueError(said)
-            mine = list(_measure(device, mib * 2**20, ranks_per_node()))
-            store = job.subject("links")
-            words = [f"{x.rank} {x.other} {x.rate:.0f} {int(x.in_node)}\n" for x in mine]
-            store.append("links", "".join(words) or "\n")  # pyrefly: ignore[missing-attribute]
-            if store.add("ranks", 1) == job.ranks:
-                store.set("all", "")
-            store.wait(["all"], _WITHIN)
-            lines = []
-            if job.rank == 0:
-                lines = [f"{job.ranks} ranks alike: {found}"]
-                lines += judge_links(_links(store.get("links").decode()), machine)
-                lines += layout_warnings(config, job.ranks) if config is not None else []
-                lines += nccl_lines(log.read_text(errors="replace") if log.exists() else "")
-            dist.barrier()  # rank 0 may hold the store
-        finally:
-            dist.destroy_process_group()
+    device = torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, timeout=_WITHIN)
+    try:
+        job = this_job()
+        library = f"{backend} {communication().get('version', '')}".strip()
+        found = f"{', '.join(f'{k} {v}' for k, v in versions().items())}; {library}"
+        if said := job.judged("versions", found, _differences):
+            raise ValueError(said)
+        mine = list(_measure(device, mib * 2**20, ranks_per_node()))
+        store = job.subject("links")
+        words = [f"{x.rank} {x.other} {x.rate:.0f} {int(x.in_node)}\n" for x in mine]
+        store.append("links", "".join(words) or "\n")  # pyrefly: ignore[missing-attribute]
+        if store.add("ranks", 1) == job.ranks:
+            store.set("all", "")
+        store.wait(["all"], _WITHIN)
+        lines = []
+        if job.rank == 0:
+            lines = [f"{job.ranks} ranks alike: {found}"]
+            lines += judge_links(_links(store.get("links").decode()), machine)
+            lines += layout_warnings(config, job.ranks) if config is not None else []
+        dist.barrier()  # rank 0 may hold the store
+    finally:
+        dist.destroy_process_group()
     return lines
-
-
-def _have_nccl_log(folder: Path) -> Path:
-    """Let NCCL write its log, unless the user has it elsewhere; where it will be."""
-    if "NCCL_DEBUG" in os.environ or "NCCL_DEBUG_FILE" in os.environ:
-        return Path(os.environ.get("NCCL_DEBUG_FILE", folder / "none"))
-    log = folder / "nccl.log"
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
-    return log
 
 
 def _differences(words: Sequence[tuple[str, list[int]]]) -> str:
@@ -213,17 +188,3 @@ def layout_warnings(config: Any, ranks: int) -> list[str]:
                 "that some lie across two"
             )
     return lines or [f"layout: stays in NVLink domains of {domain}"]
-
-
-def nccl_lines(log: str) -> list[str]:
-    """What NCCL's log says that it uses, and what is missing."""
-    if not log:
-        return []
-    used = [name for name, pattern in _NCCL_LOG.items() if re.search(pattern, log)]
-    version = re.search(r"NCCL version (\S+)", log)
-    lines = [f"NCCL {version[1] if version else ''} uses: {', '.join(used) or 'not known'}"]
-    if "sockets" in used and "NET/IB" not in used:
-        lines.append("warning: NCCL sends over sockets; is NCCL_IB_HCA right, NCCL_IB_DISABLE 0?")
-    if "NET/IB" in used and "GPUDirect RDMA" not in used:
-        lines.append("warning: no GPUDirect RDMA: see NCCL_NET_GDR_LEVEL, and PCIe ACS")
-    return lines
