@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWriter, hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, deepseek_v3_layers, make_config
@@ -206,6 +207,86 @@ def test_float8_that_torch_would_read_wrong(folders: dict[str, Path], tmp_path: 
         check_weights(other)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "error"),
+    [
+        (
+            "model.layer.2",
+            r"has 'model\.layer\.2', which matches nothing there that .*'model\.layer",
+        ),
+        ("model.layers.1", r"has 'model\.layers\.1', which matches nothing there that the model"),
+        ("*.up_proj.wieght", r"has '\*\.up_proj\.wieght', which matches nothing there"),
+    ],
+)
+def test_what_is_to_be_ignored_is_there(
+    pattern: str, error: str, folders: dict[str, Path], tmp_path: Path
+):
+    """And the model does not have it: what it has is loaded."""
+    tensors = _tensors(folders["deepseek_v3"])
+    tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(2)
+    _write(tmp_path, tensors)
+    config = _load("deepseek_v3", tmp_path, ignore_weights=["model.layers.2", pattern])
+    with pytest.raises(ValueError, match=error):
+        check_weights(config)
+
+
+def test_a_resume_keeps_what_its_first_start_ignored(tmp_path: Path, one_rank: None):
+    config = _config("deepseek_v3", tmp_path, last_save_model_only=False)
+    _Exporter(config).save()
+    ignored: dict[str, Any] = {"ignore_weights": ["model.layers.61"]}
+    assert " fit (float32), in " in check_weights(_config("deepseek_v3", tmp_path, **ignored))
+    (checkpoint,) = tmp_path.glob("run/checkpoint/step-1")
+    other = _config("deepseek_v3", tmp_path, initial_load_path=str(checkpoint), **ignored)
+    other.dump_folder = str(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"has 'model\.layers\.61', which matches nothing there"):
+        check_weights(other)
+
+
+class _NewNames(GptOssStateDictAdapter):
+    """With the names that Titan's experts have by now, as its main has mended it."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        new = {"mlp1_weight": "EGD", "mlp1_bias": "EG", "mlp2_weight": "EDF", "mlp2_bias": "ED"}
+        for hf, name in self.from_hf_map.items():
+            old = name.rpartition(".")[2]
+            self.from_hf_map[hf] = f"{name}_{new[old]}" if old in new else name
+
+
+def test_gpt_oss_is_refused_by_name(tmp_path: Path):
+    """As it ships, in MXFP4: 4 bits for a number, 32 numbers a scale; and as transformers saves it.
+
+    A user's adapter may know the names. torch reads 90 columns of the 2880 then.
+    """
+    shape: dict[str, Any] = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+    config = transformers.GptOssConfig(
+        **SIZES, **shape, num_local_experts=4, intermediate_size=2880
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "bf16")
+    tensors = model.state_dict()
+    for name in [name for name in tensors if name.endswith("_proj")]:
+        experts, columns, rows = tensors.pop(name).shape
+        codes = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": codes[..., 0].clone()}
+    (tmp_path / "mxfp4").mkdir()
+    _write(tmp_path / "mxfp4", tensors)
+
+    quantized = _load("gpt_oss", tmp_path / "mxfp4", initial_load_in_hf_quantized=True)
+    for of_titan in (quantized, _load("gpt_oss", tmp_path / "bf16")):
+        with pytest.raises(ValueError, match=r"has no name for .*inner_experts\.mlp1_weight_EGD"):
+            dry_run(of_titan, 1, step=False)
+    quantized.model_spec.state_dict_adapter = _NewNames
+    blocks = r"model\.layers\.0\.mlp\.experts\.\w+_proj_blocks"
+    with pytest.raises(ValueError, match=rf"with codes of which torch .* a part .*: {blocks}"):
+        check_weights(quantized)
+    quantized.checkpoint.initial_load_in_hf_quantized = False
+    with pytest.raises(
+        ValueError, match=rf"{blocks} \(uint8\).*; set checkpoint\.initial_load_in_"
+    ):
+        check_weights(quantized)
+
+
 def test_files_that_are_cut_short_or_not_there(folders: dict[str, Path], tmp_path: Path):
     tensors = _tensors(folders["deepseek_v3"])
     _write(tmp_path, tensors)
@@ -220,6 +301,21 @@ def test_files_that_are_cut_short_or_not_there(folders: dict[str, Path], tmp_pat
         check_weights(config)
     file.unlink()
     with pytest.raises(ValueError, match=rf"without the files {file.name}, which its index"):
+        check_weights(config)
+
+
+def test_pieces_of_an_export_are_all_there(folders: dict[str, Path], tmp_path: Path):
+    tensors = _tensors(folders["deepseek_v3"])
+    gate = tensors.pop(GATE)
+    _write(tmp_path, tensors)
+    for row in (0, 1, 2, 3):
+        offsets = json.dumps({GATE: {"saved_offsets": [row, 0]}})
+        about = {"DCP_SHARDING_INFO": offsets}
+        save_file({GATE: gate[row : row + 1]}, tmp_path / f"{row}.safetensors", metadata=about)
+    config = _load("deepseek_v3", tmp_path)
+    assert "41 of 41 fit" in check_weights(config)
+    (tmp_path / "1.safetensors").unlink()
+    with pytest.raises(ValueError, match=rf"has {GATE} in part, and torch would leave the rest"):
         check_weights(config)
 
 
@@ -258,6 +354,8 @@ class _Exporter:
         check, spec = HuggingFaceExport(), config.model_spec
         check.before_start(config)
         self.model = spec.model.build()
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter)  # memory as it was may be NaN
         self.manager = config.checkpoint.build(
             dataloader=None,
             model_parts=[self.model],

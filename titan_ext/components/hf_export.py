@@ -116,7 +116,19 @@ def stored_weights(folder: Path, reader: HuggingFaceStorageReader | None = None)
             f"{folder} has {and_more(twice)} in more than one file, and torch would load any of "
             f"them. Move the files away that {INDEX} does not name."
         )
+    # A reader of codes may have given a weight its size, and left the dims of its codes.
+    pieces = {n: t for n, t in stored.items() if len(t.chunks[0].sizes) == len(t.size)}
+    if part := [name for name, item in pieces.items() if not is_whole(item)]:
+        raise ValueError(
+            f"{folder} has {and_more(part)} in part, and torch would leave the rest of them as it "
+            "was: expected the files of all ranks that exported them."
+        )
     return stored
+
+
+def is_whole(item: Any) -> bool:
+    """Whether the pieces that torch's reader found of a tensor, which do not overlap, are all."""
+    return sum(chunk.sizes.numel() for chunk in item.chunks) >= item.size.numel()
 
 
 def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:

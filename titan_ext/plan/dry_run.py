@@ -415,13 +415,13 @@ def dry_run(
         raise ValueError(
             "a dry run needs the accelerator hidden: set CUDA_VISIBLE_DEVICES= (empty)."
         )
+    HuggingFaceExport().before_start(config)
     weights = check_weights(config, may_be_elsewhere=True)
     config = with_early_scores(config)  # the trainer's part, of experts that have no stand-ins yet
     dispatchers = use_stand_ins(
         config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance, document=document
     )
     no_accelerator.adapt_config(config)
-    HuggingFaceExport().before_start(config)
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
     run.imbalance, run.dispatchers, run.weights = imbalance, dispatchers, weights

@@ -18,9 +18,15 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageRea
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.base.messages import and_more, matches
+from titan_ext.base.messages import and_more, did_you_mean, matches
 from titan_ext.base.run_check import RunCheck
-from titan_ext.components.hf_export import INDEX, differences, hf_weights, stored_weights
+from titan_ext.components.hf_export import (
+    INDEX,
+    differences,
+    hf_weights,
+    is_whole,
+    stored_weights,
+)
 from titan_ext.run.checkpoints import STATES, checkpoint_to_load, is_inspected
 
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -67,16 +73,28 @@ def check_weights(config: Trainer.Config, *, may_be_elsewhere: bool = False) -> 
         raise ValueError(f"{key} is {str(folder)!r}: no such folder; expected one with weights.")
     with torch.device("meta"):
         model = spec.model.build()
+    needless: Collection[str] = ()
+    # A run that resumes from its own checkpoint keeps the keys that it began with.
+    is_initial = is_hf or folder == Path(checkpoint.initial_load_path or "")
     if is_hf:
-        wanted, stored, differ = _read_safetensors(config, folder, model)
+        wanted, stored, needless, differ = _read_safetensors(config, folder, model)
     else:
         wanted, stored, differ = model.state_dict(), _read_checkpoint(folder), []
         if stored is None:
             return ""  # verify_checksums says what is corrupt
     differ = differences(wanted, stored) + differ
-    extra = [name for name in stored if name not in wanted]
-    ignored = [n for n in extra if any(matches(n, x) for x in _ignored_weights(checkpoint))]
-    if extra := [name for name in extra if name not in ignored]:
+    unread = [name for name in stored if name not in wanted]
+    ignored = set()
+    for pattern in getattr(checkpoint, "ignore_weights", ()):  # Titan's class has no such key
+        matched = [name for name in unread if matches(name, pattern)]
+        ignored.update(matched)
+        if is_initial and not matched:
+            near = did_you_mean(pattern, _roots(unread, wanted)).rstrip(".")
+            differ.append(
+                f"checkpoint.ignore_weights has {pattern!r}, which matches nothing there that the "
+                f"model does not have{near}"
+            )
+    if extra := [name for name in unread if name not in ignored and name not in needless]:
         roots = ", ".join(f'"{root}"' for root in _roots(extra, wanted))
         differ.append(
             f"with {and_more(extra)}, which the model does not have (to leave them unread, set "
@@ -85,8 +103,8 @@ def check_weights(config: Trainer.Config, *, may_be_elsewhere: bool = False) -> 
     if differ:
         raise ValueError(f"{folder} does not fit the model: {'; '.join(differ)}.")
     dtypes = sorted({str(stored[n].properties.dtype).removeprefix("torch.") for n in wanted})
-    unread = f"; {len(ignored)} more ignored" if ignored else ""
-    return f"{len(wanted)} of {len(wanted)} fit ({', '.join(dtypes)}){unread}, in {folder}"
+    more = f"; {len(ignored)} more ignored" if ignored else ""
+    return f"{len(wanted)} of {len(wanted)} fit ({', '.join(dtypes)}){more}, in {folder}"
 
 
 def _read_checkpoint(folder: Path) -> dict[str, Any] | None:
@@ -104,10 +122,11 @@ def _read_checkpoint(folder: Path) -> dict[str, Any] | None:
 
 def _read_safetensors(
     config: Trainer.Config, folder: Path, model: nn.Module
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], set[str], list[str]]:
     """What the model wants by its names there, what is stored, and what is wrong but for shapes.
 
-    Without scales of quantized weights, which torch's reader applies as it reads the weights.
+    Third come the names that it needs no tensor for: scales of quantized weights, which torch's
+    reader applies as it reads the weights, and what the model computes.
     """
     spec = config.model_spec
     assert spec is not None
@@ -133,6 +152,12 @@ def _read_safetensors(
     }
     reads_codes = type(reader) is not HuggingFaceStorageReader
     is_read = {weight for scale, weight in scales.items() if reads_codes and scale in files}
+    # torch's reader gives MXFP4 weights their sizes, and leaves those of the chunks that it reads.
+    if part := [n for n in coded if n in is_read and not is_whole(stored[n])]:
+        wrong.append(
+            f"with codes of which torch {torch.__version__} reads a part and leaves the rest of "
+            f"the weight as it was: {and_more(part, 2)}"
+        )
     if unread := [name for name in coded if name not in is_read]:
         can = adapter.get_hf_storage_reader(str(folder), True)
         if is_asked and reads_codes:
@@ -154,12 +179,9 @@ def _read_safetensors(
                 wrong.append(f"with {scale} {list(sizes[1])}, for blocks of {block} {blocks}")
                 break
     names = set(model.state_dict())
-    kept = {
-        name: item
-        for name, item in stored.items()
-        if name in wanted or not (name in scales or _is_no_weight(name, item, adapter, names))
-    }
-    return wanted, kept, wrong
+    others = {name: item for name, item in stored.items() if name not in wanted}
+    needless = {n for n, t in others.items() if n in scales or _is_no_weight(n, t, adapter, names)}
+    return wanted, stored, needless, wrong
 
 
 def _weight_of_scale(name: str) -> str:
@@ -178,10 +200,6 @@ def _is_no_weight(name: str, item: Any, adapter: Any, names: Collection[str]) ->
     except Exception:  # Titan's adapters raise KeyError, ValueError, AssertionError, ...
         return False
     return bool(found) and all(known in names for known in found)
-
-
-def _ignored_weights(checkpoint: Any) -> Iterable[str]:
-    return getattr(checkpoint, "ignore_weights", ())  # Titan's class has no such key
 
 
 def _roots(extra: Iterable[str], wanted: Iterable[str]) -> list[str]:
