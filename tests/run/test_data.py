@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,17 @@ def _text(folder: Path, words: list[int]) -> HuggingFaceTextDataLoader.Config:
     )
 
 
-def _loader(config: HuggingFaceTextDataLoader.Config, workers: int) -> Any:
+class _Words:
+    """A tokenizer that takes no time: a word is a token."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [int(digits) for digits in re.findall(r"word(\d+)", text)]
+
+
+def _loader(config: HuggingFaceTextDataLoader.Config, workers: int, tokenizer: Any = None) -> Any:
     config.num_workers = workers
-    tokenizer = HuggingFaceTokenizer.Config().build(tokenizer_path=str(default_tokenizer_path()))
+    path = str(default_tokenizer_path())
+    tokenizer = tokenizer or HuggingFaceTokenizer.Config().build(tokenizer_path=path)
     loader = config.build(
         dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=16, local_batch_size=1
     )
@@ -61,6 +70,19 @@ def test_workers_read_a_share_each_and_go_on_with_it(tmp_path: Path):
     config.infinite = True
     with pytest.raises(ValueError, match=r"has 6 document\(s\) .* and dataloader.num_workers is 7"):
         _loader(config, 7)
+
+
+def test_a_position_is_that_of_its_batch(tmp_path: Path):
+    """Not that of batches which a worker has read since, as it does when tokens are quick."""
+    config = _text(tmp_path / "text", [17] * 6)
+    whole = [labels.tolist() for _, labels in _loader(config, 1, _Words())]
+    for read in range(1, 4):
+        interrupted = _loader(config, 1, _Words())
+        batches = iter(interrupted)
+        first = [next(batches)[1].tolist() for _ in range(read)]
+        resumed = _loader(config, 1, _Words())
+        resumed.load_state_dict(interrupted.state_dict())
+        assert first + [labels.tolist() for _, labels in resumed] == whole
 
 
 @pytest.mark.parametrize("infinite", [True, False])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Data sets, which TorchTitan 0.3 has by name, and whose positions its loaders save."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
@@ -74,6 +75,23 @@ def _keep_share(worker: int) -> None:
     for part in _titans_text(info.dataset):
         share = split_dataset_by_node(part._original_data, worker, info.num_workers)
         part._data = part._original_data = share
+    for part in getattr(info.dataset, "_datasets", [info.dataset]):
+        if isinstance(part, HuggingFaceTextDataset | ChatDataset):
+            _copy_positions(part)
+
+
+def _copy_positions(data: Any) -> None:
+    """Make a worker's data set of Titan's one whose positions do not change while they are sent.
+
+    Titan hands out the very lists that it fills with the next documents (text_datasets.py), and the
+    worker's queue pickles them later, in a thread: a resume would read those documents twice.
+    """
+    titans = type(data)
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        return {name: copy.copy(value) for name, value in titans.state_dict(self).items()}
+
+    data.__class__ = type(titans.__name__, (titans,), {"state_dict": state_dict})
 
 
 def register_dataset(name: str, path: str, loader: Callable[[str], Any]) -> None:
