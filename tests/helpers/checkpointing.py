@@ -27,7 +27,15 @@ from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 from titan_ext.run import checkpoints
 from titan_ext.run.checkpoints import CheckpointManager
 
-__all__ = ["Leg", "SharedStream", "differing", "read_checkpoint", "run_leg", "tensor_digests"]
+__all__ = [
+    "Leg",
+    "SharedStream",
+    "differing",
+    "digests_of",
+    "read_checkpoint",
+    "run_leg",
+    "tensor_digests",
+]
 
 
 class SharedStream(BaseDataLoader):
@@ -91,6 +99,7 @@ def run_leg(
     save_at_once: bool = False,
     shared_stream: bool = False,
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    change: Callable[[Any], Any] | None = None,
     timeout_s: float = 120.0,
     **checkpoint: Any,
 ) -> list[Leg]:
@@ -102,11 +111,13 @@ def run_leg(
         look: Report every whole tensor after loading.
         save_at_once: End after loading, with the save that Titan makes after the last step.
         around: What the leg runs in, on every rank.
+        change: Called with the trainer's config, on every rank.
         shared_stream: Train on ``SharedStream``, not on the text.
         checkpoint: Keys of Titan's checkpoint section; checkpoints are on.
     """
     make_corpus()
-    order = _Order(until or run.steps, look, save_at_once, shared_stream, around, checkpoint)
+    until = until or run.steps
+    order = _Order(until, look, save_at_once, shared_stream, around, change, checkpoint)
     return run_ranks(
         _run_rank, run.world, run, folder, order, log_folder=folder / "logs", timeout_s=timeout_s
     )
@@ -119,6 +130,7 @@ class _Order:
     save_at_once: bool
     shared_stream: bool
     around: Callable[[], AbstractContextManager[Any]]
+    change: Callable[[Any], Any] | None
     checkpoint: dict[str, Any]
 
 
@@ -132,6 +144,8 @@ def _run_rank(run: Run, folder: Path, order: _Order) -> Leg:
     config.lr_scheduler.warmup_steps = 2  # so that the rate is another at each step
     if order.shared_stream:
         config.dataloader = SharedStream.Config()
+    if order.change is not None:
+        order.change(config)
     leg = Leg()
     with patched(run), order.around():
         with no_accelerator.layout_independent_init():
@@ -193,7 +207,7 @@ def tensor_digests(checkpointer: Any) -> dict[str, str]:
         **checkpointer.states["model"].state_dict(),
         **{f"optimizer.{k}": v for k, v in checkpointer.states["optimizer"].state_dict().items()},
     }
-    return _digests({name: _whole(value) for name, value in states.items()})
+    return digests_of({name: _whole(value) for name, value in states.items()})
 
 
 def read_checkpoint(folder: Path) -> dict[str, str]:
@@ -203,7 +217,7 @@ def read_checkpoint(folder: Path) -> dict[str, str]:
     states = _flat("", torch.load(plain, weights_only=False))
     plain.unlink()
     others = ("dataloader.", "lr_scheduler.", "train_state.")
-    return _digests({name: v for name, v in states.items() if not name.startswith(others)})
+    return digests_of({name: v for name, v in states.items() if not name.startswith(others)})
 
 
 def corrupt_items(folder: Path) -> dict[str, str]:
@@ -228,7 +242,7 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _digests(states: dict[str, Any]) -> dict[str, str]:
+def digests_of(states: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in states.items():
         if isinstance(value, torch.Tensor) and ".inner_experts." in name and value.dim() == 3:

@@ -3,7 +3,9 @@
 The files are made and opened by transformers. Nothing trains.
 """
 
+import functools
 import json
+import shutil
 import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +20,10 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWri
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 
+from tests.helpers.checkpointing import differing, digests_of, run_leg
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, deepseek_v3_layers, make_config
+from titan_ext.base.stdlib_corpus import default_tokenizer_path
 from titan_ext.components.hf_export import HuggingFaceExport, files_of
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.stand_ins import as_rank
@@ -83,13 +87,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _config(name: str, folder: Path, **keys: Any) -> Any:
     """The trainer's, of Titan's model of the same sizes."""
-    config: Any = make_config(
-        Run(model=name.split()[0], layers=2, experts=4, parallelize="submodule"), folder / "run"
-    )
+    config: Any = make_config(_run(name), folder / "run")
     config.hf_assets_path = str(folder)
     config.checkpoint = CheckpointManager.Config(enable=True, **keys)
-    model = config.model_spec.model
+    _make_small(name, config)
+    return config
+
+
+def _run(name: str, **layout: Any) -> Run:
+    return Run(model=name.split()[0], layers=2, experts=4, parallelize="submodule", **layout)
+
+
+def _make_small(name: str, config: Any) -> None:
     if name.startswith("deepseek"):
+        model = config.model_spec.model
         model.layers = deepseek_v3_layers(
             model.dim,
             q_lora_rank=0 if "without" in name else 48,
@@ -98,7 +109,6 @@ def _config(name: str, folder: Path, **keys: Any) -> Any:
             router_num_expert_groups=2,
             router_num_limited_groups=1,
         )
-    return config
 
 
 def _load(name: str, folder: Path, **keys: Any) -> Any:
@@ -435,20 +445,74 @@ def test_transformers_opens_what_an_export_wrote(
     assert [n for n, t in in_dtype[0].items() if not torch.equal(t, in_dtype[1][n])] == []
 
 
-def test_float8_weights_load_with_their_scales(
-    folders: dict[str, Path], tmp_path: Path, one_rank: None
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 rank": {},
+    "2 ranks": {"world": 2},
+    "EP 2": {"world": 2, "ep": 2},
+    "TP 2": {"world": 2, "tp": 2},
+    "EP 2, TP 2": {"world": 4, "ep": 2, "tp": 2},
+    "EP 2, PP 2": {"world": 4, "ep": 2, "pp": 2},
+    "EP 2, HSDP 2": {"world": 4, "ep": 2, "dp_replicate": 2},
+}
+QUICK = [("deepseek_v3 in float8", "EP 2, PP 2"), ("qwen3_moe", "EP 2, TP 2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if (name, layout) in QUICK else pytest.mark.slow)
+        for name in [*MODELS, "deepseek_v3 in float8"]
+        for layout in LAYOUTS
+    ],
+)
+def test_weights_there_and_back_by_layout(
+    name: str, layout: str, folders: dict[str, Path], tmp_path: Path
 ):
-    tensors = _tensors(folders["deepseek_v3"])
-    quantized = _quantized(tensors)
-    _write(tmp_path, quantized)
-    keys: dict[str, Any] = {"initial_load_in_hf_quantized": True, "last_save_in_hf": True}
-    config = _load("deepseek_v3", tmp_path, **keys)
-    exported = _tensors(_Exporter(config, tmp_path).save())
-    assert exported.keys() == tensors.keys()
-    for name, tensor in exported.items():
-        codes = quantized[name].float()
-        scale = 2.0**-9 if f"{name}_scale_inv" in quantized else 1.0
-        assert torch.equal(tensor, codes * scale), name
+    """From transformers into a layout, each whole tensor, and back to a folder that it opens."""
+    plain = name.removesuffix(" in float8")
+    source, wanted = folders[plain], _tensors(folders[plain])
+    if name != plain:
+        source = tmp_path / "float8"
+        source.mkdir()
+        quantized = _quantized(wanted)
+        _write(source, quantized)
+        scaled = [name for name in wanted if f"{name}_scale_inv" in quantized]
+        wanted |= {name: quantized[name].float() * 2.0**-9 for name in scaled}
+    wanted = {name: tensor.float() for name, tensor in wanted.items()}
+    assets = tmp_path / "assets"
+    shutil.copytree(default_tokenizer_path(), assets)
+    shutil.copy(source / INDEX, assets)
+    run = _run(name, **LAYOUTS[layout])
+    legs = run_leg(
+        run,
+        tmp_path,
+        look=True,
+        save_at_once=True,
+        change=functools.partial(_with_assets, plain, assets),
+        initial_load_path=str(source),
+        initial_load_in_hf=True,
+        initial_load_in_hf_quantized=name != plain,
+        last_save_model_only=True,
+        last_save_in_hf=True,
+    )
+    spec = _config(plain, tmp_path).model_spec
+    expected = digests_of(spec.state_dict_adapter(spec.model, None).from_hf(dict(wanted)))
+    loaded = {n: digest for leg in legs for n, digest in leg.loaded.items() if n in expected}
+    assert differing(loaded, expected) == []
+    folder = tmp_path / "checkpoint" / "step-0"
+    exported = _tensors(folder)
+    assert exported.keys() == wanted.keys()
+    assert [n for n in wanted if not torch.equal(exported[n], wanted[n])] == []
+    shutil.copy(folders[plain] / "config.json", folder)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    opened.save_pretrained(tmp_path / "opened")
+    again = _tensors(tmp_path / "opened")
+    assert [n for n in wanted if not torch.equal(again[n], wanted[n])] == []
+
+
+def _with_assets(name: str, assets: Path, config: Any) -> None:
+    config.hf_assets_path = str(assets)
+    _make_small(name, config)
 
 
 def _broken(*_: Any, **__: Any) -> None:
