@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
 from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
@@ -98,7 +99,7 @@ class CheckpointManager(TitanCheckpointManager):
         bfloat16 it would choose other experts.
         """
         model = self.states[MODEL]
-        buffers = {name for part in model.model for name, _ in part.named_buffers()}
+        buffers = {canonical_fqn(n) for part in model.model for n, _ in part.named_buffers()}
         kept = {n: t for n, t in model.state_dict().items() if n in buffers and n in state_dict}
         return super().dcp_save({**state_dict, **kept}, *args, **arguments)
 
