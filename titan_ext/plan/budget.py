@@ -7,6 +7,7 @@ result is a TOML file with an ordinary ``op_policies`` table, for all ranks alik
 """
 
 import contextlib
+import copy
 import functools
 import json
 from collections import Counter
@@ -33,6 +34,7 @@ from titan_ext.activation_checkpoint.solver import (
 )
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import and_more, format_bytes, parse_bytes
+from titan_ext.components.early_scores import with_early_scores
 from titan_ext.parallelize.recipe import recipe_of
 from titan_ext.plan.dry_run import DryRun, dry_run
 from titan_ext.plan.live import MemoryKind
@@ -58,6 +60,13 @@ def settings_of(config: Any) -> FP8AC.Config:
     return replace(
         config, mode="selective", preset="stock", budget="", offload_limit="", solved_with={}
     )
+
+
+def without_checkpointing(config: Any) -> Any:
+    """``config`` without a policy, whose model has the routed experts that the policy asks for."""
+    config = copy.copy(with_early_scores(config))
+    config.activation_checkpoint = None
+    return config
 
 
 @dataclass(frozen=True)
@@ -332,7 +341,7 @@ def plan_activations(
     settings = settings_of(config.activation_checkpoint)
     had_budget = has_budget(config)
     offload_limit = getattr(config.activation_checkpoint, "offload_limit", "")
-    config.activation_checkpoint = None
+    config = without_checkpointing(config)
     planned = memory if budget is None else None
     run = dry_run(config, ranks, rank, budget=planned, imbalance=imbalance, as_on_a_gpu=as_on_a_gpu)
     traced = TracedBlocks(run, settings, machine, offload_limit if had_budget else "")

@@ -16,7 +16,7 @@ from titan_ext.activation_checkpoint.solved import KEY
 from titan_ext.activation_checkpoint.solver import BudgetTooSmallError
 from titan_ext.base.messages import Mistakes
 from titan_ext.parallelize.limits import wrong_degrees
-from titan_ext.plan.budget import TracedBlocks, settings_of
+from titan_ext.plan.budget import TracedBlocks, settings_of, without_checkpointing
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.moves import EP, LOCAL, OFFLOAD_LIMIT, SCORES, Facts
@@ -144,7 +144,7 @@ class Job:
         asked = {key: value for key, value in {**keys, **base}.items() if key != OFFLOAD_LIMIT}
         config = self._config(asked, depths.short if depths else 0)
         settings = settings_of(config.activation_checkpoint)
-        config.activation_checkpoint = None
+        config = without_checkpointing(config)
         run = dry_run(config, self.facts.ranks, self.rank, imbalance=self.imbalance, step=False)
         limit = now[OFFLOAD_LIMIT]
         stands_for = depths.stands_for if depths else lambda index: 1
