@@ -59,9 +59,9 @@ def frontier(
     from titan_ext.base.machines import MACHINES
     from titan_ext.components.early_scores import use_early_scores
     from titan_ext.config_registry import resolve_config
-    from titan_ext.plan.budget import TracedBlocks, settings_of
     from titan_ext.plan.dry_run import dry_run
     from titan_ext.plan.stand_ins import as_rank
+    from titan_ext.run.budget import TracedBlocks, settings_of
 
     flags = ["--training.local_batch_size", "1", "--training.seq_len", "4096"]
     flags += ["--training.disable_cuda_graphs"]  # as EP's standard dispatcher needs it
@@ -74,13 +74,14 @@ def frontier(
         if early:
             use_early_scores(config.model_spec)
         traced = TracedBlocks(dry_run(config, RANKS), settings_of(None))
-    block, launch_ms = traced.blocks[-1], MACHINES["h100"].launch * 1e3
-    kinds = [BlockKind(block.graph)]
+    blocks, launch_ms = traced.blocks[-1], MACHINES["h100"].launch * 1e3
+    (graph,) = blocks.graphs
+    kinds = [BlockKind(graph)]
 
     def price(preset: Any, saves: bool) -> list[float]:
         policy = FP8AC.Config(preset=preset)
-        plan = policy.policies_of(block.module, block.name, saves_all_to_all=saves)
-        nbytes, ms = block.graph.price(block.graph.chosen_by(plan))
+        plan = policy.policies_of(blocks.first, blocks.name, saves_all_to_all=saves)
+        nbytes, ms = graph.price(graph.chosen_by(plan))
         return [nbytes / MIB, ms]
 
     def best(mib: float, **options: Any) -> list[float] | None:
@@ -92,13 +93,13 @@ def frontier(
 
     sent_again = {name: price(preset, False) for name, preset in PRESETS.items()}
     saved = {name: price(preset, True) for name, preset in PRESETS.items()} if ep > 1 else {}
-    forward = sum(node.ms for node in block.graph.nodes)
+    forward = sum(node.ms for node in graph.nodes)
     policies = {
         **sent_again,
         **{f"{name}, all-to-alls saved": point for name, point in saved.items()},
-        "no checkpointing": [block.graph.none_nbytes / MIB, 0.0],
+        "no checkpointing": [graph.none_nbytes / MIB, 0.0],
     }
-    most = block.graph.none_nbytes / MIB
+    most = graph.none_nbytes / MIB
     if grid:
         least = min(mib for mib, _ in policies.values())
         tried = {least * (most / least) ** (k / GRID) for k in range(GRID)}

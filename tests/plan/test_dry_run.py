@@ -55,16 +55,7 @@ def test_the_best_policies_for_a_budget(folder: Path):
         m[1].strip(): float(m[2]) for m in re.finditer(r"^(.+?) +([\d.]+) MiB ", done.out, re.M)
     }
     assert held["this budget"] <= 10 < held["stock selective"] < held["no checkpointing"]
-    files = ["plan", "plan/budget.json", "plan/budget.png", "plan/budget.toml"]
-    assert _files(folder) == files
-    frontier = json.loads((folder / "plan" / "budget.json").read_text())
-    assert frontier["budget"] == 10 * 2**20
-    best = frontier["best"]
-    assert best == sorted(best)
-    assert len(best) > 3
-    assert [ms for _, ms in best] == sorted((ms for _, ms in best), reverse=True)
-    for nbytes, ms in frontier["policies"].values():
-        assert min(least for held, least in best if held <= nbytes) <= 1.2 * ms + 0.1
+    assert _files(folder) == ["plan", "plan/budget.toml"]
     config = resolve_config(str(folder / "plan" / "budget.toml"), []).config
     policy = config.activation_checkpoint
     assert isinstance(policy, FP8AC.Config)

@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, planned_config, start_as_planned
 from titan_ext.plan import stand_ins
-from titan_ext.plan.budget import budget_in
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 from titan_ext.plan.memory import BAND, COMPILED_BAND, DeviceMemory, MemoryPlan
@@ -290,15 +289,15 @@ def _without_checkpointing(
 
 def test_what_blocks_may_hold_in_a_memory():
     """The running block is there whole, and gradients come while blocks go."""
-    assert budget_in(_without_checkpointing(65), 40, 10) == 40
+    assert _without_checkpointing(65).left_for_blocks(40, 10) == 40
     # Of 20 + 5 + 10 beside 40, 61 leave 26 to four blocks.
-    assert budget_in(_without_checkpointing(61), 40, 10) == 26
+    assert _without_checkpointing(61).left_for_blocks(40, 10) == 26
     # With two blocks left, 20 + 15 + 10 leave 5 to these two.
-    assert budget_in(_without_checkpointing(50), 40, 10) == 10
+    assert _without_checkpointing(50).left_for_blocks(40, 10) == 10
     with pytest.raises(ValueError, match="needs 1 B more"):
-        budget_in(_without_checkpointing(49), 40, 10)
+        _without_checkpointing(49).left_for_blocks(40, 10)
     # Pools are 26 % larger than what comes and goes, 42 at the loss, of what the blocks may hold,
     # too: in the backward of the last block (60 - 4 - 65 - 10) / 1.26 + 40 - 10, where 4 are what
     # a plan of 60 may be off.
     aside = {"allowance": None, "context": 0, "communicator": 0}
-    assert budget_in(_without_checkpointing(60, {0: 62 + 11}, **aside), 40, 10) == 14
+    assert _without_checkpointing(60, {0: 62 + 11}, **aside).left_for_blocks(40, 10) == 14

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from titan_ext.activation_checkpoint.block_graph import (
     CHOICES,
@@ -249,6 +247,10 @@ class _Program:
 
     def minimum(self, budget: int | None) -> list[list[OpPolicy]] | None:
         """None if there is no solution; without ``budget`` the one with the fewest bytes."""
+        # Here, since a run imports this file for the key: SciPy takes each rank 0.2 s.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+
         unit = max(self._nbytes)  # so that the solver's tolerances suit the rows
         nbytes = np.array(self._nbytes) / unit
         costs = np.array(self._costs) if budget is not None else nbytes

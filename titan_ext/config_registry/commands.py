@@ -31,8 +31,8 @@ from titan_ext.toml.find import check_config, extends_in, listing, written_for
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
-    from titan_ext.plan.budget import BudgetPlan
     from titan_ext.plan.memory import DeviceMemory
+    from titan_ext.run.budget import BudgetPlan
 
 _DESCRIPTION = (
     "titan_ext: train mixture-of-experts models with TorchTitan in less memory. "
@@ -144,8 +144,7 @@ class DryRun:
     many as a sequence has."""
     out: Path | None = None
     """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
-    dump_folder it is compares itself with its plan. With --activations: budget.toml, and the
-    budget in a picture beside others."""
+    dump_folder it is compares itself with its plan. With --activations: budget.toml."""
     against: tuple[_Config, ...] = ()
     """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
     verbose: bool = False
@@ -270,7 +269,7 @@ class DryRun:
     def _plan_activations(
         self, resolved: "Resolved", activations: int | None, memory: "DeviceMemory | None"
     ) -> None:
-        from titan_ext.plan.budget import plan_activations
+        from titan_ext.plan.dry_run import plan_activations
 
         changed = [f"{key} = {value}" for key, value, _ in resolved.given()]
         plan = plan_activations(
@@ -296,9 +295,6 @@ class DryRun:
         lines += [line for line in changed if not line.startswith("activation_checkpoint")]
         file.write_text("\n".join([*lines, "", *plan.toml_lines()]) + "\n")
         print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
-        if not plan.had_budget:  # else a run asks, and waits
-            plan.write_frontier(self.out)
-            print(f"{self.out / 'budget.png'} has the budget beside presets and other budgets.")
 
     def _words(self, options: Iterable[str]) -> list[str]:
         """Options of this command as a command line has them."""

@@ -16,12 +16,12 @@ from titan_ext.activation_checkpoint.solved import KEY
 from titan_ext.activation_checkpoint.solver import BudgetTooSmallError
 from titan_ext.base.messages import Mistakes
 from titan_ext.parallelize.limits import wrong_degrees
-from titan_ext.plan.budget import TracedBlocks, settings_of, without_checkpointing
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.moves import EP, LOCAL, OFFLOAD_LIMIT, SCORES, Facts
 from titan_ext.plan.shorten import Depths, cut, whole_memory, whole_time
 from titan_ext.plan.time import StepTime
+from titan_ext.run.budget import TracedBlocks, settings_of, without_checkpointing
 
 _LEVELS = 14
 """Budgets from the least to no checkpointing."""
@@ -205,5 +205,5 @@ def _levels(traced: TracedBlocks, low: int, high: int) -> Iterator[Level]:
 
 def _presets(traced: TracedBlocks, names: Sequence[str]) -> Iterator[Level]:
     for name in names:
-        price = traced.price(preset=name)
+        price = traced.price(name)
         yield Level(price.nbytes, price.ms, {}, name)

@@ -29,6 +29,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
+from titan_ext.activation_checkpoint.solved import has_budget
 from titan_ext.base import no_accelerator
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import format_bytes, format_count
@@ -44,6 +45,7 @@ from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.plan.time import Part, Span, StepClock, StepTime
+from titan_ext.run.budget import BudgetPlan, TracedBlocks, settings_of, without_checkpointing
 from titan_ext.run.checks import LoRATargets
 from titan_ext.run.trainer import Trainer
 from titan_ext.run.weights import check_weights
@@ -430,6 +432,40 @@ def dry_run(
     elif step:
         run.run_step()
     return run
+
+
+def plan_activations(
+    config: Trainer.Config,
+    ranks: int,
+    rank: int = 0,
+    *,
+    budget: int | None,
+    memory: DeviceMemory | None = None,
+    imbalance: float = 1.0,
+    machine: str = "h100",
+    as_on_a_gpu: bool = True,
+) -> BudgetPlan:
+    """Solve for the blocks of one rank of a job, in a dry run without checkpointing.
+
+    ``budget`` is what they may hold, None for what is left of ``memory``. The other arguments are
+    those of ``dry_run``. Raises ValueError if it cannot be met, or the config has a table already.
+    """
+    asked: Any = config.activation_checkpoint
+    settings = settings_of(asked)
+    run = dry_run(
+        without_checkpointing(config),
+        ranks,
+        rank,
+        budget=memory if budget is None else None,
+        imbalance=imbalance,
+        as_on_a_gpu=as_on_a_gpu,
+        step=False,
+    )
+    traced = TracedBlocks(run, settings, machine, asked.offload_limit if has_budget(config) else "")
+    if budget is None:
+        assert run.memory is not None, "without a budget there is a memory to fill"
+        budget = run.memory.left_for_blocks(traced.none_nbytes, traced.most_of_a_block)
+    return BudgetPlan.of(budget, traced, asked)
 
 
 @functools.cache

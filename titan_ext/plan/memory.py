@@ -9,6 +9,7 @@ the limit is "uncertain" (docs/plan.md).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from titan_ext.base.messages import format_bytes
 from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 
 _MIB = 2**20
@@ -125,6 +126,33 @@ class MemoryPlan:
         filled = (self.budget.memory - self._fixed) * self._share // (1 + self._share)
         spare = self._spare(moment) - min(self.band, int(filled))
         return int(spare / (1 + max(self._unused, 0.0)))
+
+    def left_for_blocks(self, everything: int, one: int) -> int:
+        """The bytes that blocks may hold, so that every moment of the step surely fits.
+
+        This is the plan without checkpointing. A block that runs has its activations as there,
+        beside what it holds. Those that wait hold their share of the budget.
+
+        Args:
+            everything: Bytes that all blocks hold here.
+            one: Bytes that the largest block holds.
+
+        Raises:
+            ValueError: if a moment may not fit with nothing held.
+        """
+        budget = everything
+        for moment in self.moments:
+            held = min(moment.by_kind.get(MemoryKind.EXACT, 0), everything)
+            runs = "of layers." in moment.moment
+            room = self.room(moment)
+            if (left := room + held - (min(one, held) if runs else 0)) < 0:
+                raise ValueError(
+                    f"without activations a step needs {format_bytes(-left)} more than surely fit: "
+                    "no policy makes it fit. A budget of a size is tried all the same."
+                )
+            if room < 0:
+                budget = min(budget, left * everything // held)
+        return budget
 
     def verdict(self, rank: str) -> str:
         fits = "fits" if self.spare >= 0 else "does not fit"
