@@ -16,8 +16,6 @@ STEPS := 30
 NGPU := 4
 ARGS :=
 KILLS := 50
-# Seconds that workers get for a step and a save when torchrun is told to end.
-SHUTDOWN_TIMEOUT := 600
 # Three at a time on 2 cores: ranks wait for each other. A test has up to four.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
 export OMP_NUM_THREADS ?= 1
@@ -27,12 +25,8 @@ export TORCH_LOGS ?= -torch.utils._pytree
 .PHONY: train test test-all matrix faults upstream gpu-receipts lint setup data clean
 
 train: data
-	steps=$$($(BIN)/python -m titan_ext target $(RUN_FOLDER) --steps $(STEPS)) && \
-	exec $(BIN)/python -m titan_ext.run.launch --report $(RUN_FOLDER) --nproc_per_node=$(NGPU) \
-		--rdzv_backend c10d --rdzv_endpoint=localhost:0 --shutdown-timeout=$(SHUTDOWN_TIMEOUT) \
-		--local-ranks-filter 0 --role rank --tee 3 \
-		-m torchtitan.train --module titan_ext --config train_configs/moe_debug.toml \
-		--dump_folder $(RUN_FOLDER) --training.steps $$steps $(ARGS)
+	@exec env PYTHON=$(BIN)/python CONFIG=train_configs/moe_debug.toml RUN_FOLDER=$(RUN_FOLDER) \
+		STEPS=$(STEPS) NGPU=$(NGPU) launch/train.sh $(ARGS)
 
 test: lint data
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)

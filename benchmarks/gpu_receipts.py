@@ -33,7 +33,7 @@ _ARMS = (
 _STEPS = "benchmarks/titan_steps.py"
 _TOY = f"{_STEPS} --toy --batch 2 --steps 3"
 _TRAIN = (
-    "-m titan_ext.run.launch --nproc_per_node=1 --local-ranks-filter 0 --role rank --tee 3 "
+    "-m torch.distributed.run --nproc_per_node=1 --local-ranks-filter 0 --role rank --tee 3 "
     "-m torchtitan.train --module titan_ext --config train_configs/moe_debug_gpu.toml "
     "--checkpoint.no-enable --dump_folder {out}/"
 )
@@ -183,7 +183,7 @@ ITEMS = (
     ),
     Item(
         "training",
-        "the shipped config and launcher, with units per sub-module: it trains",
+        "the shipped config, with units per sub-module: it trains",
         100,
         f"{_TRAIN}training --training.steps 10",
         f"{_TRAIN}training --training.steps 2 --training.seq_len 64 --training.local_batch_size 1",

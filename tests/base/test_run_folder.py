@@ -1,9 +1,19 @@
+import json
 from pathlib import Path
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, next_target, read_scalar, report
+from titan_ext.base import run_folder
+from titan_ext.base.run_folder import (
+    LOSS,
+    RECORD,
+    latest_checkpoint_step,
+    main,
+    next_target,
+    read_scalar,
+    report,
+)
 
 
 def _checkpoint(folder: Path, step: int, whole: bool = True) -> None:
@@ -58,3 +68,25 @@ def test_a_report_of_a_run_that_saved_nothing_names_no_checkpoint(tmp_path: Path
 def test_a_folder_without_losses_is_an_error(tmp_path: Path):
     with pytest.raises(ValueError, match="no TensorBoard file"):
         report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ending", "saved", "line"),
+    [
+        ("finished", 30, ""),
+        ("stopped", 27, "stopped at 27 of 30; the same command goes on"),
+        ("stopped", 20, "stopped at 27 of 30; this step was not saved"),
+    ],
+)
+def test_the_last_line_says_where_a_run_stopped(ending: str, saved: int, line: str, tmp_path: Path):
+    _checkpoint(tmp_path, saved)
+    starts = [{"ending": "stopped", "step": 3}, {"ending": ending, "step": 27}]
+    (tmp_path / RECORD).write_text(json.dumps({"starts": starts}))
+    assert run_folder.ending(tmp_path, 30) == line
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "many"])
+def test_steps_that_no_run_has(steps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["run_folder", "target", str(tmp_path), steps])
+    with pytest.raises(SystemExit, match=f"STEPS is {steps}; expected 1 or more"):
+        main()

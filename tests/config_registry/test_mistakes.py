@@ -227,55 +227,12 @@ def _ended(*module: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def _launch(
-    launcher: str, worker: str = WORKER, ranks: int = 4
-) -> subprocess.CompletedProcess[str]:
-    Path("worker.py").write_text(worker)
+def test_torchrun_ends_with_the_message_of_a_rank_that_it_does_not_show():
+    Path("worker.py").write_text(WORKER)
     filtered = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
-    return _ended(launcher, f"--nproc_per_node={ranks}", *rendezvous, *filtered, "worker.py")
-
-
-def test_our_launcher_ends_with_the_message_and_no_traceback():
-    ended = _launch("titan_ext.run.launch")
-    assert ended.returncode == 1
-    last = ended.stderr.rstrip().splitlines()[-1]
-    assert last == "rank 2: run.toml: training.steps is -1; expected 1 or more."
-    assert "Traceback" not in ended.stderr
-    assert "ChildFailedError" not in ended.stderr
-
-
-def test_our_launcher_looks_for_the_config_before_it_starts_a_rank():
-    train = ["-m", "torchtitan.train", "--module", "titan_ext", "--config", "nothing.toml"]
-    ended = _ended("titan_ext.run.launch", "--nproc_per_node=2", *train)
-    assert (ended.returncode, ended.stderr) == (1, "nothing.toml: no such file.\n")
-
-
-def test_our_launcher_says_what_torchrun_refuses():
-    ended = _ended("titan_ext.run.launch", "--nproc_per_node=two", "worker.py")
-    assert ended.stderr.splitlines()[-1] == "torchrun: Unsupported nproc_per_node value: two"
-    assert "Traceback" not in ended.stderr
-
-
-def test_our_launcher_keeps_the_traceback_of_what_is_no_mistake():
-    ended = _launch("titan_ext.run.launch", WORKER.replace("Mistakes(", "raise RuntimeError("))
-    assert ended.returncode == 1
-    assert "worker.py FAILED" in ended.stderr
-    last = ended.stderr.rstrip().splitlines()[-1]
-    assert last == "rank 2: ended with exit code 1, and left no message"
-
-
-def test_our_launcher_leaves_out_torchaos_warnings_of_enums(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TORCH_LOGS", raising=False)
-    worker = "import os, torchao.quantization; print(os.getpid())"
-    ended = _launch("titan_ext.run.launch", worker, ranks=1)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout
-    assert "Enum" not in ended.stdout + ended.stderr
-
-
-def test_torchrun_ends_with_the_message_of_a_rank_that_it_does_not_show():
-    ended = _launch("torch.distributed.run")
+    torchrun = ["torch.distributed.run", "--nproc_per_node=4", *rendezvous, *filtered]
+    ended = _ended(*torchrun, "worker.py")
     assert ended.returncode == 1
     *_, message, border = ended.stderr.rstrip().splitlines()
     assert message.endswith(": run.toml: training.steps is -1; expected 1 or more.")

@@ -3,17 +3,24 @@
 There is no Slurm here: `srun` and `scontrol` are stand-ins that do what its manual says they do.
 """
 
+import contextlib
+import json
 import os
+import pty
+import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.faults.torchrun import is_alive
 from tests.helpers.cluster import PATIENCE_S, free_port
-from titan_ext.base.run_folder import LOSS, read_scalar
+from titan_ext.base.run_folder import LOSS, RECORD, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -211,3 +218,153 @@ def test_two_agents_train(tmp_path: Path):
     said = ["dp_replicate=2, dp_shard=1" in output for output in outputs]
     assert sorted(said) == [False, True], "LOG_NODE says more than warnings"
     assert len(read_scalar(tmp_path, LOSS)) == 2
+
+
+# Stands for torchtitan.train. Only what its arguments name does it do: listen to signals, stop.
+WORKER = """
+import json, os, signal, sys, time
+def stop(signum, frame):
+    print(signal.Signals(signum).name, flush=True)
+    if "goes-on" not in sys.argv:
+        os._exit(0)
+if "listen" in sys.argv:
+    signal.signal(signal.SIGTERM, stop)
+print("ready", os.getppid(), flush=True)
+time.sleep(600)
+"""
+# Stands for Python: torchrun with one worker, in a process below it, and the reports of a folder.
+PYTHON = """#!/bin/sh
+case "$2 $3" in
+*.run_folder\\ target) echo 30 ;;
+*.run_folder\\ report) echo "a report of $4 to $5" ;;
+*) echo "$@"; {python} -I -S -c {worker} "$@"; exit $? ;;
+esac
+"""
+
+
+@contextlib.contextmanager
+def _training(
+    folder: Path, *flags: str, shell: str = "sh", ignored: tuple[signal.Signals, ...] = ()
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """train.sh in a process group of its own, and its torchrun, once the worker is ready."""
+    python = folder / "python"
+    python.write_text(PYTHON.format(python=sys.executable, worker=shlex.quote(WORKER)))
+    python.chmod(0o755)
+    environment = {"PYTHON": str(python), "CONFIG": "a.toml", "RUN_FOLDER": "out", "STEPS": "30"}
+
+    def dispositions() -> None:  # `make test &` ignores SIGINT
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN if signum in ignored else signal.SIG_DFL)
+
+    launcher = subprocess.Popen(
+        [*shell.split(), LAUNCH / "train.sh", *flags],
+        env={**os.environ, **environment, "NGPU": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=dispositions,
+    )
+    assert launcher.stdout is not None
+    command, ready = launcher.stdout.readline(), launcher.stdout.readline()
+    assert command.startswith("-m torch.distributed.run --nproc_per_node=2 "), command
+    assert " --shutdown-timeout=600 " in command, "torchrun's own 30 s are less than a slow step"
+    given = ["--dump_folder", "out", "--training.steps", "30", *flags]  # a flag given twice wins
+    assert command.split()[-len(given) :] == given
+    try:
+        yield launcher, int(ready.split()[1])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash --posix"])
+@pytest.mark.parametrize("signals", ["INT", "HUP", "TERM TERM", "TERM INT"])
+def test_a_signal_asks_the_workers_once(signals: str, shell: str, tmp_path: Path):
+    """Two signals at once, as of ``timeout``, are one request."""
+    with _training(tmp_path, "listen", shell=shell) as (launcher, _):
+        for name in signals.split():
+            os.killpg(launcher.pid, getattr(signal, f"SIG{name}"))
+        output, _ = launcher.communicate(timeout=PATIENCE_S)
+    assert output == "SIGTERM\na report of out to 30\n"
+    assert launcher.returncode == 0
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_later_signal_or_one_before_training_kills(is_training: bool, tmp_path: Path):
+    flags = ["listen", "goes-on"] if is_training else []
+    with _training(tmp_path, *flags) as (launcher, torchrun):
+        os.kill(launcher.pid, signal.SIGINT)
+        if is_training:
+            time.sleep(1.5)
+            os.kill(launcher.pid, signal.SIGINT)
+        output, _ = launcher.communicate(timeout=PATIENCE_S)
+    saves = "SIGTERM\n" if is_training else ""
+    assert output == f"{saves}stopped at once; what was not saved is lost\n"
+    assert launcher.returncode == 130
+    assert not is_alive(torchrun)
+
+
+def test_what_a_shell_ignores_does_not_stop_a_run(tmp_path: Path):
+    """nohup ignores SIGHUP, which a terminal sends as it closes."""
+    with _training(tmp_path, "listen", ignored=(signal.SIGHUP,)) as (launcher, _):
+        os.kill(launcher.pid, signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            launcher.communicate(timeout=0.5)
+        os.kill(launcher.pid, signal.SIGTERM)
+        assert launcher.wait(timeout=PATIENCE_S) == 0
+
+
+def test_a_launcher_that_is_killed_takes_torchrun_along(tmp_path: Path):
+    """As by ``timeout -k``. The workers end with torchrun (run/stop.py)."""
+    with _training(tmp_path, "listen") as (launcher, torchrun):
+        launcher.kill()
+        deadline = time.monotonic() + PATIENCE_S
+        while is_alive(torchrun):
+            assert time.monotonic() < deadline, "torchrun outlived its launcher"
+            time.sleep(0.01)
+
+
+def test_a_torchrun_that_fails_has_no_report(tmp_path: Path):
+    with _training(tmp_path, "listen") as (launcher, torchrun):
+        os.kill(torchrun, signal.SIGKILL)
+        assert launcher.wait(timeout=PATIENCE_S) == 137
+
+
+def test_ctrl_c_ends_make_train_in_good_order(tmp_path: Path):
+    """With torchrun itself, on a terminal: no traceback, and the last line is ours."""
+    worker = WORKER.replace('"listen" in sys.argv', "True").replace("sys.argv", "[]")
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan" / "__init__.py").touch()
+    (tmp_path / "torchtitan" / "train.py").write_text(worker)
+    (tmp_path / RECORD).write_text(json.dumps({"starts": [{"ending": "stopped", "step": 27}]}))
+    (tmp_path / "checkpoint" / "step-27").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "step-27" / ".metadata").touch()
+    values = f"PYTHON={sys.executable} CONFIG=a.toml RUN_FOLDER=. STEPS=30 NGPU=2"
+    recipe = f"exec env PYTHONPATH={ROOT} {values} {LAUNCH}/train.sh"
+    (tmp_path / "Makefile").write_text(f"train:\n\t@{recipe}\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # `make test &` ignores it
+        os.chdir(tmp_path)
+        for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # of the make that runs the tests
+            os.environ.pop(name, None)
+        os.execvp("make", ["make", "train"])
+    printed, is_asked = b"", False
+    with contextlib.suppress(OSError):  # EIO: all have ended
+        while chunk := os.read(terminal, 4096) if _is_readable(terminal) else b"":
+            printed += chunk
+            if not is_asked and printed.count(b"ready") == 1:  # the filter shows rank 0 alone
+                is_asked = True
+                os.write(terminal, b"\x03")
+    os.close(terminal)  # hangs up, if it waits for ever
+    output = printed.decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGINT, "make dies of it"
+    assert "SIGTERM" in output
+    assert "Traceback" not in output
+    assert "***" not in output
+    assert output.splitlines()[-1] == "stopped at 27 of 30; the same command goes on"
+
+
+def _is_readable(file: int) -> bool:
+    return bool(select.select([file], [], [], PATIENCE_S)[0])

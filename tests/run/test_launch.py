@@ -4,24 +4,17 @@ TorchTitan's run_train.sh is in its repository, not in the wheel. It ends in the
 line below with MODULE and CONFIG put in (release/0.3), so that command line is what runs here.
 """
 
-import contextlib
 import os
-import pty
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.faults.torchrun import is_alive
 from tests.helpers.cluster import PATIENCE_S, run_line
-from titan_ext.base.run_folder import LOSS
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
@@ -102,183 +95,3 @@ def _tokenizer() -> Path:
 
     make_corpus()
     return default_tokenizer_path()
-
-
-_WORKER = """
-import os, signal, sys, time
-def stop(signum, frame):
-    print(f"rank {os.environ['RANK']}: {signal.Signals(signum).name}", flush=True)
-    time.sleep(0.5)  # the rest of its step
-    sys.exit(0)
-if len(sys.argv) == 1:
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-print("ready", flush=True)
-while True:
-    time.sleep(0.1)
-"""
-
-
-def _make_train(folder: Path, *arguments: str, then: str = "") -> None:
-    """In this process: ``make``, which runs titan_ext.run.launch with two workers."""
-    (folder / "worker.py").write_text(_WORKER)
-    launch = f"exec {sys.executable} -m titan_ext.run.launch --report . --nproc_per_node=2"
-    launch += f" --rdzv_backend c10d --rdzv_endpoint=localhost:0 worker.py {' '.join(arguments)}"
-    (folder / "Makefile").write_text(f"train:\n\t@{launch} </dev/null\n")
-    os.chdir(folder)
-    os.environ["PYTHONPATH"] = str(ROOT)
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # of the make that runs the tests
-        os.environ.pop(name, None)
-    os.execvp("make", ["make", "train"])
-
-
-def _stop_when_ready(pid: int, output: int, stop: Callable[[], object]) -> tuple[int, str]:
-    """``stop`` when both workers are ready; the exit code and what was printed."""
-    printed, stopped = b"", False
-    with contextlib.suppress(OSError):  # EIO: all have ended
-        while chunk := os.read(output, 4096):
-            printed += chunk
-            if not stopped and printed.count(b"ready") == 2:
-                stopped = True
-                stop()
-    _, status = os.waitpid(pid, 0)
-    os.close(output)
-    return os.waitstatus_to_exitcode(status), printed.decode()
-
-
-def _press_ctrl_c(folder: Path, *arguments: str) -> tuple[int, str]:
-    """On a terminal, with another standard input."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        _make_train(folder, *arguments)
-    return _stop_when_ready(pid, terminal, lambda: os.write(terminal, b"\x03"))
-
-
-def _signal_the_group(folder: Path, signum: int) -> tuple[int, str]:
-    """Without a terminal, as ``timeout`` and a supervisor do."""
-    output, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        os.dup2(theirs, 1)
-        os.dup2(theirs, 2)
-        _make_train(folder)
-    os.close(theirs)
-    return _stop_when_ready(pid, output, lambda: os.killpg(pid, signum))
-
-
-def _with_losses(folder: Path) -> Path:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder / "tb")) as writer:
-        writer.add_scalar(LOSS, 8.0, 1)
-    return folder
-
-
-def test_ctrl_c_ends_make_train_in_good_order(tmp_path: Path):
-    code, output = _press_ctrl_c(_with_losses(tmp_path))
-    assert code == 0, output
-    assert "rank 0: SIGINT" in output
-    assert "rank 1: SIGINT" in output
-    assert output.rstrip().splitlines()[-1].startswith("loss 8.000 at step 1")
-    assert "Traceback" not in output
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_make_and_its_group_saves_and_reports(tmp_path: Path, signum: signal.Signals):
-    code, output = _signal_the_group(_with_losses(tmp_path), signum)
-    assert code == -signum, "make dies of it whatever it runs"
-    assert output.count(signum.name) == 2, output
-    assert output.rstrip().splitlines()[-1].startswith("loss 8.000 at step 1")
-    assert "***" not in output
-
-
-def test_ctrl_c_before_training_ends_at_once(tmp_path: Path):
-    code, output = _press_ctrl_c(tmp_path, "starting")
-    assert code == 2, output  # make's, for a command that failed
-    assert "stopped at once; what was not saved is lost" in output
-    assert "Error 130" in output
-    assert "Traceback" not in output
-
-
-_LAUNCHER = """
-import signal, sys
-from titan_ext.run.launch import _Launch
-signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-for _ in range(int(sys.argv[2])):
-    code = _Launch(["sh", "-c", sys.argv[1]]).wait()
-    while signal.sigtimedwait(signals, 0):  # those of the last trial
-        pass
-    print(code, flush=True)
-"""
-_WORKER_OF_STUB = """
-import os, signal, sys, time
-launcher, torchrun = int(os.environ["L"]), int(os.environ["T"])
-def listen(ends=True):
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: ends and os._exit(0))
-"""
-
-
-@contextlib.contextmanager
-def _launcher(worker: str, times: int = 1, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """The launcher, with a shell for torchrun and one worker, which runs ``worker``."""
-    program = shlex.join([sys.executable, "-I", "-S", "-c", _WORKER_OF_STUB + worker])
-    command = f"export L=$PPID T=$$; LOCAL_RANK=0 {program}; exit $?"
-    process = subprocess.Popen(
-        [sys.executable, "-c", _LAUNCHER, command, str(times)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-    with process:
-        yield process
-
-
-def test_two_signals_at_once_are_one_request():
-    """The second comes while the launcher looks for its workers; a hundred times."""
-    for first, second in (("TERM", "TERM"), ("TERM", "INT"), ("INT", "TERM"), ("HUP", "TERM")):
-        sends = f"os.kill(launcher, signal.SIG{first}); os.kill(launcher, signal.SIG{second})"
-        with _launcher(f"listen()\n{sends}\ntime.sleep(99)", times=25) as launcher:
-            output, error = launcher.communicate(timeout=PATIENCE_S)
-        assert output.split() == ["0"] * 25, (first, second, error)
-
-
-def test_a_later_signal_ends_at_once():
-    sends = "os.kill(launcher, signal.SIGTERM); time.sleep(1.2)\n" * 2
-    with _launcher(f"listen(ends=False)\n{sends}time.sleep(99)") as launcher:
-        output, error = launcher.communicate(timeout=PATIENCE_S)
-    assert output == "130\n"
-    assert error == "stopped at once; what was not saved is lost\n"
-
-
-def test_what_a_shell_ignores_does_not_stop_a_run():
-    """nohup ignores SIGHUP, which a terminal sends as it closes."""
-
-    def ignore() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-    worker = "listen()\nos.kill(launcher, signal.SIGHUP); time.sleep(0.2); sys.exit(3)"
-    with _launcher(worker, preexec_fn=ignore) as launcher:
-        assert launcher.communicate(timeout=PATIENCE_S)[0] == "3\n"
-
-
-def test_torchrun_ends_with_its_launcher():
-    """Killed, as by ``timeout -k`` or Ctrl-\\."""
-    with _launcher("print(torchrun, flush=True); os.read(0, 1)", stdin=subprocess.PIPE) as launcher:
-        assert launcher.stdout is not None
-        torchrun = int(launcher.stdout.readline())
-        assert is_alive(torchrun)
-        launcher.kill()
-        deadline = time.monotonic() + PATIENCE_S
-        while is_alive(torchrun):
-            assert time.monotonic() < deadline, "torchrun outlived its launcher"
-            time.sleep(0.01)
-
-
-def test_a_torchrun_that_was_killed_is_said():
-    with _launcher("os.kill(torchrun, signal.SIGKILL)") as launcher:
-        output, error = launcher.communicate(timeout=PATIENCE_S)
-    assert (output, error) == ("137\n", "torchrun was ended by SIGKILL\n")

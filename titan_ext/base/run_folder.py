@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reads a run's folder: how far the run came, and its loss, with a picture.
 
-Reads what Titan wrote (checkpoints, TensorBoard files); writes ``loss.png``.
+Reads what Titan wrote (checkpoints, TensorBoard files); writes ``loss.png``. launch/train.sh calls
+it before a run, for the step at which that ends, and after it.
 """
 
 import contextlib
+import json
 import re
+import sys
 from pathlib import Path
 
 LOSS = "loss_metrics/global_avg_loss"
+RECORD = "run.json"
+"""What ``run.record`` writes: an entry for each start of the run."""
 
 
 def whole_checkpoint_steps(checkpoints: Path, *, marker: str = ".metadata") -> list[int]:
@@ -71,6 +76,16 @@ def report(folder: Path) -> str:
     )
 
 
+def ending(folder: Path, target: int) -> str:
+    """The line about a run that a signal stopped before step ``target``; "" for a whole one."""
+    last = json.loads((folder / RECORD).read_text())["starts"][-1]
+    if last.get("ending") != "stopped":
+        return ""
+    goes_on = latest_checkpoint_step(folder) == last["step"]
+    more = "the same command goes on" if goes_on else "this step was not saved"
+    return f"stopped at {last['step']} of {target}; {more}"
+
+
 def _draw(losses: dict[int, float], picture: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -80,3 +95,23 @@ def _draw(losses: dict[int, float], picture: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=picture.parent.name)
     axes.grid(alpha=0.3)
     figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    """``target FOLDER STEPS`` prints ``next_target``; ``report FOLDER TARGET`` what the run did."""
+    command, folder, number = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    if not number.isdecimal() or int(number) < 1:
+        sys.exit(f"STEPS is {number}; expected 1 or more.")
+    if command == "target":
+        print(next_target(folder, int(number)))
+        return
+    for line_of in (lambda: report(folder), lambda: ending(folder, int(number))):
+        try:
+            if line := line_of():
+                print(line)
+        except (OSError, ValueError) as error:  # the run itself was good
+            print(error, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,9 +28,9 @@ import titan_ext
 from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.base.messages import format_bytes
 from titan_ext.base.run_check import RunCheck
+from titan_ext.base.run_folder import RECORD
 from titan_ext.toml.values import dump
 
-RECORD = "run.json"
 CONFIG = "config.toml"
 _PACKAGES = ("titan_ext", "torchtitan", "torch", "torchao", "triton")
 
