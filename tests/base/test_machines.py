@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_ext.base.machines import MACHINES, machine_of, machine_toml, nodes_of
+from titan_ext.base.machines import MACHINES, machine_of, machine_toml
 
 ALL = "gemm = 1e11\ngrouped = 1e11\nattention = 2e10\nfp32 = 1e11\nmemory = 2e10\nin_node = 1e9\n"
 
@@ -16,11 +16,21 @@ def test_a_file_has_what_it_says_and_the_rest_of_what_it_extends(tmp_path: Path)
     found = machine_of(str(file))
     factors = {"grouped GEMM": 1.4}
     assert found == replace(MACHINES["gb200"], gemm=1.5e15, slower=factors, name="gb200")
-    assert nodes_of(str(file), 0, 0) == (4, 72)
+    assert (found.ranks_per_node, found.nvlink_domain) == (4, 72)
+    file.write_text('extends = "gb200"\nranks_per_node = 2\n')
+    assert machine_of(str(file)).nvlink_domain == 2, "a node's, where nobody says more"
     assert machine_of("gb200").name == "gb200"
     file.write_text(f"{ALL}in_node_all_to_all = 1e9\n")
     found = machine_of(str(file))
     assert (found.gemm, found.launch, found.name) == (1e11, MACHINES["h100"].launch, "")
+
+
+@pytest.mark.parametrize("domain", [2, 8])
+def test_a_written_file_has_the_same_nodes(domain: int, tmp_path: Path):
+    card = replace(MACHINES["h100"], ranks_per_node=2, nvlink_domain=domain, capability=None)
+    file = tmp_path / "my_card.toml"
+    file.write_text("\n".join(machine_toml(card)))
+    assert machine_of(str(file)) == card
 
 
 @pytest.mark.parametrize("extends", ["", "h200"])

@@ -17,7 +17,7 @@ from titan_ext.config_registry.resolve import load
 from titan_ext.toml.find import find_config, titan_configs
 from titan_ext.toml.values import leaves
 
-COMMANDS = ("list", "new", "show", "dry-run", "tune", "report", "target", "peft")
+COMMANDS = ("show", "dry-run", "tune", "peft", "check")
 ROOT = Path(__file__).parents[2]
 RICH = (
     DEBUG
@@ -48,8 +48,8 @@ def test_help_and_missing_files_do_not_wait_for_torch():
     code = (
         "import sys, contextlib\nfrom titan_ext.config_registry.commands import main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
-        "main(['list'])\n"
-        "assert main(['show', 'nothing.toml']) == main(['lst']) == 1\n"
+        "assert main(['show']) == 0\n"
+        "assert main(['show', 'nothing.toml']) == main(['shw']) == 1\n"
         "assert main(['dry-run', 'nothing', '--ranks', '4']) == 1\n"
         "wrong = ['--ranks', '4', '--machine', 'h10']\n"
         "assert main(['dry-run', 'moe_debug.toml', *wrong]) == 1\n"
@@ -64,7 +64,7 @@ def test_help_and_missing_files_do_not_wait_for_torch():
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    command = [sys.executable, "-m", "titan_ext", "list"]
+    command = [sys.executable, "-m", "titan_ext", "show"]
     listing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert listing.stdout is not None
     listing.stdout.close()  # as `| head` does
@@ -155,8 +155,9 @@ def test_show_takes_a_config_function(capsys: pytest.CaptureFixture):
     assert 'model.flavor = "debugmodel_moe"  # from qwen3.qwen3_moe_debug' in lines
 
 
-def test_new_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFixture):
-    new = ["new", "deepseek_v3_debugmodel", "mine.toml", "--training.steps", "7"]
+def test_show_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFixture):
+    new = ["show", "deepseek_v3_debugmodel", "--changed", "--out", "mine.toml"]
+    new += ["--training.steps", "7"]
     assert main(new) == 0
     assert "mine.toml extends deepseek_v3.deepseek_v3_debugmodel" in capsys.readouterr().out
     assert (folder / "mine.toml").read_text().splitlines() == [
@@ -167,21 +168,20 @@ def test_new_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFix
     assert load("mine.toml").training.steps == 7
     assert main(new) == 1
     assert capsys.readouterr().err == "mine.toml exists; choose another name, or edit it.\n"
-    assert main(["new", "moe_debug.toml", "mine"]) == 1
-    assert "ends in .toml" in capsys.readouterr().err
-    assert main(["new", "mine.toml", "next.toml"]) == 0
-    assert load("next.toml").training.steps == 7
+    assert main(["show", "mine.toml", "--out", "next.toml"]) == 0
+    assert leaves(load("next.toml")) == leaves(load("mine.toml"))
 
 
 def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
     """The file serves another machine, where the package lies elsewhere."""
-    assert main(["new", "moe_debug.toml", "mine.toml"]) == 0
+    new = ["show", "moe_debug.toml", "--changed", "--out"]
+    assert main([*new, "mine.toml"]) == 0
     assert (folder / "mine.toml").read_text().splitlines()[0] == 'extends = "moe_debug.toml"'
     assert load("mine.toml").training.seq_len == 256
     (folder / "moe_debug.toml").write_text(DEBUG + "[training]\nseq_len = 64\n")
     assert load("mine.toml").training.seq_len == 64, "a file that is here comes first"
     (folder / "below").mkdir()
-    assert main(["new", "moe_debug.toml", "below/mine.toml"]) == 0
+    assert main([*new, "below/mine.toml"]) == 0
     assert 'extends = "../moe_debug.toml"' in (folder / "below" / "mine.toml").read_text()
 
 
@@ -195,8 +195,10 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
             "command line: parallelism.fsdp_wrap: expected 'auto', 'submodule', 'experts' or "
             "'block', got \"submodul\"; did you mean 'submodule'?",
         ),
-        (["lst"], "lst: no such command; did you mean 'list'?"),
-        (["list", "--all"], "unknown: --all"),
+        (["shw"], "shw: no such command; did you mean 'show'?"),
+        (["show", "--all"], "unknown: --all"),
+        (["show", "--changed"], "--changed and --out need CONFIG"),
+        (["show", "moe_debug.toml", "--out", "mine"], "ends in .toml"),
         (["show", "moe_debug.tml"], "ends in .toml; did you mean 'moe_debug.toml'"),
         (["show", "config.yaml"], "expected a .toml file"),
         (["show", "my_rnus.my_16b"], "no module my_rnus; did you mean 'my_runs'?"),
@@ -205,23 +207,19 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
             "of titan_ext show; did you mean '--changed'?",
         ),
         (
-            ["new", "moe_debug.toml", "/proc/mine.toml"],
+            ["show", "moe_debug.toml", "--out", "/proc/mine.toml"],
             "/proc/mine.toml: No such file or directory.",
         ),
-        (["target", ".", "--steps", "-3"], "--steps is -3; expected 1 or more."),
-        (["target", ".", "--steps", "0"], "--steps is 0; expected 1 or more."),
-        (["report", "."], "no TensorBoard file"),
         (["dry-run", "moe_debug.toml", "--ranks", "4", "--rank", "4"], "--rank is 4"),
         (["dry-run", "moe_debug.toml", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
-        (["dry-run", "moe_debug.toml", "--ranks", "4", "--allowance", "1GiB"], "needs --memory"),
         (["dry-run", "moe_debug.toml", "--ranks", "4", "--out", "plans"], "--out needs --memory"),
         (["dry-run", "moe_debug.toml", "--ranks", "4", "--imbalance", "3"], "expected 0 to 2"),
         (["dry-run", "moe_debug.toml", "--ranks", "1000000000"], "expected 1 to 1,048,576 ranks"),
         (["tune", "moe_debug.toml", "--ranks", "4", "--machine", "h10"], "did you mean 'h100'?"),
         (["tune", "moe_debug.toml", "--ranks", "4", "--rank", "4"], "--rank is 4"),
         (["tune", "moe_debug.toml", "--ranks", "4", "--out", "mine"], "whose name ends in .toml"),
-        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "run.toml"], "run.toml, which exists"),
-        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "no/a.toml"], "no such folder"),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "run.toml"], "run.toml exists"),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "no/a.toml"], "no folder no"),
         (
             ["tune", "moe_debug.toml", "--ranks", "4", "--exact", "--batch", "free"],
             "--exact changes no",
@@ -264,13 +262,6 @@ def test_a_mistake_is_one_message(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_target_is_where_the_next_run_ends(folder: Path, capsys: pytest.CaptureFixture):
-    (folder / "checkpoint" / "step-10").mkdir(parents=True)
-    (folder / "checkpoint" / "step-10" / ".metadata").touch()
-    assert main(["target", ".", "--steps", "30"]) == 0
-    assert capsys.readouterr().out == "30\n"
 
 
 _SHOWS = """

@@ -105,12 +105,12 @@ def test_a_budget_for_a_memory_fits_and_leaves_little(folder: Path, offload_limi
         '[activation_checkpoint]\npolicy = "fp8"\nbudget = "fit"\n'
         f'offload_limit = "{offload_limit}"\n'
     )
-    memory = ["--memory", "256MiB", "--allowance", "0MiB"]
-    done = _dry_run(folder, "run.toml", "--ranks", "8", *memory)
+    memory = 336 + 4 * 600  # MiB; for tensors, and for CUDA's context and three communicators
+    done = _dry_run(folder, "run.toml", "--ranks", "8", "--memory", f"{memory}MiB")
     (held,) = map(float, re.findall(r"^this budget +([\d.]+) MiB", done.out, re.M))
-    (spare,) = map(float, re.findall(r"fits in 0.25 GiB, ([\d.]+) GiB to spare", done.out))
+    (spare,) = map(float, re.findall(r"fits in 2.67 GiB, ([\d.]+) GiB to spare", done.out))
     assert 100 < held < 200
-    assert spare < 0.25 * 0.25
+    assert spare < 0.1  # the band of a plan, and what no operation fills
     waits = re.findall(r"([\d.]+) MiB wait on the host", done.out)
     assert bool(waits) == bool(offload_limit)
     assert ("offloaded activations of this rank" in done.out) == bool(offload_limit)
@@ -310,14 +310,15 @@ def test_cuda_graphs_are_off_where_titan_has_none(folder: Path):
 
 def test_a_plan_says_which_nodes_it_assumes(folder: Path):
     """In its lines and its JSON; units and links follow from them."""
-    options = ["--ranks", "8", "--memory", "8GiB", "--machine", "h100", "--out", "plans"]
+    options = ["--ranks", "8", "--memory", "8GiB", "--machine", "card.toml", "--out", "plans"]
     times = {}
     for nodes, words, units in (
-        ((), "8 ranks each, NVLink among 8", "on one node"),
-        (("--ranks-per-node", "2"), "2 ranks each, NVLink among 2", "across nodes"),
-        (("--ranks-per-node=2", "--nvlink-domain=8"), "2 ranks each, NVLink among 8", "across"),
+        ("", "8 ranks each, NVLink among 8", "on one node"),
+        ("ranks_per_node = 2", "2 ranks each, NVLink among 2", "across nodes"),
+        ("ranks_per_node = 2\nnvlink_domain = 8", "2 ranks each, NVLink among 8", "across"),
     ):
-        done = _dry_run(folder, "moe_debug.toml", *options, *nodes)
+        (folder / "card.toml").write_text(f'extends = "h100"\n{nodes}\n')
+        done = _dry_run(folder, "moe_debug.toml", *options)
         assert (done.code, done.error) == (0, "")
         assert _line(done.out, "nodes") == [f"nodes       {words}"]
         assert units in done.out
@@ -339,17 +340,10 @@ def test_nodes_of_this_machine_do_not_leak_into_a_plan(monkeypatch: pytest.Monke
     assert ranks_per_node() == 2
 
 
-def test_options_of_the_clock_are_checked(folder: Path):
-    for options, message in (
-        (("--machine", "h10"), "mi355x, or a TOML file with rates; did you mean 'h100'?"),
-        (("--ranks-per-node", "-1"), "--ranks-per-node is -1; expected 0 or more."),
-        (("--document", "-1"), "--document is -1; expected 0 or more."),
-        (("--nvlink-domain", "-1"), "--nvlink-domain is -1; expected 0 or more."),
-        (("--nvlink-domain", "72"), "--nvlink-domain needs --machine"),
-    ):
-        done = _dry_run(folder, "moe_debug.toml", "--ranks", "8", *options)
-        assert (done.code, done.out) == (1, "")
-        assert message in done.error
+def test_a_machine_that_nobody_knows(folder: Path):
+    done = _dry_run(folder, "moe_debug.toml", "--ranks", "8", "--machine", "h10")
+    assert (done.code, done.out) == (1, "")
+    assert "mi355x, or a TOML file with rates; did you mean 'h100'?" in done.error
 
 
 def test_a_fake_tensor_is_stored_as_a_plain_one():

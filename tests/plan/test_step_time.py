@@ -19,7 +19,7 @@ from torchtitan.tools.utils import get_peak_flops
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.base.machines import KINDS, MACHINES, machine_toml, nodes_of
+from titan_ext.base.machines import KINDS, MACHINES, machine_toml
 from titan_ext.base.op_cost import collective_ms, op_cost
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LiveBytes, MemoryKind
@@ -418,13 +418,3 @@ def test_attention_takes_as_long_as_the_scores_that_it_computes(
             slow = replace(MACHINES["h100"], attention=1e12)  # not bound by its bytes
             times.append(op_cost(fused, (q, k, v, None, masked, True), {}, out, slow).ms)
     assert times[1] / times[0] == pytest.approx(computed)
-
-
-def test_a_machine_has_its_usual_nodes_unless_somebody_says():
-    assert nodes_of("gb300", 0, 0) == (4, 72)
-    assert nodes_of("gb300", 0, 8) == (4, 8)
-    assert nodes_of("gb300", 8, 0) == (8, 0)
-    assert nodes_of("h100", 0, 0) == (8, 8)
-    assert nodes_of("", 0, 0) == (8, 0)
-    with pytest.raises(ValueError, match="did you mean 'gb300'"):
-        nodes_of("gb30", 0, 0)

@@ -358,7 +358,7 @@ def _unknown(command: str) -> Iterator[str]:
     elif program == "titan_ext" or words[:2] == ["-m", "titan_ext"]:
         words = words[2:] if program == "python" else words
         folder = ROOT / "titan_ext" / "config_registry"
-        names = ("commands.py", "run_commands.py", "tune.py")
+        names = ("commands.py", "tune.py")
         text = "".join((folder / name).read_text() for name in names)
         fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])
@@ -520,11 +520,11 @@ def _prepare(folder: Path, page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if _whole_commands(page, "list", "new", "show", "--help")]
+    "page", [page for page in PAGES if _whole_commands(page, "show", "--help")]
 )
 def test_commands_of_a_page_run(page: str, tmp_path: Path):
     _prepare(tmp_path, page)
-    _run_commands(tmp_path, _whole_commands(page, "list", "new", "show", "--help"))
+    _run_commands(tmp_path, _whole_commands(page, "show", "--help"))
 
 
 @pytest.mark.slow
@@ -537,7 +537,7 @@ def test_dry_runs_of_a_page_run(page: str, tmp_path: Path):
     for name in ("deepseek_v3_671b", "deepseek_v3_16b"):
         for file in (tmp_path / f"{name}.toml", tmp_path / "train_configs" / f"{name}.toml"):
             file.write_text((ROOT / "train_configs" / "moe_debug.toml").read_text())
-    commands = _whole_commands(page, "new", "dry-run", "tune")
+    commands = _whole_commands(page, "show", "dry-run", "tune")
     commands = [command.replace("--ranks 2048", "--ranks 512") for command in commands]
     _run_commands(tmp_path, commands)
 
@@ -548,7 +548,10 @@ def test_a_config_function_of_yours(tmp_path: Path):
     (tmp_path / "my_run.toml").unlink()
     shown = _run_commands(tmp_path, ["titan_ext show my_runs.my_16b"])
     assert 'parallelism.fsdp_wrap = "submodule"  # from my_runs.my_16b' in shown
-    commands = ["titan_ext new my_runs.my_16b my_run.toml", "titan_ext show my_run.toml --changed"]
+    commands = [
+        "titan_ext show my_runs.my_16b --changed --out my_run.toml",
+        "titan_ext show my_run.toml --changed",
+    ]
     assert "# my_runs.my_16b <- my_run.toml" in _run_commands(tmp_path, commands)
 
 

@@ -49,7 +49,9 @@ class Machine:
         launch: Of the shortest kernel, seconds.
         collective: Of the shortest collective, seconds.
         host: Of its link to pinned memory of the host, bytes/s each way.
-        ranks_per_node, nvlink_domain: As such machines are usually built.
+        ranks_per_node: GPUs of a node; of the smallest, if they differ.
+        nvlink_domain: Neighbouring GPUs that NVLink joins. A file that says only how many a node
+            has means those.
         slower: How many times longer than by these rates a kind of kernels or messages takes, by
             ``KINDS``, where a run was measured.
         name: In ``MACHINES``, of what a file extends; by it Titan knows the peak.
@@ -189,6 +191,8 @@ def machine_of(name: str) -> Machine:
     mistakes = Mistakes(f"{file}: {problem}" for problem in _mistakes(given))
     mistakes.raise_all()
     base = given.pop(_EXTENDS, "")
+    if "ranks_per_node" in given:  # NVLink joins a node, unless the file says more
+        given.setdefault("nvlink_domain", given["ranks_per_node"])
     return replace(machine_of(base), **given) if base else Machine(**given)
 
 
@@ -234,22 +238,13 @@ def machine_toml(machine: Machine) -> Iterator[str]:
     base = MACHINES.get(machine.name)
     if base is not None:
         yield f'{_EXTENDS} = "{machine.name}"'
-    for key, usual in _USUAL.items():
+    usual = _USUAL if base is None else vars(base)
+    if machine.ranks_per_node != usual["ranks_per_node"]:
+        usual = {**usual, "nvlink_domain": machine.ranks_per_node}  # as ``machine_of`` reads it
+    for key in _USUAL:
         value = getattr(machine, key)
-        if value != (usual if base is None else getattr(base, key)):
+        if value != usual[key]:
             yield f"{key} = {value if isinstance(value, int) else f'{value:.4g}'}"
     if machine.slower:
         factors = ", ".join(f'"{kind}" = {by:.4f}' for kind, by in machine.slower.items())
         yield f"{_SLOWER} = {{{factors}}}"
-
-
-def nodes_of(machine: str, ranks_per_node: int, nvlink_domain: int) -> tuple[int, int]:
-    """Both numbers, where 0 is for what such a machine usually has; without one, 8 and a node.
-
-    Raises:
-        ValueError: as ``machine_of``.
-    """
-    usual = machine_of(machine) if machine else None
-    if ranks_per_node or usual is None:
-        return ranks_per_node or RANKS_PER_NODE, nvlink_domain
-    return usual.ranks_per_node, nvlink_domain or usual.nvlink_domain

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line tool: ``titan_ext list | new | show | dry-run | tune | report | ...``.
+"""The command line tool: ``titan_ext show | dry-run | tune | peft | check``.
 
 Commands are dataclasses that tyro parses. What it does not know are Titan's flags, which tyro
 parses again over the config. Nothing here imports torch before a command needs it.
@@ -21,13 +21,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
 from titan_ext.config_registry import resolve_config
-from titan_ext.config_registry.run_commands import Check, Peft, Report, Target
 from titan_ext.config_registry.terminal import coloured, working
 from titan_ext.config_registry.tune import Tune
-from titan_ext.toml.files import nearest, to_toml
-from titan_ext.toml.find import check_config, extends_in, listing, written_for
+from titan_ext.toml.files import check_new_file, nearest, to_toml
+from titan_ext.toml.find import (
+    check_config,
+    extends_in,
+    listing,
+    written_for,
+)
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
@@ -37,13 +42,11 @@ if TYPE_CHECKING:
 _DESCRIPTION = (
     "titan_ext: train mixture-of-experts models with TorchTitan in less memory. "
     "CONFIG is the path of a TOML file, the name of a shipped one (moe_debug.toml), a function "
-    "of TorchTitan's models (deepseek_v3_16b), or one of yours (my_runs.my_16b). titan_ext list "
-    "shows them. Titan's flags (--training.steps 50) go after it and win over the file."
+    "of TorchTitan's models (deepseek_v3_16b), or one of yours (my_runs.my_16b). titan_ext show "
+    "lists them. Titan's flags (--training.steps 50) go after it and win over the file."
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
-_NODES = ("ranks_per_node", "nvlink_domain")
-_CLOCK = ("imbalance", "document", "machine", "stock", *_NODES)
-_OPTIONS = (("memory", "allowance"), _CLOCK)
+_OPTIONS = (("memory",), ("imbalance", "machine", "stock"))
 """What dry-run hands to processes of its own: the budget, and how a step is modelled."""
 _MOST_RANKS = 2**20
 _DOES_NOT_FIT = 3
@@ -51,55 +54,51 @@ _DOES_NOT_FIT = 3
 
 
 @dataclass
-class List:
-    """List the shipped TOML files, and TorchTitan's models with their config functions."""
-
-    def run(self, flags: list[str]) -> None:
-        print(*listing(), sep="\n")
-
-
-@dataclass
-class New:
-    """Write a TOML file that extends a config, with Titan's flags as its first keys."""
-
-    config: tyro.conf.Positional[_Config]
-    """What the file extends."""
-    file: tyro.conf.Positional[Path]
-    """The file to write; it must not exist."""
-
-    def run(self, flags: list[str]) -> None:
-        if self.file.suffix != ".toml":
-            raise ValueError(f"{self.file}: expected a file whose name ends in .toml.")
-        if self.file.exists():
-            raise ValueError(f"{self.file} exists; choose another name, or edit it.")
-        if not self.file.parent.is_dir():
-            raise ValueError(f"{self.file}: there is no folder {self.file.parent}.")
-        base = extends_in(self.file.parent, self.config)
-        values = {"dump_folder": to_toml(f"./outputs/{self.file.stem}")}
-        given = resolve_config(self.config, flags).given()
-        values |= {key: value for key, value, _ in given}
-        lines = [f"extends = {to_toml(base)}", *(f"{k} = {value}" for k, value in values.items())]
-        self.file.write_text("\n".join(lines) + "\n")
-        print(f"{self.file} extends {base}; titan_ext show {self.file} prints all its values.")
-
-
-@dataclass
 class Show:
-    """Print every value that a run would have and where it comes from, as a TOML file."""
+    """Print every value that a run would have and where it comes from, as a TOML file.
 
-    config: tyro.conf.Positional[_Config]
+    Without CONFIG: the shipped files, and TorchTitan's models with their config functions.
+    """
+
+    config: tyro.conf.Positional[_Config] = ""
     """What to show."""
     changed: bool = False
     """Only what differs from the config function at the end of the chain."""
+    out: Path | None = None
+    """A TOML file to write in place of that. With --changed it extends CONFIG, with Titan's flags
+    as its first keys."""
 
     def run(self, flags: list[str]) -> None:
+        if not self.config:
+            if self.changed or self.out:
+                raise ValueError("--changed and --out need CONFIG; titan_ext show lists them.")
+            print(*listing(), sep="\n")
+            return
+        if self.out is not None:
+            check_new_file(self.out)
         resolved = resolve_config(self.config, flags)
-        print(f"# {' <- '.join([resolved.base, *resolved.files])}")
-        print(f"extends = {to_toml(resolved.base)}")
-        for key, value, origin in resolved.lines(
-            lambda origin: not self.changed or origin != resolved.base
-        ):
-            print(f"{key} = {value}  # from {origin}")
+        if self.out is None:
+            print(*self._lines(resolved), sep="\n")
+            return
+        base = extends_in(self.out.parent, self.config)
+        values = {"dump_folder": to_toml(f"./outputs/{self.out.stem}")}
+        values |= {key: value for key, value, _ in resolved.given()}
+        short = [f"extends = {to_toml(base)}", *(f"{k} = {value}" for k, value in values.items())]
+        self.out.write_text("\n".join(short if self.changed else self._lines(resolved)) + "\n")
+        extended = base if self.changed else resolved.base
+        print(f"{self.out} extends {extended}; titan_ext show {self.out} prints all its values.")
+
+    def _lines(self, resolved: "Resolved") -> list[str]:
+        return [
+            f"# {' <- '.join([resolved.base, *resolved.files])}",
+            f"extends = {to_toml(resolved.base)}",
+            *(
+                f"{key} = {value}  # from {origin}"
+                for key, value, origin in resolved.lines(
+                    lambda origin: not self.changed or origin != resolved.base
+                )
+            ),
+        ]
 
 
 @dataclass
@@ -116,22 +115,15 @@ class DryRun:
     """How many GPUs the job has."""
     rank: int = 0
     """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
-    ranks_per_node: int = 0
-    """GPUs of a node, as torchrun would count them; the smallest node if they differ. 0 for as many
-    as nodes of the --machine usually have, or 8."""
-    nvlink_domain: int = 0
-    """Neighbouring GPUs that NVLink joins; 0: the machine's, or with --ranks-per-node a node's."""
     all_stages: bool = False
     """One rank of every pipeline stage, one after another."""
     memory: str = ""
     """Of each GPU, such as 80GiB: plan what a step holds, and whether that fits."""
-    allowance: str = ""
-    """For what is no tensor (CUDA's context, NCCL, cuBLAS, unused pools), such as 4GiB."""
     stock: bool = False
     """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
     machine: str = ""
     """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x, mi355x, or a
-    TOML file with rates of your card (docs/plan.md)."""
+    TOML file with rates of your card and the GPUs of a node (docs/plan.md)."""
     activations: str = ""
     """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
     the best activation checkpointing for that."""
@@ -139,9 +131,6 @@ class DryRun:
     """With --activations: for a run on CPUs, with their kernels."""
     imbalance: float = 1.0
     """How many times their balanced share of tokens the rank's experts get."""
-    document: int = 0
-    """Tokens of a packed document, for --machine, where attention is masked to documents; 0 for as
-    many as a sequence has."""
     out: Path | None = None
     """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
     dump_folder it is compares itself with its plan. With --activations: budget.toml."""
@@ -155,16 +144,14 @@ class DryRun:
             self._run(flags, Path(folder))
 
     def _run(self, flags: list[str], folder: Path) -> None:
-        from titan_ext.base.machines import machine_of, nodes_of
-
-        memory, allowance = size_of("--memory", self.memory), size_of("--allowance", self.allowance)
-        of_machine = machine_of(self.machine).capability if self.machine else None
+        memory = size_of("--memory", self.memory)
+        machine = machine_of(self.machine or "h100")  # for its nodes
+        of_machine = machine.capability if self.machine else None
         check_config(self.config)
         fits, no_plan = self.activations == "fit", not (self.memory or self.activations)
         activations = None if fits else size_of("--activations", self.activations)
         ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"
         for is_wrong, problem in (
-            (allowance and not memory, "--allowance needs --memory, from which it is taken."),
             (
                 fits and not memory,
                 "--activations fit needs --memory: what it leaves is the budget.",
@@ -175,19 +162,6 @@ class DryRun:
             ),
             (self.out and no_plan, "--out needs --memory: without it there is no plan."),
             (self.against and not memory, "--against needs --memory: without it there is no plan."),
-            (
-                self.ranks_per_node < 0,
-                f"--ranks-per-node is {self.ranks_per_node}; expected 0 or more.",
-            ),
-            (self.document < 0, f"--document is {self.document}; expected 0 or more."),
-            (
-                self.nvlink_domain < 0,
-                f"--nvlink-domain is {self.nvlink_domain}; expected 0 or more.",
-            ),
-            (
-                self.nvlink_domain and not (self.machine or self.activations),
-                "--nvlink-domain needs --machine: only its clock knows links.",
-            ),
             (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
             (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
             (not 0 <= self.rank < self.ranks <= _MOST_RANKS, f"{ranks} ranks, and a rank below."),
@@ -209,11 +183,9 @@ class DryRun:
         from titan_ext.run.budget import solve_in_dry_run
         from titan_ext.toml.values import dump, identity
 
-        budget = None if memory is None else DeviceMemory(memory=memory, allowance=allowance)
-        self.ranks_per_node, self.nvlink_domain = nodes_of(
-            self.machine, self.ranks_per_node, self.nvlink_domain
-        )
-        with as_rank(self.ranks, self.rank, self.ranks_per_node, self.nvlink_domain):
+        budget = None if memory is None else DeviceMemory(memory=memory)
+        nodes = machine.ranks_per_node, machine.nvlink_domain
+        with as_rank(self.ranks, self.rank, *nodes):
             with no_accelerator.as_with_an_accelerator(of_machine):
                 resolved = resolve_config(self.config, flags)
                 config = resolved.config
@@ -245,7 +217,6 @@ class DryRun:
                     budget=budget,
                     machine=self.machine,
                     imbalance=self.imbalance,
-                    document=self.document,
                 )
                 print(coloured(run.report()), flush=True)
                 plans = [] if run.memory is None else [to_json(run, asked)]
@@ -332,14 +303,63 @@ class DryRun:
         return plans
 
 
+@dataclass
+class Peft:
+    """Export the LoRA adapters of a run for the peft library."""
+
+    config: tyro.conf.Positional[_Config]
+    """What the run has as --config; its Titan flags, and --checkpoint.load_step, may follow."""
+    output: Path | None = None
+    """Folder to write; by default peft/step-N in the run's."""
+    base_model: str = ""
+    """Name of the base model; by default what the run started from."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.components.lora import export_adapters
+
+        config = resolve_config(self.config, flags).config
+        print(export_adapters(config, self.output, self.base_model))
+
+
+@dataclass
+class Check:
+    """Check machines before a long job: links, versions, layout.
+
+    Under torchrun, on all ranks: torchrun --nproc_per_node=8 -m titan_ext check CONFIG.
+    """
+
+    config: tyro.conf.Positional[_Config] = ""
+    """Whose layout to judge; none by default."""
+    machine: str = ""
+    """Whose links to expect: h100, h200, b200, ... or a TOML file of rates."""
+    mib: int = 16
+    """What two ranks send each other at a time."""
+
+    def run(self, flags: list[str]) -> None:
+        from titan_ext.base.op_cost import NVLINK_DOMAIN
+        from titan_ext.run import preflight
+
+        machine = machine_of(self.machine or "h100")
+        if self.mib < 1:
+            raise ValueError(f"--mib is {self.mib}; expected 1 or more.")
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "titan_ext check runs on every rank of a job: torchrun --nproc_per_node=8 -m "
+                "titan_ext check CONFIG."
+            )
+        # A rack's domain is larger than its nodes; any other is a node, which torchrun counts.
+        is_rack = machine.nvlink_domain > machine.ranks_per_node
+        os.environ[NVLINK_DOMAIN] = str(machine.nvlink_domain if is_rack else 0)
+        config = resolve_config(self.config, flags).config if self.config else None
+        lines = preflight.check(config, machine=self.machine, mib=self.mib)
+        if lines:
+            print(*lines, sep="\n")
+
+
 _COMMANDS = {
-    "list": List,
-    "new": New,
     "show": Show,
     "dry-run": DryRun,
     "tune": Tune,
-    "report": Report,
-    "target": Target,
     "peft": Peft,
     "check": Check,
 }
@@ -357,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with quiet(getattr(command, "verbose", False)), working(name, command):
             command.run(flags)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough: titan_ext list | head
+    except BrokenPipeError:  # the reader has seen enough: titan_ext show | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -391,13 +411,17 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
         args=arguments,
         return_unknown_args=True,
     )
-    if flags and not hasattr(command, "config"):
-        raise ValueError(f"unknown: {' '.join(flags)}; try titan_ext {arguments[0]} --help.")
+    # tyro 1.0 reads a positional that is left out as "[]" where words follow that it does not know.
+    if flags and command.config in ("", "[]"):
+        raise ValueError(
+            f"unknown: {' '.join(flags)}; expected CONFIG before Titan's flags: titan_ext "
+            f"{arguments[0]} --help."
+        )
     options = [f"--{field.name.replace('_', '-')}" for field in fields(command)]
     for flag in (flag for flag in flags if flag.startswith("-") and "." not in flag):
         if (meant := did_you_mean(flag, options)) != ".":
             raise ValueError(f"{flag}: no option of titan_ext {arguments[0]}{meant}")
-    for config in (getattr(command, "config", ""), *getattr(command, "against", ())):
+    for config in (command.config, *getattr(command, "against", ())):
         if config:
             check_config(config)
     return command, flags

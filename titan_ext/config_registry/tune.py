@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes, duration, size_of
 from titan_ext.config_registry import resolve_config
 from titan_ext.config_registry.terminal import progress_of
-from titan_ext.toml.files import to_toml
+from titan_ext.toml.files import check_new_file, to_toml
 from titan_ext.toml.find import extends_in
 
 if TYPE_CHECKING:
@@ -56,10 +57,6 @@ class Tune:
     """A TOML file to write, which extends yours; with it a JSON file and a picture of all tried."""
     rank: int = 0
     """The rank to plan."""
-    ranks_per_node: int = 8
-    """GPUs of a node."""
-    nvlink_domain: int = 0
-    """Neighbouring GPUs that NVLink joins: 72 on GB200 and GB300; 0 for a node's."""
     imbalance: float = 1.0
     """How many times their balanced share of tokens the rank's experts get."""
     processes: int = 0
@@ -74,7 +71,8 @@ class Tune:
         started = time.monotonic()
         from titan_ext.plan.stand_ins import as_rank
 
-        nodes = self.ranks_per_node, self.nvlink_domain
+        machine = machine_of(self.machine)
+        nodes = machine.ranks_per_node, machine.nvlink_domain
         with tempfile.TemporaryDirectory() as folder, as_rank(self.ranks, self.rank, *nodes):
             search, given = self.search(flags, Path(folder))
             stopped = False
@@ -94,8 +92,6 @@ class Tune:
             raise SystemExit(_DOES_NOT_FIT)
 
     def _check(self) -> None:
-        from titan_ext.base.machines import machine_of
-
         machine_of(self.machine)
         default = _MEMORY.get(self.machine, "")
         for is_wrong, problem in (
@@ -104,36 +100,21 @@ class Tune:
                 not (self.memory or default),
                 f"--machine {self.machine} needs --memory, such as 80GiB.",
             ),
-            (
-                self.ranks_per_node < 1,
-                f"--ranks-per-node is {self.ranks_per_node}; expected 1 or more.",
-            ),
             (self.processes < 0, f"--processes is {self.processes}; expected 0 or more."),
             (
                 self.exact and self.batch == "free",
                 "--exact changes no result, and --batch free does.",
             ),
-            (
-                self.out is not None and self.out.suffix != ".toml",
-                f"--out is {self.out}; expected a file whose name ends in .toml.",
-            ),
-            (
-                self.out is not None and not self.out.parent.is_dir(),
-                f"--out is {self.out}: there is no such folder.",
-            ),
-            (
-                self.out is not None and self.out.exists(),
-                f"--out is {self.out}, which exists; choose another name.",
-            ),
         ):
             if is_wrong:
                 raise ValueError(problem)
+        if self.out is not None:
+            check_new_file(self.out)
         self.memory = self.memory or default
 
     def search(self, flags: list[str], folder: Path) -> "tuple[Search, dict[str, str]]":
         """The search, and the keys that the command line gives."""
         from titan_ext.base import no_accelerator
-        from titan_ext.base.machines import machine_of
         from titan_ext.config_registry.resolve import resolve
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.candidates import Job, with_defaults
@@ -144,7 +125,8 @@ class Tune:
         from titan_ext.plan.shorten import Depths
         from titan_ext.toml.values import dump, identity
 
-        capability = machine_of(self.machine).capability
+        machine = machine_of(self.machine)
+        capability = machine.capability
         with no_accelerator.as_with_an_accelerator(capability):
             resolved = resolve_config(self.config, flags)
         config = resolved.config
@@ -174,10 +156,10 @@ class Tune:
             values=with_defaults(identity(config)),
             facts=Facts(
                 self.ranks,
-                self.ranks_per_node,
+                machine.ranks_per_node,
                 experts=moes[0].num_experts if moes else 0,
                 is_batch_free=self.batch == "free",
-                host_nbytes=(host or 0) // self.ranks_per_node,
+                host_nbytes=(host or 0) // machine.ranks_per_node,
             ),
             memory=DeviceMemory(memory=memory),
             machine=self.machine,

@@ -39,7 +39,7 @@ from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget, has_budget,
 from titan_ext.activation_checkpoint.solver import BlockKind, Host, Solution, solve, table_of
 from titan_ext.base import no_accelerator
 from titan_ext.base.agreement import this_job
-from titan_ext.base.machines import machine_of
+from titan_ext.base.machines import MACHINES, machine_of, machine_toml
 from titan_ext.base.messages import and_more, format_bytes, parse_bytes, ranks_in_words
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, world_size
@@ -53,7 +53,7 @@ from titan_ext.toml.values import dump, identity
 
 FOLDER = "budget"
 """In the run's folder."""
-_ASKED, _CONFIG, _SOLVED = "asked.json", "config.toml", "budget.toml"
+_ASKED, _CONFIG, _MACHINE, _SOLVED = "asked.json", "config.toml", "machine.toml", "budget.toml"
 _SHARE = 0.9
 """Share of ``comm.init_timeout_seconds``, for which the other ranks wait."""
 
@@ -463,7 +463,12 @@ def _solve(config: Any, memory: int | None) -> dict[str, Any]:
     ranks, folder = world_size(config) or 1, Path(config.dump_folder) / FOLDER
     text = config.activation_checkpoint.budget
     logger.info(f"{KEY}.budget {text}: a dry run of rank 0 of {ranks} looks for the best policies.")
-    options = ["--ranks-per-node", str(ranks_per_node())]
+    # The nodes of this run, and no card's name: what a converter may use is asked of this one.
+    here = ranks_per_node()
+    machine = replace(MACHINES["h100"], ranks_per_node=here, nvlink_domain=here)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _MACHINE).write_text("\n".join(machine_toml(machine)) + "\n")
+    options = ["--machine", str(folder / _MACHINE)]
     options += [] if memory is None else ["--memory", _size(memory)]
     if no_accelerator.needed():
         options.append("--on-cpu")

@@ -226,6 +226,16 @@ def _missing_extends(table: dict[str, Any]) -> str:
     return f"missing; say first what this file changes, as in {EXAMPLE}."
 
 
+def check_new_file(path: Path) -> None:
+    """Raise ValueError if no TOML file can be written to ``path``, or one is there."""
+    if path.suffix != ".toml":
+        raise ValueError(f"{path}: expected a file whose name ends in .toml.")
+    if path.exists():
+        raise ValueError(f"{path} exists; choose another name, or edit it.")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}.")
+
+
 def import_first(what: str, names: Iterable[str], at: KeyLocation) -> ModuleType | None:
     """The first of the modules ``names`` that exists, ``what`` in messages; None if none does.
 
