@@ -41,7 +41,7 @@ RECOMPUTE, DISCARD = OpPolicy.RECOMPUTE, OpPolicy.DISCARD
 CHOICES = (SAVE, FLOAT8, RECOMPUTE, DISCARD)
 """The policies that a budget chooses among, without a host."""
 _BLOCKS_ON_DEVICE = 2
-"""How many blocks have on the device what they offload (``fp8.offload``)."""
+"""Number of blocks that have on the device what they offload (``fp8.offload``)."""
 _NORMS = (nn.RMSNorm, nn.LayerNorm)
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = "_c10d_functional::wait_tensor"
@@ -49,7 +49,7 @@ _WAIT = "_c10d_functional::wait_tensor"
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What one operation makes; the first node of a graph is the input of the block.
+    """The outputs of one operation; the first node of a graph is the input of the block.
 
     Attributes:
         ms: To run it again.
@@ -82,7 +82,7 @@ class Node:
 
 
 def blocks_on_device(policy: OpPolicy, blocks: int) -> int:
-    """How many of ``blocks`` blocks have on the device at once what they keep by ``policy``."""
+    """Number of ``blocks`` blocks that hold on the device at once what they keep by ``policy``."""
     return min(blocks, _BLOCKS_ON_DEVICE) if policy.on_host else blocks
 
 
@@ -260,7 +260,7 @@ class _Tracer(TorchDispatchMode):
         return out
 
     def graph(self, out: Any, rates: Machine, sizes: "_Sizes") -> BlockGraph:
-        """What has been recorded; ``out`` is the block's output."""
+        """The graph that has been recorded; ``out`` is the block's output."""
         first = min((e.node for entries in self._entries for e in entries), default=0)
         autograd = AutogradNodes(first, out, self._nodes_of_ops)
         makers = {storage: {0} for storage in storage_ids(self._inputs)}

@@ -51,7 +51,7 @@ _INPUT = OpLocation("", INPUT)
 
 @dataclass(eq=False, kw_only=True)
 class EagerBlock:
-    """What all forwards of one block share.
+    """State that all forwards of one block share.
 
     Attributes:
         policies: Of the outputs of its operations.
@@ -281,7 +281,7 @@ class _Call:
 
 @dataclass(eq=False, slots=True)
 class _Arriving:
-    """What an exchange brings: ``held`` is a tensor until it has come, then what stores it."""
+    """A tensor that an exchange brings, in ``held`` until it has come; then its entry."""
 
     held: Any
     policy: OpPolicy
@@ -292,7 +292,7 @@ class _Arriving:
 
 
 def restore(entry: Any) -> torch.Tensor:
-    """What was packed."""
+    """The entry that was packed."""
     if isinstance(entry, torch.Tensor):
         return entry
     with torch.no_grad():
@@ -300,12 +300,12 @@ def restore(entry: Any) -> torch.Tensor:
 
 
 def _waits(args: Iterable[Any]) -> bool:
-    """Whether an operation had to wait for what a collective brings."""
+    """True if an operation had to wait for what a collective brings."""
     return any(type(x) is AsyncCollectiveTensor for x in args)
 
 
 def _is_copy(entry: Any) -> bool:
-    """Whether what was packed does not change with the tensor."""
+    """True if what was packed does not change with the tensor."""
     return isinstance(entry, StoredEntry) and entry.whole.treatment.startswith("float8")
 
 

@@ -69,7 +69,7 @@ _ANSWERS = {
 
 
 def compiles_model(config: CompileConfig) -> bool:
-    """Whether the model is compiled, not just the loss."""
+    """True if the model is compiled, not just the loss."""
     return config.enable and "model" in config.components
 
 
@@ -114,7 +114,7 @@ def _checkpoint_inside(model: Decoder) -> None:
 
 @dataclass(frozen=True)
 class CompiledPart:
-    """What is compiled by itself: a block, or the modules of a sub-module unit.
+    """One compiled region: a block, or the modules of a sub-module unit.
 
     Attributes:
         modules: By name in the block, in the order in which they run; the block itself is "".

@@ -83,10 +83,10 @@ _SAVED_OUTPUTS = ("_saved_result", "_saved_output", "_saved_out")
 _NOT_FOUND = "a custom autograd Function that does not lead to the block's outputs"
 _COLLECTIVE = "_c10d_functional."
 _LETS_GO_S = 10.0
-"""How long a process group's own thread may hold what it has sent, once it has arrived."""
+"""Seconds that a process group's own thread may hold what it has sent, once it has arrived."""
 _UNREAD = "discarded"
 _NANS = 2**16
-"""Of the values of a stand-in: no more than a kernel's launch takes."""
+"""Most values of a stand-in: no more than a kernel's launch takes."""
 # Hooks defined in these packages do nothing that the other proofs do not see.
 _KNOWN_HOOKS = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
 
@@ -151,7 +151,7 @@ class _Kept:
     writer: str = ""
 
     def runs_again(self) -> bool:
-        """Whether it has to, once something has written to it.
+        """True if it has to, once something has written to it.
 
         Raises RuntimeError for an exchange whose output is needed.
         """
@@ -174,7 +174,7 @@ class DiscardTracker:
         self._holders: dict[int, tuple[StorageWeakRef, set[Discarded]]] = {}
         self._kept: dict[int, list[_Kept]] = {}
         self._sources: set[Discarded] = set()
-        """What the last operation has read."""
+        """The storages that the last operation has read."""
         self._nodes_of_ops: set[int] = set()
         self._sent: set[int] = set()
         """Storages of discarded values that a collective has read or written."""
@@ -290,7 +290,7 @@ class DiscardTracker:
 
 
 def _is_exchange(op: str) -> bool:
-    """Whether an operation needs other ranks, which may decide differently."""
+    """True if an operation needs other ranks, which may decide differently."""
     return is_exchange(op) or op.startswith(_COLLECTIVE)
 
 
@@ -368,7 +368,7 @@ class AutogradNodes:
 
 @functools.cache
 def _saves_its_output(kind: type) -> bool:
-    """Whether an operation's node, of type ``kind``, has saved what the operation returned."""
+    """True if an operation's node, of type ``kind``, has saved what the operation returned."""
     return any(name.startswith(_SAVED_OUTPUTS) for name in dir(kind))
 
 
@@ -382,7 +382,7 @@ def _nodes_of(outputs: Any) -> list[Any]:
 
 
 def _custom_function(node: Any, known: tuple[str, ...]) -> str:
-    """What to call ``node`` if it is of a custom Function that is not defined in ``known``."""
+    """The name of ``node`` if it is of a custom Function that is not defined in ``known``."""
     if "CppNode" in node.name():
         return f"{node.name()}, a custom autograd Function in C++"
     function = getattr(node, "_forward_cls", None)  # of Python's Functions
@@ -411,7 +411,7 @@ def _user_hook(module: nn.Module) -> str:
 
 
 def _references(storage: int) -> int:
-    """How many tensors hold a storage, for one that Python has seen; 0 if it is gone."""
+    """Number of tensors that hold a storage, for one that Python has seen; 0 if it is gone."""
     return torch._C._storage_Use_Count(storage) - _own_references()
 
 

@@ -63,7 +63,7 @@ class OpLocator:
         return self._stacks[current_half()][-1]
 
     def is_fsdp(self, args: tuple[Any, ...]) -> bool:
-        """Whether an operation on ``args`` is FSDP's own, and none on what the block computes."""
+        """True if an operation on ``args`` is FSDP's own, and none on what the block computes."""
         given = self._given_to_fsdp
         return given is not None and given.isdisjoint(storage_ids(args))
 

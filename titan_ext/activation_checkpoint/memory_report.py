@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What activation checkpointing keeps for backward, counted while it runs.
+"""Bytes that activation checkpointing keeps for backward, counted while it runs.
 
 It counts eager code by block, in each block's first forward. A compiled graph serves every block of
 its kind, so it counts compiled code by graph. A graph may not know how many tokens a rank's experts
@@ -24,7 +24,7 @@ from titan_ext.fp8 import Codec, MemoryRow, MemoryRows, memory_rows
 
 _KEY = "activation_checkpoint"
 _COULD_NOT = tuple(f"exact: {why}" for why in ("float", "small", "expanded", "would not shrink"))
-"""How ``MemoryRow.treatment`` begins where float8 was asked for and not possible."""
+"""First words of ``MemoryRow.treatment`` where float8 was asked for and not possible."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class MemoryReporter:
 
 
 def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:
-    """What the first forward of each wrapped block in ``model_parts`` stored, as far as it ran."""
+    """A report of what the first forward of each wrapped block stored, as far as it ran."""
     found = [block for reporter in _reporters(model_parts) for block in reporter.report.blocks]
     return MemoryReport(found)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What operations read of the values that they get, and what they write to.
+"""Effects of operations: the values that they read, and those that they write to.
 
 One table, for runs and for plans. ``tests/activation_checkpoint/test_discard.py`` compares it with
 torch's derivatives.
@@ -53,7 +53,7 @@ def op_name(func: Any) -> str:
 
 
 def chooses(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether an operation makes integers, booleans or steps of floats, or tells the host one.
+    """True if an operation makes integers, booleans or steps of floats, or tells the host one.
 
     A rounding of what it is given may change what it makes by more than a rounding: a table is
     looked up elsewhere, a mask has another shape. What random numbers alone decide, the dtype of
@@ -81,7 +81,7 @@ def _is_no_choice(func: Any) -> bool:
 
 
 def passes_values(func: Any, args: Any, out: Any) -> bool:
-    """Whether an operation only passes on the values that it is given.
+    """True if an operation only passes on the values that it is given.
 
     Not if it makes integers or booleans of them: an index or a mask is read, by the operation that
     gets it and by its derivative. Bytes that are made of float8 or of bytes are packed rows
@@ -98,7 +98,7 @@ def passes_values(func: Any, args: Any, out: Any) -> bool:
 
 
 def makes_node(func: Any, args: Any, out: Any) -> bool:
-    """Whether autograd has made a node for a dispatched operation, if it is enabled."""
+    """True if autograd has made a node for a dispatched operation, if it is enabled."""
     return (
         not _makes_anew(func)
         and any(x.is_floating_point() for x in tensors_in(out))
@@ -113,7 +113,7 @@ def _makes_anew(func: Any) -> bool:
 
 
 def is_mutable(func: Any) -> bool:
-    """Whether an operation writes to any of its arguments."""
+    """True if an operation writes to any of its arguments."""
     known = _MUTABLE.get(id(func))
     if known is None:
         schema = getattr(func, "_schema", None)  # higher-order operators have none
@@ -122,7 +122,7 @@ def is_mutable(func: Any) -> bool:
 
 
 def must_write(func: Any, out: Any, *, discarded: bool) -> bool:
-    """Whether an operation that writes to an argument must run again, whatever its policy.
+    """True if an operation that writes to an argument must run again, whatever its policy.
 
     In place its output cannot be kept: the recompute would not write it. It can be discarded.
     """

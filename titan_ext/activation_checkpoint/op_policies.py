@@ -41,7 +41,7 @@ class _Candidates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecipe:
-    """What a kind of block keeps for backward.
+    """The tensors that a kind of block keeps for backward.
 
     Attributes:
         user_rules: Rules of the configuration. They come first; an unsound "discard" is an error.
@@ -70,7 +70,7 @@ class BlockRecipe:
 
 @dataclass(frozen=True)
 class BlockPolicies:
-    """How the operations of one block are decided.
+    """The policies for the operations of one block.
 
     Attributes:
         name: Of the block, in the model ("layers.3").
@@ -89,7 +89,7 @@ class BlockPolicies:
 
     @functools.cached_property
     def rounds(self) -> bool:
-        """Whether float8 may change what a recompute sees, so that choices have to be kept."""
+        """True if float8 may change what a recompute sees, so that choices have to be kept."""
         recipe = self.recipe
         policies = (recipe.saved, recipe.input, *(rule.policy for rule in recipe.rules))
         return any(policy.is_float8 for policy in policies) and not (
@@ -98,7 +98,7 @@ class BlockPolicies:
 
     @property
     def names_operands(self) -> bool:
-        """Whether a rule or a message needs the parameter of an operation."""
+        """True if a rule or a message needs the parameter of an operation."""
         return any(
             rule.operand != "*" or rule.policy is OpPolicy.DISCARD for rule in self.recipe.rules
         )
@@ -118,7 +118,7 @@ class BlockPolicies:
         return OpPolicy.SAVE if "inner_attention" in location.module.split(".") else recipe.saved
 
     def is_expensive(self, op: str) -> bool:
-        """Whether a rule without an operation applies to ``op``."""
+        """True if a rule without an operation applies to ``op``."""
         if op in ("aten.max", "aten.topk"):
             return False
         return op in self.stock_ops or op in GROUPED_GEMMS or op == _CPU_ATTENTION
@@ -149,7 +149,7 @@ class BlockPolicies:
         return self._fixed[key]
 
     def keeps_choice(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
-        """Whether an operation chooses by values that a recompute may see rounded."""
+        """True if an operation chooses by values that a recompute may see rounded."""
         return self.rounds and chooses(func, args, kwargs, out)
 
     def candidates(self, location: OpLocation) -> _Candidates:
@@ -288,12 +288,12 @@ class Resolver:
 
 
 def is_exchange(op: str) -> bool:
-    """Whether an operation is the all-to-all of tokens, or of their counts or scores."""
+    """True if an operation is the all-to-all of tokens, or of their counts or scores."""
     return op.endswith("all_to_all_single")
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an operation makes views, which torch does not let a checkpoint replace."""
+    """True if an operation makes views, which torch does not let a checkpoint replace."""
     return getattr(func, "is_view", False)  # higher-order operators have none
 
 
@@ -303,6 +303,6 @@ def fixes_routing(op: str, out: Any) -> bool:
 
 
 def is_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a ``_to_copy`` goes to the host, as the counts of an exchange do."""
+    """True if a ``_to_copy`` goes to the host, as the counts of an exchange do."""
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "cpu" != args[0].device.type

@@ -23,7 +23,7 @@ ROOT = "(block)"
 
 
 class OpPolicy(StrEnum):
-    """What is kept of the outputs of an operation.
+    """The policy for the outputs of an operation.
 
     Attributes:
         SAVE: The outputs.
@@ -108,7 +108,7 @@ class Rule:
         )
 
     def matches_module(self, module: str, block: str = "") -> bool:
-        """Whether a module matches, by its name in the block or by its name in the model."""
+        """True if a module matches, by its name in the block or by its name in the model."""
         if self.module == ROOT:
             return not module
         if self.module.startswith("("):
@@ -159,7 +159,7 @@ def _parse(pattern: str, policy: str, key: str) -> Rule:
 
 
 def _is_view(op: str) -> bool:
-    """Whether an operation of this exact name only makes views."""
+    """True if an operation of this exact name only makes views."""
     namespace, _, name = op.partition(".")
     if namespace != "aten" or not name.isidentifier():
         return False

@@ -163,7 +163,7 @@ class Float8Partitioner(CustomPartitionerFn):
 
 
 def compile_arguments(partitioner: Float8Partitioner, backend: str) -> dict[str, Any]:
-    """What to call ``nn.Module.compile`` with so that ``partitioner`` cuts this module's graphs.
+    """Arguments of ``nn.Module.compile`` with which ``partitioner`` cuts this module's graphs.
 
     It holds for recompilations and for the backward, and for no other module. Raises ValueError for
     a ``compile.backend`` that would ignore the partitioner.
@@ -181,7 +181,7 @@ def compile_arguments(partitioner: Float8Partitioner, backend: str) -> dict[str,
 
 
 def annotation(inputs: OpPolicy, key: str, *, recompute: bool) -> dict[str, Any]:
-    """What to ``torch.fx.traceback.annotate`` a region with.
+    """The annotation of a region, for ``torch.fx.traceback.annotate``.
 
     ``inputs`` is the policy on its inputs. Graphs with another ``key`` are compiled apart.
     ``recompute`` is False to forget that the region is a checkpoint once its tags have been read.
@@ -256,7 +256,7 @@ def _tag_inputs(graph: fx.Graph) -> None:
 
 
 def _must_stay_exact(value: torch.Tensor) -> str:
-    """Why a tensor must stay exact, or "": the rules of ``titan_ext.fp8.keep_exact``.
+    """The reason why a tensor must stay exact, or "": the rules of ``titan_ext.fp8.keep_exact``.
 
     A size that is not known before the program runs counts as large.
     """
@@ -336,7 +336,7 @@ def _inline(
 
 
 def _nodes(output: fx.Node) -> list[fx.Node]:
-    """What a graph returns; constants among it stay as they are."""
+    """The outputs of a graph; constants among them stay as they are."""
     returned: Any = output.args[0]
     return list(returned) if isinstance(returned, (tuple, list)) else [returned]
 

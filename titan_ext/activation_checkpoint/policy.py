@@ -79,7 +79,7 @@ class FP8AC(ActivationCheckpointing):
 
         budget: str = ""
         """
-        What a rank's blocks may hold for backward: "20GiB", or "fit" for what the device's memory
+        Bytes that a rank's blocks may hold for backward: "20GiB", or "fit" for what its memory
         leaves ("fit 80GiB": a device of that). Before it starts, the run finds the ``op_policies``
         that take the least time within it (docs/fp8_ac.md).
         """
@@ -118,7 +118,7 @@ class FP8AC(ActivationCheckpointing):
                     raise ValueError(f"{KEY}.{message}")
 
         def _wrong_with_budget(self) -> Iterator[tuple[bool, str]]:
-            """What a budget refuses, as in ``_wrong_together``."""
+            """The keys that a budget refuses, as in ``_wrong_together``."""
             if not self.budget:
                 return
             Budget.parse(self.budget)
@@ -135,7 +135,7 @@ class FP8AC(ActivationCheckpointing):
                 )
 
         def _wrong_together(self) -> Iterator[tuple[bool, str]]:
-            """Whether keys do not go together, and what the message says after the section."""
+            """True if keys do not go together, and what the message says after the section."""
             recomputes, limit = self.mode != "no_recompute", self.offload_limit
             yield (
                 self.mode != "selective" and self.preset != "memory",
@@ -171,11 +171,11 @@ class FP8AC(ActivationCheckpointing):
         def policies_of(
             self, block: nn.Module, name: str, exchanges: Exchanges | None = None
         ) -> BlockPolicies:
-            """What this policy does in the block called ``name`` (``presets.block_recipe``)."""
+            """The policies of the block called ``name`` (``presets.block_recipe``)."""
             return block_policies(block, name, block_recipe(block, self, exchanges))
 
         def offloads(self) -> bool:
-            """Whether a rule keeps anything on the host, or a budget may."""
+            """True if a rule keeps anything on the host, or a budget may."""
             solves = bool(self.budget and self.offload_limit)
             return solves or any(rule.policy.on_host for rule in self.rules())
 
@@ -197,7 +197,7 @@ class FP8AC(ActivationCheckpointing):
                 )
 
         def wants_float8(self) -> bool:
-            """Whether the policy stores anything in float8, apart from exemptions."""
+            """True if the policy stores anything in float8, apart from exemptions."""
             if self.budget:
                 return False  # it may
             if self.mode == "selective" and self.preset == "stock":
@@ -313,7 +313,7 @@ class SelectiveACWithoutAllToAll(SelectiveAC):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """What blocks keep for backward.
+    """The tensors that the blocks of a model keep for backward.
 
     Attributes:
         policy: Titan's, ours or the user's, which its pass builds; None for no checkpointing.

@@ -26,7 +26,7 @@ _EXPERTS = "moe.routed_experts.inner_experts"
 
 
 def block_recipe(block: nn.Module, config: Any, exchanges: Exchanges | None = None) -> BlockRecipe:
-    """What a config of policy ``fp8`` makes of one block.
+    """The recipe of one block by a config of policy ``fp8``.
 
     ``exchanges`` are those of its job. If None, expert parallelism has been applied to ``block``,
     if it will be, and what an exchange delivers is saved.
@@ -169,17 +169,17 @@ def _preset_rules(
 
 
 def _has_other_kernels(block: nn.Module) -> bool:
-    """Whether quantized GEMMs may hide reads: then little can be proved, and is not tried."""
+    """True if quantized GEMMs may hide reads: then little can be proved, and is not tried."""
     return any(".quantization." in type(module).__module__ for module in block.modules())
 
 
 def _for_modules(policy: OpPolicy, *modules: str) -> list[Rule]:
-    """Of expensive operations alone: name the operation of any other in a ``Rule``."""
+    """Rules for expensive operations alone: name the operation of any other in a ``Rule``."""
     return [Rule(policy, module) for module in modules]
 
 
 def _hops(block: nn.Module, exchanges: Exchanges | None) -> tuple[bool, bool, bool]:
-    """Whether tokens of a block travel; whether once to a rank or a node; whether in two hops."""
+    """Three answers: tokens of a block travel, once to a rank or a node, and in two hops."""
     routed = getattr(getattr(block, "moe", None), "routed_experts", None)
     dispatcher: Any = getattr(routed, "token_dispatcher", None)
     if not hasattr(dispatcher, "ep_mesh"):

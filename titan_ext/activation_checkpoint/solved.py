@@ -39,7 +39,7 @@ class Budget(NamedTuple):
 
 
 def has_budget(config: Any) -> bool:
-    """Whether a trainer's config has a budget to solve for."""
+    """True if a trainer's config has a budget to solve for."""
     return bool(getattr(config.activation_checkpoint, "budget", ""))
 
 

@@ -35,11 +35,11 @@ from titan_ext.base.messages import format_bytes
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8
 _ORDER = (SAVE, FLOAT8, OFFLOAD, OFFLOAD_FLOAT8, RECOMPUTE, DISCARD)
-"""Of a node's columns: it decides between equal solutions."""
+"""Order of a node's columns: it decides between equal solutions."""
 _US = 1e3
 """Microseconds a millisecond: the unit of the objective, so that tolerances suit it."""
 _A_RULE_US = 1e-3
-"""What a policy other than "recompute" costs at least: no rules that gain nothing."""
+"""Least cost of a policy other than "recompute": no rules that gain nothing."""
 _GAP = 1e-4
 _TIME_LIMIT_S = 60.0
 
@@ -189,7 +189,7 @@ class _Program:
         return found
 
     def _keep_to_the_host(self, host: Host) -> None:
-        """What a block offloads crosses the link during its forward; all of it finds room."""
+        """Limit what blocks offload to what the link carries during a forward, and to the room."""
         everything: dict[int, float] = {}
         for kind, policies in zip(self.kinds, self._policies, strict=True):
             crosses: dict[int, float] = {

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What every floor uses: messages, Titan's names, a host without accelerator, operations' costs."""
+"""Helpers for every floor: messages, Titan's names, hosts without accelerator, costs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the ranks of a job tell each other outside their steps: a few words over its store.
+"""Messages between the ranks of a job outside of its steps: a few words over its store.
 
 The store is the one by which torch's process groups met. But for the broadcast of a name, nothing
 here is a collective or gathers from all ranks to all ranks, so cost and memory of a rank stay the
@@ -48,7 +48,7 @@ class Job:
         return dist.PrefixStore(f"{name} {self._subjects[name]}", self._store)
 
     def told(self, subject: str, decide: Callable[[], Any]) -> Any:
-        """What ``decide`` returns on rank 0, which alone calls it: something that JSON can hold.
+        """The result of ``decide`` on rank 0, which alone calls it: something that JSON can hold.
 
         An error of it is raised on every rank, as ValueError if it is one, else as RuntimeError.
         """
@@ -91,7 +91,7 @@ class Job:
     def judged(
         self, subject: str, word: str, judge: Callable[[list[tuple[str, list[int]]]], str]
     ) -> str:
-        """What ``judge`` says of the ranks' words, on every rank; one rank calls it.
+        """The verdict of ``judge`` on the ranks' words, on every rank; one rank calls it.
 
         It gets the different words, each with the ranks that say it, in the order of their first
         ranks: a few, if there are many.
@@ -148,7 +148,7 @@ class LastStep:
         self.look()
 
     def look(self) -> bool:
-        """Whether some rank has asked; then this one says where it is."""
+        """True if some rank has asked; then this one says where it is."""
         if not self._store.check(["asked"]):  # outside the lock: no step waits for the store
             return False
         with self._lock:
@@ -157,7 +157,7 @@ class LastStep:
         return True
 
     def may_begin(self, step: int) -> bool:
-        """Whether there is such a step. The thread that trains asks before it begins one."""
+        """True if there is such a step. The thread that trains asks before it begins one."""
         with self._lock:
             if self._begun is None:
                 self._begun = step - 1
@@ -169,7 +169,7 @@ class LastStep:
             return True
 
     def reason(self) -> int:
-        """That of the first who asked. Each rank calls this once, when it may not begin a step."""
+        """The first one's reason. Each rank calls this once, when it may not begin a step."""
         reason = int(self._store.get("asked"))
         if self._store.add("know", 1) == self._ranks:
             self._store.set("all know", "")
@@ -202,7 +202,7 @@ class LastStep:
 
 
 def leaves_files(parallel_dims: ParallelDims) -> bool:
-    """Whether this rank writes reports of its own: so do the first eight of each pipeline stage.
+    """True if this rank writes reports of its own: so do the first eight of each pipeline stage.
 
     The others of a stage do the same with other tokens.
     """

@@ -22,10 +22,10 @@ KINDS = (
     *("codec", "grouped GEMM", "attention", "GEMM", "copies", "elementwise"),
     *("exchanges", "gathers", "reductions", "collectives"),
 )
-"""What is slowed down by itself: kernels by ``op_cost.kernel_class``, and messages by what they are
+"""Factors by kind: kernels by ``op_cost.kernel_class``, and messages by what they are
 for."""
 RANKS_PER_NODE = 8
-"""Where nobody says."""
+"""The number where nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def and_more(names: Collection[object], limit: int = 5) -> str:
 
 @functools.lru_cache(2**16)
 def matches(name: str, pattern: str) -> bool:
-    """Whether the glob ``pattern`` matches ``name``, or a module that ``name`` lies in.
+    """True if the glob ``pattern`` matches ``name``, or a module that ``name`` lies in.
 
     ``layers.0.moe.router.gate.weight`` is matched by ``*.router`` and by ``layers.0``.
     """
@@ -247,7 +247,7 @@ def _is_new(record: logging.LogRecord) -> bool:
 
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Of the rank that failed first: torchrun's last lines. So it gets the message alone."""
+"""Traceback of the rank that failed first: torchrun's last lines. It gets the message alone."""
 _MOST_SHOWN = 10
 _OURS = ("titan_ext", "torchtitan")
 
@@ -265,7 +265,7 @@ def checks_later() -> Iterator[None]:
 
 
 def are_checked_later() -> bool:
-    """Whether a config that is made now is checked later."""
+    """True if a config that is made now is checked later."""
     return _deferred.get()
 
 
@@ -326,7 +326,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def _is_raised_on_purpose(trace: TracebackType | None) -> bool:
-    """Whether the innermost line is a ``raise`` of titan_ext or Titan, not of what they call."""
+    """True if the innermost line is a ``raise`` of titan_ext or Titan, not of what they call."""
     if trace is None:
         return False
     while trace.tb_next:

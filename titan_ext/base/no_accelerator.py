@@ -119,7 +119,7 @@ def fast_bfloat16_matmul() -> None:
 
 
 def needed() -> bool:
-    """Whether this machine has no accelerator, by the test that Titan itself uses."""
+    """True if this machine has no accelerator, by the test that Titan itself uses."""
     return _get_available_device_type() is None
 
 
@@ -245,7 +245,7 @@ class CausalAttention(ScaledDotProductAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
         window: int | None = None
-        """How many positions a query sees, itself included; None for all before it."""
+        """Number of positions that a query sees, itself included; None for all before it."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

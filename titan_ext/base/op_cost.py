@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an operation or a collective costs: FLOPs, bytes, and milliseconds at a machine's rates.
+"""Costs of operations and collectives: FLOPs, bytes, and milliseconds at a machine's rates.
 
 A roofline of single kernels, from shapes alone: a matrix product takes the longer of its arithmetic
 and its traffic, everything else its traffic. The planners of a step's time and of activation
@@ -25,7 +25,7 @@ from titan_ext.base.machines import KINDS, RANKS_PER_NODE, Machine
 from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
 
 NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
-"""Of the job that a dry run stands for (``plan.stand_ins.as_rank``)."""
+"""Variable with the domain of the job that a dry run stands for (``plan.stand_ins.as_rank``)."""
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
 _TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
 SYNC_MS = 0.05  # the host reads how many tokens each expert gets
@@ -84,7 +84,7 @@ assert {*_KERNELS, "elementwise"} < {*KINDS}, "a machine's file can slow each ki
 
 @functools.cache
 def kernel_class(*names: str) -> str:
-    """Of a kernel, by the operation that launched it and those around that, in any order.
+    """The class of a kernel, by the operation that launched it and those around that, in any order.
 
     The names may be a plan's (``aten::mm``) or a profile's, where operations lie in operations.
     """
@@ -94,7 +94,7 @@ def kernel_class(*names: str) -> str:
 
 @functools.cache
 def moves_nothing(func: Any) -> bool:
-    """Whether an operation only makes a view, waits, or leaves memory as it is."""
+    """True if an operation only makes a view, waits, or leaves memory as it is."""
     namespace, name = func._schema.name.split("::")
     return (
         func.is_view
@@ -138,7 +138,7 @@ def _rows_of_a_group(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *_: A
 
 
 def _share_masked(func: Any, args: Sequence[Any]) -> float:
-    """Of a causal mask's scores, those that a dry run's attention leaves out (``stand_ins``)."""
+    """The share of a causal mask's scores that a dry run's attention leaves out (``stand_ins``)."""
     at = [argument.name for argument in func._schema.arguments].index("dropout_p")
     return args[at] if len(args) > at else 0.0
 
@@ -222,13 +222,13 @@ _smallest_node: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictiona
 
 
 def nvlink_domain() -> int:
-    """How many neighbouring ranks NVLink joins, on one node or several."""
+    """Number of neighbouring ranks that NVLink joins, on one node or several."""
     return int(os.environ.get(NVLINK_DOMAIN, 0)) or ranks_per_node()
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """How the ranks of a job lie on machines; equal on every rank.
+    """The place of a job's ranks on machines; equal on every rank.
 
     Attributes:
         ranks: Ranks of the smallest node.

@@ -17,7 +17,7 @@ ONE_PROCESS_MODES = ("fake_backend", "local_tensor")
 
 
 def world_size(config: Any) -> int | None:
-    """How many ranks the run has; None if unknown.
+    """Number of ranks of the run; None if unknown.
 
     As ``init_distributed`` counts them (torchtitan/distributed/utils.py).
     """
@@ -26,7 +26,7 @@ def world_size(config: Any) -> int | None:
 
 
 def is_saved_anyway(trainer: "Trainer") -> bool:
-    """Whether Titan's checkpointer saves the trainer's step without being asked."""
+    """True if Titan's checkpointer saves the trainer's step without being asked."""
     checkpoint, step = trainer.config.checkpoint, trainer.step
     return checkpoint.enable and (
         step % checkpoint.interval == 0
@@ -36,7 +36,7 @@ def is_saved_anyway(trainer: "Trainer") -> bool:
 
 
 def is_logged_or_saved(trainer: "Trainer") -> bool:
-    """Whether the trainer's step waits for the device anyway, the same on all ranks."""
+    """True if the trainer's step waits for the device anyway, the same on all ranks."""
     return is_saved_anyway(trainer) or trainer.metrics_processor.should_log(trainer.step)
 
 
@@ -73,5 +73,5 @@ class RunCheck:
         return {}
 
     def ends_run(self, trainer: "Trainer") -> bool:
-        """Whether training ends here, the same on all ranks; asked before every step."""
+        """True if training ends here, the same on all ranks; asked before every step."""
         return False

@@ -168,7 +168,7 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def in_backward() -> bool:
-    """Whether autograd runs backward in this thread, a recompute included."""
+    """True if autograd runs backward in this thread, a recompute included."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -186,7 +186,7 @@ def out_of_sight_of_checkpointing() -> contextlib.AbstractContextManager[Any]:
 
 @torch.no_grad()
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all values that this rank holds of ``tensors`` are finite; waits for the device."""
+    """True if all values that this rank holds of ``tensors`` are finite; waits for the device."""
     parts = [part for x in tensors for part in plain_tensors(x)]
     # torch refuses the largest of nothing, and a rank may have no row of a parameter.
     some = [part for part in parts if part.numel()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch and Titan keep for a thread: the contexts that it is in.
+"""State that torch and Titan keep for a thread: the contexts that it is in.
 
 A function that pauses inside of a context takes it along, and finds it again. Nothing public of
 torch reads or writes these stacks: ``tests/project/test_contracts.py`` names what is used here.

@@ -55,15 +55,15 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """On which ranks tell each other how many tokens they send, where a batch runs as two halves
     (``pause_at_exchanges``); None: that of the tokens."""
     shared_experts: Any = None
-    """What ``run_ahead`` runs while the experts' outputs travel back (``shared_experts``)."""
+    """The shared experts, which run while routed outputs travel back (``shared_experts``)."""
     sends_float8 = False
     """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
     sends_once: Hops | None = None
-    """Where a token goes to a rank or a node once (``exchange_once``)."""
+    """The hops of a token that goes to a rank or a node once (``exchange_once``)."""
     meter: Any = None
     """In steps that are logged: what measures waits for counts (``run.pace.Meter``)."""
     _dispatched: LocalDispatchMetadata | None = None
-    """What waits for ``send_scores``."""
+    """The metadata that waits for ``send_scores``."""
     _turn: Turn | None = None
     """None: an exchange waits at once. Set while ``send`` and ``collect`` use Titan's functions,
     which then start an exchange, or finish one."""

@@ -42,10 +42,10 @@ class Turn:
     """Tokens of one layer that are on their way, to their experts or back."""
 
     sent: Any = None
-    """What ``Start`` returned."""
+    """The result of ``Start``."""
     exchange: "Exchange | None" = None
     counts: Any = None
-    """Of the tokens that this rank's experts get, by rank and expert ``(E,)``."""
+    """Counts of the tokens that this rank's experts get, by rank and expert ``(E,)``."""
     metadata: Any = None
     packed: torch.Tensor | None = None
     """Rows ``(N, W)`` that are sent in float8."""
@@ -90,7 +90,7 @@ class Exchange:
         return self._arriving
 
     def arrived(self) -> torch.Tensor:
-        """What ``start`` sent last, as it is here; waits for it."""
+        """The tensor that ``start`` sent last, as it has arrived here; waits for it."""
         arriving, self._arriving = self._arriving, None
         assert arriving is not None, "start() has run"
         return wait_tensor(arriving)

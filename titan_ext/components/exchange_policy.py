@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a job does with its exchanges of tokens, decided once, before a model is parallelized."""
+"""The exchanges of tokens of a job, decided once, before a model is parallelized."""
 
 import math
 from dataclasses import dataclass, field
@@ -118,7 +118,7 @@ def resolve_exchanges(
 
 
 def cost_of_saving(exchanges: Exchanges, model: Decoder.Config, nodes: Nodes) -> str:
-    """What selective activation checkpointing does with the exchanges, and its price, for the log.
+    """A line for the log: whether checkpointing saves the exchanges, and its price in bytes.
 
     "" where no tokens travel.
     """
@@ -183,7 +183,7 @@ def ranks_of_token(router: TokenChoiceTopKRouter.Config, ep: int) -> float:
     may = chosen * of_group
 
     def misses(open_groups: int) -> float:
-        """Of a rank with experts of so many chosen groups, the chance that a token has none."""
+        """The chance that a token has none of a rank's experts, of so many chosen groups."""
         here = open_groups * min(of_rank, of_group)
         return math.comb(may - here, router.top_k) / math.comb(may, router.top_k)
 
@@ -197,7 +197,7 @@ def ranks_of_token(router: TokenChoiceTopKRouter.Config, ep: int) -> float:
 def _no_halves(
     parallelism: Any, training: TrainingConfig, parallel_dims: ParallelDims, ep: int
 ) -> str:
-    """Why a batch does not run as two halves; "" if it does."""
+    """The reason why a batch does not run as two halves; "" if it does."""
     if ep == 1:
         return "no tokens travel (EP 1)"
     pipelined = parallelism if parallel_dims.pp_enabled else None

@@ -91,7 +91,7 @@ class TensorwiseFloat8LinearConverter(Float8LinearConverter):
         """Float8 recipe name."""
 
         enable_fsdp_float8_all_gather: bool = True
-        """Whether FSDP gathers the weights in float8 instead of mixed_precision_param."""
+        """True if FSDP gathers the weights in float8 instead of mixed_precision_param."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)  # refuses hardware without float8, by name
@@ -145,7 +145,7 @@ class Float8Scales:
 
 
 def gathers_float8(model: Module.Config) -> bool:
-    """Whether a model config has linears whose weights FSDP2 gathers in float8."""
+    """True if a model config has linears whose weights FSDP2 gathers in float8."""
     return any(model.traverse(GatheredFloat8Linear.Config))
 
 

@@ -56,7 +56,7 @@ class _Half(greenlet):
 
 
 def in_half() -> bool:
-    """Whether one of two halves of a batch runs."""
+    """True if one of two halves of a batch runs."""
     return isinstance(getcurrent(), _Half)
 
 
@@ -222,7 +222,7 @@ class _Contexts:
 
 
 class _Units:
-    """What FSDP keeps of a forward that runs, for the units inside of a block.
+    """FSDP's state of a forward that runs, for the units inside of a block.
 
     A registers FSDP's post-backward (``FSDPParamGroup.pre_forward``), and B does not: its groups
     are in the forward already. A leaves what it has gathered to B.

@@ -127,7 +127,7 @@ def stored_weights(folder: Path, reader: HuggingFaceStorageReader | None = None)
 
 
 def is_whole(item: Any) -> bool:
-    """Whether the pieces that torch's reader found of a tensor, which do not overlap, are all."""
+    """True if the pieces that torch's reader found of a tensor, which do not overlap, are all."""
     return sum(chunk.sizes.numel() for chunk in item.chunks) >= item.size.numel()
 
 

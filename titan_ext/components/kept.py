@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What modules set as attributes while a block runs, in halves of a batch that take turns.
+"""Attributes that modules set while a block runs, in halves of a batch that take turns.
 
 A router that keeps its last logits for a loss runs once for each half. A half that goes on finds
 again what it has set itself. What the block leaves behind is of both, in the order of the batch, or
@@ -82,7 +82,7 @@ class Kept:
 
 
 def _together(a: Any, b: Any, first: Any, rows: list[int], length: int) -> Any:
-    """What A and B have kept, as one; ``_NONE`` if there is no such thing.
+    """The values that A and B have kept, as one; ``_NONE`` if there is no such thing.
 
     Of numbers, what B has counted on as A did from ``first``, and what is the same in both and does
     not count a half's tokens.

@@ -34,7 +34,7 @@ _ADAPTABLE = (dense_param_placement(tp=spmd.S(0)), dense_param_placement(tp=spmd
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a name in a state dict is that of a LoRA adapter weight."""
+    """True if a name in a state dict is that of a LoRA adapter weight."""
     return name.endswith((".lora_a.weight", ".lora_b.weight"))
 
 

@@ -45,7 +45,7 @@ from titan_ext.components.exchange import (
 
 
 class Hops(NamedTuple):
-    """How rows travel.
+    """The hops of rows.
 
     Attributes:
         meshes: The ranks that exchange them in each hop: across nodes, then in this one. Of a
@@ -61,7 +61,7 @@ class Hops(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RowsMetadata(AllToAllDispatchMetadata):
-    """Of rows that have come; ``rows`` sends back what is made of them."""
+    """Metadata of rows that have come; ``rows`` sends back what is made of them."""
 
     rows: "TokenRows"
 
@@ -80,7 +80,7 @@ class _Copies:
         self.counts_P = self._goes_TP.sum(0)
 
     def make(self, copies: int) -> torch.Tensor:
-        """Of which row each copy is ``(M,)``; M = ``copies``, which the host has to know."""
+        """The source row of each copy ``(M,)``; M = ``copies``, which the host has to know."""
         starts_P = self.counts_P.cumsum(0) - self.counts_P
         slot_TP = (starts_P - 1 + self._goes_TP.cumsum(0)).where(self._goes_TP.bool(), copies)
         source_TP = torch.arange(slot_TP.numel(), device=slot_TP.device)
@@ -89,7 +89,7 @@ class _Copies:
         return self._source_M // self._places
 
     def scores(self, scores_TK: torch.Tensor) -> torch.Tensor:
-        """Of the copies that ``make`` made ``(M,)``, where each place is an expert."""
+        """Scores of the copies that ``make`` made ``(M,)``, where each place is an expert."""
         scores_TP = scores_TK.new_zeros(len(scores_TK), self._places + 1)
         scores_TP = scores_TP.scatter_add(1, self._place_TK, scores_TK)[:, : self._places]
         return scores_TP.flatten()[self._source_M]
@@ -134,7 +134,7 @@ class TokenRows:
         return torch.cat((to_node_GL1, to_ranks_GLL, tokens_GL1), dim=2).flatten(0, 1)
 
     def counts_to_read(self, told: torch.Tensor) -> torch.Tensor:
-        """What the host reads for ``read``; ``told`` is what other ranks had to tell."""
+        """The counts that the host reads for ``read``; ``told`` is what other ranks had to tell."""
         place, told = self._place, told.view(self._nodes, self.ranks, -1)
         from_nodes_G, to_ranks_L = told[:, place, 0], told[:, place, 1:-1].sum(0)
         from_ranks_L, tokens_1 = told[:, :, 1 + place].sum(0), told[..., -1].sum().view(1)
@@ -300,7 +300,7 @@ def hops_across_nodes(parallel_dims: ParallelDims, nodes: int) -> tuple[DeviceMe
 
 
 def sends_fewer(top_k: int, experts: int, places: int) -> bool:
-    """Whether a token has two experts in one of ``places``, where it goes once."""
+    """True if a token has two experts in one of ``places``, where it goes once."""
     return min(top_k, experts // places) > 1
 
 

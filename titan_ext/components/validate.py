@@ -39,7 +39,7 @@ class Validator(TitanValidator):
         self.dl_config = made
 
     def _batches(self, **built_with: Any) -> Iterator[Any]:
-        """What Titan iterates over, made for each validation."""
+        """The iterable of a validation, made anew for each."""
         loader = self._data.build(**built_with)
         split_among_workers(loader)
         self._has_batch = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which collectives each rank issued, in which order, and who waits for whom when a run hangs.
+"""Records of the collectives of each rank, and who waits for whom when a run hangs.
 
 ``debug.record_collectives`` turns it on; otherwise nothing here is imported. ``watchdog`` makes the
 ``records`` and stops the run when ranks differ, ``hang_report`` says where. See

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which of a run's ranks differ, wait or died, from what they have recorded.
+"""A report on the ranks of a run that differ, wait or died, from what they have recorded.
 
 ``python -m titan_ext.debug.hang_report FOLDER`` compares what ``debug.record_collectives`` has
 recorded, while a run hangs or when it has died. gloo ends a process with SIGABRT when two ranks'
@@ -78,12 +78,12 @@ class Comparison:
 
     @property
     def waiting(self) -> str:
-        """Who waits for whom, in words, one collective a paragraph; "" if nobody does."""
+        """The waits, in words, one collective a paragraph; "" if nobody waits."""
         return "\n".join(text for *_, text in sorted(self._waits)[:_SHOWN])
 
     @property
     def states(self) -> str:
-        """How the ranks are, a line for all that are alike."""
+        """The states of the ranks, a line for all that are alike."""
         alike: dict[str, list[int]] = defaultdict(list)
         words: dict[str, str] = {}
         for rank, info in self.infos.items():
@@ -192,7 +192,7 @@ def _wrong_splits(members: Sequence[int], records: Mapping[int, Record]) -> list
 
 
 def _state(info: RankInfo) -> str:
-    """What a rank does: "running", "stopped ...", "died ...", "failed: <error>" or "finished"."""
+    """The state of a rank: "running", "stopped ...", "died ...", "failed: ..." or "finished"."""
     if info.ending:
         return info.ending
     if info.host != socket.gethostname():

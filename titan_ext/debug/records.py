@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a rank leaves about its collectives in files, and how another process reads it.
+"""Records of a rank's collectives in files, and their readers for another process.
 
 The files of a machine's ranks are in a folder of its name: thousands of ranks in one folder would
 make every look into it slow. Nothing here needs torch or Titan.
@@ -41,7 +41,7 @@ class Record:
     MAX_SHAPES = 4
 
     def signature(self) -> str:
-        """What must be equal on all ranks of the group."""
+        """The part of a record that must be equal on all ranks of the group."""
         if self.op in ("send", "recv"):  # the two ends of a pipeline are different modules
             return repr((self.position, self.inputs or self.outputs, self.dtype))
         shapes: list = [self.inputs, self.outputs]
@@ -72,7 +72,7 @@ class RankInfo:
     ending: str = ""
 
     def folder(self, run: Path) -> Path:
-        """Where the files of this machine's ranks are."""
+        """The folder with the files of this machine's ranks."""
         return run / self.host
 
     def write(self, run: Path) -> None:
@@ -149,7 +149,7 @@ def newest_record(folder: Path, rank: int) -> Record | None:
 
 
 def kind_of(group: str) -> str:
-    """What groups of the same use have in common."""
+    """The part of a name that groups of the same use have in common."""
     return group.rpartition("/")[0] + (" pair" if "->" in group else "")
 
 

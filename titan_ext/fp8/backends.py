@@ -35,7 +35,7 @@ class _Payload:
     parts: tuple[torch.Tensor, ...]
     original_nbytes: int
     regions: list[Any] = field(default_factory=list)
-    """Of host memory, one for each part; none on the device."""
+    """Regions of host memory, one for each part; none on the device."""
 
     @property
     def nbytes(self) -> int:

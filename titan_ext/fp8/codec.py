@@ -41,7 +41,7 @@ from titan_ext.base.tensors import Layout, local_tensor
 _logger = logging.getLogger(__name__)
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What can be quantised. fp64 cannot: its range is not that of the scales."""
+"""The dtypes that can be quantized. fp64 cannot: its range is not that of the scales."""
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _VALUES: dict[str, tuple[object, ...]] = {"dtype": tuple(_FLOAT8), "block": (64, 128, 256)}
@@ -53,7 +53,7 @@ _CARRY_ABOVE_1_75 = (1 << _MANTISSA_BITS) - 1 - (3 << (_MANTISSA_BITS - 2))
 
 @dataclass(frozen=True)
 class Codec:
-    """How a tensor is stored. Immutable and hashable.
+    """The form in which a tensor is stored. Immutable and hashable.
 
     Attributes:
         dtype: "e4m3" (3 bits of mantissa) or "e5m2" (2 bits, more range).
@@ -78,7 +78,7 @@ class Codec:
         return _FLOAT8[self.dtype]
 
     def block_size(self, shape: torch.Size) -> int:
-        """How many values of a tensor of ``shape`` share a scale."""
+        """Number of values of a tensor of ``shape`` that share a scale."""
         return min(self.block, shape[-1] if shape else 1)
 
     def scales_shape(self, shape: torch.Size) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ def note_decoded(x: torch.Tensor, quantized: Quantized, codec: Codec) -> None:
 
 
 def stored_as(x: torch.Tensor, codec: Codec) -> Quantized | None:
-    """What ``x``, contiguous, was decoded from by ``codec``; None if it was not, or has changed."""
+    """The float8 that ``codec`` decoded ``x`` from; None if it did not, or ``x`` has changed."""
     _, version, quantized, its_codec = _decoded.get(x.untyped_storage()._cdata, _NOT_DECODED)
     if quantized is None or version != x._version or its_codec != codec:
         return None

@@ -77,7 +77,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
 class _Slab:
     memory: torch.Tensor
     end: int = 0
-    """Where the next region begins; all are free again when the last one is."""
+    """Offset of the next region; all are free again when the last one is."""
     regions: int = 0
 
 
@@ -238,7 +238,7 @@ class HostTensor:
 
 
 class HostGroup:
-    """What one forward of a block keeps on the host. Make it with ``Offload.begin``."""
+    """The tensors that one forward of a block keeps on the host. Make it with ``Offload.begin``."""
 
     def __init__(self, offload: "Offload", block: str, previous: "HostGroup | None") -> None:
         self.block = block

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What autograd saves between forward and backward, kept in float8.
+"""The tensors that autograd saves between forward and backward, kept in float8.
 
     store = SavedTensorStore(Codec(), modules=[block])
     with store.hooks("layers.3"):
@@ -73,7 +73,7 @@ class StoredEntry:
     treatment = ""
     owns_bytes = True
     packs = 0
-    """How often it or a view of it was packed; so often a backward unpacks it."""
+    """Number of times that it or a view of it was packed; a backward unpacks it as often."""
     original: tuple[tuple[int, int], ...] = ()
     """(id, bytes) of the storages that autograd would have kept alive."""
     weak_storages: Sequence[StorageWeakRef] = ()
@@ -82,11 +82,11 @@ class StoredEntry:
 
     @property
     def whole(self) -> "StoredEntry":
-        """What is stored: itself, unless it is a view of that."""
+        """The entry that is stored: itself, unless it is a view of that."""
         return self
 
     def restore(self) -> torch.Tensor:
-        """What was stored, or its approximation."""
+        """The tensor that was stored, or its approximation."""
         raise NotImplementedError
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -141,7 +141,7 @@ class MemoryRows(tuple[MemoryRow, ...]):
 
 
 def memory_rows(entries: Iterable[StoredEntry]) -> MemoryRows:
-    """What is held now, a row for each name and treatment, sorted.
+    """The tensors that are held now, a row for each name and treatment, sorted.
 
     Each storage counts once, in the first row that has it: views share its bytes.
     """
@@ -207,7 +207,7 @@ class SavedTensorStore:
 
     @property
     def memory_report(self) -> MemoryRows:
-        """What is stored now."""
+        """Rows for the tensors that are stored now."""
         return memory_rows(self._entries)
 
     @torch.no_grad()
@@ -337,12 +337,12 @@ class SavedTensorStore:
 
 
 def compiles_for(device: torch.device) -> bool:
-    """Whether the codec is compiled for ``device``: not for a CPU, which may lack a compiler."""
+    """True if the codec is compiled for ``device``: not for a CPU, which may lack a compiler."""
     return device.type != "cpu"
 
 
 class Computed(StoredEntry):
-    """What ``restore`` makes of ``tensors``, which wait on the host if it has room for them."""
+    """An entry that ``restore`` makes of ``tensors``, which wait on the host if it has room."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What "auto" means for FSDP's units, prefetch and reduce-scatter buffers: a rule, without a model.
+"""The rule behind "auto" for FSDP's units, prefetch and reduce-scatter buffers, without a model.
 
 Smaller units hold less and gather more often. If the experts' shards lie on one node, or whole on a
 rank, their gathers hide behind computation: a block is split into attention and MoE. Across nodes
@@ -109,7 +109,7 @@ def choose(
 
 
 def splits_experts(model: Decoder.Config, ep: int) -> bool:
-    """Whether expert parallelism splits experts of a whole model, which may have none."""
+    """True if expert parallelism splits experts of a whole model, which may have none."""
     return ep > 1 and any(True for _ in model.traverse(MoE.Config))
 
 
@@ -131,7 +131,7 @@ def check_reshard_groups(settings: FSDPSettings, units: Sequence[Unit]) -> None:
 
 
 def _has_named_units(model: Decoder, settings: FSDPSettings, wrap: Wrap) -> bool:
-    """Whether all names in fsdp_reshard_groups are of units that ``wrap`` makes."""
+    """True if all names in fsdp_reshard_groups are of units that ``wrap`` makes."""
     try:
         check_reshard_groups(settings, plan_units(model, wrap))
     except ValueError:

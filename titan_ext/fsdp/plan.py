@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What FSDP will do with each unit, as plain data, before it does it.
+"""The plan of what FSDP does with each unit, as plain data.
 
 ``resolve`` makes it, the log prints it, and ``shard`` follows it.
 """
@@ -22,12 +22,12 @@ from titan_ext.fsdp.units import Unit, UnitKind, Wrap
 
 GroupKind = Literal["dense", "experts"]
 WIRE_CODEC = Codec()
-"""How weights travel in float8: e4m3, and a byte of scale for 128 neighbours."""
+"""The codec of weights that travel in float8: e4m3, and a byte of scale for 128 neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSizes:
-    """How many ranks parameters are sharded over.
+    """Numbers of ranks that parameters are sharded over.
 
     Attributes:
         dense: Dense parameters.
@@ -108,7 +108,7 @@ class GroupPlan:
 
     @property
     def gathers_float8(self) -> bool:
-        """Whether some of what its all-gather sends is float8."""
+        """True if some of what its all-gather sends is float8."""
         return self.shard_world > 1 and any(param.float8 for param in self.params)
 
 
@@ -243,7 +243,7 @@ def count_units(units: Iterable[UnitPlan]) -> str:
 
 
 def plan_of(model: nn.Module) -> FSDPPlan | None:
-    """What FSDP does with the units of a model; None if titan_ext has not sharded it."""
+    """The plan by which FSDP sharded a model; None if titan_ext has not sharded it."""
     return cast(Any, model).__dict__.get("_fsdp_plan")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which units are gathered while another one computes.
+"""Prefetch: the units that are gathered while another one computes.
 
 FSDP2 prefetches by itself in backward, and in forward as far as the host runs ahead of the device.
 The device-to-host copy of the expert-parallel split lists stops the host in every MoE layer. So
@@ -42,7 +42,7 @@ from titan_ext.fsdp.units import (
 
 @dataclass(frozen=True)
 class PrefetchLimit:
-    """How far ahead to gather: a number of units, or of bytes of gathered parameters.
+    """The distance of prefetch: a number of units, or of bytes of gathered parameters.
 
     ``from_attention`` is the number of units from an attention unit, where it differs.
     """
@@ -187,7 +187,7 @@ def _backward_order(units: Sequence[UnitPlan]) -> list[UnitPlan]:
 
 
 def _ahead(order: Sequence[UnitPlan], limit: PrefetchLimit) -> dict[str, tuple[str, ...]]:
-    """What follows each unit in ``order``, as far as ``limit`` goes."""
+    """The units that follow each unit in ``order``, as far as ``limit`` goes."""
     found: dict[str, tuple[str, ...]] = {}
     for index, unit in enumerate(order):
         # The tied unit has two places: what follows its first counts.

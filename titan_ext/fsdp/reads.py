@@ -146,7 +146,7 @@ def refuse_reads_of_shards(model: nn.Module, plan: FSDPPlan) -> None:
         shards.append(shard)
 
     def arm_smaller(group: FSDPParamGroup, *_: Any) -> None:
-        """What FSDP reshards to fewer ranks after forward is another tensor in each step."""
+        """Arm the shards over fewer ranks, which are other tensors in each step."""
         for param in group.fsdp_params:
             if (shard := getattr(param, "_sharded_post_forward_param", None)) is not None:
                 arm(shard, param, group)

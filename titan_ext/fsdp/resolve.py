@@ -137,7 +137,7 @@ def resolve_sharding(
 
 
 def copies_out_directly() -> bool:
-    """Whether this torch (2.15) lets a parameter group bring its own copy-out."""
+    """True if this torch (2.15) lets a parameter group bring its own copy-out."""
     return hasattr(_fsdp_collectives, "_default_all_gather_output_fn")
 
 
@@ -153,7 +153,7 @@ def check_divides(key: str, ranks: int, world: int, what_is: str) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """What the functions below share."""
+    """Arguments that the functions below share."""
 
     model: Decoder
     settings: FSDPSettings
@@ -241,7 +241,7 @@ def _reshard_of(
 
 
 def _frees_blocks(units: Sequence[UnitPlan]) -> bool:
-    """Whether blocks are freed after forward, and nothing is resharded to a smaller world.
+    """True if blocks are freed after forward, and nothing is resharded to a smaller world.
 
     If not, the last norm stays with the head: a head alone has FSDP2 free in the loss what is to
     stay gathered, and hold the shards of a smaller world until the next step.

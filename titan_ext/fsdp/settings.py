@@ -29,7 +29,7 @@ _RESHARD_NAMES = ("default", "always", "never")
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPSettings:
-    """How FSDP2 shards a decoder. Each field is the key ``parallelism.fsdp_<field>``, except:
+    """Settings of FSDP2 for a decoder. Each field is the key ``parallelism.fsdp_<field>``, except:
 
     Attributes:
         param_dtype: The dtype in which parameters are gathered and used; inputs are not cast.
@@ -126,7 +126,7 @@ class FSDPSettings:
 
     @property
     def collectives(self) -> dict[str, str]:
-        """What travels otherwise than in stock, by key."""
+        """The collectives that send other bytes than in stock, by key."""
         sent = {
             ALL_GATHER: self.float8_all_gather,
             EXPERT_REDUCE_SCATTER: self.expert_reduce_scatter,
@@ -135,7 +135,7 @@ class FSDPSettings:
 
     @property
     def prefetch_limit(self) -> PrefetchLimit | None:
-        """How far ahead to gather, in forward and in backward; None for "auto"."""
+        """The distance of prefetch, in forward and in backward; None for "auto"."""
         return parse_prefetch_limit(PREFETCH, self.prefetch)
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one FSDP unit is: the modules whose parameters are gathered and freed together.
+"""FSDP units: the modules whose parameters are gathered and freed together.
 
 Stock Titan makes a unit of every transformer block. With expert parallelism the experts hold most
 of a block's parameters, and they stay gathered while attention runs, as attention does while the
@@ -107,17 +107,17 @@ class Unit:
         return (UnitKind.HEAD if self.kind is UnitKind.TIED else self.kind).value
 
     def is_named(self, name: str) -> bool:
-        """Whether a name in fsdp_reshard_groups, a kind or a pattern, means this unit."""
+        """True if a name in fsdp_reshard_groups, a kind or a pattern, means this unit."""
         return name == self.kind_name or fnmatchcase(self.name, name)
 
     @property
     def is_head_alone(self) -> bool:
-        """Whether it is the head without its norm, which the chunked loss runs by itself."""
+        """True if it is the head without its norm, which the chunked loss runs by itself."""
         return self.kind is UnitKind.HEAD and self.module_names == ("lm_head",)
 
     @property
     def gathers_in_backward(self) -> bool:
-        """Whether its backward reads its parameters: the gradient of an embedding does not."""
+        """True if its backward reads its parameters: the gradient of an embedding does not."""
         return self.kind is not UnitKind.EMBEDDING
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
@@ -235,7 +235,7 @@ def with_norm_apart(units: Sequence[Unit]) -> list[Unit]:
 
 
 def splits_blocks(units: Sequence[Unit]) -> bool:
-    """Whether some unit is a part of a block, so that FSDP's hooks run inside of blocks."""
+    """True if some unit is a part of a block, so that FSDP's hooks run inside of blocks."""
     return any(unit.kind in SUBMODULE_KINDS for unit in units)
 
 

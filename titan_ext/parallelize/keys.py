@@ -25,7 +25,7 @@ class ParallelismConfig(TitanParallelismConfig):
 
     fsdp_wrap: FSDPWrap = "auto"
     """
-    What one FSDP unit of a transformer block is:
+    The FSDP units of a transformer block:
 
     - "block": the whole block, as in stock Titan.
     - "submodule": two units, attention with its norm, and MoE or feed-forward with its norm. Half a
@@ -64,7 +64,7 @@ class ParallelismConfig(TitanParallelismConfig):
 
     fsdp_prefetch: int | str = "auto"
     """
-    How far ahead of the running unit to gather, in forward and in backward: a number of units (0,
+    Distance of prefetch from the running unit, in forward and in backward: a number of units (0,
     1, 2, ...), or a size ("512MiB"). A size takes as many units as fit, by their gathered bytes on
     one rank. "auto": one unit; in backward two from an attention unit, or two from each where
     fsdp_wrap "auto" says so.
@@ -83,7 +83,7 @@ class ParallelismConfig(TitanParallelismConfig):
 
     overlap_exchanges: OverlapExchanges = "shared_experts"
     """
-    What runs while tokens travel between expert-parallel ranks (see docs/fsdp_units.md):
+    Computation while tokens travel between expert-parallel ranks (see docs/fsdp_units.md):
 
     - "shared_experts": the shared experts of a MoE layer, while the outputs of its routed experts
       travel back, in forward and backward. The results stay the same. Only with expert parallelism,

@@ -469,7 +469,7 @@ def section_checks(
     ac_config: Any,
     loss: Any = None,
 ) -> list[Callable[[], None]]:
-    """What ``parallelize`` checks of a model and its sections; each raises ValueError.
+    """The checks of a model and its sections that ``parallelize`` runs; each raises ValueError.
 
     ``loss`` is a config, None where it is not known.
     """

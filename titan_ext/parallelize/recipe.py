@@ -36,7 +36,7 @@ from titan_ext.parallelize.limits import shard_axis
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is decided for a model, or for the chunk of a pipeline stage.
+    """All decisions for a model, or for the chunk of a pipeline stage.
 
     Attributes:
         fsdp: What FSDP gathers, keeps and frees, and in which dtypes.

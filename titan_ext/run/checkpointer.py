@@ -52,7 +52,7 @@ class CheckpointManager(TitanCheckpointManager):
         __setattr__ = set_known_key
 
     exported: Mapping[str, torch.Tensor] = {}
-    """What an export must have, on the meta device; ``HuggingFaceExport`` sets it."""
+    """The tensors that an export must have, on the meta device; ``HuggingFaceExport`` sets them."""
     _saved_step = 0
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -122,7 +122,7 @@ class CheckpointManager(TitanCheckpointManager):
 
 
 def _wrong_export(folder: str, exported: Mapping[str, torch.Tensor]) -> str:
-    """What is wrong with safetensors that were written, by their headers; "" if nothing is."""
+    """The mistake in safetensors that were written, by their headers; "" if there is none."""
     try:
         stored = stored_weights(Path(folder))
     except ValueError as error:

@@ -41,7 +41,7 @@ from titan_ext.run.start import check_folder
 
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
 _REFUSED_WRITE = "unexpected pos"
-"""What torch's zip writer says as it closes a file, if it could not write all of it."""
+"""The error of torch's zip writer as it closes a file, if it could not write all of it."""
 _DATA = "train_state.data"
 STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
 
@@ -82,7 +82,7 @@ class Checkpoints(RunCheck):
 
 
 def why_refused(folder: str) -> str:
-    """What this process can find out of why its writes into ``folder`` fail.
+    """The reason why writes into ``folder`` fail, as far as this process can find out.
 
     torch's writer keeps the error of the failed write from the report: it comes from another rank.
     """
@@ -170,7 +170,7 @@ def verify_checksums(config: Trainer.Config) -> None:
 
 
 def _shares(config: Trainer.Config, ranks: int) -> list[dict[str, Any]]:
-    """What each rank verifies; nothing, if the checkpoint is not verified."""
+    """The files that each rank verifies; none, if the checkpoint is not verified."""
     if (found := checkpoint_to_load(config)) is None:
         return []
     folder, _ = found
@@ -228,7 +228,7 @@ def _first_wrong(path: Path, items: list[tuple[int, int, str]]) -> str:
 
 
 def _is_sound(stored: io.BytesIO) -> bool:
-    """Whether an archive that torch.save wrote is as it was: contents and directory.
+    """True if an archive that torch.save wrote is as it was: contents and directory.
 
     ``testzip`` compares contents with the checksums of the directory, which has none itself. So
     torch's own reader (caffe2/serialize/inline_container.cc), which refuses what Python's takes,
@@ -362,7 +362,7 @@ def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[s
 
 
 def is_inspected(config: Trainer.Config) -> bool:
-    """Whether the run has checkpoints, and a process for each rank."""
+    """True if the run has checkpoints, and a process for each rank."""
     return config.checkpoint.enable and config.comm.mode == "default"
 
 

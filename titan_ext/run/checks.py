@@ -118,7 +118,7 @@ class FiniteGradients(RunCheck):
             trainer.passes = None
 
     def _source(self, trainer: Any) -> str:
-        """Which rank and parameter they come from, "" where that cannot be told."""
+        """The rank and parameter that they come from, "" where that cannot be told."""
         config, passes = trainer.config, trainer.passes
         graphs = not config.training.disable_cuda_graphs  # they run no hook
         if graphs or not passes or config.comm.mode in ONE_PROCESS_MODES or not _all_are_here():
@@ -181,7 +181,7 @@ def _first_that_is_not_finite(trainer: Any, passes: Sequence[Mapping[str, Any]])
 
 
 def _all_are_here() -> bool:
-    """Whether all ranks call this within moments: an infinite norm may leave only some NaN."""
+    """True if all ranks call this within moments: an infinite norm may leave only some NaN."""
     job = this_job()
     store = job.subject("not finite")
     if store.add("ranks", 1) == job.ranks:

@@ -37,22 +37,22 @@ from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 
 _NOTABLE = 0.1
-"""Of a step: less is not called late."""
+"""Least share of a step that is called late."""
 _LASTING, _RECENT = 3, 5
 """So many of the last logged steps make a warning."""
 _UNEVEN = 2.0
 _KEPT, _ENOUGH = 100, 20
 """Logged steps whose median is the usual pace, and how many it takes to have one."""
 _DROP = 0.9
-"""Of the usual tokens a second."""
+"""Share of the usual tokens a second."""
 _LASTING_DROP = 5
 _METRICS = "metrics"
-"""Of the newest step that was judged, in the store."""
+"""Key of the newest step's metrics, in the store."""
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """What a rank says of a logged step.
+    """The measurements of a rank in a logged step.
 
     Attributes:
         group: The first of the ranks with which it exchanges tokens.
@@ -84,7 +84,7 @@ class RankStep:
 
 @dataclass
 class Findings:
-    """Of one logged step: the latest rank and the fullest layer, by how much.
+    """The latest rank and the fullest layer of one logged step, and by how much.
 
     ``late_ms`` is by how much the others of its group waited longer than the rank. ``imbalance`` is
     by layer: tokens of the fullest rank over the mean of its group, and that rank.
@@ -152,7 +152,7 @@ class Findings:
         return found
 
     def words(self) -> dict[tuple[str, object], str]:
-        """What is wrong, by what it is about; a lasting one is warned of."""
+        """The faults, by what they are about; a lasting one is warned of."""
         found: dict[tuple[str, object], str] = {}
         if self.is_late:
             found["late", self.late_rank] = (
@@ -228,7 +228,7 @@ class Judge:
         return [text]
 
     def _moved(self, more_wait_ms: float, more_ms: float) -> str:
-        """Which part of the step has become longer."""
+        """The part of the step that has become longer, in words."""
         if self.latest is None:
             return "Which part moved is not known: nothing measures waits here."
         words = "; ".join(["", *self.latest.words().values()])
@@ -238,7 +238,7 @@ class Judge:
 
 
 class Meter:
-    """What one layer's dispatcher measures while it is told to (``dispatcher.meter``)."""
+    """The stopwatch of one layer's dispatcher, while it has one (``dispatcher.meter``)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -246,7 +246,7 @@ class Meter:
         self._ms = {"wait": 0.0, "travel": 0.0}
         self._events: list[tuple[str, torch.Event, torch.Event]] = []
         self.tokens = 0
-        """That came in the last microbatch."""
+        """Tokens that came in the last microbatch."""
 
     @contextlib.contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -263,7 +263,7 @@ class Meter:
         self._events.append((what, start, end))
 
     def ms(self) -> dict[str, float]:
-        """What was measured, when the device has done the step; later events do not count."""
+        """The measured times, once the device has done the step; later events do not count."""
         for what, start, end in self._events:
             if end.query():
                 self._ms[what] += start.elapsed_time(end)
@@ -398,7 +398,7 @@ class PaceCheck(RunCheck):
         }
 
     def summary(self) -> list[str]:
-        """What was warned of, and the latest rank and fullest experts of the newest step."""
+        """The warnings, and the latest rank and fullest experts of the newest step."""
         lines = [f"warned: {words}" for words in self.judge.said]
         if (latest := self.judge.latest) is not None:
             layer, times, rank = latest.fullest

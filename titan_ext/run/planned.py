@@ -26,7 +26,7 @@ _HELD = {
     "gradients": "gradients",
     "states": "optimizer states",
 }
-"""What lasts between steps, as a plan's file names it, and in words."""
+"""Categories that last between steps, as a plan's file names them, and in words."""
 _OF_TORCHRUN = (
     "RANK",
     "LOCAL_RANK",
@@ -194,7 +194,7 @@ def _compared(planned: int, measured: int) -> str:
 
 
 def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
-    """What of a plan is not so in this run, in words."""
+    """Facts of a plan that are not so in this run, in words."""
     nodes = {"ranks": world_size(config), "ranks_per_node": ranks_per_node()}
     here = nodes | as_json(identity(config))
     there = {key: plan[key] for key in nodes} | plan["config"]

@@ -26,14 +26,14 @@ from titan_ext.run.record import versions
 
 _REPEATS = 3
 _SLOW = 0.5
-"""Of the median of like links, or of what the plan takes for the machine."""
+"""Share of the median of like links, or of the plan's rate, below which a link is slow."""
 _SHOWN = 8
 _WITHIN = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What two ranks sent each other at once: bytes a second of each."""
+    """The rate at which two ranks sent each other at once: bytes a second of each."""
 
     rank: int
     other: int
@@ -165,7 +165,7 @@ def _gb(rate: float) -> str:
 
 
 def layout_warnings(config: Any, ranks: int) -> list[str]:
-    """What of a layout leaves the NVLink domain: tensor parallelism, experts, shards of HSDP."""
+    """Warnings of axes that leave the NVLink domain: TP, experts, shards of HSDP."""
     layout, domain = config.parallelism, nvlink_domain()
     inner = layout.tensor_parallel_degree * layout.context_parallel_degree
     copies = layout.data_parallel_replicate_degree

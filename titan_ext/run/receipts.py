@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What really ran, for ``run.json`` and the end of the log: asked of what ran, not of the config.
+"""Receipts of what really ran, for ``run.json`` and the log: asked of the modules, not the config.
 
 A config says which attention, which dispatcher and which compiler were wanted. Kernels fall back,
 a compiler gives up at its recompile limit, and a communication library chooses for itself. The
@@ -23,7 +23,7 @@ from titan_ext.base.run_check import RunCheck
 
 _HOOK_ID = 0x7E48
 _COUNTED_STEP = 2
-"""Of this start: the first one makes the optimizer's states."""
+"""The counted step of this start: the first one makes the optimizer's states."""
 _LIMIT = "recompile limit"
 
 

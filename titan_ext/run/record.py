@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a run leaves in its folder: its config, where that comes from, the memory that it saved.
+"""Files that a run leaves in its folder: its config, where that comes from, and its record.
 
 Rank 0 writes ``config.toml``, which starts the same run again, and ``run.json``, with one entry for
 each start. At the end the log and that entry say what titan_ext saved, beside what stock TorchTitan
@@ -131,7 +131,7 @@ def _commit(folder: Path) -> str:
 
 
 def gains(trainer: Any) -> list[str]:
-    """What activation checkpointing keeps on this rank, in a line; none where that is not known."""
+    """A line on what activation checkpointing keeps on this rank; none where that is not known."""
     rows = memory_report_of(trainer.model_parts).rows()
     if not rows:
         return []

@@ -48,7 +48,7 @@ _WITHOUT_CHECKOUT = (
     f'or {STDLIB_CORPUS} for one that is made here: "--hf_assets_path {STDLIB_CORPUS} '
     f'--dataloader.dataset {STDLIB_CORPUS}" (--config moe_debug.toml has both)'
 )
-"""What trains a config of Titan's that names files of its checkout."""
+"""Files of Titan's checkout that some of its configs name."""
 _PACKAGES = (torch, torchtitan, titan_ext)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN_KEYS = 10
@@ -185,7 +185,7 @@ class RanksAgree(RunCheck):
 
 
 def describe(config: Trainer.Config) -> dict[str, str]:
-    """What must be equal on every rank: package versions and every config value, by dotted key."""
+    """Facts that must be equal on every rank: package versions and config values, by dotted key."""
     description = {f"version of {p.__name__}": p.__version__ for p in _PACKAGES}
     _flatten("", config.to_dict(), description)
     return description

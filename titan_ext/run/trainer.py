@@ -71,9 +71,9 @@ class Trainer(TitanTrainer):
 
     run_checks: ClassVar[Sequence[type[RunCheck]]] = RUN_CHECKS
     passes: list[dict[str, Any]] | None = None
-    """What this step's passes got, where a check may run them again; None if nobody asks."""
+    """Arguments of this step's passes, where a check may run them again; None if nobody asks."""
     data_ended = False
-    """Whether the run is over because a rank has no more data."""
+    """True if the run is over because a rank has no more data."""
     _has_trained = False
 
     @dataclass(kw_only=True, slots=True)
@@ -226,7 +226,7 @@ class Trainer(TitanTrainer):
         return super().batch_generator(data_iterable)
 
     def _all_have_data(self, mine: bool) -> bool:
-        """Whether every rank has the batches of a step; without them no rank begins it."""
+        """True if every rank has the batches of a step; without them no rank begins it."""
         lacking, ranks = ranks_without_data(self.parallel_dims, mine=not mine, device=self.device)
         if lacking:
             self.data_ended = True
@@ -291,7 +291,7 @@ def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
 
 
 def extended_sections(config: TitanTrainer.Config) -> dict[str, Any]:
-    """What ``extend_config`` changes in ``config``, by field; nothing if it is ours already."""
+    """The fields that ``extend_config`` changes in ``config``; none if it is ours already."""
     if isinstance(config, Trainer.Config):
         return {}
     if config._owner is not TitanTrainer:

@@ -123,7 +123,7 @@ def _read_checkpoint(folder: Path) -> dict[str, Any] | None:
 def _read_safetensors(
     config: Trainer.Config, folder: Path, model: nn.Module
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], set[str], list[str]]:
-    """What the model wants by its names there, what is stored, and what is wrong but for shapes.
+    """The tensors that the model wants, those that are stored, and the mistakes but for shapes.
 
     Third come the names that it needs no tensor for: scales of quantized weights, which torch's
     reader applies as it reads the weights, and what the model computes.
@@ -192,7 +192,7 @@ def _weight_of_scale(name: str) -> str:
 
 
 def _is_no_weight(name: str, item: Any, adapter: Any, names: Collection[str]) -> bool:
-    """Whether the model computes it, or has it under another name, as a head that is tied."""
+    """True if the model computes it, or has it under another name, as a head that is tied."""
     if name.endswith(".rotary_emb.inv_freq"):
         return True
     try:

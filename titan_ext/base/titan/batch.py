@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How large a batch is: TorchTitan 0.3 counts sequences, and its later main counts tokens.
+"""The size of a batch: TorchTitan 0.3 counts sequences, and its later main counts tokens.
 
 A pass is one forward and backward of a data-parallel rank, with all microbatches of a pipeline.
 """
@@ -35,7 +35,7 @@ def microbatches_of_pass(training: Any, parallelism: Any) -> int:
 
 
 def wrong_global_batch(config: Any, ranks: int) -> str:
-    """What is wrong with the batch of a step on so many data-parallel ranks; "" if nothing is."""
+    """The mistake in the batch of a step on so many data-parallel ranks; "" if there is none."""
     training = config.training
     total, local = training.global_batch_size, training.local_batch_size
     if total <= 0 or total % (local * ranks) == 0:

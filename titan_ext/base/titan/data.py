@@ -100,7 +100,7 @@ def register_dataset(name: str, path: str, loader: Callable[[str], Any]) -> None
 
 
 def data_facts(config: Any, loader: Any) -> dict[str, str]:
-    """What a position in the data of a loader depends on: names and paths, size, workers."""
+    """Facts on which a position in a loader's data depends: names and paths, size, workers."""
     names = [
         " ".join(str(v) for k in _OF_DATA if (v := getattr(source, k, None)))
         for source in getattr(config, "sources", None) or [config]
@@ -110,7 +110,7 @@ def data_facts(config: Any, loader: Any) -> dict[str, str]:
 
 
 def other_data(saved: dict[str, str], now: dict[str, str]) -> str:
-    """How the data of a checkpoint differ from those of a run; data may have moved."""
+    """Differences between the data of a checkpoint and those of a run; data may have moved."""
     if saved["workers"] != now["workers"]:
         return f"dataloader.num_workers = {saved['workers']}, and this run has {now['workers']}"
     by = "size" if saved["size"] and now["size"] else "data"
@@ -121,7 +121,7 @@ def other_data(saved: dict[str, str], now: dict[str, str]) -> str:
 
 
 def may_end(config: Any) -> bool:
-    """Whether the data of a loader can end; those of a loader of another kind may."""
+    """True if the data of a loader can end; those of a loader of another kind may."""
     sources = getattr(config, "sources", None) or [config]
     return not all(getattr(s, "infinite", False) for s in sources)
 

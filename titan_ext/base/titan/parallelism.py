@@ -44,7 +44,7 @@ def _replicate(parallel_dims: ParallelDims) -> list[str]:
 
 
 def ranks_without_data(parallel_dims: ParallelDims, *, mine: bool, device: Any) -> tuple[int, int]:
-    """How many data-parallel ranks have no more data, of how many; the device is waited for."""
+    """Number of data-parallel ranks without more data, and of all; the device is waited for."""
     if not parallel_dims.dp_enabled:
         return int(mine), 1
     batch = parallel_dims.get_mesh("batch")
