@@ -100,6 +100,17 @@ def test_the_stock_preset_is_stock(stock):
 
 
 @pytest.mark.parametrize(
+    "table",
+    [{"attention": "recompute", "*": "save"}, {"input": "offload", "*": "offload"}],
+    ids=str,
+)
+def test_exact_tables_over_the_stock_preset(table: dict[str, str], stock):
+    """Attention alone, and exact offload: nothing is in float8, and that is no error."""
+    ours = _gradients(Config(preset="stock", op_policies=table))
+    assert all(torch.equal(stock[name], ours[name]) for name in stock)
+
+
+@pytest.mark.parametrize(
     "config",
     [
         Config(),

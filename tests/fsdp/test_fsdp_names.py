@@ -66,7 +66,8 @@ def test_refused_names(names: tuple[str, ...], error: str):
     with pytest.raises(ValueError, match=f"parallelism.fsdp_replicate: {error}"):
         check_names(
             cast(Decoder.Config, config.model_spec.model),
-            ParallelismConfig(fsdp_replicate=list(names)),
+            FSDPSettings(replicate=names),
+            ParallelismConfig(),
         )
 
 

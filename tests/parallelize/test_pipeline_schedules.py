@@ -14,8 +14,9 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from tests.helpers.toml_files import Loader
 from tests.helpers.training import Run, make_config, titan_config, train
+from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.parallelize.limits import check_schedule
+from titan_ext.parallelize.limits import wrong_schedule
 from titan_ext.parallelize.passes import parallelize
 
 DOC = Path(__file__).parents[2] / "docs" / "multi_node.md"
@@ -66,12 +67,17 @@ def test_a_schedule_in_a_file_is_read(tmp_path: Path):
     parallelism = ParallelismConfig(
         pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(file)
     )
-    settings: dict[str, Any] = {"loss": ChunkedLossWrapper.Config(), "compiled": False}
+    settings = FSDPSettings()
+
+    def wrong() -> str:
+        loss = ChunkedLossWrapper.Config()
+        found = wrong_schedule(settings, parallelism, loss=loss, ac_config=None, compiled=False)
+        return " ".join(found)
+
     file.write_text("0F0,0B0\n1F0,1B0\n")
-    check_schedule(parallelism, activation_checkpoint=None, **settings)
+    assert not wrong()
     file.write_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
-    with pytest.raises(ValueError, match=r"_csv is '.*schedule.csv', which splits backward"):
-        check_schedule(parallelism, activation_checkpoint=None, **settings)
+    assert re.search(r"_csv is '.*schedule.csv', which splits backward", wrong())
 
 
 def test_the_example_of_the_docs(config: Loader):

@@ -1,9 +1,14 @@
 """The house, as docs/architecture.md draws it: arrows run one way, and no room is too large."""
 
 import ast
+from dataclasses import fields
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
+
+from torchtitan.config import ParallelismConfig as TitanParallelismConfig
+
+from titan_ext.parallelize.keys import ParallelismConfig
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "titan_ext").rglob("*.py"))
@@ -75,3 +80,20 @@ def test_fp8_knows_nothing_of_titan():
             known = ("titan_ext.fp8", "titan_ext.base.tensors")
             assert not {name for name in _imports(path) if not name.startswith(known)}, path
             assert "torchtitan" not in path.read_text(), path
+
+
+def test_our_keys_are_read_where_they_are_resolved():
+    """Passes, plans and records read the recipe that these make of a section."""
+    keys = {field.name for field in fields(ParallelismConfig)}
+    keys -= {field.name for field in fields(TitanParallelismConfig)}
+    keys.add("fsdp_reshard_after_forward")
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in keys:
+                found.add(path.name)
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
+                named = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                if keys & {name for name in named if isinstance(name, str)}:
+                    found.add(path.name)
+    assert found == {"exchange_policy.py"}  # fsdp/settings.py reads fsdp_* by its own fields

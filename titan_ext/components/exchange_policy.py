@@ -2,6 +2,7 @@
 """The exchanges of tokens of a job, decided once, before a model is parallelized."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -160,12 +161,12 @@ def changed_exchanges(parallelism: Any) -> dict[str, str]:
     }
 
 
-def check_dispatchers(model: Module.Config, parallelism: Any) -> None:
-    """Raise ValueError for a key that the token dispatchers of a model config do not serve."""
-    for key, value in changed_exchanges(parallelism).items():
+def wrong_dispatchers(model: Module.Config, changed: Mapping[str, str]) -> Iterator[str]:
+    """A message for each of ``changed_exchanges`` that a dispatcher of the model does not serve."""
+    for key, value in changed.items():
         for _, config, _, _ in model.traverse(BaseEPTokenDispatcher.Config):
             if not isinstance(config, FunctionalAllToAllTokenDispatcher.Config):
-                raise ValueError(
+                yield (
                     f"parallelism.{key} = {value!r} needs TorchTitan's all-to-all dispatcher; this "
                     f"model has {type(config).__qualname__.removesuffix('.Config')}."
                 )

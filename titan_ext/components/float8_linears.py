@@ -16,7 +16,7 @@ Source: torchao/float8/fsdp_utils.py, whose own function for that fails on a ran
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -149,25 +149,24 @@ def gathers_float8(model: Module.Config) -> bool:
     return any(model.traverse(GatheredFloat8Linear.Config))
 
 
-def check_float8(model: Module.Config, parallelism: Any) -> None:
-    """Raise ValueError for a layout in which TorchTitan 0.3 would drop a model config's float8.
+def wrong_float8(model: Module.Config, tp: int, ep: int, backend: str) -> Iterator[str]:
+    """A message for a layout in which TorchTitan 0.3 would drop a model config's float8.
 
     It shards weights as plain tensors: linears by tensor parallelism, and experts by either kind,
     where ``spmd_types.shard`` does it. Experts compute in float8 because of the class of their
     weights, so that they would train in bf16, and nobody would be told.
     """
-    tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
     if tp > 1 and gathers_float8(model):
-        raise ValueError(
+        yield (
             "enable_fsdp_float8_all_gather of the converter TensorwiseFloat8LinearConverter needs "
             f"parallelism.tensor_parallel_degree = 1, not {tp}: TorchTitan's sharding by tensor "
             "parallelism takes torchao's weights for plain ones. Expected false."
         )
     experts: Any = titan_float8._float8_experts_cache.values()
     axis, degree = ("expert", ep) if ep > 1 else ("tensor", tp)
-    is_lost = degree > 1 and parallelism.spmd_backend == "spmd_types"
+    is_lost = degree > 1 and backend == "spmd_types"
     if is_lost and any(any(model.traverse(cls.Config)) for cls in experts):
-        raise ValueError(
+        yield (
             f"parallelism.{axis}_parallel_degree is {degree} and spmd_backend 'spmd_types': "
             "TorchTitan 0.3 then takes the float8 weights of Float8GroupedExpertsConverter for "
             "plain ones, and the experts would train without float8. Expected spmd_backend = "

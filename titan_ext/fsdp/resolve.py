@@ -141,14 +141,13 @@ def copies_out_directly() -> bool:
     return hasattr(_fsdp_collectives, "_default_all_gather_output_fn")
 
 
-def check_divides(key: str, ranks: int, world: int, what_is: str) -> None:
-    """Raise ValueError, naming ``key``, unless ``ranks`` divides ``world``."""
-    if world % ranks:
-        fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        raise ValueError(
-            f"{key} is {ranks}, the number of ranks over which to reshard, but {what_is} sharded "
-            f"over {world}; expected one of {fitting}."
-        )
+def wrong_divisor(key: str, ranks: int, world: int, what_is: str) -> str:
+    """The message for a number of ranks that does not divide ``world``."""
+    fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+    return (
+        f"{key} is {ranks}, the number of ranks over which to reshard, but {what_is} sharded "
+        f"over {world}; expected one of {fitting}."
+    )
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,9 @@ def _reshard_of(
                 f'{unit.name}. Give it "always" or "never" in {RESHARD_GROUPS}.'
             )
         for group in unit.groups:
-            check_divides(key, value, group.shard_world, f"{unit.name} is")
+            if group.shard_world % value:
+                message = wrong_divisor(key, value, group.shard_world, f"{unit.name} is")
+                raise ValueError(message)
             if any(param.shard_dim for param in group.params):
                 raise ValueError(
                     f"{key} is {value}, a number of ranks. FSDP2 reshards only dim 0 to a "

@@ -8,7 +8,7 @@ Titan meets most of them on the ranks: as a bare assertion, a division by zero, 
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,19 +21,18 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.compile import compiles_model
-from titan_ext.base.messages import and_more
+from titan_ext.base.messages import Mistakes, and_more
 from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
-from titan_ext.components.exchange_policy import changed_exchanges, check_dispatchers
-from titan_ext.components.float8_linears import check_float8
+from titan_ext.components.exchange_policy import changed_exchanges, wrong_dispatchers
+from titan_ext.components.float8_linears import wrong_float8
 from titan_ext.components.optim import MUON
-from titan_ext.fsdp.resolve import check_divides
+from titan_ext.fsdp.resolve import wrong_divisor
 from titan_ext.fsdp.settings import EXPERT_REDUCE_SCATTER, QUANTIZE_FROZEN, FSDPSettings
 from titan_ext.fsdp.units import REPLICATE
 
@@ -233,10 +232,10 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def check_schedule(
-    parallelism: ParallelismConfig, *, loss: Any, activation_checkpoint: Any, compiled: bool
-) -> None:
-    """Raise ValueError for what a schedule that splits backward cannot do, or would do wrong.
+def wrong_schedule(
+    settings: FSDPSettings, of: ParallelismConfig, *, loss: Any, ac_config: Any, compiled: bool
+) -> Iterator[str]:
+    """A message for what a schedule that splits backward cannot do, or would do wrong.
 
     Zero-bubble schedules take the gradients of a stage's inputs first and those of its weights
     later. For that torch (``torch.distributed.pipelining._backward``) looks up the parameters that
@@ -244,30 +243,30 @@ def check_schedule(
     then, they are not those of the graph, and torch silently skips them. Stock TorchTitan 0.3 then
     trains without their gradients.
 
-    ``loss`` and ``activation_checkpoint`` are configs, None where there is none.
+    ``loss`` and ``ac_config`` are configs, None where there is none.
     """
-    key = _splitting_key(parallelism)
+    key = _splitting_key(of)
     if key is None:
         return
-    why = f"parallelism.{key} is {getattr(parallelism, key)!r}, which splits backward"
+    why = f"parallelism.{key} is {getattr(of, key)!r}, which splits backward"
     if compiled:
-        raise ValueError(
+        yield (
             f"{why}: torch.compile makes code that runs backward once. Expected compile.enable = "
             f"false, or {_OTHERS}."
         )
-    if policy := _one_backward(activation_checkpoint):
-        raise ValueError(
+    if policy := _one_backward(ac_config):
+        yield (
             f"{why}; activation_checkpoint policy {policy} allows one backward only. Expected "
             f'policy "full" or "none", policy "fp8" with mode "no_recompute", or {_OTHERS}.'
         )
     if isinstance(loss, ChunkedLossWrapper.Config):
-        raise ValueError(
+        yield (
             f"{why}: with the chunked loss the last norm would get no gradient. Expected another "
             f"loss (torchtitan.components.loss.CrossEntropyLoss), or {_OTHERS}."
         )
-    for reshard_key, value in FSDPSettings.from_config(parallelism).reshard_by_key.items():
+    for reshard_key, value in settings.reshard_by_key.items():
         if value not in ("default", "never"):
-            raise ValueError(
+            yield (
                 f"{why}, and {reshard_key} is {value!r}: parameters that are freed after forward "
                 'would get no gradient. Expected "never", or "default", which keeps them gathered '
                 "in a pipeline."
@@ -331,117 +330,136 @@ def check_parallelism(
         training: Titan's section, where it is known.
     """
     settings = FSDPSettings.from_config(parallelism, training)
-    for is_wrong, message in _wrong_together(settings, parallelism, compiled):
-        if is_wrong:
-            raise ValueError(message)
-    for key, value in settings.reshard_by_key.items():
-        if isinstance(value, int):
-            _check_reshard_world(key, value, parallelism)
+    Mistakes(wrong_together(settings, parallelism, compiled=compiled)).raise_all()
 
 
-def _wrong_together(
-    settings: FSDPSettings, of: ParallelismConfig, compiled: bool
-) -> Iterator[tuple[bool, str]]:
-    """For each pair of keys: whether it is wrong, and the message."""
+def wrong_together(
+    settings: FSDPSettings,
+    of: ParallelismConfig,
+    *,
+    compiled: bool,
+    model: Decoder.Config | None = None,
+    ac_config: Any = None,
+    loss: Any = None,
+) -> list[str]:
+    """A message for each pair of keys that do not go together.
+
+    ``model``, ``ac_config`` and ``loss`` are configs, None where they are not known.
+    """
     backend, ep, tp = of.spmd_backend, of.expert_parallel_degree, of.tensor_parallel_degree
-    wrap, cp = settings.wrap, of.context_parallel_degree
-    yield (
-        backend not in _SPMD_BACKENDS,
-        f"parallelism.spmd_backend is {backend!r}, which titan_ext does not support (TorchTitan "
-        f"removed it after 0.3); expected one of {', '.join(_SPMD_BACKENDS)}.",
-    )
-    yield (
-        wrap == "experts" and compiled,
-        'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
-        'gather the experts inside a compiled block; expected "submodule" or "block".',
-    )
-    for key, value in changed_exchanges(of).items():
+    wrap, cp, shards = settings.wrap, of.context_parallel_degree, shard_axis(of)
+    replicates, copies = bool(settings.replicate), of.data_parallel_replicate_degree
+    quantizes = bool(settings.quantize_frozen)
+    rows = [
+        (
+            backend not in _SPMD_BACKENDS,
+            f"parallelism.spmd_backend is {backend!r}, which titan_ext does not support "
+            f"(TorchTitan removed it after 0.3); expected one of {', '.join(_SPMD_BACKENDS)}.",
+        ),
+        (
+            wrap == "experts" and compiled,
+            'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
+            'gather the experts inside a compiled block; expected "submodule" or "block".',
+        ),
+        (
+            replicates and compiled,
+            f"{REPLICATE} does not go with compile.enable = true: replicated parameters form an "
+            "FSDP group inside a compiled module, and torch.compile refuses its hooks there.",
+        ),
+        (
+            replicates and backend == "partial_dtensor" and copies > 1,
+            f"{REPLICATE} needs parallelism.data_parallel_replicate_degree = 1 with spmd_backend = "
+            '"partial_dtensor": torch replicates over one axis only. Use "spmd_types".',
+        ),
+        (
+            replicates and backend == "spmd_types" and cp > 1,
+            f"{REPLICATE} needs parallelism.context_parallel_degree = 1 with spmd_backend = "
+            '"spmd_types": torch would put sharded and replicated parameters on two meshes, and '
+            'TorchTitan\'s gradient norm takes one mesh only. Use "partial_dtensor".',
+        ),
+        (
+            quantizes and tp > 1,
+            f"{QUANTIZE_FROZEN} needs parallelism.tensor_parallel_degree = 1: NF4Tensor can be "
+            "sharded only once, along its rows.",
+        ),
+        (
+            quantizes and compiled,
+            f"{QUANTIZE_FROZEN} does not go with compile.enable = true: torchao keeps NF4Tensor "
+            "out of torch.compile.",
+        ),
+        (
+            bool(settings.expert_reduce_scatter) and of.pipeline_parallel_degree > 1,
+            f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline "
+            "sums the gradients of its microbatches in float32 before FSDP sends them.",
+        ),
+    ]
+    changed = changed_exchanges(of)
+    for key, value in changed.items():
         said, halves = f'parallelism.{key} = "{value}"', key == "overlap_exchanges"
-        yield (
-            halves and compiled,
-            f"{said} does not go with compile.enable = true, which orders the operations of a "
-            'block by itself; expected "none".',
-        )
-        yield (
-            halves and cp > 1,
-            f"{said} needs parallelism.context_parallel_degree = 1: masks of half a batch are made "
-            "from positions, of which a rank then has a part.",
-        )
-        yield (
-            not halves and ep == 1,
-            f"{said} needs parallelism.expert_parallel_degree > 1: without expert parallelism no "
-            "token travels.",
-        )
-        yield (
-            not halves and compiled,
-            f"{said} does not go with compile.enable = true: the compiler would have to see "
-            "through an exchange in two steps. Expected no such key.",
-        )
-    yield (
-        bool(settings.replicate) and compiled,
-        f"{REPLICATE} does not go with compile.enable = true: replicated parameters form an FSDP "
-        "group inside a compiled module, and torch.compile refuses its hooks there.",
-    )
-    copies = of.data_parallel_replicate_degree
-    yield (
-        bool(settings.replicate) and backend == "partial_dtensor" and copies > 1,
-        f"{REPLICATE} needs parallelism.data_parallel_replicate_degree = 1 with spmd_backend = "
-        '"partial_dtensor": torch replicates over one axis only. Use "spmd_types".',
-    )
-    yield (
-        bool(settings.replicate) and backend == "spmd_types" and cp > 1,
-        f"{REPLICATE} needs parallelism.context_parallel_degree = 1 with spmd_backend = "
-        '"spmd_types": torch would put sharded and replicated parameters on two meshes, and '
-        'TorchTitan\'s gradient norm takes one mesh only. Use "partial_dtensor".',
-    )
-    yield (
-        bool(settings.quantize_frozen) and tp > 1,
-        f"{QUANTIZE_FROZEN} needs parallelism.tensor_parallel_degree = 1: NF4Tensor can be "
-        "sharded only once, along its rows.",
-    )
-    yield (
-        bool(settings.quantize_frozen) and compiled,
-        f"{QUANTIZE_FROZEN} does not go with compile.enable = true: torchao keeps NF4Tensor out "
-        "of torch.compile.",
-    )
-    shards = shard_axis(of)
+        rows += [
+            (
+                halves and compiled,
+                f"{said} does not go with compile.enable = true, which orders the operations of a "
+                'block by itself; expected "none".',
+            ),
+            (
+                halves and cp > 1,
+                f"{said} needs parallelism.context_parallel_degree = 1: masks of half a batch are "
+                "made from positions, of which a rank then has a part.",
+            ),
+            (
+                not halves and ep == 1,
+                f"{said} needs parallelism.expert_parallel_degree > 1: without expert parallelism "
+                "no token travels.",
+            ),
+            (
+                not halves and compiled,
+                f"{said} does not go with compile.enable = true: the compiler would have to see "
+                "through an exchange in two steps. Expected no such key.",
+            ),
+        ]
     for key, value in settings.collectives.items():
-        said = f'{key} = "{value}"'
-        yield (
-            value != "blocks" and ep == 1 and wrap != "experts",
-            f"{said} needs parallelism.expert_parallel_degree > 1 or parallelism.fsdp_wrap = "
-            f'"experts": with fsdp_wrap = "{wrap}" and without expert parallelism one collective '
-            "carries the experts and the parameters around them.",
-        )
-        yield (
-            value != "blocks" and shards is not None and shards * tp // max(ep, 1) <= 1,
-            f"{said} needs experts that FSDP shards: with parallelism.expert_parallel_degree = "
-            f"{ep} each rank holds its experts whole. Expected a smaller degree, or no such key.",
-        )
-    yield (
-        bool(settings.expert_reduce_scatter) and of.pipeline_parallel_degree > 1,
-        f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline sums "
-        "the gradients of its microbatches in float32 before FSDP sends them.",
-    )
-
-
-def _check_reshard_world(key: str, ranks: int, parallelism: ParallelismConfig) -> None:
-    if parallelism.spmd_backend != "partial_dtensor":
-        raise ValueError(
-            f"{key} is {ranks}, a number of ranks, which torch does not offer with "
-            f'parallelism.spmd_backend = "{parallelism.spmd_backend}" (fully_shard refuses it on a '
-            'mesh with other axes). Use "always" or "never", or spmd_backend = "partial_dtensor"; '
-            "to keep gathering inside a machine use data_parallel_replicate_degree (HSDP)."
-        )
-    if parallelism.tensor_parallel_degree > 1:
-        raise ValueError(
-            f"{key} is {ranks}, a number of ranks, which torch does not offer with "
-            "parallelism.tensor_parallel_degree > 1 (FSDP2 reshards only plain tensors to a "
-            'smaller world). Use "always" or "never".'
-        )
-    world = shard_axis(parallelism)
-    if world is not None:
-        check_divides(key, ranks, world, "parameters are")
+        said, of_experts = f'{key} = "{value}"', value != "blocks"
+        rows += [
+            (
+                of_experts and ep == 1 and wrap != "experts",
+                f"{said} needs parallelism.expert_parallel_degree > 1 or parallelism.fsdp_wrap = "
+                f'"experts": with fsdp_wrap = "{wrap}" and without expert parallelism one '
+                "collective carries the experts and the parameters around them.",
+            ),
+            (
+                of_experts and shards is not None and shards * tp // max(ep, 1) <= 1,
+                f"{said} needs experts that FSDP shards: with parallelism.expert_parallel_degree "
+                f"= {ep} each rank holds its experts whole. Expected a smaller degree, or no such "
+                "key.",
+            ),
+        ]
+    for key, ranks in settings.reshard_by_key.items():
+        if isinstance(ranks, str):
+            continue
+        said = f"{key} is {ranks}, a number of ranks, which torch does not offer with"
+        rows += [
+            (
+                backend != "partial_dtensor",
+                f'{said} parallelism.spmd_backend = "{backend}" (fully_shard refuses it on a mesh '
+                'with other axes). Use "always" or "never", or spmd_backend = "partial_dtensor"; '
+                "to keep gathering inside a machine use data_parallel_replicate_degree (HSDP).",
+            ),
+            (
+                tp > 1,
+                f"{said} parallelism.tensor_parallel_degree > 1 (FSDP2 reshards only plain tensors "
+                'to a smaller world). Use "always" or "never".',
+            ),
+            (
+                shards is not None and bool(shards % ranks),
+                wrong_divisor(key, ranks, shards or 1, "parameters are"),
+            ),
+        ]
+    found = [message for is_wrong, message in rows if is_wrong]
+    found += wrong_schedule(settings, of, loss=loss, ac_config=ac_config, compiled=compiled)
+    if model is not None:
+        found += [*wrong_dispatchers(model, changed), *wrong_float8(model, tp, ep, backend)]
+    return found
 
 
 def shard_axis(parallelism: ParallelismConfig) -> int | None:
@@ -458,27 +476,3 @@ def shard_axis(parallelism: ParallelismConfig) -> int | None:
         * parallelism.pipeline_parallel_degree
     )
     return max(int(os.environ["WORLD_SIZE"]) // others, 1)
-
-
-def section_checks(
-    model: Decoder.Config,
-    *,
-    parallelism: ParallelismConfig,
-    training: TrainingConfig,
-    compile_config: CompileConfig,
-    ac_config: Any,
-    loss: Any = None,
-) -> list[Callable[[], None]]:
-    """The checks of a model and its sections that ``parallelize`` runs; each raises ValueError.
-
-    ``loss`` is a config, None where it is not known.
-    """
-    compiled = compiles_model(compile_config)
-    return [
-        lambda: check_parallelism(parallelism, training, compiled=compiled),
-        lambda: check_schedule(
-            parallelism, loss=loss, activation_checkpoint=ac_config, compiled=compiled
-        ),
-        lambda: check_dispatchers(model, parallelism),
-        lambda: check_float8(model, parallelism),
-    ]

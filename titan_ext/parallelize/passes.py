@@ -2,7 +2,6 @@
 """The passes that turn a Titan decoder into a parallel one, in order, straight down."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -22,9 +21,8 @@ from titan_ext.components.halves import overlap_in_halves
 from titan_ext.components.rows import exchange_once, hops_across_nodes
 from titan_ext.components.shared_experts import overlap_shared_experts
 from titan_ext.fsdp.shard import shard
-from titan_ext.fsdp.units import decoder_blocks, vision_modules
+from titan_ext.fsdp.units import decoder_blocks
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
-from titan_ext.parallelize.limits import section_checks
 from titan_ext.parallelize.recipe import Recipe, resolve
 
 
@@ -56,22 +54,17 @@ def parallelize(
     Raises:
         ValueError: for a configuration that titan_ext does not serve, or a module that FSDP1 wraps.
     """
-    sections: dict[str, Any] = {
-        "training": training,
-        "parallelism": parallelism,
-        "compile_config": compile_config,
-        "ac_config": ac_config,
-    }
-    for check in section_checks(model.config, **sections):
-        check()
-    if parallel_dims.cp_enabled and vision_modules(model):
-        raise ValueError(
-            "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
-            "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
-        )
     refuse_fsdp1(model)
-    dims, nodes = parallel_dims, Nodes.agreed()
-    recipe = resolve(model, parallel_dims=dims, nodes=nodes, ignored=ignored, **sections)
+    recipe = resolve(
+        model,
+        parallel_dims=parallel_dims,
+        nodes=Nodes.agreed(),
+        training=training,
+        parallelism=parallelism,
+        compile_config=compile_config,
+        ac_config=ac_config,
+        ignored=ignored,
+    )
     for note in recipe.notes:
         logger.info(note)
     folder = dump_folder if leaves_files(parallel_dims) else ""

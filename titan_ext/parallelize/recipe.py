@@ -23,6 +23,7 @@ from titan_ext.activation_checkpoint.policy import (
     resolve_checkpointing,
 )
 from titan_ext.base.machines import RANKS_PER_NODE
+from titan_ext.base.messages import Mistakes
 from titan_ext.base.op_cost import Nodes
 from titan_ext.components.exchange_policy import Exchanges, cost_of_saving, resolve_exchanges
 from titan_ext.fsdp.auto import check_reshard_groups, splits_experts
@@ -30,8 +31,15 @@ from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import Wrap, find_replicated, plan_units, units_without, vision_units
-from titan_ext.parallelize.limits import shard_axis
+from titan_ext.fsdp.units import (
+    Wrap,
+    find_replicated,
+    plan_units,
+    units_without,
+    vision_modules,
+    vision_units,
+)
+from titan_ext.parallelize.limits import shard_axis, wrong_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +84,20 @@ def resolve(
         ValueError: for a setting that does not fit the model, or a name that is not in it.
     """
     compiled = compiles_model(compile_config)
+    settings = FSDPSettings.from_config(parallelism, training, ignored)
+    wrong = wrong_together(
+        settings, parallelism, compiled=compiled, model=model.config, ac_config=ac_config
+    )
+    if parallel_dims.cp_enabled and vision_modules(model):
+        wrong.append(
+            "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
+            "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
+        )
+    Mistakes(wrong).raise_all()
     # Of the whole model's config, which every chunk has: all ranks make the same meshes.
     exchanges = resolve_exchanges(
         model.config, parallelism, training, parallel_dims, nodes, compiled=compiled
     )
-    settings = FSDPSettings.from_config(parallelism, training, ignored)
     notes = exchanges.notes
     if heeds_save_all_to_all(ac_config):
         notes += (cost_of_saving(exchanges, model.config, nodes),)
@@ -99,7 +116,11 @@ def recipe_of(model: nn.Module) -> Recipe | None:
 
 
 def check_names(
-    model: Decoder.Config, parallelism: ParallelismConfig, *, compiled: bool = False
+    model: Decoder.Config,
+    settings: FSDPSettings,
+    parallelism: ParallelismConfig,
+    *,
+    compiled: bool = False,
 ) -> None:
     """Raise ValueError for names in our keys that are not in the model.
 
@@ -107,7 +128,6 @@ def check_names(
     Builds the model on the meta device, if there are names or such a number. The whole model is
     looked at, since a name may lie in any stage of a pipeline.
     """
-    settings = FSDPSettings.from_config(parallelism)
     to_ranks = any(isinstance(n, int) for n in settings.reshard_by_key.values())
     if not (settings.reshard_groups or settings.replicate or settings.quantize_frozen or to_ranks):
         return

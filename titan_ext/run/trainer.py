@@ -41,11 +41,12 @@ from titan_ext.components.early_scores import check_early_scores, with_early_sco
 from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
 from titan_ext.components.validate import Validator
+from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import DebugConfig, ParallelismConfig
 from titan_ext.parallelize.limits import (
     check_model_limits,
-    section_checks,
     wrong_degrees,
+    wrong_together,
     wrong_values,
 )
 from titan_ext.parallelize.model_spec import extend_model_spec
@@ -124,16 +125,7 @@ class Trainer(TitanTrainer):
                 checks.append(policy.check_compiled)
             if (spec := self.model_spec) is not None:
                 checks.append(lambda: check_model_limits(spec.name, self.parallelism))
-                model = cast(Decoder.Config, spec.model)
-                checks += section_checks(
-                    model,
-                    parallelism=self.parallelism,
-                    training=self.training,
-                    compile_config=self.compile,
-                    ac_config=policy,
-                    loss=self.loss,
-                )
-                checks.append(lambda: check_names(model, self.parallelism, compiled=compiled))
+                checks.append(lambda: self._check_keys(mistakes))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     groups = self.optimizer
                     checks.append(lambda: check_param_groups(groups, spec.model, self.parallelism))
@@ -146,6 +138,25 @@ class Trainer(TitanTrainer):
                 with mistakes.noting():
                     check()
             mistakes.raise_all()
+
+        def _check_keys(self, mistakes: Mistakes) -> None:
+            assert self.model_spec is not None
+            model, compiled = (
+                cast(Decoder.Config, self.model_spec.model),
+                compiles_model(self.compile),
+            )
+            settings = FSDPSettings.from_config(self.parallelism, self.training)
+            mistakes.extend(
+                wrong_together(
+                    settings,
+                    self.parallelism,
+                    compiled=compiled,
+                    model=model,
+                    ac_config=self.activation_checkpoint,
+                    loss=self.loss,
+                )
+            )
+            check_names(model, settings, self.parallelism, compiled=compiled)
 
         def _leave_out_cuda_graphs(self) -> None:
             """Switch CUDA graphs off where Titan refuses them: they are on by default there."""
