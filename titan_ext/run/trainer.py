@@ -117,6 +117,7 @@ class Trainer(TitanTrainer):
             policy = self.activation_checkpoint
             checks: list[Callable[[], object]] = [
                 lambda: check_excluded(self),
+                lambda: self._check_keys(mistakes),
                 super(Trainer.Config, self).__post_init__,  # Titan's, and those of a subclass of it
                 self._check_cuda_graphs,
                 self._check_exchanges,
@@ -125,7 +126,6 @@ class Trainer(TitanTrainer):
                 checks.append(policy.check_compiled)
             if (spec := self.model_spec) is not None:
                 checks.append(lambda: check_model_limits(spec.name, self.parallelism))
-                checks.append(lambda: self._check_keys(mistakes))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     groups = self.optimizer
                     checks.append(lambda: check_param_groups(groups, spec.model, self.parallelism))
@@ -140,11 +140,10 @@ class Trainer(TitanTrainer):
             mistakes.raise_all()
 
         def _check_keys(self, mistakes: Mistakes) -> None:
-            assert self.model_spec is not None
-            model, compiled = (
-                cast(Decoder.Config, self.model_spec.model),
-                compiles_model(self.compile),
-            )
+            if self.model_spec is None:
+                return
+            model = cast(Decoder.Config, self.model_spec.model)
+            compiled = compiles_model(self.compile)
             settings = FSDPSettings.from_config(self.parallelism, self.training)
             mistakes.extend(
                 wrong_together(
