@@ -211,6 +211,18 @@ def test_float8_that_torch_would_read_wrong(folders: dict[str, Path], tmp_path: 
     _write(tmp_path, {n: t for n, t in quantized.items() if n != f"{Q_A}_scale_inv"})
     with pytest.raises(ValueError, match=rf"{Q_A} \(float8_e4m3fn\); expected a scale of each in"):
         check_weights(config)
+    _write(tmp_path, quantized)
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"][f"{Q_A}_scale_inv"] = "none.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"without the files none\.safetensors, which its index"):
+        check_weights(config)
+    (tmp_path / INDEX).write_text("{")
+    for is_quantized in (True, False):
+        config.checkpoint.initial_load_in_hf_quantized = is_quantized
+        with pytest.raises(ValueError, match=r"cannot be read as .*(JSONDecodeError|JSON \()"):
+            check_weights(config)
+    config.checkpoint.initial_load_in_hf_quantized = True
     _write(tmp_path, _quantized(_tensors(folders["qwen3_moe"])))
     other = _load("qwen3_moe", tmp_path, initial_load_in_hf_quantized=True)
     with pytest.raises(ValueError, match=r"cannot read them for qwen3: convert them to bfl"):
@@ -344,6 +356,9 @@ def test_a_head_that_is_tied_may_be_stored(tmp_path: Path):
     tied = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     _write(tmp_path, weights | computed | tied)
     assert f"{len(weights)} of {len(weights)} fit" in check_weights(config)
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    with pytest.raises(ValueError, match=r"with lm_head\.weight, which the model does not have"):
+        check_weights(config)
 
 
 def _report(source: Path) -> str:

@@ -136,21 +136,21 @@ def _read_safetensors(
     is_asked = config.checkpoint.initial_load_in_hf_quantized
     reader = adapter.get_hf_storage_reader(str(folder), is_asked)
     stored = stored_weights(folder, reader)
-    index = folder / INDEX
-    files = json.loads(index.read_text()).get("weight_map", {}) if index.exists() else {}
+    files = _read_json(folder / INDEX).get("weight_map", {})
     wrong = []
-    needed = sorted({files[name] for name in wanted if name in files})
-    if absent := [name for name in needed if not (folder / name).exists()]:
+    scales = {n: w for n in stored if (w := _weight_of_scale(n)) in stored}
+    reads_codes = type(reader) is not HuggingFaceStorageReader
+    needed = [*wanted, *(scales if reads_codes else ())]
+    named = sorted({files[name] for name in needed if name in files})
+    if absent := [name for name in named if not (folder / name).exists()]:
         wrong.append(f"without the files {and_more(absent)}, which its index names")
 
-    scales = {n: w for n in stored if (w := _weight_of_scale(n)) in stored}
     coded = {
         name: str(stored[name].properties.dtype).removeprefix("torch.")
         for name in wanted
         if name in stored
         and (name in scales.values() or stored[name].properties.dtype not in _NUMBERS)
     }
-    reads_codes = type(reader) is not HuggingFaceStorageReader
     is_read = {weight for scale, weight in scales.items() if reads_codes and scale in files}
     # torch's reader gives MXFP4 weights their sizes, and leaves those of the chunks that it reads.
     if part := [n for n in coded if n in is_read and not is_whole(stored[n])]:
@@ -178,10 +178,19 @@ def _read_safetensors(
             if blocks != list(sizes[1]):
                 wrong.append(f"with {scale} {list(sizes[1])}, for blocks of {block} {blocks}")
                 break
-    names = set(model.state_dict())
+    has_own_head = _read_json(folder / "config.json").get("tie_word_embeddings") is False
+    names = () if has_own_head else set(model.state_dict())
     others = {name: item for name, item in stored.items() if name not in wanted}
     needless = {n for n, t in others.items() if n in scales or _is_no_weight(n, t, adapter, names)}
     return wanted, stored, needless, wrong
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """What Hugging Face's tools wrote; nothing where there is no such file."""
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}).") from error
 
 
 def _weight_of_scale(name: str) -> str:
