@@ -358,7 +358,7 @@ def test_a_discard_that_backward_reads_is_refused():
 def test_a_discard_of_a_preset_that_backward_reads_is_passed_over():
     """With one rank the routed experts' output is read for the gradient of the scores."""
     with unittest.mock.patch(
-        "titan_ext.activation_checkpoint.presets._has_exchange", return_value=True
+        "titan_ext.activation_checkpoint.presets._hops", return_value=(True, False, False)
     ):
         gradients = _gradients(Config())
         report = measure_block(_block(), _input(), None, None)
@@ -434,8 +434,9 @@ def test_log_sum_exps_stay_exact_whatever_their_layout(mode: Any):
     op = ":titan_ext_tests.flash_attention" if mode == "selective" else ""
     config = Config(mode=mode, op_policies={f"*{op}": "save_float8"})
     torch.manual_seed(0)
-    x_BLD = torch.randn(1, 256, 256, requires_grad=True)
-    report = measure_block(_AttentionBlock(), x_BLD, config=config)
+    x_BLD = torch.randn(1, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+    report = measure_block(_AttentionBlock().bfloat16(), x_BLD, config=config)
+    assert _in_float8(report)[1]
     assert 4 * 16 * 256 in {row.nbytes for row in report.stored if "float32" in row.treatment}
 
 

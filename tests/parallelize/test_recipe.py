@@ -31,6 +31,7 @@ _JOBS: dict[str, dict[str, Any]] = {
     },
     "TP above EP": {"tp": 4, "ep": 2, "replicate": ("norms",)},
     "TP below EP, partial_dtensor": {"tp": 2, "ep": 8, "backend": "partial_dtensor"},
+    "replicated routers, float8 experts": {"replicate": ("router", "norms"), **_FLOAT8},
     "HSDP, float8 everywhere": {"dp_replicate": 2, **_FLOAT8},
     "more ranks than experts": {"ep": 1, "parallelize": "experts", "experts": 5},
     "a pipeline": {"pp": 2, "layers": 6, "save_all_to_all": "never"},

@@ -259,13 +259,15 @@ def _plan_groups(of: _Job, unit: Unit, owned: Mapping[str, _Owned]) -> tuple[Gro
     experts = unit.experts_in(of.model)
     routed = set(experts.parameters()) if experts is not None else set()
     expert_dim = sizes.expert_shard_dim(experts.num_experts) if experts is not None else 0
-    dense, on_expert_mesh = [], []
     alone = sizes.experts is not None or unit.kind is UnitKind.EXPERTS
     of_blocks = settings.float8_all_gather == "blocks" and unit.kind in BLOCK_KINDS
     of_experts = settings.float8_all_gather == "experts" and alone
+    # In the order of their first parameters, as FSDP2 makes its groups: where a router and a norm
+    # are replicated, the experts come first.
+    by_mesh: dict[GroupKind, list[ParamPlan]] = {}
     for name, (param, shape, _) in owned.items():
         is_routed = param in routed
-        group = on_expert_mesh if is_routed and sizes.experts is not None else dense
+        mesh: GroupKind = "experts" if is_routed and sizes.experts is not None else "dense"
         plan = _plan_param(of, name, param, shape, expert_dim if is_routed else 0)
         # A bias is one value a row: its neighbours in a block of 128 are those of other rows.
         is_matrix = len(plan.shape) == (3 if is_routed else 2) and ".router." not in name
@@ -275,14 +277,18 @@ def _plan_groups(of: _Job, unit: Unit, owned: Mapping[str, _Owned]) -> tuple[Gro
                 f"{ALL_GATHER} rounds what is gathered, and {name}, which a converter has made, "
                 "says itself what travels. Expected no such key."
             )
-        group.append(replace(plan, float8=float8))
-    wire: dict[str, Any] = {"reduce_scatter": settings.expert_reduce_scatter}
-    own = wire if unit.kind is UnitKind.EXPERTS else {}
-    groups = [GroupPlan(kind="dense", shard_world=sizes.dense, params=tuple(dense), **own)]
-    if sizes.experts is not None:
-        params = tuple(on_expert_mesh)
-        groups.append(GroupPlan(kind="experts", shard_world=sizes.experts, params=params, **wire))
-    return tuple(group for group in groups if group.params)
+        by_mesh.setdefault(mesh, []).append(replace(plan, float8=float8))
+    return tuple(
+        GroupPlan(
+            kind=mesh,
+            shard_world=(sizes.experts or 1) if mesh == "experts" else sizes.dense,
+            params=tuple(params),
+            reduce_scatter=settings.expert_reduce_scatter
+            if mesh == "experts" or unit.kind is UnitKind.EXPERTS
+            else None,
+        )
+        for mesh, params in by_mesh.items()
+    )
 
 
 def _check_collectives(of: _Job, units: Sequence[UnitPlan]) -> None:
