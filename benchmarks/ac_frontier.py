@@ -58,7 +58,7 @@ def frontier(
     from titan_ext.base import no_accelerator
     from titan_ext.base.machines import MACHINES
     from titan_ext.components.early_scores import use_early_scores
-    from titan_ext.config_registry import resolve_config
+    from titan_ext.config_registry.resolve import resolve
     from titan_ext.plan.dry_run import dry_run
     from titan_ext.plan.stand_ins import as_rank
     from titan_ext.run.budget import TracedBlocks, settings_of
@@ -68,7 +68,7 @@ def frontier(
     flags += ["--parallelism.expert_parallel_degree", str(ep), "activation_checkpoint:none"]
     with as_rank(RANKS, 0):
         with no_accelerator.as_with_an_accelerator():
-            config = resolve_config(model_name, flags).config
+            config = resolve(model_name, flags).config
         model = config.model_spec.model
         model.layers = model.layers[:2]  # a dense block, and one with experts
         if early:

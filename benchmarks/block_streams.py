@@ -47,7 +47,7 @@ def spans_of(arm: str) -> list[dict[str, Any]]:
 
 def print_spans(arm: str) -> None:
     from titan_ext.base import no_accelerator
-    from titan_ext.config_registry import resolve_config
+    from titan_ext.config_registry.resolve import resolve
     from titan_ext.plan.dry_run import dry_run
     from titan_ext.plan.stand_ins import as_rank, as_stock
 
@@ -55,7 +55,7 @@ def print_spans(arm: str) -> None:
     with as_rank(ranks, 0):
         flags = [*flags, *(word for word in ARMS[arm].split() if arm != "stock")]
         with no_accelerator.as_with_an_accelerator():
-            config = resolve_config(name, flags).config
+            config = resolve(name, flags).config
         if arm == "stock":
             as_stock(config)
         run = dry_run(config, ranks, machine="h100")

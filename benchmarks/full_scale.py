@@ -72,11 +72,11 @@ def _config(job: str, depth: int, arm: str, own: Sequence[str]) -> Any:
 
     ``own`` are flags of this program; a policy's name stands last.
     """
-    from titan_ext.config_registry import resolve_config
+    from titan_ext.config_registry.resolve import resolve
 
     name, _, _, *flags = job.split()
     more = ["--debug.moe_force_load_balance", *own, *ARMS[arm].split()]
-    config: Any = resolve_config(name, [*more, *flags]).config
+    config: Any = resolve(name, [*more, *flags]).config
     model = config.model_spec.model
     assert len(model.layers) >= depth
     model.layers = model.layers[:depth]

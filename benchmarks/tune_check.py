@@ -196,12 +196,12 @@ def train(file: Path) -> None:
     import torch.distributed as dist
 
     from titan_ext.base import no_accelerator
-    from titan_ext.config_registry import resolve_config
+    from titan_ext.config_registry.resolve import resolve
 
     no_accelerator.enable()
     own = "--checkpoint.no-enable --metrics.no-enable_tensorboard --debug.moe_force_load_balance"
     own += f" --dump_folder {file.parent}/run"
-    config: Any = resolve_config(str(file), own.split()).config
+    config: Any = resolve(str(file), own.split()).config
     with no_accelerator.layout_independent_init():
         trainer = config.build()
     trainer.metrics_processor.log = lambda *_, **__: None

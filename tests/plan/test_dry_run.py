@@ -21,13 +21,13 @@ from tests.helpers.training import Run, make_config
 from tests.project.test_train_configs import NAMES, world_size
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.machines import MACHINES
-from titan_ext.base.messages import shipped_configs
 from titan_ext.base.op_cost import group_ms, nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import is_plain
-from titan_ext.config_registry import resolve_config
 from titan_ext.config_registry.commands import main
+from titan_ext.config_registry.resolve import resolve
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.stand_ins import as_rank
+from titan_ext.toml.find import shipped_configs
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_the_best_policies_for_a_budget(folder: Path):
     }
     assert held["this budget"] <= 10 < held["stock selective"] < held["no checkpointing"]
     assert _files(folder) == ["plan", "plan/budget.toml"]
-    config = resolve_config(str(folder / "plan" / "budget.toml"), []).config
+    config = resolve(str(folder / "plan" / "budget.toml"), []).config
     policy = config.activation_checkpoint
     assert isinstance(policy, FP8AC.Config)
     assert (policy.preset, config.training.local_batch_size) == ("stock", 2)

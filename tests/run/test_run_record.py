@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.training import Run, Runs, observed, titan_config
-from titan_ext import config_registry
 from titan_ext.config_registry.resolve import Resolved, load, resolve
 from titan_ext.fp8 import MemoryRow
 from titan_ext.run import record as run_record
@@ -50,7 +49,7 @@ def test_a_dumped_config_has_the_converters_of_its_model(tmp_path: Path):
 
 
 def test_a_dumped_config_function_loads_as_the_same(tmp_path: Path):
-    resolved = config_registry.resolve_config("qwen3_debugmodel", ["--training.steps", "7"])
+    resolved = resolve("qwen3_debugmodel", ["--training.steps", "7"])
     assert _dumped_and_loaded(resolved, tmp_path)["training.steps"] == 7
 
 

@@ -288,6 +288,7 @@ def test_a_registry_with_keyword_arguments(folder: Path):
         ("import my_helper", "my_helper.model_registry('debugmodel_moe', attn_backend='varlen')"),
         ("from my_helper import spec", "spec()"),
         ("import my_helper", "my_helper.spec()"),
+        ("import my_helper", "my_helper.Maker().spec()"),
     ],
 )
 def test_calls_of_the_registry_are_seen_however_they_are_spelled(
@@ -297,6 +298,9 @@ def test_calls_of_the_registry_are_seen_however_they_are_spelled(
         "from torchtitan.models.qwen3 import model_registry\n"
         "def spec():\n"
         "    return model_registry('debugmodel_moe', attn_backend='varlen')\n"
+        "class Maker:\n"
+        "    def spec(self):\n"
+        "        return spec()\n"
     )
     (folder / "my_spelling.py").write_text(
         f"{imported}\n"

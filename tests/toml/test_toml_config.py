@@ -37,6 +37,7 @@ def test_a_file_that_changes_nothing_is_the_base(config: Loader):
 @pytest.mark.parametrize(
     "name",
     [
+        "deepseek_v3_debugmodel",
         "deepseek_v3.deepseek_v3_debugmodel",
         "torchtitan.models.deepseek_v3.deepseek_v3_debugmodel",
         "torchtitan.models.deepseek_v3.config_registry.deepseek_v3_debugmodel",

@@ -16,7 +16,7 @@ def test_message(bad: BadToml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, text in bad.files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    with pytest.raises(TomlConfigError) as refused:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
         load(bad.loaded)
     assert str(refused.value) == bad.message
 
@@ -31,7 +31,7 @@ def test_text_that_is_not_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.toml").mkdir()
-    with pytest.raises(TomlConfigError, match=r"^bad.toml: is a folder"):
+    with pytest.raises(ValueError, match=r"^bad.toml: is a folder\.$"):
         load("bad.toml")
 
 

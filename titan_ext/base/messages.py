@@ -21,18 +21,12 @@ from contextvars import ContextVar
 from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-REFUSED_MODELS = {
-    "flux": "it is no decoder (so its units are unknown) and has a training loop of its own"
-}
-"""Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
 COMMAND_LINE = "command line"
 """The origin of what a flag sets; in messages, in place of a file."""
 
@@ -52,32 +46,6 @@ def set_known_key(config: Any, name: str, value: Any) -> None:
         known = [field.name for field in fields(config)]
         what = type(config).__qualname__.removesuffix(".Config")
         raise AttributeError(f"{what} has no key {name!r}{did_you_mean(name, known)}") from None
-
-
-@functools.cache
-def shipped_configs() -> dict[str, Path]:
-    """The files of ``train_configs/`` by name: of the installed package, or of the checkout."""
-    here = Path(__file__).parents[1]
-    folders = (folder / "train_configs" for folder in (here, here.parent))
-    folder = next((folder for folder in folders if folder.is_dir()), here)
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
-
-
-def toml_file(name: str, folder: Path = Path()) -> Path:
-    """The TOML file ``name``, relative to ``folder``; the shipped one if none is there."""
-    path = folder / Path(name).expanduser()
-    shipped = shipped_configs().get(name.removesuffix(".toml"))
-    return shipped if shipped and not path.exists() else path
-
-
-def misspelt_file(name: str, folder: Path = Path()) -> str:
-    """The problem of a name that is meant for a TOML file, such as ``moe_debug.tml``; else ""."""
-    module, _, suffix = name.rpartition(".")
-    if not module or not get_close_matches(suffix, ["toml"]) or find_spec(name.partition(".")[0]):
-        return ""
-    paths = [*folder.glob("*.toml"), *shipped_configs().values()]
-    files = [path.name for path in paths]
-    return f"the name of a TOML file ends in .toml{did_you_mean(name, files)}"
 
 
 def and_more(names: Collection[object], limit: int = 5) -> str:

@@ -23,16 +23,10 @@ import tyro
 
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
-from titan_ext.config_registry import resolve_config
 from titan_ext.config_registry.terminal import coloured, working
 from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.files import check_new_file, nearest, to_toml
-from titan_ext.toml.find import (
-    check_config,
-    extends_in,
-    listing,
-    written_for,
-)
+from titan_ext.toml.find import extends_in, listing, read_chain, written_for
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
@@ -76,7 +70,9 @@ class Show:
             return
         if self.out is not None:
             check_new_file(self.out)
-        resolved = resolve_config(self.config, flags)
+        from titan_ext.config_registry.resolve import resolve
+
+        resolved = resolve(self.config, flags)
         if self.out is None:
             print(*self._lines(resolved), sep="\n")
             return
@@ -147,7 +143,6 @@ class DryRun:
         memory = size_of("--memory", self.memory)
         machine = machine_of(self.machine or "h100")  # for its nodes
         of_machine = machine.capability if self.machine else None
-        check_config(self.config)
         fits, no_plan = self.activations == "fit", not (self.memory or self.activations)
         activations = None if fits else size_of("--activations", self.activations)
         ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"
@@ -174,6 +169,7 @@ class DryRun:
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
         from titan_ext.activation_checkpoint.solved import has_budget
         from titan_ext.base import no_accelerator
+        from titan_ext.config_registry.resolve import resolve
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import dry_run
         from titan_ext.plan.elsewhere import compare
@@ -187,7 +183,7 @@ class DryRun:
         nodes = machine.ranks_per_node, machine.nvlink_domain
         with as_rank(self.ranks, self.rank, *nodes):
             with no_accelerator.as_with_an_accelerator(of_machine):
-                resolved = resolve_config(self.config, flags)
+                resolved = resolve(self.config, flags)
                 config = resolved.config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
             for file, ranks in written_for(resolved.files):
@@ -316,8 +312,9 @@ class Peft:
 
     def run(self, flags: list[str]) -> None:
         from titan_ext.components.lora import export_adapters
+        from titan_ext.config_registry.resolve import resolve
 
-        config = resolve_config(self.config, flags).config
+        config = resolve(self.config, flags).config
         print(export_adapters(config, self.output, self.base_model))
 
 
@@ -337,6 +334,7 @@ class Check:
 
     def run(self, flags: list[str]) -> None:
         from titan_ext.base.op_cost import NVLINK_DOMAIN
+        from titan_ext.config_registry.resolve import resolve
         from titan_ext.run import preflight
 
         machine = machine_of(self.machine or "h100")
@@ -350,7 +348,7 @@ class Check:
         # A rack's domain is larger than its nodes; any other is a node, which torchrun counts.
         is_rack = machine.nvlink_domain > machine.ranks_per_node
         os.environ[NVLINK_DOMAIN] = str(machine.nvlink_domain if is_rack else 0)
-        config = resolve_config(self.config, flags).config if self.config else None
+        config = resolve(self.config, flags).config if self.config else None
         lines = preflight.check(config, machine=self.machine, mib=self.mib)
         if lines:
             print(*lines, sep="\n")
@@ -423,5 +421,5 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
             raise ValueError(f"{flag}: no option of titan_ext {arguments[0]}{meant}")
     for config in (command.config, *getattr(command, "against", ())):
         if config:
-            check_config(config)
+            read_chain(config)
     return command, flags

@@ -7,28 +7,28 @@ function's other choices. What the function changes after its call of the regist
 norms) is merged into it, field by field; where both change one field, the file is refused.
 """
 
+import contextlib
 import functools
 import inspect
+import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
-from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple, cast
 
-from torchtitan.experiments import _supported_experiments
-from torchtitan.models import _supported_models
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext.base import no_accelerator
-from titan_ext.base.messages import REFUSED_MODELS, and_more
+from titan_ext.base.messages import and_more
 from titan_ext.components.lora import wrong_targets
 from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.run.trainer import Trainer, extended_class, extended_sections
 from titan_ext.toml.convert import Given, convert, values_of
 from titan_ext.toml.files import MODEL, KeyLocation, import_first, import_problem, nearest, to_toml
+from titan_ext.toml.find import TITAN_MODULES
 
 _REGISTRY = "model_registry"
 _COMPILED = "model_compile_enabled"
@@ -65,18 +65,17 @@ def load_base(name: str, at: KeyLocation) -> Base:
     """Call the config function ``name`` and extend its config.
 
     Args:
-        name: ``module.function``; the module is a name that Titan's ``--module`` takes.
+        name: ``MODULE.FUNCTION``; MODULE is a name that Titan's ``--module`` takes.
         at: ``extends`` of the file that names it.
 
     Raises:
         TomlConfigError: if there is none, a package is missing, or titan_ext cannot serve it.
     """
-    if (model := name.partition(".")[0]) in REFUSED_MODELS:
-        raise at.error(f"titan_ext does not serve {model}: {REFUSED_MODELS[model]}.")
+    function = _find_function(name, at)
     calls: list[RegistryCall] = []
-    function = _noting(_find_function(name, at), calls, {})
     try:
-        config = function()
+        with _noting(calls):
+            config = function()
     except ImportError as error:
         raise at.error(import_problem(name, error)) from error
     except Exception as error:
@@ -98,19 +97,13 @@ def load_base(name: str, at: KeyLocation) -> Base:
 
 def _find_function(name: str, at: KeyLocation) -> Callable[[], Any]:
     module_name, _, function_name = name.rpartition(".")
-    if not module_name:
-        models = [model for model in _supported_models if name.startswith(model)]
-        guess = f"; did you mean {max(models, key=len)}.{name}?" if models else "."
-        raise at.error(f'expected "MODULE.FUNCTION" or "FILE.toml", got "{name}"{guess}')
     candidates = [f"{module_name}.config_registry", module_name]
-    if module_name in _supported_models | _supported_experiments:  # as Titan's --module
+    if module_name in TITAN_MODULES:  # as torchtitan/config/manager.py looks for them
         folders = ("models", "experiments", "experiments.rl.examples")
         candidates = [f"torchtitan.{folder}.{module_name}.config_registry" for folder in folders]
     module = import_first(module_name, candidates, at)
     if module is None:
-        here = {path.stem for path in Path().glob("*.py")} - {module_name}
-        known = _supported_models | _supported_experiments | {"titan_ext"} | here
-        raise at.error(f"no module {module_name}{nearest(module_name, known)}")
+        raise at.error(f"no module {module_name}.")
     try:
         function = getattr(module, function_name, None)
     except ValueError as error:  # from titan_ext.config_registry
@@ -125,44 +118,33 @@ def _find_function(name: str, at: KeyLocation) -> Callable[[], Any]:
     return function
 
 
-def _noting(function: Any, calls: list[RegistryCall], copies: dict[Any, Any]) -> Any:
-    """A copy of a config function that records its calls of a ``model_registry`` in ``calls``.
+@contextlib.contextmanager
+def _noting(calls: list[RegistryCall]) -> Iterator[None]:
+    """Record the calls of a ``model_registry`` in ``calls``: a ModelSpec does not tell its choices.
 
-    A ModelSpec does not tell its attention backend or converters. The copy has its own globals,
-    with a recording registry; the config functions that it calls are such copies too. Titan's
-    modules stay as they are.
+    Python's hook for profilers sees them however they are spelled. A registry in place of Titan's
+    would have to go into every module that imported its own name for it.
     """
+    arguments: dict[FrameType, dict[str, Any]] = {}
 
-    def noted(value: Any) -> Any:
-        if getattr(value, "__name__", "") == _REGISTRY:
-            return _noted(value, calls)
-        if isinstance(value, FunctionType) and _REGISTRY in value.__globals__:
-            return _noting(value, calls, copies)
-        if isinstance(value, ModuleType) and hasattr(value, _REGISTRY):
-            used = {name: noted(getattr(value, name)) for name in names if hasattr(value, name)}
-            return SimpleNamespace(**vars(value) | used)
-        return value
+    def note(frame: FrameType, event: str, result: Any) -> None:
+        if frame.f_code.co_name != _REGISTRY:
+            return
+        if event == "call":
+            given = inspect.getargvalues(frame)
+            named = {name: given.locals[name] for name in given.args}
+            arguments[frame] = named | given.locals.get(given.keywords or "", {})
+        elif event == "return" and isinstance(result, ModelSpec):
+            registry: Any = frame.f_globals.get(_REGISTRY)
+            if getattr(inspect.unwrap(registry), "__code__", None) is frame.f_code:
+                calls.append(RegistryCall(registry, arguments[frame], result))
 
-    if function not in copies and isinstance(function, FunctionType):
-        code, scope = function.__code__, dict(function.__globals__)
-        names = code.co_names
-        copy = FunctionType(code, scope, code.co_name, function.__defaults__, function.__closure__)
-        copy.__kwdefaults__ = function.__kwdefaults__
-        copies[function] = copy
-        scope |= {name: noted(scope[name]) for name in names if name in scope}
-    return copies.get(function, function)
-
-
-def _noted(registry: Any, calls: list[RegistryCall]) -> Callable:
-    @functools.wraps(registry)
-    def note(*args: Any, **kwargs: Any) -> ModelSpec:
-        bound = inspect.signature(registry).bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(zip(bound.signature.parameters, bound.args, strict=False)) | bound.kwargs
-        calls.append(RegistryCall(registry, arguments, registry(*args, **kwargs)))
-        return calls[-1].spec
-
-    return note
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def choose_model(

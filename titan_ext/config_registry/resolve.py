@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From a TOML file and flags to a trainer's config, with the origin of every value.
+"""From a config's name and flags to a trainer's config, with the origin of every value.
 
-``load(path)`` returns the config; ``resolve(path)`` also says where each value came from;
-``titan_ext show PATH [Titan flags]`` prints that.
+``load(name)`` returns the config; ``resolve(name)`` also says where each value came from;
+``titan_ext show NAME [Titan flags]`` prints that.
 """
 
+import contextlib
+import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import tyro
+from torchtitan.config.manager import ConfigManager, custom_registry
 
 from titan_ext.base.messages import COMMAND_LINE, checks_later, warn_once
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.config_registry.model import choose_model, load_base
 from titan_ext.run.trainer import Trainer
 from titan_ext.toml.convert import Given, build, changed
-from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, TomlFile, read_chain, to_toml
-from titan_ext.toml.flags import keys_of, with_flags
+from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, to_toml
+from titan_ext.toml.find import read_chain
 from titan_ext.toml.values import leaves, lines_of
 
 
@@ -58,29 +64,26 @@ class Resolved:
         return self.lines(lambda origin: origin == COMMAND_LINE)
 
 
-def load(path: str | Path) -> Trainer.Config:
-    """The trainer config that a TOML file describes; raises as ``resolve`` does."""
-    return resolve(path).config
+def load(name: str | Path) -> Trainer.Config:
+    """The trainer config of that name; raises as ``resolve`` does."""
+    return resolve(name).config
 
 
-def resolve(
-    path: str | Path, flags: Sequence[str] = (), *, function: str = "", flags_follow: bool = False
-) -> Resolved:
-    """The trainer config that a TOML file and flags describe, with the origin of every value.
+def resolve(name: str | Path, flags: Sequence[str] = (), *, flags_follow: bool = False) -> Resolved:
+    """The trainer config that a name and flags describe, with the origin of every value.
 
     Args:
-        path: The file; with ``function``, a name for messages.
+        name: As ``--config`` takes it (``toml.find``): a TOML file or a config function.
         flags: Titan's command-line flags, which win over the file.
-        function: A config function ("MODULE.FUNCTION") in place of a file.
         flags_follow: Return a config that fails its checks, too: the caller changes it further.
 
     Raises:
-        TomlConfigError: (a ValueError) with one message that names the file and each wrong key.
+        ValueError: with one message that names the file and each wrong key.
     """
     warn_once()
-    files = [TomlFile(str(path), {}, function)] if function else read_chain(path)
-    at = KeyLocation(files[0].name)
-    base = load_base(files[0].extends, at if function else at.below("extends"))
+    function, files = read_chain(name)
+    at = KeyLocation(files[0].name if files else str(name))
+    base = load_base(function, at.below("extends") if files else at)
     tables, models = [], []
     for file in files:
         at = KeyLocation(file.name, origins=at.origins, errors=at.errors)
@@ -96,11 +99,10 @@ def resolve(
     with at.noting():
         model = choose_model(base, models, values, at)
     with checks_later():
-        config = build(base.cls, values, at)
-    before = leaves(config, model)
-    unflagged = config
-    config = with_flags(config, flags) if flags else config
-    wanted = leaves(config)
+        unflagged = config = build(base.cls, values, at)
+        if flags:
+            config = _with_flags(config, flags)
+    before, wanted = leaves(unflagged, model), leaves(config)
     try:
         config = replace(config)
     except ValueError as error:
@@ -108,9 +110,8 @@ def resolve(
             raise TomlConfigError(_to_blame(unflagged, at.file), "", str(error)) from error
     if (spec := config.model_spec) is not None:
         spec.extends, spec.choices = base.name, model
-    names = () if function else tuple(file.name for file in files)
-    resolved = Resolved(config, names, base.name, model, {})
-    named = set(keys_of(flags))
+    resolved = Resolved(config, tuple(file.name for file in files), base.name, model, {})
+    named = {key for flag in flags for key in _keys_of(flag)}
     for key, value in resolved.values.items():
         origin = KeyLocation("", key, at.origins).origin() or base.name
         if wanted.get(key, value) != value:
@@ -128,3 +129,51 @@ def _to_blame(unflagged: Any, file: str) -> str:
     except ValueError:
         return file
     return COMMAND_LINE
+
+
+def _with_flags(config: Any, flags: Sequence[str]) -> Any:
+    """A new config with flags on top, parsed as Titan's ConfigManager does right after.
+
+    There a wrong flag prints a box and exits on every rank, and torchrun cannot tell why.
+
+    Raises:
+        TomlConfigError: for a wrong flag; in place of a file it names the command line.
+    """
+    ConfigManager()  # registers Titan's rules, such as A,B,C for a list of strings
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                type(config), prog="titan", args=flags, default=config, registry=custom_registry
+            )
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+    raise TomlConfigError(COMMAND_LINE, "", _unboxed(said.getvalue()))
+
+
+def _unboxed(box: str) -> str:
+    """A message of tyro's in one line, with the flags, and policies before them, that it suggests.
+
+    tyro writes a title, and a rule between paragraphs; where the stream takes it, all in a box.
+    """
+    lines = [line.strip(" \u2500\u2502\u2570\u256f") for line in box.strip().splitlines()[1:]]
+    text = "\n".join("" if set(line) == {"-"} else line for line in lines)
+    message, *hints = re.split("\n\n+", text.strip())
+    said = " ".join(message.split())
+    flags = re.findall(r"^(--[^\s,]+)", "\n".join(hints), re.MULTILINE)
+    policies = re.findall(r"^in titan (\S+:\S+ )?--help$", "\n".join(hints), re.MULTILINE)
+    if policies:
+        meant = [policy + flag for policy, flag in zip(policies, flags, strict=False)]
+        said += f"; did you mean {' or '.join(meant)}?"
+    elif ":" in said.partition(": ")[2]:  # a policy, which tyro calls a subcommand
+        said += f"; {' '.join(hints[0].split())}"
+    return said
+
+
+def _keys_of(flag: str) -> tuple[str, ...]:
+    """The dotted key of a flag, as it stands and without the ``no-`` of ``--compile.no-enable``."""
+    if not flag.startswith("--"):
+        return ()
+    section, dot, key = flag[2:].split("=")[0].replace("-", "_").rpartition(".")
+    return section + dot + key, section + dot + key.removeprefix("no_")

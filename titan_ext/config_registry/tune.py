@@ -17,7 +17,6 @@ import tyro
 
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes, duration, size_of
-from titan_ext.config_registry import resolve_config
 from titan_ext.config_registry.terminal import progress_of
 from titan_ext.toml.files import check_new_file, to_toml
 from titan_ext.toml.find import extends_in
@@ -128,7 +127,7 @@ class Tune:
         machine = machine_of(self.machine)
         capability = machine.capability
         with no_accelerator.as_with_an_accelerator(capability):
-            resolved = resolve_config(self.config, flags)
+            resolved = resolve(self.config, flags)
         config = resolved.config
         Mistakes(wrong_degrees(config, self.ranks)).raise_all()
         given = {key: value for key, value, _ in resolved.given()}

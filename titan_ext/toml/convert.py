@@ -12,7 +12,7 @@ import json
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import formatannotation
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
@@ -73,11 +73,8 @@ def changed(cls: type, values: dict[str, Any], tables: list[Given]) -> dict[str,
     for at, table in tables:
         for name, value in table.items():
             with at.noting():
-                key = _known_key(name, at, table, cls, list(found))
-                below = at.below(key)
-                if key != name:
-                    below = replace(below, alias=at.below(name).key)
-                given.setdefault(key, []).append(Given(below, value))
+                _check_key(name, at, table, cls, list(found))
+                given.setdefault(name, []).append(Given(at.below(name), value))
     values = dict(values)
     for key, changes in given.items():
         default, factory = found[key].default, found[key].default_factory
@@ -88,13 +85,13 @@ def changed(cls: type, values: dict[str, Any], tables: list[Given]) -> dict[str,
     return values
 
 
-def _known_key(name: str, at: KeyLocation, table: dict[str, Any], cls: type, known: list) -> str:
-    """The field for a key of a file."""
+def _check_key(name: str, at: KeyLocation, table: dict[str, Any], cls: type, known: list) -> None:
+    """Raise TomlConfigError for a key that ``cls`` does not have."""
     below = at.below(name)
     if below.key == "model_spec":
         raise below.error("is made by extends and [model]; a file cannot set it.")
     if name in known:
-        return name
+        return
     if name == COMPONENT:
         raise below.error(f"[{at.key}] has one class only; there is nothing to choose.")
     owner = cls.__qualname__.removesuffix(".Config")

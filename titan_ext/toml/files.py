@@ -10,18 +10,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 
-from titan_ext.base.messages import (
-    and_more,
-    did_you_mean,
-    in_one,
-    misspelt_file,
-    shipped_configs,
-    toml_file,
-)
+from titan_ext.base.messages import and_more, did_you_mean, in_one
 
 MODEL = "model"
 """The section with the arguments of a model registry."""
@@ -69,8 +62,6 @@ class KeyLocation:
     origins: dict[str, str] = field(default_factory=dict)
     errors: list[TomlConfigError] = field(default_factory=list)
     """The mistakes found so far, in all files."""
-    alias: str = ""
-    """The name in the file, if it differs."""
 
     def below(self, name: str) -> "KeyLocation":
         """The location of a key below this one."""
@@ -87,7 +78,7 @@ class KeyLocation:
                 self.errors.append(error)
 
     def error(self, problem: str) -> TomlConfigError:
-        return TomlConfigError(self.file, self.alias or self.key, problem)
+        return TomlConfigError(self.file, self.key, problem)
 
     def record(self, origin: str = "") -> None:
         """Record that ``origin``, by default the file, set this key and all keys below it."""
@@ -103,13 +94,13 @@ class KeyLocation:
         return self.origins.get(key, "")
 
 
-@dataclass(frozen=True)
-class TomlFile:
+class TomlFile(NamedTuple):
     name: str
     """The name in messages: as given, or relative to the file that extends it."""
     table: dict[str, Any]
     """Its content, without ``extends``."""
     extends: str
+    """A name, as ``--config`` takes it."""
 
 
 def nearest(name: str, valid: Collection[str]) -> str:
@@ -137,40 +128,9 @@ def to_toml(value: Any) -> str:
     return str(value) if bare else json.dumps(str(value))
 
 
-def read_chain(path: str | Path) -> list[TomlFile]:
-    """Read a TOML file and the TOML files that it extends, in the order in which they apply.
-
-    Raises TomlConfigError for a file that is missing or no TOML, a missing or circular extends.
-    """
-    chain: list[TomlFile] = []
-    seen: list[Path] = []
-    current, asker = Path(path).expanduser(), None
-    while True:
-        if current.resolve() in seen:
-            circle = [file.name for file in chain[seen.index(current.resolve()) :]]
-            problem = f"circular: {' -> '.join([*circle, circle[0]])}."
-            raise TomlConfigError(chain[-1].name, "extends", problem)
-        seen.append(current.resolve())
-        chain.append(_read(current, asker))
-        if not chain[-1].extends.endswith(".toml"):
-            return chain[::-1]
-        asker = chain[-1].name
-        current = toml_file(chain[-1].extends, current.parent)
-
-
-def _read(path: Path, asker: str | None) -> TomlFile:
-    """Read one file; a missing file is an error in ``asker``, the file that extends it."""
+def read(path: Path) -> TomlFile:
+    """Read one file. Raises TomlConfigError if it is no TOML, or extends nothing."""
     at = KeyLocation(str(path))
-    if path.suffix != ".toml":
-        raise at.error("expected a file whose name ends in .toml.")
-    if not path.is_file():
-        problem = "is a folder" if path.is_dir() else "no such file"
-        shipped = [file.name for file in shipped_configs().values()]
-        beside = [file.name for file in path.parent.glob("*.toml")]
-        problem += did_you_mean(path.name, [*shipped, *beside])
-        if asker:
-            raise TomlConfigError(asker, "extends", f"{path}: {problem}")
-        raise at.error(problem)
     try:
         table = tomli.loads(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -181,34 +141,12 @@ def _read(path: Path, asker: str | None) -> TomlFile:
     except tomli.TOMLDecodeError as error:
         problem = f"line {error.lineno}, column {error.colno}: not valid TOML: {error.msg}."
         raise at.error(problem) from error
-    if "extends" not in table:
+    extends = table.pop("extends", None)
+    if extends is None:
         raise at.below("extends").error(_missing_extends(table))
-    extends = table.pop("extends")
     if not isinstance(extends, str) or not extends:
         raise at.below("extends").error(f"expected one name or one path, as in {EXAMPLE}.")
-    if problem := _no_name(extends, path.parent):
-        raise at.below("extends").error(problem)
     return TomlFile(at.file, table, extends)
-
-
-def _no_name(extends: str, folder: Path) -> str:
-    """What is wrong with a path that lacks ``.toml``, or a name with a colon; "" if neither."""
-    path = folder / Path(extends).expanduser()
-    if path.suffix == ".toml":
-        return ""
-    if path.with_name(f"{path.name}.toml").is_file():
-        return f'no such file "{extends}"; did you mean "{extends}.toml"?'
-    if path.is_dir() and (inside := sorted(file.name for file in path.glob("*.toml"))):
-        return f'"{extends}" is a folder; expected one of its files: {and_more(inside)}.'
-    if path.is_file() or "/" in extends:
-        what = "is no TOML file" if path.is_file() else "no such file"
-        return f'"{extends}": {what}; expected "MODULE.FUNCTION" or "FILE.toml".'
-    if problem := misspelt_file(extends, folder):
-        return f'"{extends}": {problem}'
-    if ":" in extends:
-        dotted = re.sub(":+", ".", extends)
-        return f'expected "MODULE.FUNCTION", got "{extends}"; did you mean {dotted}?'
-    return ""
 
 
 def _missing_extends(table: dict[str, Any]) -> str:

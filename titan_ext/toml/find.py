@@ -1,50 +1,64 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which config a name means: a TOML file, a config function of Titan's, or one of the user's.
+"""From a config's name to the TOML files and the config function that it stands for.
 
-It reads files and Titan's sources and imports no torch, so that a wrong name or a missing file is
-told at once.
+``--config``, the commands and ``extends`` of a file take the same names. This module reads files
+and Titan's sources and imports no torch, so that a wrong name or a missing file is told at once.
 """
 
-import argparse
 import functools
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from importlib import util
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
-from titan_ext.base.messages import (
-    REFUSED_MODELS,
-    did_you_mean,
-    misspelt_file,
-    shipped_configs,
-    toml_file,
-)
-from titan_ext.toml.files import read_chain
+from torchtitan.experiments import _supported_experiments
+from torchtitan.models import _supported_models
 
-_FILE = "config_registry"
+from titan_ext.base.messages import did_you_mean
+from titan_ext.toml.files import KeyLocation, TomlConfigError, TomlFile, read
+
+REFUSED_MODELS = {
+    "flux": "it is no decoder (so its units are unknown) and has a training loop of its own"
+}
+"""Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
+TITAN_MODULES = _supported_models | _supported_experiments
+"""Short names that Titan's ``--module`` takes."""
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
+class Chain(NamedTuple):
+    """A config function, and the files that change its config in turn."""
+
+    function: str
+    """``MODULE.FUNCTION``; MODULE is what Titan's ``--module`` takes."""
+    files: list[TomlFile]
+
+
 @functools.cache
-def _all_titan_configs() -> dict[str, str]:
-    """Titan's config functions, name -> module, read from its sources: some import extras (fla)."""
-    spec = util.find_spec("torchtitan")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    found: dict[str, str] = {}
-    for source in sorted(Path(spec.submodule_search_locations[0]).glob(f"models/*/{_FILE}.py")):
-        names = re.findall(r"^def ([a-z]\w*)\(\) -> \S*Trainer\.Config:", source.read_text(), re.M)
-        found |= dict.fromkeys(names, f"torchtitan.models.{source.parent.name}.{_FILE}")
-    return found
+def shipped_configs() -> dict[str, Path]:
+    """The files of ``train_configs/`` by name: of the installed package, or of the checkout."""
+    here = Path(__file__).parents[1]
+    folders = (folder / "train_configs" for folder in (here, here.parent))
+    folder = next((folder for folder in folders if folder.is_dir()), here)
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 @functools.cache
 def titan_configs() -> dict[str, str]:
-    """Titan's config functions that we extend: name -> module."""
-    found = _all_titan_configs()
-    return {name: found[name] for name in found if model_of(found[name]) not in REFUSED_MODELS}
+    """Titan's config functions, name -> model, read from its sources: some import extras (fla)."""
+    spec = util.find_spec("torchtitan")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    found: dict[str, str] = {}
+    folder = Path(spec.submodule_search_locations[0])
+    for source in sorted(folder.glob("models/*/config_registry.py")):
+        names = re.findall(r"^def ([a-z]\w*)\(\) -> \S*Trainer\.Config:", source.read_text(), re.M)
+        found |= dict.fromkeys(names, source.parent.name)
+    return found
 
 
 def listing() -> Iterator[str]:
@@ -55,54 +69,68 @@ def listing() -> Iterator[str]:
         sentence = " ".join(line.strip("# ") for line in comment).partition(". ")[0]
         yield f"  {name + '.toml':30} {sentence}"
     yield "config functions of TorchTitan, by model:"
-    by_model: dict[str, list[str]] = {}
-    for name, module in titan_configs().items():
-        by_model.setdefault(model_of(module), []).append(name)
-    for model, names in by_model.items():
-        yield f"  {model}\n    " + "\n    ".join(names)
+    for model in dict.fromkeys(titan_configs().values()):
+        if model not in REFUSED_MODELS:
+            names = [name for name, of in titan_configs().items() if of == model]
+            yield f"  {model}\n    " + "\n    ".join(names)
 
 
-def model_of(module: str) -> str:
-    """The name of a Titan model, of the module of its config functions."""
-    return module.split(".")[2]
+def find(name: str, folder: Path = Path()) -> Path | str:
+    """The TOML file that ``name`` means, or its config function as "MODULE.FUNCTION".
 
+    A name that ends in ``.toml`` is a file, relative to ``folder``; one that is not there may be
+    shipped. A bare name is a function of Titan's.
 
-def find_config(name: str) -> Path | str:
-    """The TOML file that ``name`` means, or what a file that extends a function has as ``extends``.
-
-    A bare name is a function of Titan's, a name that ends in ``.toml`` a file; one that is not
-    there may be shipped. ``module.function`` is taken as it is. Raises ValueError if it is none of
-    these.
+    Raises:
+        ValueError: if it is none of these; the message begins with the name.
     """
-    if name.endswith(".toml"):
-        return toml_file(name)
-    if name in titan_configs():
-        return f"{model_of(titan_configs()[name])}.{name}"
-    if name in shipped_configs():
-        raise ValueError(
-            f"--config {name}: TorchTitan has no config function of that name; did you mean the "
-            f"shipped file {name}.toml?"
-        )
-    if name in _all_titan_configs():
-        model = model_of(_all_titan_configs()[name])
-        raise ValueError(
-            f"--config {name}: titan_ext does not serve {model}: {REFUSED_MODELS[model]}."
-        )
-    if problem := misspelt_file(name):
-        raise ValueError(f"--config {name}: {problem}")
-    if _FUNCTION.fullmatch(name) and not Path(name).exists():
-        return name
+    path = folder / Path(name).expanduser()
+    shipped = {file.name: file for file in shipped_configs().values()}
+    beside = [file.name for file in path.parent.glob("*.toml") if file.is_file()]
+    if path.suffix == ".toml":
+        if path.is_file() or (path := shipped.get(name, path)).is_file():
+            return path
+        problem = "is a folder" if path.is_dir() else "no such file"
+        raise ValueError(f"{path}: {problem}{did_you_mean(path.name, [*shipped, *beside])}")
+    function = f"{titan_configs()[name]}.{name}" if name in titan_configs() else name
+    module, *rest = re.split("[.:]+", function, maxsplit=1)
+    if module in REFUSED_MODELS:
+        raise ValueError(f"{name}: titan_ext does not serve {module}: {REFUSED_MODELS[module]}.")
+    is_known = module in TITAN_MODULES or module in sys.modules or util.find_spec(module)
+    if _FUNCTION.fullmatch(function) and is_known and not path.exists():
+        return function
+    modules = [*TITAN_MODULES, *(file.stem for file in folder.glob("*.py"))]
+    same = [f"{known}.{rest[0]}" for known in modules if rest and not path.exists()]
+    known = [*shipped, *(str(path.with_name(file).relative_to(folder)) for file in beside)]
     raise ValueError(
-        f"--config {name}: expected a .toml file, yours or a shipped one, a config function of one "
-        "of TorchTitan's language models, or one of yours as MODULE.FUNCTION"
-        f"{did_you_mean(name, [*(f'{n}.toml' for n in shipped_configs()), *titan_configs()])}"
+        f"{name}: neither a TOML file, nor a config function of one of TorchTitan's language "
+        "models, nor one of yours as MODULE.FUNCTION"
+        f"{did_you_mean(name, [*known, *titan_configs(), *same])}"
     )
 
 
-def check_config(name: str) -> None:
-    """Raise ValueError for a config that is not there, or is no TOML; torch is not imported."""
-    if isinstance(found := find_config(name), Path):
-        read_chain(found)
+def read_chain(name: str | Path) -> Chain:
+    """Read the TOML files that ``name`` and what it extends stand for.
+
+    Raises:
+        ValueError: for a name that is nothing; of kind TomlConfigError for a file that is no TOML,
+            and for an ``extends`` that is missing, wrong or circular.
+    """
+    files: list[TomlFile] = []
+    seen: list[Path] = []
+    found = find(str(name))
+    while isinstance(found, Path):
+        if found.resolve() in seen:
+            circle = [file.name for file in files[seen.index(found.resolve()) :]]
+            problem = f"circular: {' -> '.join([*circle, circle[0]])}."
+            raise TomlConfigError(files[-1].name, "extends", problem)
+        seen.append(found.resolve())
+        files.append(read(found))
+        try:
+            found = find(files[-1].extends, found.parent)
+        except ValueError as error:
+            raise KeyLocation(files[-1].name, "extends").error(str(error)) from None
+    return Chain(found, files[::-1])
 
 
 def written_for(files: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -114,16 +142,9 @@ def written_for(files: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def extends_in(folder: Path, config: str) -> str:
-    """What a file in ``folder`` says to extend ``config``."""
-    found = find_config(config)
+    """The ``extends`` of a file in ``folder`` that starts from ``config``."""
+    found = find(config)
     if not isinstance(found, Path):
         return found
-    return found.name if toml_file(found.name, folder) == found else os.path.relpath(found, folder)
-
-
-def module_and_config(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """``--module`` and ``--config`` of a command line, and its other words."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--module", nargs="?")  # Titan refuses one without its value
-    parser.add_argument("--config", nargs="?")
-    return parser.parse_known_args(words)
+    is_shipped = found == shipped_configs().get(found.stem) and not (folder / found.name).exists()
+    return found.name if is_shipped else os.path.relpath(found, folder)
