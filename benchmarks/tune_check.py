@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titan_ext.base.messages import quiet
+from titan_ext.config_registry.terminal import quiet
 from titan_ext.toml.files import to_toml
 
 _LOCAL, _GLOBAL = "training.local_batch_size", "training.global_batch_size"

@@ -114,9 +114,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module as TitanModule
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.base.messages import _NOISE
 from titan_ext.components import optim
 from titan_ext.components.float8_linears import GatheredWeight
+from titan_ext.config_registry.terminal import _NOISE
 from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
 from titan_ext.fsdp.resolve import copies_out_directly

@@ -493,7 +493,7 @@ def _whole_commands(page: str, *names: str) -> list[str]:
             program == "titan_ext"
             and words[:1]
             and words[0] in names
-            and (names_a_config or words[0] in ("list", "--help"))
+            and (names_a_config or words in (["show"], ["--help"]))
             and not any(word.isupper() for word in words)
         ):
             found.append(command)

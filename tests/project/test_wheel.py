@@ -91,7 +91,7 @@ def test_the_wheel_is_used_from_another_folder(installed: Path, tmp_path: Path):
     where, config = _python(installed, tmp_path, "-c", code).split()
     assert Path(where).is_relative_to(installed)
     assert Path(config) == installed / "titan_ext" / "train_configs" / "deepseek_v3_16b.toml"
-    printed = _python(installed, tmp_path, str(installed / "bin" / "titan_ext"), "list")
+    printed = _python(installed, tmp_path, str(installed / "bin" / "titan_ext"), "show")
     assert "moe_debug" in printed
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 

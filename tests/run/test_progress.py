@@ -10,7 +10,8 @@ import pytest
 from torchtitan.config import ConfigManager
 
 from tests.helpers.training import Run, make_config, titan_config
-from titan_ext.base.messages import duration, log_on_one_node, warn_once
+from titan_ext.base.messages import duration
+from titan_ext.config_registry.terminal import log_on_one_node, warn_once
 from titan_ext.run.checks import Progress
 from titan_ext.run.trainer import extend_config
 

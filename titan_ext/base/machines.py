@@ -22,10 +22,9 @@ KINDS = (
     *("codec", "grouped GEMM", "attention", "GEMM", "copies", "elementwise"),
     *("exchanges", "gathers", "reductions", "collectives"),
 )
-"""Factors by kind: kernels by ``op_cost.kernel_class``, and messages by what they are
-for."""
+"""Kinds that have factors of their own: kernels by ``op_cost.kernel_class``, messages by use."""
 RANKS_PER_NODE = 8
-"""The number where nobody says."""
+"""GPUs of a node where no machine is named."""
 
 
 @dataclass(frozen=True, kw_only=True)

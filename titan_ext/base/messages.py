@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names and messages: the nearest valid name, lists cut short, globs, shipped files, units.
+"""Names and messages: the nearest valid name, lists cut short, globs, units.
 
 Mistakes of users are at the end: all of them at once, and no traceback. A mistake is a ValueError
 that titan_ext or Titan raises on purpose. Most are raised in ``toml`` (keys and values of a
@@ -10,12 +10,10 @@ import contextlib
 import functools
 import json
 import linecache
-import logging
 import os
 import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import fields
@@ -150,72 +148,8 @@ def format_count(number: int) -> str:
     return f"{number:,}"
 
 
-_warned: set[str] = set()
-_NOISE = (
-    # Warns of a default. A run that loads weights sets the path anyway.
-    ("__post_init__", "initial_load_model_only=True has no effect"),
-    # run.checks refuses a tokenizer that is missing; that of the corpus is made first.
-    ("_validate_config", "HF assets path "),
-    # There is no peak of a CPU to compare with; the log of each step says "mfu: N/A".
-    ("__init__", "Peak FLOPS used for computing MFU: nan"),
-    # A container without pciutils. Titan goes by the name that the driver tells.
-    ("get_peak_flops", "Error running lspci"),
-)
-"""Lines of Titan's log that say nothing of a healthy run, by function and first words."""
-
-
-def warn_once() -> None:
-    """Show each warning of Titan's config classes once, until the next call, and no ``_NOISE``.
-
-    They are built several times on their way to the trainer: by tyro, by Titan's ``build()``, and
-    for a file's changes.
-    """
-    _warned.clear()
-    logging.getLogger().addFilter(_is_new)  # Titan logs with the root logger
-
-
-def log_on_one_node() -> None:
-    """Log warnings and errors only, unless this node is ``LOG_NODE`` of the environment.
-
-    launch/multi_node.sh sets it: the rendezvous numbers the nodes, so no launch script can know
-    which will be the first. "all" and no value let every node log.
-    """
-    wanted = os.environ.get("LOG_NODE", "all")
-    if wanted != "all" and os.environ.get("GROUP_RANK", wanted) != wanted:
-        logging.getLogger().setLevel(logging.WARNING)
-
-
-@contextlib.contextmanager
-def quiet(verbose: bool) -> Iterator[None]:
-    """Hide the log of the start, but not warnings of titan_ext; ``verbose`` hides nothing."""
-    if verbose:
-        from torchtitan.tools.logging import init_logger
-
-        init_logger()
-        yield
-        return
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torch sets its parent's
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    (handler,) = logging.getLogger().handlers[-1:]
-    handler.addFilter(lambda record: "titan_ext" in record.pathname)
-    yield
-
-
-def _is_new(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    if any(record.funcName == where and message.startswith(words) for where, words in _NOISE):
-        return False
-    if record.funcName != "__post_init__":
-        return True
-    is_new = message not in _warned
-    _warned.add(message)
-    return is_new
-
-
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Traceback of the rank that failed first: torchrun's last lines. It gets the message alone."""
+"""Variable with the file whose text torchrun prints last, of the rank that failed first."""
 _MOST_SHOWN = 10
 _OURS = ("titan_ext", "torchtitan")
 
@@ -233,7 +167,7 @@ def checks_later() -> Iterator[None]:
 
 
 def are_checked_later() -> bool:
-    """True if a config that is made now is checked later."""
+    """True inside of ``checks_later``."""
     return _deferred.get()
 
 
@@ -282,7 +216,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         _other_hook(kind, error, trace)
         return
     message = str(error)
-    if not message.startswith((_source, f"--config {_source}", COMMAND_LINE)):
+    if not message.startswith((_source, COMMAND_LINE)):
         message = f"{_source}: {message}"
     error_file = os.environ.get(_ERROR_FILE)
     if error_file:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 LOSS = "loss_metrics/global_avg_loss"
 RECORD = "run.json"
-"""The file that ``run.record`` writes: an entry for each start of the run."""
+"""File of ``run.record``, with an entry for each start of the run."""
 
 
 def whole_checkpoint_steps(checkpoints: Path, *, marker: str = ".metadata") -> list[int]:

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from titan_ext.base.messages import Mistakes, end_with_messages, log_on_one_node
+from titan_ext.base.messages import Mistakes, end_with_messages
+from titan_ext.config_registry.terminal import log_on_one_node
 from titan_ext.toml.find import REFUSED_MODELS, read_chain, titan_configs
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from titan_ext.base.machines import machine_of
-from titan_ext.base.messages import Mistakes, did_you_mean, quiet, size_of
-from titan_ext.config_registry.terminal import coloured, working
+from titan_ext.base.messages import Mistakes, did_you_mean, size_of
+from titan_ext.config_registry.terminal import coloured, quiet, working
 from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.files import check_new_file, nearest, to_toml
 from titan_ext.toml.find import extends_in, listing, read_chain, written_for
@@ -41,10 +41,10 @@ _DESCRIPTION = (
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
 _OPTIONS = (("memory",), ("imbalance", "machine", "stock"))
-"""What dry-run hands to processes of its own: the budget, and how a step is modelled."""
+"""Options that dry-run hands to processes of its own: the budget, and the model of a step."""
 _MOST_RANKS = 2**20
 _DOES_NOT_FIT = 3
-"""What dry-run ends with where a step needs more than --memory."""
+"""Exit code of dry-run where a step needs more than --memory."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Show:
     """
 
     config: tyro.conf.Positional[_Config] = ""
-    """What to show."""
+    """The config to show."""
     changed: bool = False
     """Only what differs from the config function at the end of the chain."""
     out: Path | None = None
@@ -106,27 +106,27 @@ class DryRun:
     """
 
     config: tyro.conf.Positional[_Config]
-    """What to try."""
+    """The config to try."""
     ranks: int
-    """How many GPUs the job has."""
+    """Number of the job's GPUs."""
     rank: int = 0
     """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
     all_stages: bool = False
     """One rank of every pipeline stage, one after another."""
     memory: str = ""
-    """Of each GPU, such as 80GiB: plan what a step holds, and whether that fits."""
+    """Memory of each GPU, such as 80GiB: plan the bytes of a step, and whether they fit."""
     stock: bool = False
     """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
     machine: str = ""
     """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x, mi355x, or a
     TOML file with rates of your card and the GPUs of a node (docs/plan.md)."""
     activations: str = ""
-    """What the blocks may hold for backward, such as 20GiB, or "fit" for what --memory leaves: find
-    the best activation checkpointing for that."""
+    """Bytes that the blocks may hold for backward, such as 20GiB, or "fit" for all that --memory
+    leaves: find the best activation checkpointing for that."""
     on_cpu: bool = False
     """With --activations: for a run on CPUs, with their kernels."""
     imbalance: float = 1.0
-    """How many times their balanced share of tokens the rank's experts get."""
+    """Tokens of the rank's experts, as a multiple of their balanced share."""
     out: Path | None = None
     """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
     dump_folder it is compares itself with its plan. With --activations: budget.toml."""
@@ -304,7 +304,7 @@ class Peft:
     """Export the LoRA adapters of a run for the peft library."""
 
     config: tyro.conf.Positional[_Config]
-    """What the run has as --config; its Titan flags, and --checkpoint.load_step, may follow."""
+    """The --config of the run; its Titan flags, and --checkpoint.load_step, may follow."""
     output: Path | None = None
     """Folder to write; by default peft/step-N in the run's."""
     base_model: str = ""
@@ -326,11 +326,11 @@ class Check:
     """
 
     config: tyro.conf.Positional[_Config] = ""
-    """Whose layout to judge; none by default."""
+    """The config whose layout to check; none by default."""
     machine: str = ""
-    """Whose links to expect: h100, h200, b200, ... or a TOML file of rates."""
+    """The machine whose links to expect: h100, h200, b200, ... or a TOML file of rates."""
     mib: int = 16
-    """What two ranks send each other at a time."""
+    """MiB that two ranks send each other at a time."""
 
     def run(self, flags: list[str]) -> None:
         from titan_ext.base.op_cost import NVLINK_DOMAIN

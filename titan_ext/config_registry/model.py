@@ -50,7 +50,7 @@ class RegistryCall(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What a file starts from: a config function's config, not yet built as ours."""
+    """The config of a config function, from which a file starts; not yet built as ours."""
 
     name: str
     cls: type
@@ -58,7 +58,7 @@ class Base(NamedTuple):
     call: RegistryCall | None
     """The function's call of a registry; None if it made none that we saw."""
     is_fresh: bool
-    """Whether the function returned a config of Titan's, and not one of ours, which is checked."""
+    """True for a config of Titan's own, False for one of ours, which is checked already."""
 
 
 def load_base(name: str, at: KeyLocation) -> Base:
@@ -253,7 +253,7 @@ def _merge(name: str, before: Any, after: Any, mine: Any) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two parts of configs are the same; functions of one source and bound values are."""
+    """True for equal configs and values; functions are equal by source and bound values."""
     if one is other:
         return True
     if type(one) is not type(other):

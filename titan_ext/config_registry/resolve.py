@@ -16,9 +16,10 @@ from typing import Any
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from titan_ext.base.messages import COMMAND_LINE, checks_later, warn_once
+from titan_ext.base.messages import COMMAND_LINE, checks_later
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.config_registry.model import choose_model, load_base
+from titan_ext.config_registry.terminal import warn_once
 from titan_ext.run.trainer import Trainer
 from titan_ext.toml.convert import Given, build, changed
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, to_toml
@@ -123,7 +124,7 @@ def resolve(name: str | Path, flags: Sequence[str] = (), *, flags_follow: bool =
 
 
 def _to_blame(unflagged: Any, file: str) -> str:
-    """Where the mistake of a config with flags is: in the flags, if ``file`` alone is fine."""
+    """The origin of a mistake in a config with flags: the flags, if ``file`` alone is fine."""
     try:
         replace(unflagged)
     except ValueError:

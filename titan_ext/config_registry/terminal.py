@@ -1,23 +1,88 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a person at a terminal sees of a command beside its output; nothing of it goes to a pipe.
+"""Log and terminal: filters for Titan's log; colours and progress of commands, none in a pipe.
 
-rich draws it. It is imported only where there is a terminal.
+rich draws progress. It is imported only where there is a terminal.
 """
 
 import contextlib
+import logging
+import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titan_ext.plan.search import Search
 
+_warned: set[str] = set()
+_NOISE = (
+    # Warns of a default. A run that loads weights sets the path anyway.
+    ("__post_init__", "initial_load_model_only=True has no effect"),
+    # run.checks refuses a tokenizer that is missing; that of the corpus is made first.
+    ("_validate_config", "HF assets path "),
+    # There is no peak of a CPU to compare with; the log of each step says "mfu: N/A".
+    ("__init__", "Peak FLOPS used for computing MFU: nan"),
+    # A container without pciutils. Titan goes by the name that the driver tells.
+    ("get_peak_flops", "Error running lspci"),
+)
+"""Lines of Titan's log that say nothing of a healthy run, by function and first words."""
 _VERDICTS = {"fits": 32, "does not fit": 31, "uncertain": 33}
 """First words of a plan's verdict, and the colours of ANSI terminals."""
 _TAKES_A_WHILE = {"dry-run": "planning a step", "peft": "exporting adapters"}
 """Commands with nothing else to show; the stages of a pipeline print from other processes."""
 _VERDICT = re.compile(rf"^(memory +|-- .*: )?({'|'.join(_VERDICTS)})\b", re.M)
+
+
+def warn_once() -> None:
+    """Show each warning of Titan's config classes once, until the next call, and no ``_NOISE``.
+
+    They are built several times on their way to the trainer: by tyro, by Titan's ``build()``, and
+    for a file's changes.
+    """
+    _warned.clear()
+    logging.getLogger().addFilter(_is_new)  # Titan logs with the root logger
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if any(record.funcName == where and message.startswith(words) for where, words in _NOISE):
+        return False
+    if record.funcName != "__post_init__":
+        return True
+    is_new = message not in _warned
+    _warned.add(message)
+    return is_new
+
+
+def log_on_one_node() -> None:
+    """Log warnings and errors only, unless this node is ``LOG_NODE`` of the environment.
+
+    launch/multi_node.sh sets it: the rendezvous numbers the nodes, so no launch script can know
+    which will be the first. "all" and no value let every node log.
+    """
+    wanted = os.environ.get("LOG_NODE", "all")
+    if wanted != "all" and os.environ.get("GROUP_RANK", wanted) != wanted:
+        logging.getLogger().setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def quiet(verbose: bool) -> Iterator[None]:
+    """Hide the log of the start, but not warnings of titan_ext; ``verbose`` hides nothing."""
+    if verbose:
+        from torchtitan.tools.logging import init_logger
+
+        init_logger()
+        yield
+        return
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torch sets its parent's
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    (handler,) = logging.getLogger().handlers[-1:]
+    handler.addFilter(lambda record: "titan_ext" in record.pathname)
+    yield
 
 
 def coloured(text: str) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from titan_ext.plan.search import Search
 
 _MEMORY = {"h100": "79GiB", "h200": "139GiB", "b200": "178GiB", "mi300x": "191GiB"}
-"""What torch finds on one, about."""
+"""Memory that torch finds on one, about."""
 _DOES_NOT_FIT, _INTERRUPTED = 3, 130
 
 
@@ -39,25 +39,25 @@ class Tune:
     """
 
     config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
-    """What to tune; Titan's flags may follow. Keys that no move changes stay as they are."""
+    """The config to tune; Titan's flags may follow. Keys that no move changes stay as they are."""
     ranks: int
-    """How many GPUs the job has."""
+    """Number of the job's GPUs."""
     machine: str = "h100"
-    """What they are: h100, h200, b200, ... or a TOML file with rates of yours (docs/plan.md)."""
+    """Their kind: h100, h200, b200, ... or a TOML file with rates of yours (docs/plan.md)."""
     memory: str = ""
-    """Of each GPU, such as 80GiB; by default what torch finds on one."""
+    """Memory of each GPU, such as 80GiB; by default as much as torch finds on one."""
     exact: bool = False
     """Only what changes no result: no rounding, no float8, the same degrees and batches."""
     batch: Literal["same", "free"] = "same"
     """Tokens of a step: the same as yours, in as many passes as is best, or any number."""
     host_memory: str = ""
-    """Of a node, such as 1TiB, for activations that wait there; by default none do."""
+    """Memory of a node, such as 1TiB, for activations that wait there; by default none do."""
     out: Path | None = None
     """A TOML file to write, which extends yours; with it a JSON file and a picture of all tried."""
     rank: int = 0
     """The rank to plan."""
     imbalance: float = 1.0
-    """How many times their balanced share of tokens the rank's experts get."""
+    """Tokens of the rank's experts, as a multiple of their balanced share."""
     processes: int = 0
     """Plans at a time; 0 for one on each core."""
     verbose: bool = False

@@ -19,7 +19,7 @@ from titan_ext.base.messages import and_more, did_you_mean, in_one
 MODEL = "model"
 """The section with the arguments of a model registry."""
 NONE = "None"
-"""How a file says None, which TOML lacks; Titan's command line says it the same way."""
+"""None in a file, as TOML lacks it; Titan's command line writes it the same way."""
 EXAMPLE = 'extends = "deepseek_v3.deepseek_v3_16b"'
 _MOST_NAMES_SHOWN = 12
 _PACKAGES = {
@@ -87,7 +87,7 @@ class KeyLocation:
         self.origins[self.key] = origin or self.file
 
     def origin(self) -> str:
-        """What set this key or a table around it; "" if the base function did."""
+        """The file that set this key or a table around it; "" if the base function did."""
         key = self.key
         while key and key not in self.origins:
             key = key.rpartition(".")[0]

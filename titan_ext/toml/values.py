@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a config holds, by dotted key, and as a TOML file that makes the same config again.
+"""Values of a config by dotted key, and as a TOML file that makes the same config again.
 
 It knows no trainer, so that a run can write down its own config.
 """
