@@ -11,7 +11,7 @@ set -eu
 python=${PYTHON:-python}
 target=$("$python" -m titan_ext.base.run_folder target "$RUN_FOLDER" "$STEPS")
 
-# setpriv: where this shell is killed, torchrun ends with it, and the workers with torchrun.
+# setsid and setpriv are util-linux's. By the latter, where this shell is killed, torchrun ends with it, and the workers with torchrun.
 setsid setpriv --pdeathsig KILL "$python" -m torch.distributed.run \
     --nproc_per_node="$NGPU" --rdzv_backend c10d --rdzv_endpoint=localhost:0 --shutdown-timeout=600 \
     --local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train --module titan_ext --config "$CONFIG" \

@@ -86,6 +86,8 @@ def test_a_bare_name_is_titans_and_ours_end_in_toml(folder: Path):
     assert find("deepseek_v3_16b") == function
     assert find(function) == function
     assert find("deepseek_v3_16b.toml") == shipped_configs()["deepseek_v3_16b"]
+    (folder / "deepseek_v3_16b").mkdir()
+    assert find("deepseek_v3_16b") == function, "whatever else is called so"
     (folder / "moe_debug.toml").touch()
     assert find("moe_debug.toml") == Path("moe_debug.toml"), "a file that is here comes first"
     assert find("moe_debug_gpu.toml") == shipped_configs()["moe_debug_gpu"]
@@ -193,6 +195,7 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         ),
         (["shw"], "shw: no such command; did you mean 'show'?"),
         (["show", "--all"], "unknown: --all"),
+        (["dry-run", "", "--ranks", "4"], ": neither a TOML file, nor a config function"),
         (["show", "--changed"], "--changed and --out need CONFIG"),
         (["show", "moe_debug.toml", "--out", "mine"], "ends in .toml"),
         (["show", "moe_debug.tml"], "did you mean 'moe_debug.toml'?"),

@@ -1,5 +1,6 @@
 """Policies, components and model choices in a TOML file."""
 
+import cProfile
 import dataclasses
 import sys
 from dataclasses import dataclass, field
@@ -315,6 +316,7 @@ def test_calls_of_the_registry_are_seen_however_they_are_spelled(
     resolved = resolve_text(folder, 'extends = "my_spelling.mine"\n[model]\nflavor = "1.7B"\n')
     assert resolved.model["attn_backend"] == "varlen"
     assert resolved.config.model_spec.flavor == "1.7B"
+    assert cProfile.Profile().runcall(resolve, "run.toml").model == resolved.model
     import torchtitan.models.qwen3 as stock
 
     assert stock.model_registry.__module__ == "torchtitan.models.qwen3"

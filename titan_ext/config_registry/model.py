@@ -144,7 +144,7 @@ def _noting(calls: list[RegistryCall]) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.setprofile(before if callable(before) else None)  # cProfile's is not, in Python 3.11
 
 
 def choose_model(

@@ -96,12 +96,14 @@ def find(name: str, folder: Path = Path()) -> Path | str:
     module, *rest = re.split("[.:]+", function, maxsplit=1)
     if module in REFUSED_MODELS:
         raise ValueError(f"{name}: titan_ext does not serve {module}: {REFUSED_MODELS[module]}.")
-    is_known = module in TITAN_MODULES or module in sys.modules or util.find_spec(module)
-    if _FUNCTION.fullmatch(function) and is_known and not path.exists():
+    if name in titan_configs():
+        return function
+    is_function = _FUNCTION.fullmatch(name) and not path.exists()
+    if is_function and (module in {*TITAN_MODULES, *sys.modules} or util.find_spec(module)):
         return function
     modules = [*TITAN_MODULES, *(file.stem for file in folder.glob("*.py"))]
     same = [f"{known}.{rest[0]}" for known in modules if rest and not path.exists()]
-    known = [*shipped, *(str(path.with_name(file).relative_to(folder)) for file in beside)]
+    known = [*shipped, *(str(Path(name).parent / file) for file in beside)]
     raise ValueError(
         f"{name}: neither a TOML file, nor a config function of one of TorchTitan's language "
         "models, nor one of yours as MODULE.FUNCTION"
