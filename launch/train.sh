@@ -10,6 +10,8 @@ set -eu
 
 python=${PYTHON:-python}
 target=$("$python" -m titan_ext.base.run_folder target "$RUN_FOLDER" "$STEPS")
+# A mistake in a file or a flag is told once, without torchrun's traceback.
+"$python" -m titan_ext show "$CONFIG" "$@" >/dev/null
 
 # setsid and setpriv are util-linux's. By the latter, where this shell is killed, torchrun ends with it, and the workers with torchrun.
 setsid setpriv --pdeathsig KILL "$python" -m torch.distributed.run \

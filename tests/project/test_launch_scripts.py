@@ -236,10 +236,19 @@ time.sleep(600)
 PYTHON = """#!/bin/sh
 case "$2 $3" in
 *.run_folder\\ target) echo 30 ;;
+titan_ext\\ show) [ "$5" != wrong ] || {{ echo "$4: wrong" >&2; exit 1; }} ;;
 *.run_folder\\ report) echo "a report of $4 to $5" ;;
 *) echo "$@"; {python} -I -S -c {worker} "$@"; exit $? ;;
 esac
 """
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    python = folder / "python"
+    python.write_text(PYTHON.format(python=sys.executable, worker=shlex.quote(WORKER)))
+    python.chmod(0o755)
+    values = {"PYTHON": str(python), "CONFIG": "a.toml", "RUN_FOLDER": "out", "STEPS": "30"}
+    return {**os.environ, **values, "NGPU": "2"}
 
 
 @contextlib.contextmanager
@@ -247,10 +256,6 @@ def _training(
     folder: Path, *flags: str, shell: str = "sh", ignored: tuple[signal.Signals, ...] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """train.sh in a process group of its own, and its torchrun, once the worker is ready."""
-    python = folder / "python"
-    python.write_text(PYTHON.format(python=sys.executable, worker=shlex.quote(WORKER)))
-    python.chmod(0o755)
-    environment = {"PYTHON": str(python), "CONFIG": "a.toml", "RUN_FOLDER": "out", "STEPS": "30"}
 
     def dispositions() -> None:  # `make test &` ignores SIGINT
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -258,7 +263,7 @@ def _training(
 
     launcher = subprocess.Popen(
         [*shell.split(), LAUNCH / "train.sh", *flags],
-        env={**os.environ, **environment, "NGPU": "2"},
+        env=_environment(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -325,6 +330,13 @@ def test_a_launcher_that_is_killed_takes_torchrun_along(tmp_path: Path):
             time.sleep(0.01)
 
 
+def test_a_mistake_is_told_before_torchrun_starts(tmp_path: Path):
+    done = subprocess.run(
+        [LAUNCH / "train.sh", "wrong"], env=_environment(tmp_path), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "a.toml: wrong\n")
+
+
 def test_a_torchrun_that_fails_has_no_report(tmp_path: Path):
     with _training(tmp_path, "listen") as (launcher, torchrun):
         os.kill(torchrun, signal.SIGKILL)
@@ -340,7 +352,10 @@ def test_ctrl_c_ends_make_train_in_good_order(tmp_path: Path):
     (tmp_path / RECORD).write_text(json.dumps({"starts": [{"ending": "stopped", "step": 27}]}))
     (tmp_path / "checkpoint" / "step-27").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-27" / ".metadata").touch()
-    values = f"PYTHON={sys.executable} CONFIG=a.toml RUN_FOLDER=. STEPS=30 NGPU=2"
+    python = tmp_path / "python"  # but for show, which would take that torchtitan
+    python.write_text(f'#!/bin/sh\n[ "$2" = titan_ext ] || exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    values = f"PYTHON={python} CONFIG=moe_debug.toml RUN_FOLDER=. STEPS=30 NGPU=2"
     recipe = f"exec env PYTHONPATH={ROOT} {values} {LAUNCH}/train.sh"
     (tmp_path / "Makefile").write_text(f"train:\n\t@{recipe}\n")
     pid, terminal = pty.fork()
