@@ -40,7 +40,7 @@ def _plan(
     ranks: int = 4,
     time: StepTime | None = None,
 ) -> dict[str, Any]:
-    budget = DeviceMemory(memory=memory, allowance=10)
+    budget = DeviceMemory(memory=memory, context=10)
     plan = MemoryPlan(budget, MOMENTS[1], MOMENTS, communicators=0, on_host=frozenset())
     run = SimpleNamespace(
         memory=plan, time=time, ranks=ranks, rank=0, imbalance=1.0, name=lambda: "rank 0"

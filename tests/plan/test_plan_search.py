@@ -351,7 +351,7 @@ def _price(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Any:
     held = level.nbytes * now[LOCAL] // 4
     kinds = {MemoryKind.EXACT: held, MemoryKind.PARAMETERS: int(base * GIB)}
     peak = Peak(sum(kinds.values()), "loss", kinds)
-    budget = DeviceMemory(memory=60 * GIB, allowance=0)
+    budget = DeviceMemory(memory=60 * GIB, context=0)
     time = StepTime("h100", ms, {}, {}, now[GLOBAL] // 64 * 4096, None)
     return MemoryPlan(budget, peak, [peak], 0, frozenset()), time
 

@@ -394,7 +394,6 @@ def dry_run(
     machine: str = "",
     as_on_a_gpu: bool = True,
     imbalance: float = 1.0,
-    document: int = 0,
     step: bool = True,
 ) -> DryRun:
     """Build the trainer of ``rank`` of ``ranks`` and run one step of it.
@@ -407,7 +406,6 @@ def dry_run(
         machine: Time the step, too, on this one, as ``machine_of`` takes it.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
-        document: How long packed documents are, where attention is masked to them; 0: a sequence.
         step: Whether to run one, where nothing is planned.
 
     Raises:
@@ -420,9 +418,7 @@ def dry_run(
     HuggingFaceExport().before_start(config)
     weights = check_weights(config, may_be_elsewhere=True)
     config = with_early_scores(config)  # the trainer's part, of experts that have no stand-ins yet
-    dispatchers = use_stand_ins(
-        config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance, document=document
-    )
+    dispatchers = use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance)
     no_accelerator.adapt_config(config)
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)

@@ -29,8 +29,6 @@ class DeviceMemory:
     """Of CUDA, with cuBLAS's workspaces."""
     communicator: int = 600 * _MIB
     """Of NCCL, for each process group that communicates."""
-    allowance: int | None = None
-    """Instead of both, and of what torch's allocator reserves beyond what lives."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,6 @@ class MemoryPlan:
         return self._allowance(self.peak)
 
     def _allowance(self, moment: Peak) -> int:
-        budget = self.budget
-        if budget.allowance is not None:
-            return budget.allowance
         return self._fixed + int(self._unused * _moving(moment))
 
     @property
@@ -95,18 +90,13 @@ class MemoryPlan:
         return COMPILED_BAND if self.is_compiled else BAND
 
     @property
-    def _unsure(self) -> int:
-        """Bytes to keep free so that the step fits, however far off the plan is."""
-        return self.band if self.budget.allowance is None else 0
-
-    @property
     def is_uncertain(self) -> bool:
-        return abs(self.spare) < self._unsure
+        return abs(self.spare) < self.band
 
     @property
     def surely_spare(self) -> int:
         """Bytes that are left if the plan is too small by its band."""
-        return self.spare - self._unsure
+        return self.spare - self.band
 
     @property
     def spare(self) -> int:
@@ -119,13 +109,11 @@ class MemoryPlan:
     def room(self, moment: Peak) -> int:
         """Bytes that could be made at ``moment``; negative if it has more than surely fit.
 
-        The band of a step that fills the memory stays free.
+        The band of a step that fills the memory stays free: at the peak this is negative just where
+        ``surely_spare`` is, and says how much larger the step may grow.
         """
-        if self.budget.allowance is not None:
-            return self._spare(moment)
-        filled = (self.budget.memory - self._fixed) * self._share // (1 + self._share)
-        spare = self._spare(moment) - min(self.band, int(filled))
-        return int(spare / (1 + max(self._unused, 0.0)))
+        band = (self.budget.memory - self._fixed) * self._share / (1 + self._share)
+        return int((self._spare(moment) - band) / (1 + max(self._unused, 0.0)))
 
     def left_for_blocks(self, everything: int, one: int) -> int:
         """The bytes that blocks may hold, so that every moment of the step surely fits.
@@ -171,10 +159,7 @@ class MemoryPlan:
             if (nbytes := _gib(self.peak.by_kind.get(kind, 0))) != "0.00":
                 yield f"{nbytes:>8}  {kind}{on_host}"
         yield f"{_gib(self.peak.nbytes):>8}  sum: allocated"
-        if self.budget.allowance is not None:
-            yield f"{_gib(self.allowance):>8}  allowance: as given"
-        else:
-            yield from self._reserved()
+        yield from self._reserved()
         if self.host_peak:
             ranks = self.ranks_per_node
             yield (

@@ -43,13 +43,12 @@ from titan_ext.components.exchange_policy import ranks_of_token
 
 
 def use_stand_ins(
-    config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0, document: int = 0
+    config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0
 ) -> Sequence[str]:
     """Put them into the model of a trainer's config, in place.
 
     Without ``as_on_a_gpu`` only those without which no step runs. ``imbalance`` are the tokens that
-    this rank's experts get, for one if routing were balanced. ``document`` is how long the packed
-    documents are to whose tokens attention is masked, 0 for as long as a sequence.
+    this rank's experts get, for one if routing were balanced.
 
     Returns the names of the dispatchers that are planned as Titan's all-to-all. Only their own
     kernels know what they send: a token once a rank or a node, or padded.
@@ -66,11 +65,9 @@ def use_stand_ins(
         replace_configs(spec, TokenChoiceTopKRouter.Config, _router)
     if not context_parallel and as_on_a_gpu:
         for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
-            has_mask = kind is not ScaledDotProductAttention
             for _, _, parent, key in list(spec.traverse(kind.Config)):
                 window = getattr(parent, "sliding_window_size", None) or 0
-                shapes = AttentionShapes.Config(window=window, document=document if has_mask else 0)
-                setattr(parent, str(key), shapes)
+                setattr(parent, str(key), AttentionShapes.Config(window=window))
     elif context_parallel and parallelism.spmd_backend == "spmd_types":
         # With its masks, which are split too.
         flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
@@ -220,7 +217,7 @@ class _OneKernel:
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        self.window, self.document = config.window, config.document
+        self.window = config.window
 
     def forward(
         self,
@@ -243,12 +240,10 @@ class _OneKernel:
         return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
 
     def _share_masked(self, length: int) -> float:
-        """Of the scores of a causal mask, those that a window and documents leave out."""
-        seen = min(x for x in (self.window, self.document, length) if x)
-        if seen == length:
+        """Share of the scores of a causal mask that a window leaves out; kernels do whole tiles."""
+        if not 0 < self.window < length:
             return 0.0
-        tile = _TILE if seen == self.window else 0  # kernels compute whole tiles
-        return 1 - min((2 * min(seen + tile, length) if tile else seen) / length, 1.0)
+        return 1 - min(2 * min(self.window + _TILE, length) / length, 1.0)
 
 
 class AttentionShapes(_OneKernel, ScaledDotProductAttention):
@@ -256,14 +251,12 @@ class AttentionShapes(_OneKernel, ScaledDotProductAttention):
     class Config(ScaledDotProductAttention.Config):
         window: int = 0
         """Positions that a query sees, itself included; 0 for all before it."""
-        document: int = 0
 
 
 class FlexAttentionShapes(_OneKernel, FlexAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
         window: int = 0
-        document: int = 0
 
 
 class RMSNormShapes(RMSNorm):

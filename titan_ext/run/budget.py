@@ -433,12 +433,12 @@ def use(config: Any, section: dict[str, Any]) -> None:
 def solve_in_dry_run(config: Any, ranks: int, memory: Sequence[str], options: Sequence[str]) -> str:
     """Do in a dry run what a run does: give ``config`` the table for its budget; a report.
 
-    ``memory`` is the command's ``["--memory", "80GiB"]`` and its allowance, if given; ``options``
-    are more of its words. Raises ValueError for a budget that cannot be met.
+    ``memory`` is the command's ``["--memory", "80GiB"]``, if given; ``options`` are more of its.
+    Raises ValueError for a budget that cannot be met.
     """
     budget = Budget.parse(config.activation_checkpoint.budget)
     if budget.memory is not None:
-        memory = ["--memory", _size(budget.memory), *memory[2:]]
+        memory = ["--memory", _size(budget.memory)]
     elif budget.nbytes is None and not memory:
         raise ValueError(f'{KEY}.budget is "{FIT}": expected --memory, which says what is left.')
     if budget.nbytes is None:
