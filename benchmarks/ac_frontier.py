@@ -61,7 +61,7 @@ def frontier(
     from titan_ext.config_registry.resolve import resolve
     from titan_ext.plan.dry_run import dry_run
     from titan_ext.plan.stand_ins import as_rank
-    from titan_ext.run.budget import TracedBlocks, settings_of
+    from titan_ext.run.budget import TracedBlocks
 
     flags = ["--training.local_batch_size", "1", "--training.seq_len", "4096"]
     flags += ["--training.disable_cuda_graphs"]  # as EP's standard dispatcher needs it
@@ -73,7 +73,7 @@ def frontier(
         model.layers = model.layers[:2]  # a dense block, and one with experts
         if early:
             use_early_scores(config.model_spec)
-        traced = TracedBlocks(dry_run(config, RANKS), settings_of(None))
+        traced = TracedBlocks(dry_run(config, RANKS), None)
     blocks, launch_ms = traced.blocks[-1], MACHINES["h100"].launch * 1e3
     (graph,) = blocks.graphs
     kinds = [BlockKind(graph)]

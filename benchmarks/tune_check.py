@@ -106,17 +106,16 @@ def check(
     """Tune a job, plan its grid, and print which is better."""
     from titan_ext.config_registry.tune import Tune
     from titan_ext.plan.moves import Effect, Move
+    from titan_ext.plan.search import Search
     from titan_ext.plan.stand_ins import as_rank
 
-    every = Move((), (), Effect.ROUNDING, "a point of the grid", lambda now, facts: ())
+    point = Move((), (), Effect.ROUNDING, "a point of the grid", lambda now, facts: ())
     command = Tune(config, ranks, memory=memory, processes=processes)
     with tempfile.TemporaryDirectory() as folder, as_rank(ranks, 0):
         search, _ = command.search([], Path(folder))
         with search.forks:
             search.run()
         tuned, priced = search.compared, len(search.tried)
-        assert tuned is not None
-        assert search.own is not None
         cpu_s = sum(os.times()[:4])
         now = search.job.values
         copies = search.job.facts.copies(now)
@@ -124,11 +123,10 @@ def check(
         points = []
         for values in itertools.product(*grid.values()):
             keys = dict(zip(grid, values, strict=True))
-            points.append({every: keys | ({_GLOBAL: total} if _LOCAL in keys else {})})
-        own = search.tried[0]
+            points.append({point: keys | ({_GLOBAL: total} if _LOCAL in keys else {})})
+        own, of_grid = search.tried[0], Search(search.job, search.forks, Effect.LOSSY)
         with search.forks:
-            found = search.forks.run(search.evaluate(point, own) for point in points)
-        best = min(found, key=lambda one: one.order)
+            best = min(of_grid.evaluate(points, own), key=lambda one: one.order)
         grid_s = sum(os.times()[:4]) - cpu_s
         print(
             f"{name}: yours {_words(own)}; tuned {_words(tuned)}, {priced} plans, {cpu_s:.0f} CPU "
@@ -143,6 +141,7 @@ def order(machine: str, rounds: int, out: Path | None) -> None:
     from scipy.stats import spearmanr
 
     from titan_ext.config_registry.tune import Tune
+    from titan_ext.plan.forks import Forks
     from titan_ext.plan.stand_ins import as_rank
 
     command = Tune("moe_debug.toml", _ORDER_RANKS, machine=machine, memory="8GiB", processes=1)
@@ -150,10 +149,10 @@ def order(machine: str, rounds: int, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with as_rank(_ORDER_RANKS, 0, _ORDER_RANKS), quiet(False):
             search, _ = command.search([], Path(folder))
-            calls = ([("price", keys, 0)] for keys in ORDER.values())
-            with search.forks:
-                priced = search.forks.run(_first(call) for call in calls)
-        for name, (_, planned) in zip(ORDER, priced, strict=True):
+            with Forks(search.job.step, 1) as forks:
+                priced = dict(forks.run([(keys,) for keys in ORDER.values()]))
+        for at, name in enumerate(ORDER):
+            _, planned = priced[at]
             rows[name] = {"planned": planned.step_ms, "wall": [], "cpu": []}
             rows[name]["parts"] = {part.name.lower(): ms for part, ms in planned.ms.items() if ms}
             print(f"{name}: {planned.step_ms:.0f} ms planned", flush=True)
@@ -184,11 +183,6 @@ def order(machine: str, rounds: int, out: Path | None) -> None:
         medians = [statistics.median(row[key]) for row in rows.values()]
         found = spearmanr([row["planned"] for row in rows.values()], medians)
         print(f"order: rank correlation with {key} = {found.statistic:.3f}")
-
-
-def _first(calls: list[Any]) -> Any:
-    (found,) = yield calls
-    return found
 
 
 def train(file: Path) -> None:

@@ -26,8 +26,9 @@ from titan_ext.plan import stand_ins
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 from titan_ext.plan.memory import BAND, COMPILED_BAND, DeviceMemory, MemoryPlan
-from titan_ext.plan.search import Tried
+from titan_ext.plan.search import Plan
 from titan_ext.plan.stand_ins import as_rank
+from titan_ext.plan.time import StepTime
 
 BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=256, layers=4)
 RUNS = [replace(BASE, world=1, ep=1, parallelize="block", ac="none")]
@@ -260,7 +261,7 @@ def test_what_is_set_aside_decides_too():
         plan = replace(plan, budget=replace(budget, memory=memory))
         assert plan.verdict("rank 0").startswith(verdict)
         assert (plan.surely_spare >= 0) is (verdict == "fits")
-        assert Tried(choices={}, keys={}, memory=plan).fits is (verdict == "fits")
+        assert Plan(plan, StepTime("h100", {}, {}, {}, 1, None)).fits is (verdict == "fits")
 
 
 def _without_checkpointing(

@@ -19,10 +19,9 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.config_registry.tune import Tune
 from titan_ext.plan import tuned
-from titan_ext.plan.candidates import Job, Level, block_keys, with_defaults
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import FailedError, Forks
-from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan, Peak
+from titan_ext.plan.memory import BAND, DeviceMemory, MemoryKind, MemoryPlan, Peak
 from titan_ext.plan.moves import (
     EP,
     GLOBAL,
@@ -32,11 +31,20 @@ from titan_ext.plan.moves import (
     SCORES,
     Effect,
     Facts,
+    _batches,
+    _ep,
+    _replicate,
     keys_of,
-    moves_from,
     with_move,
 )
-from titan_ext.plan.search import Search, Tried
+from titan_ext.plan.search import (
+    Checkpointing,
+    Job,
+    Plan,
+    Search,
+    with_best_checkpointing,
+    with_defaults,
+)
 from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import Part, StepTime
@@ -67,13 +75,9 @@ def _two_depths(folder: Path) -> Any:
 
     depths: Any = Depths.of(config())
     assert depths is not None
-
-    def steps() -> Any:
-        return (yield [(layers,) for layers in (depths.short, depths.longer, depths.whole)])
-
-    with as_rank(8, 0):
-        (found,) = Forks(plan, 2).run([steps()])
-    return depths, found
+    with as_rank(8, 0), Forks(plan, 2) as forks:
+        found = dict(forks.run([(depths.short,), (depths.longer,), (depths.whole,)]))
+    return depths, [found[at] for at in range(3)]
 
 
 def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
@@ -101,39 +105,37 @@ def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
         assert memory.peak.by_kind[kind] == pytest.approx(whole[0].peak.by_kind[kind], rel=0.001)
 
 
-def _solved_and_planned(folder: Path) -> tuple[Level, tuple[MemoryPlan, StepTime], Any]:
-    """The least checkpointing of two blocks, in a step of four passes, and plans with it: in the
-    process that solved it and planned a block's units, and in one of its own."""
+def _solved_and_planned(folder: Path) -> tuple[Plan, Any]:
+    """A step of four passes with the least checkpointing, of two blocks: in the process that solved
+    it and planned a block's units, and in one of its own."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with as_rank(2, 0):
-        job = Tune("moe_debug.toml", 2, memory="8GiB").search([], folder)[0].job
-        layers = 2
-        job = replace(job, depths=Depths(layers, layers, layers, head=1, period=1))
+        whole = Tune("moe_debug.toml", 2, memory="8GiB").search([], folder)[0].job
+
+        def make(keys: Mapping[str, Any]) -> Any:
+            config = whole.make(keys)
+            cut(config, 2)
+            return config
+
+        job = replace(whole, make=make, depths=None)
         keys = {LOCAL: 1, GLOBAL: 8}
-
-        def steps() -> Any:
-            ((least, *_),) = yield [("levels", keys)]
-            (other,) = yield [("price", {**keys, "parallelism.fsdp_wrap": "block"}, layers)]
+        with Forks(lambda what, *call: getattr(job, what)(*call), 1) as forks:
+            every = ("plan", keys, 0), ("step", {**keys, "parallelism.fsdp_wrap": "block"})
+            (_, planned), (_, other) = forks.run(every)
             assert not isinstance(other, FailedError), other  # or its process would be no more
-            call = "price", keys | least.keys({**job.values, **keys}), layers
-            (planned,) = yield [call]
-            return least, planned, call
-
-        def again(call: Any) -> Any:
-            return (yield [call])
-
-        with Forks(job.ask, 1, job.alike) as forks:
-            least, planned, call = forks.run([steps()])[0]
-        with Forks(job.ask, 1, job.alike) as forks:
-            ((alone,),) = forks.run([again(call)])
-        return least, planned, alone
+            again = "step", job.all_keys(keys, planned.checkpointing)
+            ((_, later),) = forks.run([again])
+        with Forks(lambda what, *call: getattr(job, what)(*call), 1) as forks:
+            ((_, alone),) = forks.run([again])
+        return planned, (later, alone)
 
 
 def test_a_plan_is_the_same_after_others_in_its_process(tmp_path: Path):
-    ((level, planned, alone),) = run_ranks(_solved_and_planned, 1, tmp_path, log_folder=tmp_path)
-    assert planned == alone
+    ((planned, (later, alone)),) = run_ranks(_solved_and_planned, 1, tmp_path, log_folder=tmp_path)
+    assert (planned.memory, planned.time) == later == alone
     # The solver's recompute is of all passes of a step.
-    assert level.ms == pytest.approx(planned[1].ms[Part.RECOMPUTE], rel=0.2)
+    solved = planned.checkpointing
+    assert solved.ms == pytest.approx(planned.time.ms[Part.RECOMPUTE], rel=0.2)
 
 
 _RUN = """extends = "deepseek_v3.deepseek_v3_debugmodel"
@@ -201,40 +203,39 @@ def test_other_moments_are_not_alike():
 # -- forks
 
 
-def test_calls_of_several_generators_run_at_once(tmp_path: Path):
-    assert run_ranks(_forked, 1, log_folder=tmp_path) == [[[1, 4, 16], [9, 81, 6561], "no 7"]]
+def test_calls_run_at_once_and_a_failure_is_a_result(tmp_path: Path):
+    ((found, errors, counts),) = run_ranks(_forked, 1, log_folder=tmp_path)
+    assert found == {0: 4, 2: 81}
+    assert errors == {
+        1: "no 7",
+        3: "its process ended without a result; is the machine out of memory?",
+    }
+    assert counts == (4, 4)
 
 
 def _forked() -> Any:
     def square(number: int) -> int:
         if number == 7:
             raise ValueError("no 7")
+        if number == 3:
+            os._exit(0)
         return number**2
 
-    def powers(number: int) -> Any:
-        found = [1 if number == 2 else 9]
-        for _ in range(2):
-            (number,) = yield [(number,)]
-            found.append(number)
-        return found
-
-    def fails() -> Any:
-        (found, _) = yield [(7,), (1,)]
-        assert isinstance(found, FailedError)
-        return str(found)
-
-    forks = Forks(square, 2)
-    found = forks.run([powers(2), powers(9), fails()])
-    assert forks.called == forks.planned == 6
-    return found
+    with Forks(square, 2) as forks:
+        found = dict(forks.run([(2,), (7,), (9,), (3,)]))
+    errors = {at: str(one) for at, one in found.items() if isinstance(one, FailedError)}
+    found = {at: one for at, one in found.items() if at not in errors}
+    return found, errors, (forks.called, forks.planned)
 
 
 def test_a_fork_makes_calls_that_are_alike(tmp_path: Path):
     """All of a kind before it makes room for another, and none after a failure."""
-    (((a, b, c), other, failed, last),) = run_ranks(_kinds, 1, log_folder=tmp_path)
-    assert a == b == c
+    ((pids, last),) = run_ranks(_kinds, 1, log_folder=tmp_path)
+    a, other, failed, b, again = (pids[at] for at in range(5))
+    assert a == b
     assert isinstance(failed, FailedError)
-    assert len({a, other, last}) == 3
+    assert len({a, other, again}) == 3
+    assert last == again, "a later call finds it warm"
 
 
 def _kinds() -> Any:
@@ -243,33 +244,13 @@ def _kinds() -> Any:
             raise ValueError("wrong")
         return os.getpid()
 
-    def steps(*calls: Any) -> Any:
-        found = []
-        for call in calls:
-            found += yield [call]
-        return found
-
     with Forks(process, 1, lambda kind, *_: kind) as forks:
-        same, (other, failed, last) = forks.run(
-            [steps(("a",), ("a",), ("a",)), steps(("b",), ("b", True), ("b",))]
-        )
-    for pid in (same[0], last):
+        found = dict(forks.run([("a",), ("b",), ("b", True), ("a",), ("b",)]))
+        ((_, last),) = forks.run([("b",)])
+    for pid in (found[0], last):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    return same, other, failed, last
-
-
-def test_a_fork_that_dies_is_a_failure(tmp_path: Path):
-    (text,) = run_ranks(_dying, 1, log_folder=tmp_path)
-    assert "ended without a result" in text
-
-
-def _dying() -> str:
-    def steps() -> Any:
-        return (yield [(3,)])
-
-    ((found,),) = Forks(os._exit, 1).run([steps()])
-    return str(found)
+    return found, last
 
 
 # -- the search, on a step that is a formula
@@ -280,21 +261,11 @@ class _Inline:
     """``Forks`` without processes."""
 
     function: Any
-    called: int = 0
     calls: list[Any] = field(default_factory=list)
 
-    def run(self, everything: Any) -> list[Any]:
-        found = []
-        for steps in everything:
-            results = None
-            try:
-                while True:
-                    calls = next(steps) if results is None else steps.send(results)
-                    self.calls += calls
-                    results = [self.function(*call) for call in calls]
-            except StopIteration as end:
-                found.append(end.value)
-        return found
+    def run(self, calls: Any) -> Any:
+        self.calls += calls
+        return [(at, self.function(*call)) for at, call in enumerate(calls)]
 
 
 _VALUES = {
@@ -313,8 +284,11 @@ _VALUES = {
     "parallelism.exchange_dtype": None,
 }
 _FACTS = Facts(ranks=64, ranks_per_node=8, experts=64)
-_LEVELS = [Level(n * GIB, 400 / n, {"*": f"{n}"}) for n in (1, 2, 3, 5, 8, 12, 20, 32)]
-_LEVELS.append(Level(48 * GIB, 0.0, {}))
+_SOLVED = [
+    Checkpointing(nbytes=n * GIB, ms=400 / n, table={"*": f"{n}"}, ms_of_a_byte=100 / n**2 / GIB)
+    for n in (1, 2, 3, 5, 8, 12, 20, 32)
+]
+_SOLVED.append(Checkpointing(nbytes=48 * GIB, ms=0.0, table={}))
 
 
 def _step(now: Mapping[str, Any]) -> tuple[dict[Part, float], float]:
@@ -338,22 +312,19 @@ def _step(now: Mapping[str, Any]) -> tuple[dict[Part, float], float]:
     return ms, 14.0 + 6 * copies + (12 if never else 0) + 3 * 8 / ep
 
 
-def _price(values: Mapping[str, Any], keys: Mapping[str, Any]) -> Any:
+def _price(values: Mapping[str, Any], keys: Mapping[str, Any], solved: Any = _SOLVED[2]) -> Any:
+    """Of a config with a checkpointing; the user's own is the third."""
     now = {**values, **keys}
     if now[EP] * now[REPLICATE] > 64:
         return FailedError("too many ranks")
     ms, base = _step(now)
-    table = keys.get("activation_checkpoint.op_policies", {})
-    level = next((x for x in _LEVELS if x.table == table and table), _LEVELS[-1])
-    if keys.get("activation_checkpoint.policy") is None:
-        level = _LEVELS[2]  # the user's own
-    ms[Part.RECOMPUTE] = level.ms
-    held = level.nbytes * now[LOCAL] // 4
+    ms[Part.RECOMPUTE] = solved.ms
+    held = solved.nbytes * now[LOCAL] // 4
     kinds = {MemoryKind.EXACT: held, MemoryKind.PARAMETERS: int(base * GIB)}
     peak = Peak(sum(kinds.values()), "loss", kinds)
     budget = DeviceMemory(memory=60 * GIB, context=0)
     time = StepTime("h100", ms, {}, {}, now[GLOBAL] // 64 * 4096, None)
-    return MemoryPlan(budget, peak, [peak], 0, frozenset()), time
+    return Plan(MemoryPlan(budget, peak, [peak], 0, frozenset()), time)
 
 
 def _search(most: Effect = Effect.LOSSY, changed: Mapping[str, Any] | None = None) -> Search:
@@ -367,16 +338,30 @@ def _search(most: Effect = Effect.LOSSY, changed: Mapping[str, Any] | None = Non
         exact=most is Effect.NONE,
     )
 
-    def ask(what: str, keys: Mapping[str, Any], *_: Any) -> Any:
+    def plan(keys: Mapping[str, Any], room: int | None, at_most: float, is_whole: bool) -> Any:
+        found = _price(values, keys)
+        if room is None or isinstance(found, FailedError):
+            return found
         local = {**values, **keys}[LOCAL]
-        if what == "levels":
-            return [level._replace(nbytes=level.nbytes * local // 4) for level in _LEVELS]
-        return _price(values, keys)
+        every = [replace(one, nbytes=one.nbytes * local // 4) for one in _SOLVED]
 
-    forks: Any = _Inline(ask)
+        def solve(budget: int) -> Checkpointing:
+            return max((x for x in every if x.nbytes <= budget), key=_nbytes, default=every[0])
+
+        def step(solved: Checkpointing) -> Plan:
+            (here,) = (x for x in _SOLVED if x.table == solved.table)
+            return _price(values, keys, here)._replace(checkpointing=solved)
+
+        return with_best_checkpointing(room, solve, step, at_most)
+
+    forks: Any = _Inline(plan)
     search = Search(job, forks, most)
     search.run()
     return search
+
+
+def _nbytes(solved: Checkpointing) -> int:
+    return solved.nbytes
 
 
 def _best_of_all(values: Mapping[str, Any]) -> float:
@@ -394,10 +379,10 @@ def _best_of_all(values: Mapping[str, Any]) -> float:
         keys = dict(zip(grid, chosen, strict=True))
         if keys[LOCAL] == 1 and keys["parallelism.overlap_exchanges"] == "halves":
             continue
-        for level in _LEVELS:
-            found = _price(values, keys | level.keys(values))
-            if not isinstance(found, FailedError) and found[0].spare >= 0:
-                best = min(best, found[1].step_ms)
+        for solved in _SOLVED:
+            found = _price(values, keys, solved)
+            if not isinstance(found, FailedError) and found.fits:
+                best = min(best, found.time.step_ms)
     return best
 
 
@@ -405,35 +390,53 @@ def _best_of_all(values: Mapping[str, Any]) -> float:
 def test_nothing_of_a_grid_is_better(start: dict[str, Any]):
     search = _search(Effect.LOSSY, start)
     assert search.winner is not None
+    assert search.winner.plan is not None
     assert search.winner.fits
     least = _best_of_all(search.job.values)
-    assert search.winner.time is not None
-    assert search.winner.time.step_ms <= 1.01 * least
-    assert search.own is not None
-    assert least < 0.9 * search.own.time.step_ms  # type: ignore[union-attr]
+    assert search.winner.plan.time.step_ms <= 1.01 * least
+    assert search.own.plan is not None
+    assert least < 0.9 * search.own.plan.time.step_ms
 
 
 def test_what_does_not_fit_is_made_to(tmp_path: Path):
     """A start that lacks memory ends with a config that fits."""
     search = _search(Effect.LOSSY, {REPLICATE: 8})
-    assert search.own is not None
     assert not search.own.fits
     assert search.best.fits
     assert any("does not fit" in line for line in tuned.table(search))
 
 
-def test_levels_are_tried_until_one_fits(monkeypatch: pytest.MonkeyPatch):
-    """Rooms are estimates: where each is a little too large, the fourth level fits first."""
-    search = _search(Effect.LOSSY, {REPLICATE: 4})
+def _planned(room: int, at_most: float = float("inf"), spare: int = 20 * GIB) -> list[float]:
+    """GiB of the budgets that are planned, of which the last one is taken, in such a memory."""
+    tried = []
 
-    def a_little_less(one: Tried) -> int:
-        assert one.level is not None
-        return one.level.nbytes - 1
+    def solve(budget: int) -> Checkpointing:
+        return Checkpointing(
+            nbytes=max(budget, GIB), ms=400 * GIB / max(budget, GIB), table={"": ""}
+        )
 
-    monkeypatch.setattr("titan_ext.plan.search._room", a_little_less)
-    (found,) = search.forks.run([search._try_levels({}, _LEVELS, 48 * GIB)])
-    assert found.fits
-    assert found.level == _LEVELS[5]
+    def step(solved: Checkpointing) -> Plan:
+        tried.append(solved.nbytes)
+        peak = Peak(solved.nbytes, "loss", {MemoryKind.EXACT: solved.nbytes})
+        device = DeviceMemory(memory=round((1 + BAND) * spare), context=0)
+        memory = MemoryPlan(device, peak, [peak], 0, frozenset())
+        ms = {Part.FORWARD: 100.0, Part.RECOMPUTE: solved.ms}
+        return Plan(memory, StepTime("h100", ms, {}, {}, 1000, None), solved)
+
+    found = with_best_checkpointing(room, solve, step, at_most)
+    assert found.checkpointing is not None
+    taken = [found.checkpointing.nbytes] if found.fits else []
+    return [round(nbytes / GIB, 1) for nbytes in tried + taken]
+
+
+def test_the_largest_budget_that_fits_is_taken():
+    assert _planned(20 * GIB) == [20, 20]
+    assert _planned(10 * GIB) == [10, 20, 20]
+    assert _planned(40 * GIB) == [40, 20, 20]
+    assert _planned(10 * GIB, spare=GIB // 2) == [10, 1], "the least, which does not fit"
+    # 10 GiB take 140 us a token, and 20 GiB would take 120.
+    assert _planned(10 * GIB, at_most=119.0) == [10, 10]
+    assert _planned(10 * GIB, at_most=121.0) == [10, 20, 20]
 
 
 def test_exact_changes_no_result():
@@ -441,8 +444,12 @@ def test_exact_changes_no_result():
     allowed = {key for move in MOVES if move.effect is Effect.NONE for key in _keys(move)}
     assert all(one.keys.keys() <= allowed for one in search.tried)
     assert any(one.keys for one in search.tried)
-    levels = [one for one in search.tried if one.level is not None and one.level.table]
-    assert all(search.all_keys(one)["activation_checkpoint.exempt"] == ["*"] for one in levels)
+    solved = [(x.keys, x.checkpointing) for x in search.tried if x.checkpointing]
+    exempt = [search.job.all_keys(*both)[_EXEMPT] for both in solved if both[1].table]
+    assert exempt == [["*"]] * len(exempt) != []
+
+
+_EXEMPT = "activation_checkpoint.exempt"
 
 
 def _keys(move: Any) -> set[str]:
@@ -458,71 +465,21 @@ def test_a_move_that_acts_on_nothing_is_not_tried():
     assert not any("exchange_dtype" in key for x in one.tried for key in x.keys)
 
 
-def test_what_cannot_win_is_not_priced_with_more_memory(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_planned_twice():
+    """But for the two that are planned as whole models in the end."""
     search = _search()
-    monkeypatch.setattr(Search, "_is_behind", lambda self, one: False)
-    longer = _search()
-    assert len(search.tried) < len(longer.tried)
-    assert search.best.us_per_token == longer.best.us_per_token
-
-
-def test_a_longer_model_is_planned_only_for_a_new_price_of_the_short_one():
-    depths = _depths("m" * 9)
-    assert depths is not None
-    search = _search()
-    search = Search(replace(search.job, depths=depths), search.forks, Effect.LOSSY)
-    calls = search.forks.calls  # type: ignore[attr-defined]
-    calls.clear()
-    same, other = {"parallelism.fsdp_wrap": "block"}, {LOCAL: 2}
-    found = search.forks.run(search._price({MOVES[0]: keys}, None) for keys in ({}, same, other))
-    assert [layers for *_, layers in calls] == [3, 5, 3, 3, 5]
-    assert found[0].time == found[1].time != found[2].time
-    assert [one.keys for one in found] == [{}, same, other]
-
-
-def test_nothing_is_planned_twice_at_the_end():
-    """What is taken back was often tried, and whole models are dear."""
-    depths = _depths("m" * 9)
-    assert depths is not None
-    search = _search()
-    search = Search(replace(search.job, depths=depths), search.forks, Effect.LOSSY)
-    calls = search.forks.calls  # type: ignore[attr-defined]
-    calls.clear()
-    search.run()
-    asked = [repr(sorted(call[1].items(), key=str)) for call in calls if call[2:] == (0,)]
-    assert 2 <= len(asked) == len(set(asked))
+    asked = [repr((sorted(x[0].items(), key=str), x[1] is None)) for x in search.forks.calls]  # type: ignore[attr-defined]
+    assert len(set(asked[:-2])) == len(asked) - 2
     backwards = [one for move, one in search.without.items() if move is not None]
     assert backwards
-    assert all(one.level is not None and one.memory is not None for one in backwards)
-
-
-def test_from_other_degrees_only_what_the_best_does_not_allow_is_tried():
-    search = _search()
-    ep_8, ep_1 = (
-        next(
-            x
-            for x in search.tried
-            if x.fits and x.keys.get(EP, 8) == degree and LOCAL not in x.keys
-        )
-        for degree in (8, 1)
-    )
-    fresh = Search(search.job, search.forks, Effect.LOSSY)
-    fresh.tried = [ep_1, ep_8]
-    is_close = ep_8.saves(ep_1) > -0.1
-    assert fresh._elsewhere(ep_1) is (ep_8 if is_close else None)
-    fresh._round(ep_8, is_coarse=False, but=ep_1)
-    tried = {key for one in fresh.tried[2:] for key in one.keys.keys() - ep_8.keys.keys()}
-    assert {"parallelism.overlap_exchanges", "parallelism.exchange_dtype"} == {
-        key for key in tried if key.startswith("parallelism.")
-    }
+    assert all(one.checkpointing is not None for one in backwards)
 
 
 def test_the_users_checkpointing_has_no_keys_of_float8():
-    search = _search()
-    one = Tried(choices={}, keys={SCORES: True, EP: 4})
-    assert search.all_keys(one) == {EP: 4}
+    keys = {SCORES: True, EP: 4}
+    assert _search().job.all_keys(keys, None) == {EP: 4}
     search = _search(Effect.LOSSY, {"activation_checkpoint.policy": "fp8"})
-    assert search.all_keys(one) == {SCORES: True, EP: 4}
+    assert search.job.all_keys(keys, None) == keys
 
 
 def test_of_resharding_only_what_is_not_so_already():
@@ -556,13 +513,12 @@ def test_every_change_is_a_file_that_loads(config: Loader, folder: Path):
     (folder / "config.toml").write_text(dump(now))
     facts = Facts(8, 4, experts=8, is_batch_free=True, host_nbytes=GIB)
     values = with_defaults(identity(now))
-    tried = list(moves_from(values, facts, Effect.LOSSY))
-    assert {move for move, _ in tried} >= {move for move in MOVES if _has(values, move)}
+    tried = [change for move in MOVES for change in move.changes(values, facts)]
     assert len(tried) > 12
-    for _, change in tried:
-        level = Level(GIB, 0.0, {"*": "recompute"})
+    for change in tried:
+        solved = Checkpointing(nbytes=GIB, ms=0.0, table={"*": "recompute"})
         checkpointed = any(key.startswith("activation_") for key in change)
-        keys = {**(level.budget_keys(values) if checkpointed else {}), **change}
+        keys = {**(solved.budget_keys(values) if checkpointed else {}), **change}
         lines = [f"{key} = {to_toml(value)}" for key, value in keys.items()]
         (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
         values_now = resolve("changed.toml").values
@@ -570,26 +526,23 @@ def test_every_change_is_a_file_that_loads(config: Loader, folder: Path):
 
 
 @pytest.mark.parametrize("keys", ["mode = 'full'", "preset = 'speed'", "budget = '1GiB'", ""])
-@pytest.mark.parametrize(
-    "level", [Level(9, 1.0, {"*": "recompute"}), Level(9, 1.0, {}, "speed"), Level(9, 0.0, {})]
-)
-def test_a_level_is_a_file_that_loads_over_any_policy(
-    level: Level, keys: str, config: Loader, folder: Path
+@pytest.mark.parametrize("table", [{"*": "recompute"}, {}])
+def test_a_checkpointing_is_a_file_that_loads_over_any_policy(
+    table: dict[str, str], keys: str, config: Loader, folder: Path
 ):
     """As a table, and as the budget that a person's file gets."""
     now = config(DEBUG + f"[activation_checkpoint]\npolicy = 'fp8'\n{keys}\n")
     (folder / "config.toml").write_text(dump(now))
     values = with_defaults(identity(now))
-    for made in (level.keys(values), level.budget_keys(values)):
+    solved = Checkpointing(nbytes=9, ms=1.0, table=table)
+    for made in (solved.keys(values), solved.budget_keys(values)):
         lines = [f"{key} = {to_toml(value)}" for key, value in made.items()]
         (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
         policy: Any = resolve("changed.toml").config.activation_checkpoint
-        if level.is_none:
+        if not table:
             assert policy is None
-        elif level.preset:
-            assert policy == FP8AC.Config(preset="speed")
         elif made.get(_TABLE):
-            assert policy == FP8AC.Config(preset="stock", op_policies=dict(level.table))
+            assert policy == FP8AC.Config(preset="stock", op_policies=table)
         else:
             assert policy == FP8AC.Config(budget="1MiB")
 
@@ -598,13 +551,9 @@ _TABLE = "activation_checkpoint.op_policies"
 _BATCH = "local_batch_size = 2\nglobal_batch_size = 32\n"
 
 
-def _has(values: Mapping[str, Any], move: Any) -> bool:
-    return bool(list(move.changes(values, Facts(8, 4, 8, True, GIB))))
-
-
 def test_a_batch_keeps_the_tokens_of_a_step(config: Loader):
     text = DEBUG + "[parallelism]\ntensor_parallel_degree = 2\n[training]\nlocal_batch_size = 6\n"
-    batches = MOVES[0].changes
+    batches = _batches
     same, free = Facts(8, 8, 8), Facts(8, 8, 8, is_batch_free=True)
     now = with_defaults(identity(config(text)))
     assert list(batches(now, same)) == [{LOCAL: 3, GLOBAL: 24}]
@@ -617,7 +566,7 @@ def test_a_batch_keeps_the_tokens_of_a_step(config: Loader):
 
 
 def test_degrees_divide_experts_and_ranks():
-    ep, copies = MOVES[1].changes, MOVES[2].changes
+    ep, copies = _ep, _replicate
     now = {**_VALUES, EP: 8, REPLICATE: 2}
     assert [change[EP] for change in ep(now, _FACTS)] == [1, 2, 4, 16, 32]
     assert [change[EP] for change in ep({**now, EP: 32}, _FACTS)] == [4, 8, 16]
@@ -628,12 +577,11 @@ def test_degrees_divide_experts_and_ranks():
 
 
 def test_a_later_move_wins_a_key():
-    batch, ep = MOVES[0], MOVES[1]
+    batch, ep = MOVES[:2]
     choices = with_move(with_move({}, batch, {LOCAL: 2, GLOBAL: 64}), ep, {EP: 4})
     assert keys_of(choices, _VALUES) == {LOCAL: 2, GLOBAL: 64, EP: 4}
     assert keys_of(with_move(choices, batch, {LOCAL: 4, GLOBAL: 256}), _VALUES) == {EP: 4}
-    assert block_keys({EP: 4, REPLICATE: 2, "parallelism.fsdp_wrap": "block"}) == {(EP, 4)}
-    assert (SCORES, True) in block_keys({SCORES: True})
+    assert keys_of(with_move(choices, ep, {LOCAL: 8}), _VALUES) == {LOCAL: 8, GLOBAL: 64}
 
 
 # -- what it writes
@@ -647,8 +595,8 @@ def test_the_file_says_what_each_change_saves(folder: Path, config: Loader):
     assert table["extends"] == "mine.toml"
     assert table["training"]["steps"] == 7
     budget = table["activation_checkpoint"]["budget"]
-    assert search.best.level is not None
-    assert budget == f"{search.best.level.nbytes // 2**20}MiB"
+    assert search.best.checkpointing is not None
+    assert budget == f"{search.best.checkpointing.nbytes // 2**20}MiB"
     comments = [line for line in lines if line.startswith("# saves")]
     assert len(comments) == len(list(tuned.changes(search))) >= 3
     ms = sum(float(line.split()[2].replace(",", "")) for line in comments)
@@ -666,14 +614,12 @@ def test_figures_and_the_front(folder: Path):
     assert found["best"]["step_ms"] == min(x["step_ms"] for x in found["tried"] if x.get("fits"))
     assert (folder / "mine.png").stat().st_size > 10_000
     front = tuned.front(search)
-    points = [(x.memory.peak.nbytes, x.time.step_ms) for x in front]  # type: ignore[union-attr]
+    points = [(x.plan.memory.peak.nbytes, x.plan.time.step_ms) for x in front if x.plan]
     assert points == sorted(points, key=lambda point: (point[0], -point[1]))
     for one in search.tried:
-        if one.memory is not None and one.time is not None:
-            assert any(
-                nbytes <= one.memory.peak.nbytes and ms <= one.time.step_ms + 1e-6
-                for nbytes, ms in points
-            )
+        if one.plan is not None:
+            peak, ms = one.plan.memory.peak.nbytes, one.plan.time.step_ms
+            assert any(nbytes <= peak and least <= ms + 1e-6 for nbytes, least in points)
 
 
 @pytest.mark.slow

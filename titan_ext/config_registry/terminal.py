@@ -142,9 +142,9 @@ def progress_of(search: "Search") -> Iterator[None]:
 
         def tick() -> None:
             best = ""
-            if search.tried and (time := search.best.time) is not None:
-                fits = "" if search.best.fits else ", does not fit"
-                best = f"best so far: {time.tokens_per_second:,.0f} tokens/s{fits}"
+            if search.tried and (plan := search.best.plan) is not None:
+                fits = "" if plan.fits else ", does not fit"
+                best = f"best so far: {plan.time.tokens_per_second:,.0f} tokens/s{fits}"
             forks = search.forks
             progress.update(bar, completed=forks.called, total=forks.planned, best=best)
             progress.refresh()

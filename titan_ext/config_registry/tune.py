@@ -116,11 +116,10 @@ class Tune:
         from titan_ext.base import no_accelerator
         from titan_ext.config_registry.resolve import resolve
         from titan_ext.parallelize.limits import wrong_degrees
-        from titan_ext.plan.candidates import Job, with_defaults
         from titan_ext.plan.forks import Forks
         from titan_ext.plan.memory import DeviceMemory
         from titan_ext.plan.moves import Effect, Facts
-        from titan_ext.plan.search import Search
+        from titan_ext.plan.search import Job, Search, degrees, with_defaults
         from titan_ext.plan.shorten import Depths
         from titan_ext.toml.values import dump, identity
 
@@ -167,7 +166,7 @@ class Tune:
             exact=self.exact,
             depths=Depths.of(config),
         )
-        forks = Forks(job.ask, self.processes or len(os.sched_getaffinity(0)), job.alike)
+        forks = Forks(job.plan, self.processes or len(os.sched_getaffinity(0)), degrees)
         return Search(job, forks, Effect.NONE if self.exact else Effect.LOSSY), given
 
     def _report(self, search: "Search", given: Mapping[str, str], stopped: bool) -> None:

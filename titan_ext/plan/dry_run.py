@@ -51,11 +51,11 @@ from titan_ext.run.trainer import Trainer
 from titan_ext.run.weights import check_weights
 
 _AT_ONCE = 128
-"""Parameters a call of clipping and optimizer: torch's time grows with the square of the list.
+"""Parameters in a call of clipping and optimizer: torch's time grows with the square of the list.
 
 A foreach optimizer gets all, since it makes temporaries for all."""
 _OF_A_GPU = "triton", "rht_sign_vector is not materialized"
-"""Words of errors of torchao's kernels, and of TorchTitan's NVFP4, whose buffer is theirs."""
+"""Text in errors of torchao's kernels, and of TorchTitan's NVFP4, whose buffer is theirs."""
 _WITHOUT_FILES = {"enable_tensorboard": False, "enable_wandb": False}
 
 
@@ -71,13 +71,13 @@ class DryRun(Trainer):
         self.ranks, self.rank = ranks, rank
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model_parameters = 0
-        """Of the whole model."""
+        """Parameter count of the whole, unsharded model."""
         self.memory: MemoryPlan | None = None
         self.time: StepTime | None = None
         self.spans: Sequence[Span] = ()
         self.imbalance = 1.0
         self.dispatchers: Sequence[str] = ()
-        """Those that are planned as Titan's all-to-all."""
+        """Names of the dispatchers that are planned as Titan's all-to-all."""
         self.weights = ""
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
@@ -128,7 +128,7 @@ class DryRun(Trainer):
         return _layout(self.rank, **{x: getattr(dims, x) for x in names if not x.startswith("_")})
 
     def _tell_stages_their_shapes(self) -> None:
-        """What stages would tell each other first: the shapes that they send and receive."""
+        """Give stages the shapes that they would first tell each other, of what they send."""
         config, dims = self.config, self.parallel_dims
         in_sequence = dims.tp if config.parallelism.enable_sequence_parallel else 1
         count, length = self._microbatch
@@ -314,7 +314,7 @@ class DryRun(Trainer):
         return f"rank {self.rank}" + (f" (stage {self._indices()})" if self.stages else "")
 
     def report(self) -> str:
-        """What was checked, and this rank's figures, in a few lines."""
+        """Text of the command: what was checked, and this rank's figures."""
         return "\n".join(f"{name:12}{text}" for name, text in self._facts())
 
     def _facts(self) -> Iterator[tuple[str, str]]:
@@ -447,7 +447,7 @@ def plan_activations(
     those of ``dry_run``. Raises ValueError if it cannot be met, or the config has a table already.
     """
     asked: Any = config.activation_checkpoint
-    settings = settings_of(asked)
+    settings_of(asked)  # raises
     run = dry_run(
         without_checkpointing(config),
         ranks,
@@ -457,11 +457,12 @@ def plan_activations(
         as_on_a_gpu=as_on_a_gpu,
         step=False,
     )
-    traced = TracedBlocks(run, settings, machine, asked.offload_limit if has_budget(config) else "")
+    traced = TracedBlocks(run, asked, machine, asked.offload_limit if has_budget(config) else "")
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"
         budget = run.memory.left_for_blocks(traced.none_nbytes, traced.most_of_a_block)
-    return BudgetPlan.of(budget, traced, asked)
+    solution = None if traced.none_nbytes <= budget else traced.solve(budget)
+    return BudgetPlan(budget, traced, solution)
 
 
 @functools.cache

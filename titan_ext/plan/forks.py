@@ -6,9 +6,6 @@ this process has run no threads: nothing here starts any, and ``concurrent.futur
 ``multiprocessing.Pool`` do. A fork makes one call after another as long as they are ``alike``: the
 caches of fake tensors and of DTensor, cold, are half of a plan's time. Groups of processes are set
 up once, so that a plan with other degrees needs another fork.
-
-What needs several calls, one after the other, is a generator that yields lists of arguments and
-gets lists of results (``run``).
 """
 
 import contextlib
@@ -16,29 +13,18 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-Steps = Generator[Sequence[Any], list[Any], Any]
-"""Yields arguments of calls that may run at once, gets their results, and returns what it found."""
 _TICK_S = 0.2
 _ON_PURPOSE = ValueError, AssertionError, NotImplementedError, RuntimeError, ImportError
 
 
 class FailedError(ValueError):
     """A call raised an error that a user can understand; this is its message."""
-
-
-@dataclass(eq=False)
-class _Task:
-    steps: Steps
-    index: int
-    results: list[Any] = field(default_factory=list)
-    missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,75 +59,55 @@ class Forks:
     called: int = 0
     planned: int = 0
     _idle: list[_Fork] = field(default_factory=list)
+    _running: dict[Connection, tuple[_Fork, int]] = field(default_factory=dict)
 
     def __enter__(self) -> "Forks":
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._idle:
-            self._idle.pop().end()
+        for fork in (*self._idle, *(fork for fork, _ in self._running.values())):
+            fork.end()
+        self._idle.clear()
+        self._running.clear()
 
-    def run(self, everything: Iterable[Steps]) -> list[Any]:
-        """What the generators return, in their order; calls of all of them run side by side."""
-        tasks = [_Task(steps, index) for index, steps in enumerate(everything)]
-        found: list[Any] = [None] * len(tasks)
-        waiting: deque[tuple[_Task, int, Any]] = deque()
-        running: dict[Connection, tuple[_Fork, _Task, int]] = {}
+    def run(self, calls: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
+        """The results of calls as they come, each with the place of its call."""
+        waiting = dict(enumerate(calls))
+        self.planned += len(calls)
+        while waiting or self._running:
+            while waiting and len(self._running) < self.processes:
+                fork, at = self._next(waiting)
+                self._running[fork.line] = fork, at
+                with contextlib.suppress(BrokenPipeError):  # it died: its line has ended
+                    fork.line.send(waiting.pop(at))
+            for line in wait(list(self._running), timeout=_TICK_S):
+                assert isinstance(line, Connection)
+                fork, at = self._running.pop(line)
+                result = _received(line)
+                if isinstance(result, FailedError):  # who knows what it left behind
+                    fork.end()
+                else:
+                    self._idle.append(fork)
+                self.called += 1
+                yield at, result
+            self.tick()
 
-        def advance(task: _Task, results: list[Any] | None) -> None:
-            try:
-                calls = next(task.steps) if results is None else task.steps.send(results)
-            except StopIteration as end:
-                found[task.index] = end.value
-                return
-            task.results, task.missing = [None] * len(calls), len(calls)
-            self.planned += len(calls)
-            waiting.extend((task, place, call) for place, call in enumerate(calls))
-
-        try:
-            for task in tasks:
-                advance(task, None)
-            while waiting or running:
-                while waiting and len(running) < self.processes:
-                    fork, (task, place, call) = self._next(waiting, len(running))
-                    running[fork.line] = fork, task, place
-                    with contextlib.suppress(BrokenPipeError):  # it died: its line has ended
-                        fork.line.send(call)
-                for line in wait(list(running), timeout=_TICK_S):
-                    assert isinstance(line, Connection)
-                    fork, task, place = running.pop(line)
-                    task.results[place] = result = _received(line)
-                    if isinstance(result, FailedError):  # who knows what it left behind
-                        fork.end()
-                    else:
-                        self._idle.append(fork)
-                    self.called += 1
-                    task.missing -= 1
-                    if not task.missing:
-                        advance(task, task.results)
-                self.tick()
-        finally:
-            for fork, *_ in running.values():
-                fork.end()
-        return found
-
-    def _next(self, waiting: deque[Any], running: int) -> tuple[_Fork, Any]:
+    def _next(self, waiting: dict[int, Sequence[Any]]) -> tuple[_Fork, int]:
         """A call that waits, and the fork that makes it: one that made such calls, or a new one."""
         for fork in self._idle:
-            for one in waiting:
-                if self.alike(*one[-1]) == fork.alike:
+            for at, call in waiting.items():
+                if self.alike(*call) == fork.alike:
                     self._idle.remove(fork)
-                    waiting.remove(one)
-                    return fork, one
-        if running + len(self._idle) == self.processes:
+                    return fork, at
+        if len(self._running) + len(self._idle) == self.processes:
             self._idle.pop(0).end()
-        one = waiting.popleft()
+        at, call = next(iter(waiting.items()))
         context = multiprocessing.get_context("fork")
         line, its_line = context.Pipe()
         process = context.Process(target=_serve, args=(its_line, line, self.function), daemon=True)
         process.start()
         its_line.close()
-        return _Fork(process, line, self.alike(*one[-1])), one
+        return _Fork(process, line, self.alike(*call)), at
 
 
 def _received(line: Connection) -> Any:
@@ -152,7 +118,7 @@ def _received(line: Connection) -> Any:
 
 
 def _serve(line: Connection, other: Connection, function: Callable[..., Any]) -> None:
-    """In the fork: what it prints goes nowhere, and no exit handler of the parent runs."""
+    """Loop of a fork: its output goes nowhere, and no exit handler of the parent runs."""
     other.close()  # or the end of the parent would not end this
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
     nothing = os.open(os.devnull, os.O_WRONLY)

@@ -190,27 +190,6 @@ _HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL, MemoryKind.
 
 MOVES = (
     Move(
-        (*_SENDS, *_FSDP, *_KERNELS, Part.RECOMPUTE, Part.BUBBLE),
-        _HELD,
-        Effect.ROUNDING,
-        "sequences at once on a rank: more of them are fewer passes for the same tokens",
-        _batches,
-    ),
-    Move(
-        (*_SENDS, *_FSDP, *_KERNELS, Part.OPTIMIZER),
-        (*LASTING, *_UNSHARDED),
-        Effect.ROUNDING,
-        "ranks among which tokens travel to their experts",
-        _ep,
-    ),
-    Move(
-        (*_FSDP, Part.OPTIMIZER),
-        (*LASTING, *_UNSHARDED),
-        Effect.ROUNDING,
-        "copies of the model, each sharded over fewer ranks",
-        _replicate,
-    ),
-    Move(
         _SENDS,
         (),
         Effect.ROUNDING,
@@ -301,14 +280,28 @@ MOVES = (
         "activations wait on the host",
         _offload,
     ),
+    Move(
+        (*_SENDS, *_FSDP, *_KERNELS, Part.RECOMPUTE, Part.BUBBLE),
+        _HELD,
+        Effect.ROUNDING,
+        "sequences at once on a rank: more of them are fewer passes for the same tokens",
+        _batches,
+    ),
+    Move(
+        (*_SENDS, *_FSDP, *_KERNELS, Part.OPTIMIZER),
+        (*LASTING, *_UNSHARDED),
+        Effect.ROUNDING,
+        "ranks among which tokens travel to their experts",
+        _ep,
+    ),
+    Move(
+        (*_FSDP, Part.OPTIMIZER),
+        (*LASTING, *_UNSHARDED),
+        Effect.ROUNDING,
+        "copies of the model, each sharded over fewer ranks",
+        _replicate,
+    ),
 )
-
-
-def moves_from(now: Keys, facts: Facts, most: Effect) -> Iterator[tuple[Move, Keys]]:
-    """Every move and change of a config, of an ``Effect`` that is allowed."""
-    for move in MOVES:
-        if move.effect <= most:
-            yield from ((move, change) for change in move.changes(now, facts))
 
 
 Choices = Mapping[Move, Keys]
@@ -317,12 +310,7 @@ Choices = Mapping[Move, Keys]
 
 def with_move(choices: Choices, move: Move, change: Keys) -> Choices:
     """``choices`` and one more, which wins where two change a key."""
-    others = {
-        other: kept
-        for other, keys in choices.items()
-        if other is not move and (kept := {k: v for k, v in keys.items() if k not in change})
-    }
-    return {**others, move: change}
+    return {**{other: keys for other, keys in choices.items() if other is not move}, move: change}
 
 
 def keys_of(choices: Choices, without: Keys) -> dict[str, Any]:

@@ -1,109 +1,372 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The search of ``titan_ext tune``: which keys make a step of a job fastest in a memory.
 
-**What is searched.** A candidate is a set of changes (``plan.moves``) and a checkpointing. The
-latter is not searched with the others: an integer program (``activation_checkpoint.solver``) gives
-the best policies for some budgets, once for all candidates whose blocks run alike. The largest
-budget for which the step leaves room is taken.
+It is a coordinate descent. A coordinate is a move (``plan.moves``): a key or two, and the values
+that they may take. The search goes through the moves in turn. It plans each change of one beside
+the best candidate so far, and goes on from the fastest that fits if that saves ``_GAIN`` of a step.
+It ends when no move has helped since the last change. Moves of a few keys come before those of
+degrees and batches, so that other degrees are held against these ones at their best.
 
-**How.** A local search that follows the largest part of the step. A round tries every move that
-acts on enough: a move saves at most the parts that it shortens, and what the bytes that it frees
-are worth to the recompute. Then the round adds up the moves that helped, the best first, and the
-search goes on from the best of all. Rounds of degrees and batches take turns with rounds of all
-other keys, whose worth depends on them. Those also start from the second best choice of degrees,
-with what only that allows. A move that did not help is not tried again before a degree or the batch
-has changed. Two rounds that gain less than ``_GAIN`` are the last. Then come budgets between two
-that were tried, and every change that saves nothing is taken back. The winner, the runner-up and
-the user's config are planned as whole models.
+A move saves at most the phases of the step that it shortens, and what the bytes that it frees are
+worth to the recompute. One that acts on little is passed over.
 
-**Prices.** Two shortened models (``plan.shorten``), each in a fork (``plan.forks``). The second is
-planned only if the price of the first is new.
+Checkpointing is no coordinate: each candidate has the best one for itself. The solver finds it for
+the room that a step leaves, as the plan of the best candidate has it, and then its own plan. In the
+end each change is taken back once, and what saves nothing goes. The winner and the user's config
+are then planned as whole models, all others as two shortened ones (``plan.shorten``). A candidate
+is planned in a fork (``plan.forks``).
 
-benchmarks/tune_check.py holds it against all configs of a small grid.
+benchmarks/tune_check.py holds the search against all configs of a small grid.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.solved import KEY
-from titan_ext.plan.candidates import Job, Level, block_keys
-from titan_ext.plan.forks import FailedError, Forks, Steps
-from titan_ext.plan.memory import MemoryKind, MemoryPlan
+from titan_ext.activation_checkpoint.solver import BudgetTooSmallError, Solution
+from titan_ext.base.messages import Mistakes
+from titan_ext.parallelize.limits import wrong_degrees
+from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.forks import FailedError, Forks
+from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan
 from titan_ext.plan.moves import (
-    EP,
     GLOBAL,
-    LOCAL,
+    MOVES,
     OFFLOAD_LIMIT,
-    REPLICATE,
     Choices,
     Effect,
+    Facts,
+    Keys,
     Move,
     keys_of,
-    moves_from,
     with_move,
 )
-from titan_ext.plan.shorten import NotAlikeError
+from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
 from titan_ext.plan.time import StepTime
+from titan_ext.run.budget import TracedBlocks, without_checkpointing
 
 _GAIN = 0.003
-"""Of a step: what a change has to save."""
+"""Share of a step that a change has to save."""
 _WORTH = 0.01
-"""Of a step: what a move has to act on to be tried."""
-_CLOSE = 0.1
-"""Of a step: by how much other degrees may be slower whose other keys are tried, too."""
-_ADDED_UP = 4
-"""Moves of a round that are tried together, at most."""
-_ROUNDS = 8
-_TRIES = 3
-"""Levels of a candidate that are priced, at most, once one of them fits."""
-_NEIGHBOURHOOD = (LOCAL, EP, REPLICATE)
+"""Share of a step that a move has to act on to be tried."""
+_TRIES, _IN_A_RACE = 6, 2
+"""Budgets of a candidate that are planned, at most, and of one that is held against the best."""
+_LESS = 0.95
+"""The budget after one that was too large, at most, over that: rooms are estimates."""
+_MORE = 1.3
+"""The budget that says what more bytes are worth, over the one that fits."""
 _SEEN = 0.01
-"""Of what blocks hold at most: moments with less do not limit it."""
+"""Share of what blocks hold at most: where they hold less in a step, they do not limit it."""
 _HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL)
 
 
+# -- a candidate, planned in a fork
+
+
 @dataclass(frozen=True, kw_only=True)
-class Tried:
-    """A candidate and its price.
+class Checkpointing:
+    """A solved activation checkpointing.
 
     Attributes:
-        choices: Its changes, by the moves that made them.
-        keys: The same by key, without what the user has.
-        level: Its checkpointing; None for the user's own.
-        memory, time: Its price; None if it does not start.
-        reason: Why it does not.
-        is_whole: Whether the whole model was planned.
+        nbytes: Bytes that the blocks of a rank hold.
+        ms: Recompute of a step, by the solver.
+        table: ``op_policies`` with preset "stock"; empty for no checkpointing.
+        ms_of_a_byte: Recompute that a byte more would save.
     """
 
-    choices: Choices
-    keys: Mapping[str, Any]
-    level: Level | None = None
-    memory: MemoryPlan | None = None
-    time: StepTime | None = None
-    reason: str = ""
+    nbytes: int
+    ms: float
+    table: Mapping[str, str]
+    ms_of_a_byte: float = 0.0
+
+    def keys(self, now: Keys) -> dict[str, Any]:
+        """Keys of a config that has ``now``."""
+        if not self.table:
+            return {f"{KEY}.policy": "none"}
+        return policy_keys(now) | {f"{KEY}.op_policies": self.table}
+
+    def budget_keys(self, now: Keys) -> dict[str, Any]:
+        """Keys with a budget, for which the run solves, of a person's file."""
+        if not self.table:
+            return self.keys(now)
+        budget = f"{-(-self.nbytes // 2**20)}MiB"
+        return policy_keys(now, FP8AC.Config().preset) | {f"{KEY}.budget": budget}
+
+
+def policy_keys(now: Keys, preset: str = "stock") -> dict[str, Any]:
+    """Policy "fp8" with a preset, without what ``now`` has in the way."""
+    usual = {"mode": "selective", "budget": "", "op_policies": {}, "solved_with": {}}
+    keys = {f"{KEY}.{name}": value for name, value in usual.items()}
+    keys |= {f"{KEY}.preset": preset}
+    in_the_way = {key: value for key, value in keys.items() if now.get(key, value) != value}
+    always = {} if preset == FP8AC.Config().preset else {f"{KEY}.preset": preset}
+    return {f"{KEY}.policy": "fp8", **in_the_way, **always}
+
+
+def with_defaults(values: Keys) -> dict[str, Any]:
+    """``values`` of a config, and what policy "fp8" would have where another one is chosen."""
+    usual = FP8AC.Config()
+    names = (f.name for f in fields(usual) if not f.name.startswith("_"))
+    return {f"{KEY}.{name}": getattr(usual, name) for name in names} | dict(values)
+
+
+class Plan(NamedTuple):
+    """A step of a candidate; ``checkpointing`` None is the user's own."""
+
+    memory: MemoryPlan
+    time: StepTime
+    checkpointing: Checkpointing | None = None
     is_whole: bool = False
+    """Whether the whole model was planned."""
 
     @property
     def fits(self) -> bool:
         """Whether it does even if the plan of its memory is off by its band."""
-        return self.memory is not None and self.memory.surely_spare >= 0
+        return self.memory.surely_spare >= 0
 
     @property
     def us_per_token(self) -> float:
         """Microseconds of a GPU."""
-        return self.time.step_ms * 1e3 / self.time.tokens if self.time else float("inf")
+        return self.time.step_ms * 1e3 / self.time.tokens
 
     @property
     def order(self) -> tuple[bool, float]:
-        """The fastest that fits comes first; what does not by what it lacks."""
-        if self.memory is None or self.fits:
-            return self.memory is None, self.us_per_token
-        return True, -self.memory.surely_spare * 1e9
+        """The fastest that fits comes first; what does not fit by what it lacks."""
+        return not self.fits, self.us_per_token if self.fits else -self.memory.surely_spare
+
+    @property
+    def room(self) -> int:
+        """Bytes that the blocks could hold, by the room at each moment of the step."""
+        held = [
+            (sum(moment.by_kind.get(kind, 0) for kind in _HELD), self.memory.room(moment))
+            for moment in self.memory.moments
+        ]
+        solved = self.checkpointing
+        most = solved.nbytes if solved else max(nbytes for nbytes, _ in held)
+        times = [1 + room / nbytes for nbytes, room in held if nbytes > _SEEN * most]
+        return int(most * min(times, default=1.0))
+
+
+def with_best_checkpointing(
+    room: int,
+    solve: Callable[[int], Checkpointing],
+    plan: Callable[[Checkpointing], Plan],
+    at_most: float = math.inf,
+) -> Plan:
+    """The plan of a candidate with the largest budget that fits, or with the least possible.
+
+    Args:
+        room: A first guess of what the blocks may hold.
+        solve: The best checkpointing for a budget, or the smallest if none is as small.
+        plan: A step with one.
+        at_most: Microseconds of a token, of the best candidate: no larger budget is planned that
+            would take more, nor a third one where one fits.
+    """
+    tries = _TRIES if at_most == math.inf else _IN_A_RACE
+    now, tried, too_large = solve(room), list[Plan](), math.inf
+    while len(tried) < _TRIES:
+        found = plan(now)
+        tried.append(found)
+        best = min(tried, key=lambda one: one.order)
+        if not found.fits:
+            if now.nbytes > room:
+                break  # the least possible
+            too_large = min(too_large, now.nbytes)
+        room = int(min(found.room, _LESS * too_large))
+        before, now = best.checkpointing, solve(room)
+        if best.fits and before is not None:
+            saved = (before.ms - now.ms) / best.time.step_ms
+            is_lost = best.us_per_token * (1 - saved) > at_most
+            if saved < _GAIN or is_lost or len(tried) >= tries:
+                break
+    return min(tried, key=lambda one: one.order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job to tune.
+
+    Attributes:
+        make: The config of the job with some keys changed; raises ValueError.
+        values: Values of the config as the user has it, by dotted key, with ``with_defaults``.
+        facts: What moves need to know.
+        memory: The memory of each GPU.
+        machine: As ``base.machines.machine_of`` takes it.
+        rank: The one to plan.
+        imbalance: Tokens that the rank's experts get, for one if routing were balanced.
+        exact: Whether nothing may be stored in float8.
+        depths: Depths of the shortened models; None to plan whole ones.
+    """
+
+    make: Callable[[Keys], Any]
+    values: Keys
+    facts: Facts
+    memory: DeviceMemory
+    machine: str
+    rank: int = 0
+    imbalance: float = 1.0
+    exact: bool = False
+    depths: Depths | None = None
+
+    def plan(
+        self, keys: Keys, room: int | None, at_most: float = math.inf, is_whole: bool = False
+    ) -> Plan:
+        """Plan a candidate with the best checkpointing, or the user's own where ``room`` is None.
+
+        Raises ValueError if it does not start. Other arguments are ``with_best_checkpointing``'s.
+        """
+
+        depths = self.depths
+
+        def plan(checkpointing: Checkpointing | None) -> Plan:
+            return Plan(*self.step(self.all_keys(keys, checkpointing)), checkpointing, True)
+
+        def shortened(checkpointing: Checkpointing | None) -> Plan:
+            assert depths is not None
+            asked = self.all_keys(keys, checkpointing)
+            short, longer = self.step(asked, depths.short), self.step(asked, depths.longer)
+            try:
+                memory = whole_memory(short[0], longer[0], depths)
+            except NotAlikeError:
+                return plan(checkpointing)
+            return Plan(memory, whole_time(short[1], longer[1], depths), checkpointing)
+
+        of_step = shortened if depths is not None and not is_whole else plan
+        if room is None:
+            return of_step(None)
+        solve = self.solver(keys)
+        if is_whole and depths is not None:  # most of the way, at less cost
+            found = with_best_checkpointing(room, solve, shortened).checkpointing
+            assert found is not None
+            room = found.nbytes
+        return with_best_checkpointing(room, solve, of_step, at_most)
+
+    def step(self, keys: Keys, layers: int = 0) -> tuple[MemoryPlan, StepTime]:
+        """Memory and time of a step, of the first ``layers`` alone if there are any."""
+        run = dry_run(
+            self._config(keys, layers),
+            self.facts.ranks,
+            self.rank,
+            budget=self.memory,
+            machine=self.machine,
+            imbalance=self.imbalance,
+        )
+        assert run.memory is not None
+        assert run.time is not None
+        return run.memory, run.time
+
+    def solver(self, keys: Keys) -> Callable[[int], Checkpointing]:
+        """A function that solves for a budget; the least possible one where none is as small."""
+        now = {**self.values, **keys}
+        with_policy = {**keys, **policy_keys(now), **self._exempt}
+        with_policy.pop(OFFLOAD_LIMIT, None)  # a config that offloads nothing must not have it
+        config = self._config(with_policy, self.depths.short if self.depths else 0)
+        asked, bare = config.activation_checkpoint, without_checkpointing(config)
+        run = dry_run(bare, self.facts.ranks, self.rank, imbalance=self.imbalance, step=False)
+        stands_for = self.depths.stands_for if self.depths else lambda index: 1
+        traced = TracedBlocks(run, asked, self.machine, now[OFFLOAD_LIMIT], stands_for)
+        none = Checkpointing(nbytes=traced.none_nbytes, ms=0.0, table={})
+
+        def best(budget: int) -> Solution | Checkpointing:
+            if budget >= none.nbytes:
+                return none
+            try:
+                return traced.solve(budget)
+            except BudgetTooSmallError as error:
+                return traced.solve(int(1.01 * error.least))  # the solver has tolerances
+
+        def solve(budget: int) -> Checkpointing:
+            if isinstance(found := best(budget), Checkpointing):
+                return none
+            more, passes = best(int(_MORE * found.nbytes)), self.facts.passes(now)
+            gained = (found.ms - more.ms) / max(more.nbytes - found.nbytes, 1)
+            return Checkpointing(
+                nbytes=found.nbytes,
+                ms=found.ms * passes,
+                table=traced.table(found),
+                ms_of_a_byte=gained * passes,
+            )
+
+        return solve
+
+    def all_keys(
+        self, keys: Keys, solved: Checkpointing | None, *, with_budget: bool = False
+    ) -> dict[str, Any]:
+        """Keys of a candidate, its checkpointing as a table, or as a budget that a run solves."""
+        is_float8 = bool(solved.table) if solved else self.values.get(f"{KEY}.policy") == "fp8"
+        keys = {k: v for k, v in keys.items() if is_float8 or not k.startswith(f"{KEY}.")}
+        if solved is None:
+            return keys
+        keys |= self._exempt if is_float8 else {}
+        of_policy = solved.budget_keys if with_budget else solved.keys
+        if not with_budget and not any("offload" in policy for policy in solved.table.values()):
+            keys.pop(OFFLOAD_LIMIT, None)
+        return keys | of_policy({**self.values, **keys})
+
+    @property
+    def _exempt(self) -> dict[str, Any]:
+        return {f"{KEY}.exempt": ["*"]} if self.exact else {}
+
+    def _config(self, keys: Keys, layers: int) -> Any:
+        config = self.make(keys)
+        Mistakes(wrong_degrees(config, self.facts.ranks)).raise_all()
+        if layers:
+            cut(config, layers)
+        return config
+
+
+def degrees(keys: Keys, *_: Any) -> Any:
+    """What calls of ``Job.plan`` have in common that one fork makes."""
+    return frozenset(item for item in keys.items() if item[0].endswith("_degree"))
+
+
+# -- the search
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A candidate.
+
+    Attributes:
+        choices: Its changes, by the moves that made them.
+        keys: The same by key, without what the user has.
+        plan: None if it does not start; ``reason`` says why.
+    """
+
+    choices: Choices
+    keys: Keys
+    plan: Plan | None = None
+    reason: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """The best candidate comes first, one that does not start last."""
+        return self.plan.order if self.plan else (True, math.inf)
+
+    @property
+    def us_per_token(self) -> float:
+        """Microseconds of a GPU."""
+        return self.plan.us_per_token if self.plan else math.inf
+
+    @property
+    def checkpointing(self) -> Checkpointing | None:
+        return self.plan.checkpointing if self.plan else None
 
     def saves(self, other: "Tried") -> float:
-        """Of the time of a token with ``other``, the share that it saves."""
+        """Share of the time of a token with ``other`` that this one saves."""
         return 1 - self.us_per_token / other.us_per_token
+
+    def beats(self, other: "Tried") -> bool:
+        """Whether it is better by more than the search cares for."""
+        return self.order < other.order and not (other.fits and self.saves(other) < _GAIN)
 
 
 @dataclass(eq=False)
@@ -112,339 +375,138 @@ class Search:
 
     Attributes:
         job: What to tune.
-        forks: Of ``job.ask``.
+        forks: Forks of ``job.plan``.
         most: What changes may do to results.
         say: Is told what the search does next.
-        tried: All candidates that were priced.
         own: The user's config.
         winner: What was found, planned as a whole model; None until then.
         without: The best without one of its moves, and (None) with the user's checkpointing.
-        compared: The best with which those compare: prices of shortened models.
+        compared: The best with which those compare: plans of shortened models.
     """
 
     job: Job
     forks: Forks
     most: Effect
     say: Callable[[str], None] = lambda text: None
-    tried: list[Tried] = field(default_factory=list)
-    own: Tried | None = None
+    own: Tried = field(init=False)
     winner: Tried | None = None
     without: dict[Move | None, Tried] = field(default_factory=dict)
-    compared: Tried | None = None
-    _levels: dict[Any, Sequence[Level] | FailedError] = field(default_factory=dict)
-    _lost: set[Any] = field(default_factory=set)
-    _priced: list[tuple[Any, Any]] = field(default_factory=list)
-
-    @property
-    def best(self) -> Tried:
-        """Of what was priced so far."""
-        found = self.winner or min(self.tried, key=lambda one: one.order, default=None)
-        assert found is not None, "the user's config comes first"
-        return found
+    compared: Tried = field(init=False)
+    _best: Tried | None = None
+    _tried: dict[Any, Tried] = field(default_factory=dict)
 
     def run(self) -> None:
         """Search, and confirm what was found. Raises ValueError if the user's config is wrong."""
         self.say("your config")
-        (own,) = self.forks.run([self._price({}, None)])
-        if own.memory is None:
-            raise ValueError(own.reason)
-        self.own = own
+        (self.own,) = self.evaluate([{}], None)
+        if self.own.plan is None:
+            raise ValueError(self.own.reason)
+        self._best = self.own
         self.say("its best checkpointing")
-        self.forks.run([self.evaluate({}, own)])
-        without_gain = 0
-        for number in range(_ROUNDS):
-            before, is_coarse = self.best, number % 2 == 0
-            self.say(f"round {number + 1}: {'degrees and batches' if is_coarse else 'other keys'}")
-            self._round(before, is_coarse)
-            if not is_coarse and (other := self._elsewhere(before)):
-                self._round(other, is_coarse, but=before)
-            is_better = before.fits != self.best.fits or self.best.saves(before) >= _GAIN
-            without_gain = 0 if is_better else without_gain + 1
-            if without_gain == 2:
-                break
-        self._refine()
-        self._confirm(self._take_back())
+        self._go_on_from(self.evaluate([{}], self.own))
+        self._descend()
+        self._take_back()
+        self._confirm()
 
-    # -- prices
+    def evaluate(
+        self, every: Sequence[Choices], near: Tried | None, *, is_whole: bool = False
+    ) -> list[Tried]:
+        """Plan candidates, each with the best checkpointing that fits; of shortened models.
 
-    def _price(self, choices: Choices, level: Level | None, *, is_whole: bool = False) -> Steps:
-        """Of a candidate with a level, or with the user's checkpointing."""
-        keys = keys_of(choices, self.job.values)
-        one = Tried(choices=choices, keys=keys, level=level)
-        asked = self.all_keys(one)
-        is_whole = is_whole or self.job.depths is None
-        try:
-            if is_whole:
-                (priced,) = yield [("price", asked, 0)]
-            else:
-                priced = yield from self._shortened(asked)
-        except NotAlikeError:
-            return (yield from self._price(choices, level, is_whole=True))
-        if isinstance(priced, FailedError):
-            one = replace(one, reason=str(priced))
-        else:
-            one = replace(one, memory=priced[0], time=priced[1], is_whole=is_whole)
-        self.tried.append(one)
-        return one
-
-    def _shortened(self, asked: Mapping[str, Any]) -> Steps:
-        """The longer model is planned only if no candidate had the same price of the short one.
-
-        Keys often say what was so already: "always" what is the default, "block" what is auto.
+        ``near`` says how much room there is, about; None is for the user's own checkpointing.
         """
-        assert self.job.depths is not None
-        (short,) = yield [("price", asked, self.job.depths.short)]
-        if isinstance(short, FailedError):
-            return short
-        for price, whole in self._priced:
-            if price == short:
-                return whole
-        (longer,) = yield [("price", asked, self.job.depths.longer)]
-        if isinstance(longer, FailedError):
-            return longer
-        whole = self.job.priced(short, longer)
-        self._priced.append((short, whole))
-        return whole
+        room = near.plan.room if near and near.plan else None
+        is_race = near is not None and self._best is not None and self._best.fits and not is_whole
+        at_most = self.best.us_per_token if is_race else math.inf
+        is_whole = is_whole or self.job.depths is None
+        asked = [keys_of(choices, self.job.values) for choices in every]
+        jobs = [(frozenset(_job(keys).items()), near is None, is_whole) for keys in asked]
+        new = [at for at, job in enumerate(jobs) if job not in self._tried]
+        calls = [(asked[at], room, at_most, is_whole) for at in new]
+        for place, plan in self.forks.run(calls):
+            at = new[place]
+            one = Tried(choices=every[at], keys=asked[at])
+            failed = isinstance(plan, FailedError)
+            one = replace(one, reason=str(plan)) if failed else replace(one, plan=plan)
+            self._tried[jobs[at]] = one
+        return [self._tried[job] for job in jobs]
 
-    def all_keys(self, one: Tried) -> dict[str, Any]:
-        """What a candidate changes, its checkpointing as a table."""
-        keys = self._with_level(one, "keys")
-        if one.level is not None and not any("offload" in x for x in one.level.table.values()):
-            keys.pop(OFFLOAD_LIMIT, None)  # a config that offloads nothing must not have it
-        return keys
+    @property
+    def tried(self) -> Sequence[Tried]:
+        """All candidates that were planned, in this order."""
+        return list(self._tried.values())
 
-    def keys_for_a_file(self, one: Tried) -> dict[str, Any]:
-        """What a candidate changes, its checkpointing as a budget that the run solves."""
-        return self._with_level(one, "budget_keys")
+    @property
+    def best(self) -> Tried:
+        """The winner, or the best so far."""
+        return self.winner or self._best or self.tried[0]
 
-    def _with_level(self, one: Tried, name: str) -> dict[str, Any]:
-        keys, level = dict(one.keys), one.level
-        is_float8 = level is not None or self.job.values.get(f"{KEY}.policy") == "fp8"
-        if not is_float8 or (level and level.is_none):  # others have none of its keys
-            keys = {k: v for k, v in keys.items() if not k.startswith(f"{KEY}.")}
-        elif level and self.job.exact:
-            keys[f"{KEY}.exempt"] = ["*"]
-        return keys | getattr(level, name)({**self.job.values, **keys}) if level else keys
+    def _go_on_from(self, found: Iterable[Tried]) -> bool:
+        """Take the best of ``found`` if it beats the best so far; whether it does."""
+        one = min(found, key=lambda one: one.order, default=self.best)
+        if is_better := one.beats(self.best):
+            self._best = one
+        return is_better
 
-    def evaluate(self, choices: Choices, near: Tried) -> Steps:
-        """A candidate with the best level that fits; ``near`` says about how much room there is."""
-        keys, one = keys_of(choices, self.job.values), None
-        for key in dict.fromkeys([block_keys(keys), frozenset(keys.items())]):
-            if key not in self._levels:
-                (found,) = yield [("levels", keys)]
-                self._levels[key] = found
-            levels = self._levels[key]
-            if isinstance(levels, FailedError):
-                return (yield from self._price(choices, near.level))
-            for is_preset in (False, True):
-                some = [level for level in levels if bool(level.preset) is is_preset]
-                if not some:
-                    continue
-                one = yield from self._try_levels(choices, some, _room(near))
-                if one.memory is not None:
-                    return one
-        assert one is not None, "there is a key"
-        return one
+    def _descend(self) -> None:
+        moves = [move for move in MOVES if move.effect <= self.most]
+        since = 0
+        for move in itertools.cycle(moves):
+            base = self.best
+            changes = list(self._changes(move, base))
+            if changes:
+                self.say(move.words)
+            every = [self._with(base, move, change) for change in changes]
+            near = base if base.checkpointing else None  # where no table starts
+            since = 0 if self._go_on_from(self.evaluate(every, near)) else since + 1
+            if since == len(moves):
+                return
 
-    def _try_levels(self, choices: Choices, levels: Sequence[Level], room: int) -> Steps:
-        tried: list[Tried] = []
-        levels = sorted(levels, key=lambda level: level.nbytes)
-        while len(tried) < _TRIES or not any(one.fits for one in tried):
-            level = max((x for x in levels if x.nbytes <= room), default=levels[0])
-            if any(one.level is level for one in tried) or _gains_nothing(level, tried):
-                break
-            tried.append((yield from self._price(choices, level)))
-            if tried[-1].memory is None or self._is_behind(tried[-1]):
-                break
-            room = _room(tried[-1])
-        return min(tried, key=lambda one: one.order)
+    def _changes(self, move: Move, base: Tried) -> Iterator[Keys]:
+        """Changes of a move, if it acts on phases that take a while."""
+        assert base.plan is not None
+        solved, time = base.plan.checkpointing, base.plan.time
+        nbytes = sum(base.plan.memory.peak.by_kind.get(kind, 0) for kind in move.frees)
+        acts_on = sum(time.ms.get(phase, 0.0) for phase in move.parts)
+        acts_on += nbytes * (solved.ms_of_a_byte if solved else 0.0)
+        if not base.fits or acts_on >= _WORTH * time.step_ms:
+            yield from move.changes({**self.job.values, **base.keys}, self.job.facts)
 
-    def _is_behind(self, one: Tried) -> bool:
-        """Whether a candidate that fits would not be the best if it recomputed nothing at all."""
-        if not (one.fits and self.best.fits and one.level and one.time):
-            return False
-        saved = one.level.ms / one.time.step_ms
-        return one.us_per_token * (1 - saved) > self.best.us_per_token
+    def _with(self, base: Tried, move: Move, change: Keys) -> Choices:
+        """The choices of ``base`` and a change, without those that mean nothing beside it."""
+        now = {**self.job.values, **change}
+        kept = {m: keys for m, keys in base.choices.items() if any(m.changes(now, self.job.facts))}
+        return with_move(kept, move, change)
 
-    # -- the search
-
-    def _elsewhere(self, best: Tried) -> Tried | None:
-        """The best of other degrees or another batch, if it is close."""
-        here = _place(self.job.values, best)
-        others = [
-            one
-            for one in self.tried
-            if one.fits == best.fits
-            and one.saves(best) > -_CLOSE
-            and _place(self.job.values, one) != here
-        ]
-        return min(others, key=lambda one: one.order, default=None)
-
-    def _round(self, base: Tried, is_coarse: bool, but: Tried | None = None) -> None:
-        """Try moves from ``base`` one by one, without those from ``but``; then what helped."""
-        others = {move for move, _ in self._moves_from(but)} if but else set()
-        moves = [
-            (move, change)
-            for move, change in self._worth_trying(base)
-            if change.keys().isdisjoint(_NEIGHBOURHOOD) is not is_coarse and move not in others
-        ]
-        found = self.forks.run(
-            self.evaluate(with_move(base.choices, move, change), base) for move, change in moves
-        )
-        helped = []
-        for (move, change), one in zip(moves, found, strict=True):
-            if one.order < base.order and (not base.fits or one.saves(base) >= _GAIN / 3):
-                helped.append((one.order, move, change))
-            elif base.fits:
-                self._lost.add(_mark({**self.job.values, **base.keys}, change))
-        helped.sort(key=lambda one: one[0])
-        together: list[Choices] = []
-        choices, used = base.choices, list[Move]()
-        for _, move, change in helped:
-            if move not in used and len(used) < _ADDED_UP:
-                used.append(move)
-                choices = with_move(choices, move, change)
-                together.append(choices)
-        self.forks.run(self.evaluate(choices, base) for choices in together[1:])
-
-    def _worth_trying(self, base: Tried) -> Iterator[tuple[Move, Mapping[str, Any]]]:
-        """Moves that act on parts which take a while, and were not tried nearby."""
-        assert base.time is not None
-        assert base.memory is not None
-        ms, step_ms = base.time.ms, base.time.step_ms
-        freed = self._ms_of_a_byte(base)
-        seen = {_signature(one.keys) for one in self.tried}
-        now = {**self.job.values, **base.keys}
-        for move, change in self._moves_from(base):
-            direct = sum(ms.get(part, 0.0) for part in move.parts)
-            nbytes = sum(base.memory.peak.by_kind.get(kind, 0) for kind in move.frees)
-            if base.fits and direct + freed * nbytes < _WORTH * step_ms:
-                continue
-            keys = keys_of(with_move(base.choices, move, change), self.job.values)
-            if _signature(keys) not in seen and _mark(now, change) not in self._lost:
-                yield move, change
-
-    def _moves_from(self, base: Tried) -> Iterator[tuple[Move, Mapping[str, Any]]]:
-        return moves_from({**self.job.values, **base.keys}, self.job.facts, self.most)
-
-    def _ms_of_a_byte(self, base: Tried) -> float:
-        """What a byte more for activations would save of the recompute, by the next level."""
-        levels = self._levels.get(block_keys(base.keys))
-        if base.level is None or not isinstance(levels, Sequence):
-            return 0.0
-        larger = [x for x in levels if x.nbytes > base.level.nbytes and not x.preset]
-        if not larger:
-            return 0.0
-        more = min(larger, key=lambda level: level.nbytes)
-        return (base.level.ms - more.ms) / (more.nbytes - base.level.nbytes)
-
-    def _refine(self) -> None:
-        """Try budgets between the best one's and the next."""
-        best = self.best
-        levels = self._levels.get(block_keys(best.keys))
-        if best.level is None or not best.fits or not isinstance(levels, Sequence):
-            return
-        larger = [x for x in levels if x.nbytes > best.level.nbytes and not x.preset]
-        if best.level.preset or not larger or _gains_nothing(larger[0], [best]):
-            return
-        self.say("budgets between")
-        self.forks.run([self._between(best, best.level, larger[0].nbytes)])
-
-    def _between(self, best: Tried, level: Level, high: int) -> Steps:
-        (found,) = yield [("levels", dict(best.keys), level.nbytes, high)]
-        if not isinstance(found, FailedError) and found:
-            key = block_keys(best.keys)
-            known = self._levels[key]
-            assert isinstance(known, Sequence)
-            self._levels[key] = [*known, *found]
-            yield from self._try_levels(best.choices, [level, *found], _room(best))
-
-    def _take_back(self) -> Tried:
-        """The best without the changes that save nothing."""
+    def _take_back(self) -> None:
+        """Leave out the changes that save nothing."""
         best = self.compared = self.best
         self.say("each change taken back")
-        choices: list[Choices] = [
-            {move: keys for move, keys in best.choices.items() if move is not other}
-            for other in best.choices
-        ]
-        steps = [self._known(without, best) for without in choices]
-        if best.level is not None:
-            steps.append(self._price(best.choices, None))
-        self.without = dict(zip([*best.choices, None], self.forks.run(steps), strict=False))
+        every = [_but(best.choices, move) for move in best.choices]
+        without = dict(zip(best.choices, self.evaluate(every, best), strict=True))
         needless = [
-            move
-            for move, one in self.without.items()
-            if move is not None and one.fits == best.fits and best.saves(one) < _GAIN / 3
+            move for move, one in without.items() if one.fits == best.fits and not best.beats(one)
         ]
-        kept = {move: keys for move, keys in best.choices.items() if move not in needless}
-        if not needless:
-            return best
-        (one,) = self.forks.run([self._known(kept, best)])
-        return one if one.fits == best.fits and best.saves(one) < _GAIN else best
+        if needless:
+            (one,) = self.evaluate([_but(best.choices, *needless)], best)
+            if one.fits == best.fits and not best.beats(one):
+                self._best = one
+        self.without = {**without}
+        if best.checkpointing is not None:
+            (self.without[None],) = self.evaluate([best.choices], None)
 
-    def _known(self, choices: Choices, near: Tried) -> Steps:
-        """The best of those changes that was tried, or that is found with levels of their own."""
-        keys = keys_of(choices, self.job.values)
-        tried = [x for x in self.tried if x.keys == keys and bool(x.level) is bool(near.level)]
-        if tried:
-            return min(tried, key=lambda one: one.order)
-        if near.level is None:
-            return (yield from self._price(choices, None))
-        return (yield from self.evaluate(choices, near))
-
-    def _confirm(self, best: Tried) -> None:
-        """Plan the best two, and the user's, as whole models."""
-        assert self.own is not None
-        others = [x for x in self.tried if (x.keys, x.level) != (best.keys, best.level)]
-        second = min(others, key=lambda one: one.order, default=self.own)
+    def _confirm(self) -> None:
+        """Plan the best and the user's config as whole models."""
         self.say("whole models")
-        found = self.forks.run(
-            self._price(one.choices, one.level, is_whole=True) for one in (best, second, self.own)
-        )
-        *_, self.own = found
-        for _ in range(_TRIES):
-            mine = [one for one in found if one.keys == best.keys and one.level is not None]
-            if not best.fits or best.level is None or any(one.fits for one in mine):
-                break
-            levels = self._levels.get(block_keys(best.keys))
-            assert isinstance(levels, Sequence)
-            less = [x for x in levels if x.nbytes < best.level.nbytes and not x.preset]
-            if not less:
-                break
-            best = replace(best, level=max(less, key=lambda level: level.nbytes))
-            if all(one.level is not best.level for one in mine):
-                found += self.forks.run([self._price(best.choices, best.level, is_whole=True)])
-        self.winner = min(found, key=lambda one: one.order)
+        found = self.evaluate([self.best.choices], self.best, is_whole=True)
+        (self.own,) = self.evaluate([{}], None, is_whole=True)
+        self.winner = min([*found, self.own], key=lambda one: one.order)
 
 
-def _gains_nothing(level: Level, tried: Sequence[Tried]) -> bool:
-    """Whether a level saves too little of the best step that was tried, which fits."""
-    best = min(tried, key=lambda one: one.order, default=None)
-    if best is None or not best.fits or best.level is None or best.time is None:
-        return False
-    return best.level.ms - level.ms < _GAIN * best.time.step_ms
+def _but(choices: Choices, *others: Move) -> Choices:
+    return {move: keys for move, keys in choices.items() if move not in others}
 
 
-def _room(one: Tried) -> int:
-    """Bytes that the blocks of a candidate could hold, by the room at each moment of its step."""
-    assert one.memory is not None
-    held = [
-        (sum(moment.by_kind.get(kind, 0) for kind in _HELD), one.memory.room(moment))
-        for moment in one.memory.moments
-    ]
-    most = one.level.nbytes if one.level else max(nbytes for nbytes, _ in held)
-    times = [1 + room / nbytes for nbytes, room in held if nbytes > _SEEN * most]
-    return int(most * min(times, default=1.0))
-
-
-def _signature(keys: Mapping[str, Any]) -> Any:
-    return frozenset((key, value) for key, value in keys.items() if key != GLOBAL)
-
-
-def _mark(now: Mapping[str, Any], change: Mapping[str, Any]) -> Any:
-    return tuple(now[key] for key in _NEIGHBOURHOOD), _signature(change)
-
-
-def _place(values: Mapping[str, Any], one: Tried) -> Any:
-    """Its degrees and batch."""
-    return tuple(one.keys.get(key, values[key]) for key in _NEIGHBOURHOOD)
+def _job(keys: Keys) -> Any:
+    """Equal for the same job: a batch of a rank says that of a step."""
+    return {key: value for key, value in keys.items() if key != GLOBAL}

@@ -39,18 +39,17 @@ _FURTHER = {
 def table(search: Search) -> Iterator[str]:
     """The user's config and the winner side by side."""
     own, best = search.own, search.best
-    assert own is not None
     yield f"{'':48}{'yours':>12}{'tuned':>12}"
     yield _row("tokens/s a GPU", *(f"{_per_second(one):,.0f}" for one in (own, best)))
     yield _row("ms a step", *(f"{_ms(one):,.1f}" for one in (own, best)))
     yield _row("GiB counted at the peak", *(f"{_peak(one) / _GIB:.2f}" for one in (own, best)))
     yield _row("GiB to spare", *(f"{_spare(one) / _GIB:.2f}" for one in (own, best)))
     for part in Part:
-        both = [one.time.ms.get(part, 0.0) if one.time else 0.0 for one in (own, best)]
+        both = [one.plan.time.ms.get(part, 0.0) if one.plan else 0.0 for one in (own, best)]
         if max(both) >= 0.05:
             yield _row(f"  {part}", *(f"{ms:,.1f}" for ms in both))
     if not best.fits:
-        lacks = -best.memory.surely_spare if best.memory else 0
+        lacks = -best.plan.memory.surely_spare if best.plan else 0
         yield f"nothing that was tried surely fits; the least lacks {format_bytes(lacks)}."
     elif not own.fits:
         yield f"yours {_why_not(own)}: its times are of a step that would run out of memory."
@@ -62,41 +61,37 @@ def _row(name: str, *values: str) -> str:
 
 def changes(search: Search) -> Iterator[tuple[Mapping[str, Any], str]]:
     """The winner's changes: keys of a file, and what they save and do."""
-    best, own = search.best, search.own
-    assert own is not None
-    keys = search.keys_for_a_file(best)
+    best, solved = search.best, search.best.checkpointing
+    keys = search.job.all_keys(best.keys, solved, with_budget=True)
     for move in best.choices:
         mine = {key: keys.pop(key) for key in best.choices[move] if key in keys}
         if mine:
             effect = _EFFECTS.get(move.effect, "lossy: losses are in docs/fsdp_units.md")
             yield mine, f"{_saves(search, move)}: {move.words}; {effect}"
-    if keys:
-        assert best.level is not None
-        held = format_bytes(best.level.nbytes)
-        exact = search.job.exact or best.level.is_none
-        words = f"{held} of activations are kept, and {best.level.ms:.0f} ms recomputed"
-        words = "no checkpointing: there is room for everything" if best.level.is_none else words
+    if keys and solved is not None:
+        held = format_bytes(solved.nbytes)
+        words = f"{held} of activations are kept, and {solved.ms:.0f} ms recomputed"
+        words = words if solved.table else "no checkpointing: there is room for everything"
+        exact = search.job.exact or not solved.table
         effect = _EFFECTS[Effect.NONE] if exact else "what is kept in float8 is rounded"
         yield keys, f"{_saves(search, None)}: {words}; {effect}"
 
 
 def _saves(search: Search, move: Any) -> str:
     without = search.without.get(move)
-    if without is None or without.time is None:
+    if without is None or without.plan is None:
         return "needed by the others" if without is not None else "goes with the others"
+    best = search.compared
     if not without.fits:
-        assert search.compared is not None
-        freed = format_bytes(max(_spare(search.compared) - _spare(without), 0))
+        freed = format_bytes(max(_spare(best) - _spare(without), 0))
         return f"frees {freed}" + (", without which it may not fit" if search.best.fits else "")
-    assert search.compared is not None
-    ms = (without.us_per_token - search.compared.us_per_token) * without.time.tokens / 1e3
+    ms = (without.us_per_token - best.us_per_token) * without.plan.time.tokens / 1e3
     return f"saves {ms:,.0f} ms" if ms >= 1 else f"saves {ms:.1f} ms"
 
 
 def file_lines(search: Search, extends: str, given: Mapping[str, str], about: str) -> list[str]:
     """A TOML file with the winner's changes, and the flags that were ``given`` to the command."""
     best, own = search.best, search.own
-    assert own is not None
     reaches = f"{_per_second(best):,.0f} tokens/s a GPU, {_ms(best):,.0f} ms a step"
     lines = [
         f"# {about}",
@@ -115,8 +110,8 @@ def file_lines(search: Search, extends: str, given: Mapping[str, str], about: st
 
 def words(search: Search) -> Iterator[str]:
     """Where the time goes now, and what would have to change to go further."""
-    time = search.best.time
-    assert time is not None
+    assert search.best.plan is not None
+    time = search.best.plan.time
     parts = sorted(time.ms.items(), key=lambda item: -item[1])
     large = [(part, ms) for part, ms in parts if ms >= _SEEN * time.step_ms]
     shares = ", ".join(f"{ms / time.step_ms:.0%} {part}" for part, ms in large[:4])
@@ -139,35 +134,36 @@ def to_json(search: Search) -> dict[str, Any]:
         "ranks": search.job.facts.ranks,
         "memory": search.job.memory.memory,
         "exact": search.job.exact,
-        "own": _candidate(search, search.own),
-        "best": _candidate(search, search.best),
-        "changes": search.keys_for_a_file(search.best),
-        "tried": [_candidate(search, one) for one in search.tried],
+        "own": _candidate(search.own),
+        "best": _candidate(search.best),
+        "changes": search.job.all_keys(
+            search.best.keys, search.best.checkpointing, with_budget=True
+        ),
+        "tried": [_candidate(one) for one in search.tried],
     }
 
 
-def _candidate(search: Search, one: Tried | None) -> dict[str, Any] | None:
-    if one is None:
-        return None
-    held = {} if one.level is None else {"activations": one.level.nbytes}
-    if one.memory is None or one.time is None:
-        return {"keys": dict(one.keys), **held, "reason": one.reason}
+def _candidate(one: Tried) -> dict[str, Any]:
+    held = {"activations": one.checkpointing.nbytes} if one.checkpointing else {}
+    if one.plan is None:
+        return {"keys": dict(one.keys), "reason": one.reason}
+    memory, time = one.plan.memory, one.plan.time
     return {
         "keys": dict(one.keys),
         **held,
-        "is_whole": one.is_whole,
+        "is_whole": one.plan.is_whole,
         "fits": one.fits,
-        "spare": one.memory.spare,
-        "peak": one.memory.peak.nbytes,
-        "step_ms": one.time.step_ms,
-        "tokens_per_second": one.time.tokens_per_second,
-        "ms": {part.name.lower(): ms for part, ms in one.time.ms.items()},
+        "spare": memory.spare,
+        "peak": memory.peak.nbytes,
+        "step_ms": time.step_ms,
+        "tokens_per_second": time.tokens_per_second,
+        "ms": {part.name.lower(): ms for part, ms in time.ms.items()},
     }
 
 
 def front(search: Search) -> list[Tried]:
     """Candidates than which none is both smaller and faster, the smallest first."""
-    priced = [one for one in search.tried if one.time is not None]
+    priced = [one for one in search.tried if one.plan is not None]
     found: list[Tried] = []
     for one in sorted(priced, key=lambda one: (_peak(one), -_per_second(one))):
         if not found or _per_second(one) > _per_second(found[-1]):
@@ -181,7 +177,7 @@ def draw(search: Search, title: str) -> Any:
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
-    priced = [one for one in search.tried if one.time is not None]
+    priced = [one for one in search.tried if one.plan is not None]
     for fits, colour, name in ((True, "#4f81bd", "fits"), (False, "#bfbfbf", "does not fit")):
         points = [(_peak(x) / _GIB, _per_second(x)) for x in priced if x.fits is fits]
         if points:
@@ -192,10 +188,9 @@ def draw(search: Search, title: str) -> Any:
         *zip(*line, strict=True), color="#1f4e79", lw=1, label="front: none is better in both"
     )
     for one, name, marker in ((search.own, "yours", "s"), (search.best, "tuned", "*")):
-        if one is not None and one.time is not None:
-            size = 14 if marker == "*" else 8
-            at = (_peak(one) / _GIB, _per_second(one))
-            axes.plot(*at, marker, color="#c00000", ms=size, label=f"{name}: {at[1]:,.0f} tokens/s")
+        size = 14 if marker == "*" else 8
+        at = (_peak(one) / _GIB, _per_second(one))
+        axes.plot(*at, marker, color="#c00000", ms=size, label=f"{name}: {at[1]:,.0f} tokens/s")
     axes.set(xlabel="GiB counted at the peak", ylabel="tokens/s a GPU, planned", title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
@@ -209,21 +204,21 @@ def write(search: Search, folder: Path, stem: str, title: str) -> None:
 
 
 def _ms(one: Tried) -> float:
-    return one.time.step_ms if one.time else 0.0
+    return one.plan.time.step_ms if one.plan else 0.0
 
 
 def _per_second(one: Tried) -> float:
-    return one.time.tokens_per_second if one.time else 0.0
+    return one.plan.time.tokens_per_second if one.plan else 0.0
 
 
 def _peak(one: Tried) -> int:
-    return one.memory.peak.nbytes if one.memory else 0
-
-
-def _why_not(one: Tried) -> str:
-    """Of a candidate that is not sure to fit."""
-    return "may not fit" if _spare(one) >= 0 else "does not fit"
+    return one.plan.memory.peak.nbytes if one.plan else 0
 
 
 def _spare(one: Tried) -> int:
-    return one.memory.spare if one.memory else 0
+    return one.plan.memory.spare if one.plan else 0
+
+
+def _why_not(one: Tried) -> str:
+    """Verdict on a candidate that is not sure to fit."""
+    return "may not fit" if _spare(one) >= 0 else "does not fit"

@@ -69,7 +69,7 @@ def without_checkpointing(config: Any) -> Any:
 
 
 def settings_of(policy: Any) -> FP8AC.Config:
-    """The policy of a config as a base for a table: its codec, exemptions and such.
+    """The policy of a config as a base for a table, with its codec and exemptions.
 
     Raises ValueError if it has a table already.
     """
@@ -116,7 +116,7 @@ class TracedBlocks:
 
     Args:
         run: The ``plan.dry_run.DryRun``.
-        settings: ``settings_of`` its config.
+        asked: The policy of its config, before that was taken away.
         machine: As ``machine_of`` takes it.
         offload_limit: For what may wait on the host ("64GiB"); "" if nothing may.
         stands_for: How many blocks of the job's model one of the run's stands for, by its index,
@@ -126,13 +126,13 @@ class TracedBlocks:
     def __init__(
         self,
         run: Any,
-        settings: FP8AC.Config,
+        asked: Any,
         machine: str = "h100",
         offload_limit: str = "",
         stands_for: Callable[[int], int] = lambda index: 1,
     ) -> None:
-        self._settings, self._rates, self._machine = settings, machine_of(machine), machine
-        self.offload_limit = offload_limit
+        self._rates, self._machine, self.offload_limit = machine_of(machine), machine, offload_limit
+        self.asked, self.settings = asked, settings_of(asked)
         self.blocks = self._trace(run, stands_for)
         if not self.blocks:
             raise ValueError(f"rank {run.rank} has no blocks whose activations could be planned.")
@@ -149,7 +149,7 @@ class TracedBlocks:
                     graphs = trace(
                         block,
                         self._rates,
-                        exempt=tuple(self._settings.exempt),
+                        exempt=tuple(self.settings.exempt),
                         name=name,
                     )
                     found[kind] = _Blocks(name, block, stack.enter_context(graphs))
@@ -178,7 +178,7 @@ class TracedBlocks:
                 type(module),
                 tuple((key, p.shape, p.dtype) for key, p in module.named_parameters(recurse=False)),
                 tuple(key for key, value in vars(module).items() if value is True),  # as use_rope
-                is_exempt(self._settings.exempt, name, inner),
+                is_exempt(self.settings.exempt, name, inner),
             )
             for inner, module in block.named_modules()
         )
@@ -211,7 +211,7 @@ class TracedBlocks:
 
     def table(self, solution: Solution) -> dict[str, str]:
         """``op_policies`` that choose as ``solution`` does."""
-        return table_of(self.kinds, solution.chosen, self._plans(self._settings))
+        return table_of(self.kinds, solution.chosen, self._plans(self.settings))
 
     def _plans(self, config: FP8AC.Config) -> Sequence[Any]:
         return [
@@ -225,7 +225,7 @@ class TracedBlocks:
             + (f" ({kind.most} forwards wait at once)" if kind.most > kind.blocks else "")
             for kind in self.blocks
         )
-        lines = [f"{kinds}; milliseconds at {self._machine} rates"]
+        lines = [f"{kinds}; milliseconds at {Path(self._machine).stem} rates"]
         if self._elsewhere:
             lines.append(
                 f"other stages have blocks like {and_more(self._elsewhere)}, and none is here: "
@@ -241,24 +241,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """A solved budget; ``solution`` is None where no checkpointing is needed.
-
-    Attributes:
-        asked: The policy of the config that it is for.
-        settings: ``settings_of`` that.
-    """
+    """A solved budget; ``solution`` is None where no checkpointing is needed."""
 
     budget: int
     traced: TracedBlocks
-    asked: Any
-    settings: FP8AC.Config
     solution: Solution | None
-
-    @classmethod
-    def of(cls, budget: int, traced: TracedBlocks, asked: Any) -> "BudgetPlan":
-        """Solve for ``budget``; raises BudgetTooSmallError, a ValueError, if it cannot be met."""
-        solution = None if traced.none_nbytes <= budget else traced.solve(budget)
-        return cls(budget, traced, asked, settings_of(asked), solution)
 
     def report(self) -> str:
         """The verdict, a line for each policy, and the table."""
@@ -304,10 +291,10 @@ class BudgetPlan:
         """The keys whose values differ from the default, or from those of the config."""
         if self.solution is None:
             return [f"[{KEY}]", 'policy = "none"']
-        usual = FP8AC.Config()
-        asked = self.asked if isinstance(self.asked, FP8AC.Config) else usual
+        usual, asked = FP8AC.Config(), self.traced.asked
+        asked = asked if isinstance(asked, FP8AC.Config) else usual
         names = (f.name for f in fields(usual) if f.name not in (*_TABLES, "_owner"))
-        values = {name: getattr(self.settings, name) for name in names}
+        values = {name: getattr(self.traced.settings, name) for name in names}
         values["offload_limit"] = self.traced.offload_limit if self.solution.host_nbytes else ""
         changed = {
             name: value
@@ -406,7 +393,7 @@ class ActivationBudget(RunCheck):
 
 
 def _less_than_rank_0(memories: list[tuple[str, list[int]]]) -> str:
-    """Which ranks have less memory than rank 0, which has solved for its own; "" if none."""
+    """Warning of ranks with less memory than rank 0, which has solved for its own; "" if none."""
     of_rank_0 = int(memories[0][0])
     least, ranks = min((int(nbytes), ranks) for nbytes, ranks in memories)
     if least == of_rank_0:
@@ -470,8 +457,7 @@ def _solve(config: Any, memory: int | None) -> dict[str, Any]:
     (folder / _MACHINE).write_text("\n".join(machine_toml(machine)) + "\n")
     options = ["--machine", str(folder / _MACHINE)]
     options += [] if memory is None else ["--memory", _size(memory)]
-    if no_accelerator.needed():
-        options.append("--on-cpu")
+    options += ["--on-cpu"] if no_accelerator.needed() else []
     section, report = solve_elsewhere(
         config, ranks, folder, options, _SHARE * config.comm.init_timeout_seconds
     )
@@ -481,7 +467,7 @@ def _solve(config: Any, memory: int | None) -> dict[str, Any]:
 
 
 def _asked(config: Any, memory: int | None) -> dict[str, Any]:
-    """What a table depends on."""
+    """Everything on which a table depends."""
     return {
         "ranks": world_size(config) or 1,
         "ranks_per_node": ranks_per_node(),
