@@ -32,7 +32,7 @@ from titan_ext.plan.pools import Event, Fusion, Pools, is_fusible
 
 
 class MemoryKind(StrEnum):
-    """What a storage is for."""
+    """Use of a storage."""
 
     PARAMETERS = "parameters and buffers"
     GRADIENTS = "gradients"
@@ -64,12 +64,12 @@ class _Storage:
     kind: MemoryKind
     nbytes: int
     made_at: int
-    """How many operations had run."""
+    """Count of the operations that had run."""
     ref: weakref.ref | None = None
     stream: int = 0
     """Whose pool of the allocator it lies in; 0 is the one that computes."""
     serial: int = -1
-    """In ``LiveBytes.events``, if it lies on the device."""
+    """Its number in ``LiveBytes.events``, if it lies on the device."""
 
 
 _MAKERS = {
@@ -95,7 +95,7 @@ _TAKES_GRADIENTS = "fsdp::chunk_cat"
 
 
 def fsdp_kind() -> MemoryKind | None:
-    """What FSDP makes a storage for, inside the operation that makes it; None for others."""
+    """Kind of the storage that FSDP is making, inside the operation that does; None for others."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _MAKERS:
@@ -139,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
         self.host_peak = 0
         self._live: dict[int, _Storage] = {}
         self._full: set[int] = set()
-        """Those that FSDP empties when it reshards, which no operation shows."""
+        """Keys of storages that FSDP empties when it reshards, which no operation shows."""
         self._by_kind: Counter[MemoryKind] = Counter()
         self.unsharded = 0
         self._now = 0
@@ -200,7 +200,7 @@ class LiveBytes(TorchDispatchMode):
         return pools.reserved
 
     def fused(self, func: Any, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]] | None:
-        """Of an operation that a compiler would fuse: its storages' events, and bytes of each."""
+        """Events and bytes of an operation's storages; None where no compiler would fuse it."""
         if not (self.compiled and self._region() and is_fusible(func)):
             return None
         found = {x.untyped_storage()._cdata: x.nbytes for x in tensors}
@@ -219,7 +219,7 @@ class LiveBytes(TorchDispatchMode):
                 self._turn_into(self._see(part, kind), kind)
 
     def kind_of(self, tensor: torch.Tensor) -> MemoryKind | None:
-        """Of the storage of ``tensor``; None if it has not been seen."""
+        """Kind of the storage of ``tensor``; None if it has not been seen."""
         storage = self._live.get(tensor.untyped_storage()._cdata)
         return None if storage is None else storage.kind
 

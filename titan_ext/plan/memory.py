@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a step fits in a device: what lives, what torch's allocator reserves, and the verdict.
+"""Verdict on a step's memory: what lives, what torch's allocator reserves, and whether that fits.
 
 ``plan.live`` counts storages, ``plan.pools`` what the allocator reserves for them. CUDA's context
 and NCCL come on top, by rules of thumb. Published jobs are off by a few percent, so a verdict near
@@ -14,26 +14,24 @@ from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 
 _MIB = 2**20
 BAND, COMPILED_BAND = 0.08, 0.12
-"""Of what is reserved: nine of ten published figures lie within it (docs/plan.md)."""
+"""Share of what is reserved, eager and compiled: nine of ten published figures lie within it. It is
+measured (docs/plan.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """The memory of a device, and what of it is set aside.
-
-    The defaults of what is set aside are rules of thumb, in bytes: nothing here measures them.
-    """
+    """The memory of a device in bytes, and what of it is set aside."""
 
     memory: int
     context: int = 600 * _MIB
-    """Of CUDA, with cuBLAS's workspaces."""
+    """Bytes of CUDA's context, with cuBLAS's workspaces: a guess."""
     communicator: int = 600 * _MIB
-    """Of NCCL, for each process group that communicates."""
+    """Bytes of NCCL for each process group that communicates: a guess."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a rank needs in a steady step, beside what it has."""
+    """The memory that a rank needs in a steady step, beside what it has."""
 
     budget: DeviceMemory
     peak: Peak
@@ -64,7 +62,7 @@ class MemoryPlan:
 
     @property
     def allowance(self) -> int:
-        """Beside what lives; negative if compiled modules never make a part of that."""
+        """Bytes beside what lives; negative if compiled modules never make some of that."""
         return self._allowance(self.peak)
 
     def _allowance(self, moment: Peak) -> int:
@@ -76,7 +74,7 @@ class MemoryPlan:
 
     @property
     def _unused(self) -> float:
-        """What is reserved and does not live at the peak, as a share of what comes and goes."""
+        """Share of what comes and goes that is reserved and does not live at the peak."""
         more = sum(self.reserved.values()) - self.peak.nbytes if self.reserved else 0
         return more / max(_moving(self.peak), 1)
 
@@ -153,7 +151,7 @@ class MemoryPlan:
         )
 
     def table(self) -> Iterator[str]:
-        """A line for each kind of storage at the peak, in GiB."""
+        """Lines of a report, one for each kind of storage at the peak, in GiB."""
         for kind in MemoryKind:
             on_host = " (on the host, not in the sum)" if kind in self.on_host else ""
             if (nbytes := _gib(self.peak.by_kind.get(kind, 0))) != "0.00":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch's caching allocator would reserve for a step's storages, eager or compiled.
+"""The memory that torch's caching allocator would reserve for a step, eager or compiled.
 
 The allocator keeps a pool for each stream, and gives nothing of one to another. A pool grows when
 none of its free blocks is large enough, and does not shrink. So a job reserves more than ever lives
@@ -47,7 +47,7 @@ class _Pool:
         self.page = page
         self.reserved = 0
         self._top = 0
-        """Where the last used block ends; what is reserved beyond it can grow."""
+        """End of the last used block; what is reserved beyond it can grow."""
         self._free: list[tuple[int, int]] = []
         """Size and address of each hole below it, smallest first."""
         self._starts: dict[int, int] = {}
@@ -139,7 +139,7 @@ def is_fusible(func: Any) -> bool:
 
 class _Use(NamedTuple):
     at: int
-    """How many events were before it."""
+    """Count of the events before it."""
     region: str
     is_fusible: bool
     in_backward: bool
@@ -173,7 +173,7 @@ class Fusion:
         read: Sequence[int],
         made: Sequence[int],
     ) -> None:
-        """An operation of ``region``: a block's forward or backward, or the loss; "" if eager."""
+        """Note an operation of ``region``: a block, its backward, the loss, or "" if eager."""
         fusible = bool(region) and is_fusible(func)
         for storage in read:
             if (one := self._made.get(storage)) is not None:
@@ -202,7 +202,7 @@ class Fusion:
         return edited
 
     def _last_use(self, storage: int, made: _Made, end: dict[int, int]) -> int | None:
-        """Where it can be freed; -1 if it never exists; None if it is as in eager mode."""
+        """Place where it can be freed; -1 if it never exists; None if it is as in eager mode."""
         # Uses that a compiled region of its own would have: not those of its backward.
         here = [use for use in made.uses if made.in_backward or not use.in_backward]
         if storage not in end or any(use.region != made.region for use in here):
@@ -219,7 +219,7 @@ class Fusion:
         return solid[-1] + 1 if later else None
 
     def _can_be_made_again(self, made: _Made, at: int, end: dict[int, int]) -> bool:
-        """Whether all its inputs are there at ``at``, or can be made again."""
+        """True if all its inputs are there at ``at``, or can be made again."""
         for storage in made.inputs:
             one = self._made.get(storage)
             if end.get(storage, at + 1) < at and not (

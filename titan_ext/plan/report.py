@@ -34,7 +34,7 @@ _COLOURS = {
 }
 _LABELS_AT_MOST = 14
 _SEEN = 0.002
-"""Of the peak: a kind that is never more is not drawn."""
+"""Share of the peak: a kind that is never more is not drawn."""
 _LIMIT_IN_SIGHT = 4
 """Times the peak: a limit above that is named, not drawn."""
 

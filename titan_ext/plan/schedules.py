@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long the stages of a pipeline wait for each other, by the order of what each rank does.
+"""Idle time of the stages of a pipeline, by the order of what each rank does.
 
 A dry run sees one rank. Every stage is taken to be as long as that one, and sending to take no
 time.
@@ -25,7 +25,7 @@ class Action(NamedTuple):
 
 
 def actions_of(schedule: Any) -> dict[int, list[Action]]:
-    """What each rank of a schedule of torch does, in order; ValueError for an unknown one."""
+    """Actions of each rank of a schedule of torch, in order; ValueError for an unknown one."""
     if isinstance(schedule, PipelineScheduleMulti):
         return {
             rank: [
@@ -49,7 +49,7 @@ def actions_of(schedule: Any) -> dict[int, list[Action]]:
 
 
 def one_stage_actions(schedule: str, stages: int, microbatches: int) -> dict[int, list[Action]]:
-    """Those of "1F1B" or "GPipe", with one stage a rank."""
+    """Actions of "1F1B" or "GPipe", with one stage a rank."""
     orders: dict[int, list[Action]] = {}
     for stage in range(stages):
         ahead = microbatches if schedule == "GPipe" else min(microbatches, stages - stage)
@@ -60,7 +60,7 @@ def one_stage_actions(schedule: str, stages: int, microbatches: int) -> dict[int
 
 
 def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
-    """How long a rank is idle, over how long the busiest one is busy. ``forward`` is its share of a
+    """Idle time of a rank, over the busy time of the busiest one. ``forward`` is its share of a
     microbatch's time in a stage. Raises ValueError for actions that wait for each other."""
     backward = 1 - forward
     cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
@@ -68,7 +68,7 @@ def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
     last = max(action.stage for queue in queues.values() for action in queue)
     now = dict.fromkeys(queues, 0.0)
     done: dict[tuple[bool, int, int], float] = {}
-    """When the forwards (True) and backwards of stages and microbatches have ended."""
+    """Ends of the forwards (True) and backwards of stages and microbatches."""
 
     def ready(action: Action) -> float | None:
         is_forward = action.kind == "F"

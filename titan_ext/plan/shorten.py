@@ -17,7 +17,7 @@ from titan_ext.plan.time import StepTime
 
 _LAYER = re.compile(r"\blayers\.(\d+)")
 _PERIODS, _MORE = 3, 2
-"""That the short model has, and how many more the longer one has: with fewer than three, not all
+"""Periods of the short model, and how many more the longer one has: with fewer than three, not all
 of FSDP's buffers of neighbours live at once."""
 
 
@@ -43,8 +43,10 @@ class Depths(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "Depths | None":
-        """Of a trainer's config; None where a model cannot be shortened, or is a pipeline's: its
-        stages are short, and cut by the names of their layers."""
+        """Depths for a trainer's config; None where a model cannot be shortened.
+
+        Nor is a pipeline's: its stages are short, and cut by the names of their layers.
+        """
         layers = getattr(config.model_spec.model, "layers", None)
         if config.parallelism.pipeline_parallel_degree > 1 or not isinstance(layers, list):
             return None
@@ -62,11 +64,11 @@ class Depths(NamedTuple):
 
     @property
     def times(self) -> float:
-        """How often what the longer model has more is missing in the short one."""
+        """Number of times that the short model lacks what the longer one has more."""
         return (self.whole - self.short) / (self.longer - self.short)
 
     def stands_for(self, layer: int) -> int:
-        """How many layers of the model one of the short model stands for."""
+        """Number of layers of the model for which one of the short model stands."""
         is_repeated = self.head - self.period <= layer < self.head
         return 1 + (self.whole - self.short) // self.period if is_repeated else 1
 

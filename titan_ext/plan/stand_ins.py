@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parts of a model, of a trainer and of a job that a dry run has instead of the real ones.
+"""Modules, configs and an environment that a dry run has instead of the real ones.
 
 Fake tensors have no values, so a dispatcher is told how many tokens go where. And a CPU runs some
 modules otherwise than a GPU: its attention has S x S buffers, its RMSNorm keeps fp32 copies, its
@@ -45,7 +45,7 @@ from titan_ext.components.exchange_policy import ranks_of_token
 def use_stand_ins(
     config: Any, *, as_on_a_gpu: bool = True, imbalance: float = 1.0
 ) -> Sequence[str]:
-    """Put them into the model of a trainer's config, in place.
+    """Put stand-ins into the model of a trainer's config, in place.
 
     Without ``as_on_a_gpu`` only those without which no step runs. ``imbalance`` are the tokens that
     this rank's experts get, for one if routing were balanced.
@@ -129,7 +129,7 @@ def _router(config: Any) -> Any:
 
 
 class _Planned:
-    """Of a dispatcher that is told how many tokens go where: a fake tensor cannot be asked.
+    """Mixin of a dispatcher that is told how many tokens go where: fake tensors cannot be asked.
 
     This rank sends as many to each rank, and gets as many from each: what it sends to one, times
     ``imbalance``. Where a token goes to a rank once, it goes to as many as ``router`` has it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""When things happen on a rank's streams: queues wait for each other, and messages share links.
+"""Simulation of a rank's streams: queues wait for each other, and messages share links.
 
 A queue (a stream, a communicator, a copy engine) does its items one after the other. An item may
 first wait for items of other queues. Messages share a link: as many as are on it at once each get

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long one step takes on one rank of a machine, by what the step really runs.
+"""Time of one step on one rank of a machine, by what the step really runs.
 
 A dispatch mode sees each operation of a dry run's step, with the stream on which FSDP2 puts it. It
 gives it to a queue, one for each stream and communicator. An operation starts when its queue is
@@ -67,8 +67,8 @@ class Part(StrEnum):
 WAITS = (Part.EXCHANGES, Part.HOST, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES, Part.OFFLOAD)
 """Parts in which the compute stream of this rank waits for its links or its host."""
 KERNELS, COMPILED_KERNELS, SPREAD = 1.62, 1.17, 0.32
-"""How many times the ideal kernels take in published runs, eager and compiled, and how far nine of
-ten others are from that; fitted on a random half by benchmarks/published.py (docs/plan.md)."""
+"""Factors by which kernels take longer than the ideal in published runs, eager and compiled, and
+how far nine of ten others are from that: fitted on a random half by benchmarks/published.py."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,7 +78,7 @@ class _Buffer:
     made_on: Any
     ref: weakref.ref
     ready: dict[Any, Item] = field(default_factory=dict)
-    """What has to end before it can be read, by queue; ``used``: before it can be freed."""
+    """Items that have to end before it can be read, by queue; ``used``: before it can be freed."""
     why: Part = Part.GATHERS
     used: dict[Any, Item] = field(default_factory=dict)
 
@@ -120,13 +120,13 @@ class StepClock(TorchDispatchMode):
     def __init__(self, parts: Sequence[nn.Module], live: LiveBytes, machine: Machine) -> None:
         super().__init__()
         self.passes: list[Pass] = []
-        """In the order in which they ran."""
+        """Passes, in the order in which they ran."""
         self.spans: list[Span] = []
         self._parts, self._live, self._machine = parts, live, machine
         self._compute = torch.cpu.current_stream()
         self._streams = Streams()
         self._host: tuple[Item, ...] = ()
-        """What the host has waited for last."""
+        """Items for which the host has waited last."""
         self._buffers: dict[int, _Buffer] = {}
         self._depth = 0
         self._moment = ""
@@ -236,7 +236,7 @@ class StepClock(TorchDispatchMode):
                 self._buffer(tensor, made_on=stream).ready[stream] = end
 
     def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether a copy is to or from the host."""
+        """True for a copy to or from the host."""
         return len({self._live.kind_of(x) is MemoryKind.OFFLOADED for x in (target, source)}) == 2
 
     def _offload(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -389,12 +389,12 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of each GPU, as Titan counts them."""
+        """Tokens of each GPU, as Titan counts them."""
         return self.tokens / self.step_ms * 1e3
 
     @property
     def expected_ms(self) -> float:
-        """Of a step whose kernels are as far from ideal as those of published runs."""
+        """Time of a step whose kernels are as far from ideal as those of published runs."""
         waits = sum(self.ms.get(part, 0.0) for part in WAITS)
         usual = COMPILED_KERNELS if self.is_compiled else KERNELS
         factor = 1.0 if self.is_measured else usual
@@ -406,7 +406,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float | None:
-        """Of the peak that Titan takes for this machine, up to 1."""
+        """Share of the peak that Titan takes for this machine, up to 1."""
         if self.flops_per_token is None:
             return None
         return self.flops_per_token * self.tokens_per_second / self.peak
