@@ -59,11 +59,11 @@ def print_spans(arm: str) -> None:
         if arm == "stock":
             as_stock(config)
         run = dry_run(config, ranks, machine="h100")
-    moments = (f"forward of {_BLOCK}", f"backward of {_BLOCK}")
+    phases = (f"forward of {_BLOCK}", f"backward of {_BLOCK}")
     found = [
-        {"queue": s.queue, "part": s.part.name, "moment": s.moment, "at": (s.start, s.end)}
+        {"queue": s.queue, "part": s.category.name, "moment": s.phase, "at": (s.start, s.end)}
         for s in run.spans
-        if s.moment in moments and s.part.name in _COLOURS
+        if s.phase in phases and s.category.name in _COLOURS
     ]
     print(json.dumps(found))
 
@@ -73,20 +73,20 @@ def draw(spans: dict[str, list[dict[str, Any]]]) -> Figure:
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     columns = figure.subplots(1, 2, sharey=True)
     lines = [(arm, lane) for arm in spans for lane in ("computes", "sends")]
-    for axes, moment in zip(columns, ("forward", "backward"), strict=True):
+    for axes, phase in zip(columns, ("forward", "backward"), strict=True):
         longest = 0.0
         for arm, found in spans.items():
-            of_moment = [s for s in found if s["moment"].startswith(moment)]
-            begin = min(s["at"][0] for s in of_moment if s["queue"] == "compute")
-            end = max(s["at"][1] for s in of_moment if s["queue"] == "compute")
+            of_phase = [s for s in found if s["moment"].startswith(phase)]
+            begin = min(s["at"][0] for s in of_phase if s["queue"] == "compute")
+            end = max(s["at"][1] for s in of_phase if s["queue"] == "compute")
             longest = max(longest, end - begin)
-            for span in of_moment:
+            for span in of_phase:
                 lane = "computes" if span["queue"] == "compute" else "sends"
                 start, stop = (min(max(at, begin), end) - begin for at in span["at"])
                 y = lines.index((arm, lane))
                 axes.barh(y, stop - start, left=start, color=_COLOURS[span["part"]], height=0.8)
         axes.set_xlim(0, longest)
-        axes.set_xlabel(f"ms, {moment}" + (" with recompute" if moment == "backward" else ""))
+        axes.set_xlabel(f"ms, {phase}" + (" with recompute" if phase == "backward" else ""))
         axes.spines[["top", "right"]].set_visible(False)
     columns[0].set_yticks(range(len(lines)), [f"{arm} {lane}" for arm, lane in lines])
     columns[0].invert_yaxis()

@@ -219,7 +219,7 @@ def plan(arms: Sequence[str], base: Run) -> dict[str, dict[str, float]]:
     from titan_ext.plan.dry_run import dry_run
     from titan_ext.plan.memory import DeviceMemory
     from titan_ext.plan.stand_ins import as_rank
-    from titan_ext.plan.time import Part
+    from titan_ext.plan.time import Category
 
     planned = {}
     for arm in arms:
@@ -239,7 +239,7 @@ def plan(arms: Sequence[str], base: Run) -> dict[str, dict[str, float]]:
         planned[arm] = {
             "GiB": planned_run.memory.peak.nbytes / GIB,
             "ms": planned_run.time.step_ms,
-            "optimizer ms": planned_run.time.ms[Part.OPTIMIZER],
+            "optimizer ms": planned_run.time.ms[Category.OPTIMIZER],
         }
         del planned_run
         gc.collect()

@@ -103,7 +103,7 @@ def _nbytes(tensors: Any) -> int:
 
 
 def _plan(run: Run, rank: int, folder: Path, imbalance: float = 1.0) -> tuple[Peak, list[Peak]]:
-    """The peak of the step, and of each of its moments."""
+    """The peak of the step, and of each of its phases."""
     with as_rank(run.world, rank):
         config = planned_config(run, folder)
         done = dry_run(
@@ -115,7 +115,7 @@ def _plan(run: Run, rank: int, folder: Path, imbalance: float = 1.0) -> tuple[Pe
             imbalance=imbalance,
         )
     assert done.memory is not None
-    return done.memory.peak, list(done.memory.moments)
+    return done.memory.peak, list(done.memory.phases)
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def test_planned_is_measured(run: Run, tmp_path: Path):
     of_stages = [0, run.world - 1] if run.pp > 1 else [0]
     for rank in of_stages:
         logs = tmp_path / f"planned{rank}"
-        ((planned, moments),) = run_ranks(_plan, 1, run, rank, tmp_path, log_folder=logs)
+        ((planned, phases),) = run_ranks(_plan, 1, run, rank, tmp_path, log_folder=logs)
         measured = ranks[rank]
         print(f"\n{run}, rank {rank}: planned {planned.nbytes}, {_difference(planned, measured)}")
         for kind in LASTING:
-            assert moments[-1].by_kind[kind] == measured.lasting[kind], kind
-        clip = next(moment for moment in moments if moment.moment == "clip")
+            assert phases[-1].by_kind[kind] == measured.lasting[kind], kind
+        clip = next(phase for phase in phases if phase.phase == "clip")
         assert clip.nbytes < 1.01 * sum(measured.lasting.values())  # norms, on shards
-        assert planned.moment == measured.peak.moment
+        assert planned.phase == measured.peak.phase
         assert (MemoryKind.OFFLOADED in planned.by_kind) == (run.ac == "on_host")
         # Offloaded ones are really there in slabs, some bytes unused.
         for kind in set(MemoryKind) - {MemoryKind.OFFLOADED}:
@@ -155,8 +155,8 @@ def test_an_imbalance_is_more_of_what_experts_get_and_no_more_of_what_they_send(
     kept = []
     for imbalance in (1.0, 1.5):
         logs = tmp_path / str(imbalance)
-        ((_, moments),) = run_ranks(_plan, 1, run, 0, tmp_path, imbalance, log_folder=logs)
-        kept.append(next(moment.by_kind for moment in moments if moment.moment == "loss"))
+        ((_, phases),) = run_ranks(_plan, 1, run, 0, tmp_path, imbalance, log_folder=logs)
+        kept.append(next(phase.by_kind for phase in phases if phase.phase == "loss"))
     balanced, more = kept
     assert more[MemoryKind.ALL_TO_ALL] / balanced[MemoryKind.ALL_TO_ALL] == pytest.approx(
         1.25, rel=0.01
@@ -268,7 +268,7 @@ def _without_checkpointing(
     memory: int, reserved: Mapping[int, int] = MappingProxyType({})
 ) -> MemoryPlan:
     """Four blocks of 1,000 bytes each; gradients replace them."""
-    moments = [
+    phases = [
         Peak(
             6200,
             "loss",
@@ -281,12 +281,12 @@ def _without_checkpointing(
             MemoryKind.EXACT: 1000 * (block + 1),
             MemoryKind.GRADIENTS: 500 * (4 - block),
         }
-        moments.append(Peak(sum(by_kind.values()), f"backward of layers.{block}", by_kind))
+        phases.append(Peak(sum(by_kind.values()), f"backward of layers.{block}", by_kind))
     lasting = {MemoryKind.PARAMETERS: 2000, MemoryKind.GRADIENTS: 2000}
-    moments.append(Peak(4200, "optimizer", lasting))
+    phases.append(Peak(4200, "optimizer", lasting))
     set_aside = DeviceMemory(memory=memory, context=0, communicator=0)
     return MemoryPlan(
-        set_aside, moments[0], moments, communicators=1, on_host=frozenset(), reserved=reserved
+        set_aside, phases[0], phases, communicators=1, on_host=frozenset(), reserved=reserved
     )
 
 

@@ -18,12 +18,12 @@ from titan_ext.plan.live import MemoryKind, Peak
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.report import draw, to_json, write
 from titan_ext.plan.stand_ins import as_rank
-from titan_ext.plan.time import Part, StepTime
+from titan_ext.plan.time import Category, StepTime
 from titan_ext.run.planned import PlanCheck, file_name
 from titan_ext.toml.values import identity
 
 RUN = Run(world=1, parallelize="block", layers=2, steps=2)
-MOMENTS = (
+PHASES = (
     Peak(30, "forward of layers.0", {MemoryKind.PARAMETERS: 20, MemoryKind.EXACT: 10}),
     Peak(
         50,
@@ -41,7 +41,7 @@ def _plan(
     time: StepTime | None = None,
 ) -> dict[str, Any]:
     budget = DeviceMemory(memory=memory, context=10)
-    plan = MemoryPlan(budget, MOMENTS[1], MOMENTS, communicators=0, on_host=frozenset())
+    plan = MemoryPlan(budget, PHASES[1], PHASES, communicators=0, on_host=frozenset())
     run = SimpleNamespace(
         memory=plan, time=time, ranks=ranks, rank=0, imbalance=1.0, name=lambda: "rank 0"
     )
@@ -54,14 +54,14 @@ def test_a_plan_as_json_has_every_figure():
     assert (plan["fits"], plan["spare"], plan["allowance"]) == (False, -5, 10)
     assert plan["config"] == {"parallelism.expert_parallel_degree": 2}
     kinds = {kind.name.lower() for kind in MemoryKind}
-    for moment, planned in zip(plan["moments"], MOMENTS, strict=True):
-        assert moment["moment"] == planned.moment
-        assert moment["sum"] == sum(moment[kind] for kind in kinds) == planned.nbytes
+    for phase, planned in zip(plan["moments"], PHASES, strict=True):
+        assert phase["moment"] == planned.phase
+        assert phase["sum"] == sum(phase[kind] for kind in kinds) == planned.nbytes
     assert json.loads(json.dumps(plan)) == plan
 
 
 def test_a_timed_plan_has_its_milliseconds():
-    ms = {Part.FORWARD: 10.0, Part.GATHERS: 2.5}
+    ms = {Category.FORWARD: 10.0, Category.GATHERS: 2.5}
     time = StepTime("h100", ms, {}, {}, tokens=25, flops_per_token=None)
     assert _plan(memory=55)["time"] is None
     found = _plan(memory=55, time=time)["time"]
@@ -79,7 +79,7 @@ def test_a_picture_has_the_peak_and_a_limit_that_is_near(memory: int, drawn: boo
         max(bar.get_y() + bar.get_height() for bar in bars) * 2**30
         for bars in zip(*axes.containers, strict=True)
     ]
-    assert tops == pytest.approx([moment.nbytes for moment in MOMENTS])
+    assert tops == pytest.approx([phase.nbytes for phase in PHASES])
     assert any(label.startswith("memory: ") for label in labels) == drawn
     assert "backward of layers.0" in [label.get_text() for label in axes.get_xticklabels()]
     (note,) = axes.texts

@@ -47,7 +47,7 @@ from titan_ext.plan.search import (
 )
 from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
 from titan_ext.plan.stand_ins import as_rank
-from titan_ext.plan.time import Part, StepTime
+from titan_ext.plan.time import Category, StepTime
 from titan_ext.toml.files import to_toml
 from titan_ext.toml.values import dump, identity
 
@@ -81,7 +81,7 @@ def _two_depths(folder: Path) -> Any:
 
 
 def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
-    """Milliseconds by part, and bytes by kind at the peak, which is at the same moment.
+    """Milliseconds by category, and bytes by kind at the peak, which is in the same phase.
 
     Waits of a step of 10 ms are less even than those of a large one, which is within 0.3%.
     """
@@ -95,10 +95,10 @@ def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
     )
     assert time.step_ms == pytest.approx(whole[1].step_ms, rel=0.025)
     assert short[1].step_ms < 0.7 * whole[1].step_ms
-    for part in (Part.FORWARD, Part.BACKWARD, Part.RECOMPUTE):
-        assert time.ms[part] == pytest.approx(whole[1].ms[part], rel=0.01)
+    for category in (Category.FORWARD, Category.BACKWARD, Category.RECOMPUTE):
+        assert time.ms[category] == pytest.approx(whole[1].ms[category], rel=0.01)
     assert memory.peak.nbytes == pytest.approx(whole[0].peak.nbytes, rel=0.001)
-    assert memory.peak.moment == whole[0].peak.moment
+    assert memory.peak.phase == whole[0].peak.phase
     # The allocator reserves segments of 2 MiB and 20 MiB in each pool, not bytes in a line.
     assert memory.spare == pytest.approx(whole[0].spare, abs=40 * 2**20)
     for kind in (MemoryKind.EXACT, MemoryKind.GRADIENTS, MemoryKind.STATES):
@@ -135,7 +135,7 @@ def test_a_plan_is_the_same_after_others_in_its_process(tmp_path: Path):
     assert (planned.memory, planned.time) == later == alone
     # The solver's recompute is of all passes of a step.
     solved = planned.checkpointing
-    assert solved.ms == pytest.approx(planned.time.ms[Part.RECOMPUTE], rel=0.2)
+    assert solved.ms == pytest.approx(planned.time.ms[Category.RECOMPUTE], rel=0.2)
 
 
 _RUN = """extends = "deepseek_v3.deepseek_v3_debugmodel"
@@ -191,13 +191,13 @@ def test_what_is_not_shortened():
     assert _depths("m" * 48, pipeline=2) is None
 
 
-def test_other_moments_are_not_alike():
-    moments = [Peak(1, "start", {}), Peak(2, "forward of layers.0", {})]
-    plan = MemoryPlan(DeviceMemory(memory=9), moments[1], moments, 0, frozenset())
+def test_other_phases_are_not_alike():
+    phases = [Peak(1, "start", {}), Peak(2, "forward of layers.0", {})]
+    plan = MemoryPlan(DeviceMemory(memory=9), phases[1], phases, 0, frozenset())
     depths = _depths("m" * 9)
     assert depths is not None
     with pytest.raises(NotAlikeError):
-        whole_memory(plan, replace(plan, moments=moments[:1]), depths)
+        whole_memory(plan, replace(plan, phases=phases[:1]), depths)
 
 
 # -- forks
@@ -291,8 +291,8 @@ _SOLVED = [
 _SOLVED.append(Checkpointing(nbytes=48 * GIB, ms=0.0, table={}))
 
 
-def _step(now: Mapping[str, Any]) -> tuple[dict[Part, float], float]:
-    """Milliseconds by part, and GiB without activations; the latter are 4 sequences' per level."""
+def _step(now: Mapping[str, Any]) -> tuple[dict[Category, float], float]:
+    """Milliseconds by category, and GiB without activations; the latter are of 4 sequences."""
     local, ep, copies = now[LOCAL], now[EP], now[REPLICATE]
     passes = now[GLOBAL] // 64 / local
     exchanges = 30.0 * (1 if ep <= 8 else 4) * (1 - 1 / ep)
@@ -302,12 +302,12 @@ def _step(now: Mapping[str, Any]) -> tuple[dict[Part, float], float]:
     never = now["parallelism.fsdp_reshard_after_forward"] == "never"
     gathers = (40.0 if never else 70.0) * passes / copies * (8 / ep) ** 0.5
     ms = {
-        Part.FORWARD: 100 * (1 + 0.1 / local),
-        Part.BACKWARD: 200 * (1 + 0.1 / local),
-        Part.EXCHANGES: exchanges * 4,
-        Part.GATHERS: gathers,
-        Part.REDUCTIONS: 20 * passes,
-        Part.RECOMPUTE: 0.0,
+        Category.FORWARD: 100 * (1 + 0.1 / local),
+        Category.BACKWARD: 200 * (1 + 0.1 / local),
+        Category.EXCHANGES: exchanges * 4,
+        Category.GATHERS: gathers,
+        Category.REDUCTIONS: 20 * passes,
+        Category.RECOMPUTE: 0.0,
     }
     return ms, 14.0 + 6 * copies + (12 if never else 0) + 3 * 8 / ep
 
@@ -318,7 +318,7 @@ def _price(values: Mapping[str, Any], keys: Mapping[str, Any], solved: Any = _SO
     if now[EP] * now[REPLICATE] > 64:
         return FailedError("too many ranks")
     ms, base = _step(now)
-    ms[Part.RECOMPUTE] = solved.ms
+    ms[Category.RECOMPUTE] = solved.ms
     held = solved.nbytes * now[LOCAL] // 4
     kinds = {MemoryKind.EXACT: held, MemoryKind.PARAMETERS: int(base * GIB)}
     peak = Peak(sum(kinds.values()), "loss", kinds)
@@ -420,7 +420,7 @@ def _planned(room: int, at_most: float = float("inf"), spare: int = 20 * GIB) ->
         peak = Peak(solved.nbytes, "loss", {MemoryKind.EXACT: solved.nbytes})
         device = DeviceMemory(memory=round((1 + BAND) * spare), context=0)
         memory = MemoryPlan(device, peak, [peak], 0, frozenset())
-        ms = {Part.FORWARD: 100.0, Part.RECOMPUTE: solved.ms}
+        ms = {Category.FORWARD: 100.0, Category.RECOMPUTE: solved.ms}
         return Plan(memory, StepTime("h100", ms, {}, {}, 1000, None), solved)
 
     found = with_best_checkpointing(room, solve, step, at_most)

@@ -25,7 +25,15 @@ from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LiveBytes, MemoryKind
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
 from titan_ext.plan.stand_ins import AttentionShapes, as_rank
-from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS, Part, Pass, StepClock, StepTime
+from titan_ext.plan.time import (
+    COMPILED_KERNELS,
+    KERNELS,
+    WAITS,
+    Category,
+    Pass,
+    StepClock,
+    StepTime,
+)
 
 ONE = Run(world=1, ep=1, parallelize="block", seq_len=64, layers=2)
 EIGHT = Run(world=8, ep=2, parallelize="submodule", global_batch=8, layers=2)
@@ -83,10 +91,10 @@ def test_the_flops_are_those_of_a_real_step(tmp_path: Path):
     )
     assert sum(none.values()) == real_none
     assert sum(full.values()) == real_full
-    assert full[Part.RECOMPUTE] == real_full - real_none > 0
-    assert none.get(Part.RECOMPUTE, 0) == 0
-    for part in (Part.FORWARD, Part.LOSS, Part.BACKWARD):
-        assert full[part] == none[part] > 0
+    assert full[Category.RECOMPUTE] == real_full - real_none > 0
+    assert none.get(Category.RECOMPUTE, 0) == 0
+    for category in (Category.FORWARD, Category.LOSS, Category.BACKWARD):
+        assert full[category] == none[category] > 0
 
 
 def _this_step_and_the_next(run: Run, folder: Path) -> list[StepTime | None]:
@@ -107,13 +115,13 @@ def test_the_one_step_is_steady(tmp_path: Path):
 
 def test_the_codec_reads_and_writes_what_is_kept_in_float8(tmp_path: Path):
     ((time, float8),) = _timed(tmp_path, (replace(ONE, ac="fp8"), {}))
-    assert time.nbytes[Part.CODEC] == 2 * float8 > 0  # once in forward, once in backward
-    assert time.kernels["codec"] == pytest.approx(time.ms[Part.CODEC])
+    assert time.nbytes[Category.CODEC] == 2 * float8 > 0  # once in forward, once in backward
+    assert time.kernels["codec"] == pytest.approx(time.ms[Category.CODEC])
     aside = sum(time.kernels.values()) - time.step_ms  # one rank waits for nobody
     assert 0 < aside < time.kernels["copies"], "FSDP copies on streams of its own"
     classes = {"GEMM", "grouped GEMM", "attention", "elementwise", "copies", "codec"}
     assert set(time.kernels) == classes
-    assert time.ms[Part.CODEC] > 0
+    assert time.ms[Category.CODEC] > 0
 
 
 def test_steps_of_accumulation_and_links(tmp_path: Path):
@@ -125,13 +133,13 @@ def test_steps_of_accumulation_and_links(tmp_path: Path):
     planned = _timed(tmp_path, (EIGHT, {}), (more, {}), (EIGHT, {"machine": str(file)}))
     once, often, slower = (each.time for each in planned)
     assert often.tokens == 3 * once.tokens
-    for part in (Part.FORWARD, Part.LOSS, Part.RECOMPUTE):
-        assert often.flops[part] == 3 * once.flops[part]
-        assert often.ms[part] == pytest.approx(3 * once.ms[part])
-    assert often.ms[Part.OPTIMIZER] == pytest.approx(once.ms[Part.OPTIMIZER])
-    for part in set(once.ms) - set(WAITS):
-        assert slower.ms[part] == pytest.approx(3 * once.ms[part])
-    assert slower.ms[Part.GATHERS] < once.ms[Part.GATHERS]  # more to hide behind
+    for category in (Category.FORWARD, Category.LOSS, Category.RECOMPUTE):
+        assert often.flops[category] == 3 * once.flops[category]
+        assert often.ms[category] == pytest.approx(3 * once.ms[category])
+    assert often.ms[Category.OPTIMIZER] == pytest.approx(once.ms[Category.OPTIMIZER])
+    for category in set(once.ms) - set(WAITS):
+        assert slower.ms[category] == pytest.approx(3 * once.ms[category])
+    assert slower.ms[Category.GATHERS] < once.ms[Category.GATHERS]  # more to hide behind
 
 
 def test_a_kind_that_was_measured_is_slowed_down_by_itself(tmp_path: Path):
@@ -143,9 +151,9 @@ def test_a_kind_that_was_measured_is_slowed_down_by_itself(tmp_path: Path):
     assert messages < set(ideal.kernels) <= set(KINDS)
     for kind, ms in ideal.kernels.items():
         assert slow.kernels[kind] == pytest.approx(factors.get(kind, 1.0) * ms), kind
-    assert slow.ms[Part.EXCHANGES] > 2 * ideal.ms[Part.EXCHANGES]
+    assert slow.ms[Category.EXCHANGES] > 2 * ideal.ms[Category.EXCHANGES]
     gemms = slow.kernels["GEMM"] - ideal.kernels["GEMM"]
-    assert sum(slow.ms[p] - ideal.ms[p] for p in Part if p not in WAITS) == pytest.approx(gemms)
+    assert sum(slow.ms[p] - ideal.ms[p] for p in Category if p not in WAITS) == pytest.approx(gemms)
     assert slow.mfu is not None  # of an H100's peak
     assert slow.verdict().endswith("on my_card")
     assert slow.expected_ms == slow.step_ms
@@ -154,16 +162,20 @@ def test_a_kind_that_was_measured_is_slowed_down_by_itself(tmp_path: Path):
 def test_a_pipeline_waits_for_its_other_stages(tmp_path: Path):
     run = Run(world=2, pp=2, parallelize="block", layers=2, global_batch=4)
     ((time, _),) = _timed(tmp_path, (run, {}))
-    busy = sum(ms for part, ms in time.ms.items() if part not in (Part.BUBBLE, Part.OPTIMIZER))
+    busy = sum(
+        ms
+        for category, ms in time.ms.items()
+        if category not in (Category.BUBBLE, Category.OPTIMIZER)
+    )
     # 1F1B, 4 microbatches, 2 stages: 1 in 4. A little of the waiting is clipping's.
-    assert time.ms[Part.BUBBLE] == pytest.approx(busy / 4, rel=0.05)
+    assert time.ms[Category.BUBBLE] == pytest.approx(busy / 4, rel=0.05)
 
 
 GIB = 2**28  # of fp32 elements: a buffer of 1 GiB
 GATHER_MS = collective_ms(MACHINES["h100"], 4 * GIB, world=16, per_node=8)[0]
 
 
-def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[Part, float]:
+def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[Category, float]:
     """What a clock says of ``body``, which gets a side stream and a list that outlives it."""
     dist.init_process_group("fake", rank=0, world_size=16)
     live = LiveBytes([nn.Identity()], [])
@@ -172,7 +184,7 @@ def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[Part, fl
     with FakeTensorMode(), clock:
         body(torch.cpu.Stream(), kept)
     dist.destroy_process_group()
-    return {part: clock.passes[0].ms.get(part, 0.0) for part in Part}
+    return {category: clock.passes[0].ms.get(category, 0.0) for category in Category}
 
 
 def _gather(stream: torch.cpu.Stream) -> torch.Tensor:
@@ -210,7 +222,7 @@ def _reduce(stream: torch.cpu.Stream, kept: list, *, frees: bool) -> None:
     kept += [shard] if frees else [shard, full]
 
 
-def _waits(body: Callable[..., None], tmp_path: Path, **arguments: Any) -> dict[Part, float]:
+def _waits(body: Callable[..., None], tmp_path: Path, **arguments: Any) -> dict[Category, float]:
     call = partial(body, **arguments)
     return run_ranks(_on_a_clock, 1, call, log_folder=tmp_path)[0]
 
@@ -219,22 +231,22 @@ def test_a_gather_runs_beside_the_computation_until_it_is_read(tmp_path: Path):
     times = _waits(_read_at_once, tmp_path)
     product_ms = 2 * 4096**3 / MACHINES["h100"].fp32 * 1e3
     read_ms = (4 * GIB + 4) / MACHINES["h100"].memory * 1e3
-    assert times[Part.FORWARD] == pytest.approx(product_ms + read_ms)
-    assert times[Part.COLLECTIVES] == pytest.approx(GATHER_MS - product_ms)
-    assert times[Part.GATHERS] == 0  # only what FSDP's own code gathers is called FSDP's
+    assert times[Category.FORWARD] == pytest.approx(product_ms + read_ms)
+    assert times[Category.COLLECTIVES] == pytest.approx(GATHER_MS - product_ms)
+    assert times[Category.GATHERS] == 0  # only what FSDP's own code gathers is called FSDP's
 
 
 def test_a_buffer_is_not_gathered_into_before_it_has_been_read(tmp_path: Path):
     """Where the first gather's is read late, the second one can only start then."""
     late, at_once = (_waits(_gather_again, tmp_path, reads=reads) for reads in (True, False))
-    assert late[Part.COLLECTIVES] == pytest.approx(GATHER_MS)
-    assert at_once[Part.COLLECTIVES] == 0
+    assert late[Category.COLLECTIVES] == pytest.approx(GATHER_MS)
+    assert at_once[Category.COLLECTIVES] == 0
 
 
 def test_the_computation_waits_before_it_frees_what_is_being_reduced(tmp_path: Path):
     frees, keeps = (_waits(_reduce, tmp_path, frees=frees) for frees in (True, False))
-    assert frees[Part.COLLECTIVES] == pytest.approx(GATHER_MS)
-    assert keeps[Part.COLLECTIVES] == 0
+    assert frees[Category.COLLECTIVES] == pytest.approx(GATHER_MS)
+    assert keeps[Category.COLLECTIVES] == 0
 
 
 def test_copies_to_and_from_the_host_run_beside_the_computation():
@@ -255,7 +267,7 @@ def test_copies_to_and_from_the_host_run_beside_the_computation():
                 back.copy_(on_host)
                 a @ a
                 back.sum()
-        waited = clock.passes[0].ms[Part.OFFLOAD]
+        waited = clock.passes[0].ms[Category.OFFLOAD]
         assert waited == pytest.approx(copies * (copy_ms - product_ms))
 
 
@@ -325,8 +337,12 @@ def test_schedules_of_torch_have_the_actions(name: str, idle: float | None):
 
 def test_tokens_a_second_are_those_of_the_sum():
     first, second, last = (
-        Pass(ms={part: ms})
-        for part, ms in ((Part.FORWARD, 6.0), (Part.FORWARD, 4.0), (Part.OPTIMIZER, 2.0))
+        Pass(ms={category: ms})
+        for category, ms in (
+            (Category.FORWARD, 6.0),
+            (Category.FORWARD, 4.0),
+            (Category.OPTIMIZER, 2.0),
+        )
     )
     time = StepTime.of(
         [first, second, last],
@@ -336,15 +352,15 @@ def test_tokens_a_second_are_those_of_the_sum():
         tokens=2300,
         flops_per_token=10**9,
     )
-    counted = {part: ms for part, ms in time.ms.items() if ms}
-    assert counted == {Part.FORWARD: 14.0, Part.OPTIMIZER: 2.0, Part.BUBBLE: 7.0}
+    counted = {category: ms for category, ms in time.ms.items() if ms}
+    assert counted == {Category.FORWARD: 14.0, Category.OPTIMIZER: 2.0, Category.BUBBLE: 7.0}
     assert time.step_ms == 23.0
     assert time.tokens_per_second == 100_000
     assert time.mfu == 1e14 / get_peak_flops("H200")
     assert "; ideal 100,000 tokens/s a GPU, MFU 10.1% of 989 TFLOP/s" in time.verdict()
     assert time.verdict().startswith(f"expect {100_000 / KERNELS:,.0f} tokens/s a GPU (+-")
     assert replace(time, is_compiled=True).expected_ms == 23.0 * COMPILED_KERNELS
-    waiting = replace(time, ms={Part.FORWARD: 13.0, Part.EXCHANGES: 10.0})
+    waiting = replace(time, ms={Category.FORWARD: 13.0, Category.EXCHANGES: 10.0})
     assert waiting.expected_ms == 10.0 + 13.0 * KERNELS  # links are no slower
     measured = replace(time, is_measured=True)
     assert measured.verdict().startswith("100,000 tokens/s a GPU, MFU")

@@ -44,7 +44,7 @@ from titan_ext.plan.live import LASTING, LiveBytes
 from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
-from titan_ext.plan.time import Part, Span, StepClock, StepTime
+from titan_ext.plan.time import Category, Span, StepClock, StepTime
 from titan_ext.run.budget import BudgetPlan, TracedBlocks, settings_of, without_checkpointing
 from titan_ext.run.checks import LoRATargets
 from titan_ext.run.trainer import Trainer
@@ -175,7 +175,7 @@ class DryRun(Trainer):
         schedule: Any = self.pp_schedule
         return getattr(schedule, "_stages", None) or [schedule._stage]
 
-    def run_step(self, at: Callable[[str], None] = lambda moment: None) -> None:
+    def run_step(self, at: Callable[[str], None] = lambda phase: None) -> None:
         """One training step; ``at`` is told of what no module shows. Later accumulation steps than
         the second do as that does.
 
@@ -245,8 +245,9 @@ class DryRun(Trainer):
         assert spec is not None
         flops = self.metrics_processor.num_flops_per_token
         one = clock.passes[0].ms
-        forward = one[Part.FORWARD] / sum(
-            one[part] for part in (Part.FORWARD, Part.LOSS, Part.RECOMPUTE, Part.BACKWARD)
+        forward = one[Category.FORWARD] / sum(
+            one[category]
+            for category in (Category.FORWARD, Category.LOSS, Category.RECOMPUTE, Category.BACKWARD)
         )
         idle = idle_share(actions_of(self.pp_schedule), forward) if self.stages else 0.0
         steps, dims = self.gradient_accumulation_steps, self.parallel_dims

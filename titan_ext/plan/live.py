@@ -55,7 +55,7 @@ class Peak(NamedTuple):
     """The most that was live, in bytes, and when."""
 
     nbytes: int
-    moment: str
+    phase: str
     by_kind: dict[MemoryKind, int]
 
 
@@ -118,7 +118,7 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         host_peak: The most bytes of offloaded activations.
         unsharded: The most bytes of unsharded units and all-gather buffers.
-        moments: Every moment of the step with its own peak, in order.
+        phases: Every phase of the step with its own peak, in order.
         groups: Names of the process groups that communicated.
         events: Storages as they are made and freed, for ``plan.pools``.
         states_at, step_at: Where optimizer states and the step begin in ``events``.
@@ -132,7 +132,7 @@ class LiveBytes(TorchDispatchMode):
         compiled: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        self.moments: list[Peak] = []
+        self.phases: list[Peak] = []
         self.groups: set[str] = set()
         self._parts = parts
         self.on_host = frozenset(on_host) | {MemoryKind.OFFLOADED}
@@ -143,7 +143,7 @@ class LiveBytes(TorchDispatchMode):
         self._by_kind: Counter[MemoryKind] = Counter()
         self.unsharded = 0
         self._now = 0
-        self._peak = (0, "", 0)  # bytes, moment, operations
+        self._peak = (0, "", 0)  # bytes, phase, operations
         self._died_since_peak: list[_Storage] = []
         self._operations = 0
         self._depth = 0
@@ -163,27 +163,27 @@ class LiveBytes(TorchDispatchMode):
         self.step_at = len(self.events)
         self.begin("start")
 
-    def begin(self, moment: str) -> None:
+    def begin(self, phase: str) -> None:
         """Say what runs from here on, for what follows the last backward.
 
-        Before it moments are "forward of layers.3", "loss", "backward of layers.3" (with its
+        Before it phases are "forward of layers.3", "loss", "backward of layers.3" (with its
         recompute), and so on.
         """
         gradients = (p.grad for part in self._parts for p in part.parameters())
         self.own([x for x in gradients if x is not None], MemoryKind.GRADIENTS)
-        if not self.moments or self.moments[-1].moment != moment:
-            self.moments.append(Peak(0, moment, {}))
+        if not self.phases or self.phases[-1].phase != phase:
+            self.phases.append(Peak(0, phase, {}))
         self._see_peak()
 
     @property
     def peak(self) -> Peak:
         """The peak of the step, by what each storage turned out to be."""
-        nbytes, moment, operations = self._peak
+        nbytes, phase, operations = self._peak
         by_kind: Counter[MemoryKind] = Counter()
         alive = (x for x in self._live.values() if x.made_at <= operations)
         for storage in (*alive, *self._died_since_peak):
             by_kind[storage.kind] += storage.nbytes
-        return Peak(nbytes, moment, dict(by_kind))
+        return Peak(nbytes, phase, dict(by_kind))
 
     @property
     def reserved(self) -> dict[int, int]:
@@ -267,14 +267,14 @@ class LiveBytes(TorchDispatchMode):
 
     def _region(self) -> str:
         """The compiled module whose operations run; "" if they are not compiled."""
-        *_, name = self.moments[-1].moment.split(" of ")
+        *_, name = self.phases[-1].phase.split(" of ")
         component = "loss" if name == "loss" else "model" if name.startswith("layers.") else ""
         return name if component in self.compiled else ""
 
     def _kind_by_maker(self) -> MemoryKind:
         if (kind := fsdp_kind()) is not None:
             return kind
-        if self.moments[-1].moment == "loss":
+        if self.phases[-1].phase == "loss":
             return MemoryKind.LOSS
         return MemoryKind.EXACT if self._depth and not in_backward() else MemoryKind.TEMPORARY
 
@@ -339,17 +339,17 @@ class LiveBytes(TorchDispatchMode):
 
     def _see_peak(self) -> None:
         unsharded = self._by_kind[MemoryKind.UNSHARDED]
-        if self._now <= self.moments[-1].nbytes and unsharded <= self.unsharded:
+        if self._now <= self.phases[-1].nbytes and unsharded <= self.unsharded:
             return
         self._see_full()
         self.unsharded = max(self.unsharded, self._by_kind[MemoryKind.UNSHARDED])
-        if self._now > self.moments[-1].nbytes:
-            self.moments[-1] = Peak(self._now, self.moments[-1].moment, dict(self._by_kind))
+        if self._now > self.phases[-1].nbytes:
+            self.phases[-1] = Peak(self._now, self.phases[-1].phase, dict(self._by_kind))
         if self._now > self._peak[0]:
-            self._peak = (self._now, self.moments[-1].moment, self._operations)
+            self._peak = (self._now, self.phases[-1].phase, self._operations)
             self._died_since_peak.clear()
 
-    # -- moments
+    # -- phases
 
     def _watch(self, part: nn.Module) -> None:
         def begin(name: str, *_: Any) -> None:

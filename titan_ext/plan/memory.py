@@ -35,7 +35,7 @@ class MemoryPlan:
 
     budget: DeviceMemory
     peak: Peak
-    moments: Sequence[Peak]
+    phases: Sequence[Peak]
     communicators: int
     on_host: frozenset[MemoryKind]
     host_peak: int = 0
@@ -50,7 +50,7 @@ class MemoryPlan:
         return cls(
             budget,
             live.peak,
-            live.moments,
+            live.phases,
             communicators=len(live.groups),
             on_host=live.on_host,
             host_peak=live.host_peak,
@@ -65,8 +65,8 @@ class MemoryPlan:
         """Bytes beside what lives; negative if compiled modules never make some of that."""
         return self._allowance(self.peak)
 
-    def _allowance(self, moment: Peak) -> int:
-        return self._fixed + int(self._unused * _moving(moment))
+    def _allowance(self, phase: Peak) -> int:
+        return self._fixed + int(self._unused * _moving(phase))
 
     @property
     def _fixed(self) -> int:
@@ -101,20 +101,20 @@ class MemoryPlan:
         """Bytes that are left; negative if it does not fit."""
         return self._spare(self.peak)
 
-    def _spare(self, moment: Peak) -> int:
-        return self.budget.memory - moment.nbytes - self._allowance(moment)
+    def _spare(self, phase: Peak) -> int:
+        return self.budget.memory - phase.nbytes - self._allowance(phase)
 
-    def room(self, moment: Peak) -> int:
-        """Bytes that could be made at ``moment``; negative if it has more than surely fit.
+    def room(self, phase: Peak) -> int:
+        """Bytes that could be made at ``phase``; negative if it has more than surely fit.
 
         The band of a step that fills the memory stays free: at the peak this is negative just where
         ``surely_spare`` is, and says how much larger the step may grow.
         """
         band = (self.budget.memory - self._fixed) * self._share / (1 + self._share)
-        return int((self._spare(moment) - band) / (1 + max(self._unused, 0.0)))
+        return int((self._spare(phase) - band) / (1 + max(self._unused, 0.0)))
 
     def left_for_blocks(self, everything: int, one: int) -> int:
-        """The bytes that blocks may hold, so that every moment of the step surely fits.
+        """The bytes that blocks may hold, so that every phase of the step surely fits.
 
         This is the plan without checkpointing. A block that runs has its activations as there,
         beside what it holds. Those that wait hold their share of the budget.
@@ -124,13 +124,13 @@ class MemoryPlan:
             one: Bytes that the largest block holds.
 
         Raises:
-            ValueError: if a moment may not fit with nothing held.
+            ValueError: if a phase may not fit with nothing held.
         """
         budget = everything
-        for moment in self.moments:
-            held = min(moment.by_kind.get(MemoryKind.EXACT, 0), everything)
-            runs = "of layers." in moment.moment
-            room = self.room(moment)
+        for phase in self.phases:
+            held = min(phase.by_kind.get(MemoryKind.EXACT, 0), everything)
+            runs = "of layers." in phase.phase
+            room = self.room(phase)
             if (left := room + held - (min(one, held) if runs else 0)) < 0:
                 raise ValueError(
                     f"without activations a step needs {format_bytes(-left)} more than surely fit: "
@@ -146,8 +146,7 @@ class MemoryPlan:
             fits = f"uncertain, {'it may fit' if self.spare >= 0 else 'it may not fit'}"
         margin = f"{_gib(abs(self.spare))} GiB {'to spare' if self.spare >= 0 else 'too many'}"
         return (
-            f"{fits} in {_gib(self.budget.memory)} GiB, {margin}; peak of {rank}: "
-            f"{self.peak.moment}"
+            f"{fits} in {_gib(self.budget.memory)} GiB, {margin}; peak of {rank}: {self.peak.phase}"
         )
 
     def table(self) -> Iterator[str]:
@@ -179,8 +178,8 @@ class MemoryPlan:
         )
 
 
-def _moving(moment: Peak) -> int:
-    return sum(n for kind, n in moment.by_kind.items() if kind not in LASTING)
+def _moving(phase: Peak) -> int:
+    return sum(n for kind, n in phase.by_kind.items() if kind not in LASTING)
 
 
 def _gib(nbytes: int) -> str:

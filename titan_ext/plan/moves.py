@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which keys act on which part of a step: what ``tune`` may change, and what that costs.
+"""Moves of ``tune``: changes of a key or two, and the categories of a step that they act on.
 
-A move is a change of one or two keys. It names the parts of the step (``plan.time.Part``) that it
-can shorten, and the memory that it can free. It saves no more than those take, and what the bytes
-are worth to the recompute: what acts on little need not be tried.
+A move names the categories of time (``plan.time``) that it can shorten, and the memory that it can
+free. It saves no more than those take, and what the bytes are worth to the recompute: a move that
+acts on little need not be tried.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan.batch import GLOBAL_BATCH as GLOBAL
 from titan_ext.base.titan.batch import LOCAL_BATCH as LOCAL
 from titan_ext.plan.memory import LASTING, MemoryKind
-from titan_ext.plan.time import Part
+from titan_ext.plan.time import Category
 
 Keys = Mapping[str, Any]
 """Values of a config by dotted key."""
@@ -27,11 +27,11 @@ SCORES = "activation_checkpoint.score_before_last_gemm"
 _HALVES = "parallelism.overlap_exchanges"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _FACTORS = (8, 4, 2, 0.5, 0.25, 0.125)
-"""To the degrees and batches that are tried from one of them."""
+"""Factors of the degrees and batches that are tried from one of them."""
 
 
 class Effect(IntEnum):
-    """What a move does to results; none changes the optimizer's mathematics."""
+    """Effect of a move on results; none changes the optimizer's mathematics."""
 
     NONE = 0
     ROUNDING = 1
@@ -40,7 +40,7 @@ class Effect(IntEnum):
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a job, beside its config.
+    """Facts of a job, beside its config.
 
     Attributes:
         ranks: GPUs.
@@ -77,14 +77,14 @@ class Move:
     """Changes to try.
 
     Attributes:
-        parts: What they can shorten.
+        shortens: The categories of time that they can shorten.
         frees: The memory that they can free, for activations.
         effect: On results.
         words: What they do, for the line of a TOML file.
         changes: Of a config as it is now; each is tried by itself.
     """
 
-    parts: tuple[Part, ...]
+    shortens: tuple[Category, ...]
     frees: tuple[MemoryKind, ...]
     effect: Effect
     words: str
@@ -102,14 +102,14 @@ def _values(key: str, *values: Any) -> Callable[[Keys, Facts], Iterator[Keys]]:
 
 
 def _where(holds: Callable[[Keys, Facts], bool]) -> Any:
-    """A decorator of changes: they are offered where ``holds``."""
+    """Decorator of changes: they are offered where ``holds``."""
     return lambda change: lambda now, facts: change(now, facts) if holds(now, facts) else ()
 
 
 _if_moe = _where(lambda now, facts: bool(facts.experts))
 _if_experts = _where(lambda now, facts: bool(facts.experts) and now[EP] > 1)
 _if_sharded = _where(lambda now, facts: bool(facts.experts) and facts.sharing(now) > now[EP] > 1)
-"""Where there are experts; where they exchange tokens; where FSDP gathers them, too."""
+"""Conditions: there are experts; they exchange tokens; FSDP gathers them, too."""
 
 
 def _with_batch(now: Keys, facts: Facts, local: int) -> Iterator[Keys]:
@@ -173,16 +173,16 @@ def _offload(now: Keys, facts: Facts) -> Iterator[Keys]:
 
 
 def _reshard(now: Keys, _: Facts) -> Iterator[Keys]:
-    """What is not so already: the default is "never" in a pipeline, and "always" elsewhere."""
+    """Values that are not so already: "default" is "never" in a pipeline, else "always"."""
     is_pipelined = now["parallelism.pipeline_parallel_degree"] > 1
     other = "always" if is_pipelined else "never"
     if _RESHARD in now:
         yield {_RESHARD: "default" if now[_RESHARD] == other else other}
 
 
-_SENDS = (Part.EXCHANGES, Part.HOST)
-_FSDP = (Part.GATHERS, Part.REDUCTIONS, Part.COPIES, Part.COLLECTIVES)
-_KERNELS = (Part.FORWARD, Part.BACKWARD, Part.LOSS)
+_SENDS = (Category.EXCHANGES, Category.HOST)
+_FSDP = (Category.GATHERS, Category.REDUCTIONS, Category.COPIES, Category.COLLECTIVES)
+_KERNELS = (Category.FORWARD, Category.BACKWARD, Category.LOSS)
 _FSDP_KEY = "parallelism.fsdp_"
 
 _UNSHARDED = (MemoryKind.UNSHARDED, MemoryKind.REDUCE)
@@ -211,35 +211,35 @@ MOVES = (
         _if_experts(_values("parallelism.exchange_dtype", "float8")),
     ),
     Move(
-        (Part.GATHERS, Part.REDUCTIONS),
+        (Category.GATHERS, Category.REDUCTIONS),
         _UNSHARDED,
         Effect.LOSSY,
         "experts are gathered in float8",
         _if_sharded(_values(f"{_FSDP_KEY}float8_all_gather", "experts")),
     ),
     Move(
-        (Part.GATHERS,),
+        (Category.GATHERS,),
         (),
         Effect.LOSSY,
         "the matrices of blocks are gathered in float8",
         _values(f"{_FSDP_KEY}float8_all_gather", "blocks"),
     ),
     Move(
-        (Part.GATHERS, Part.REDUCTIONS),
+        (Category.GATHERS, Category.REDUCTIONS),
         _UNSHARDED,
         Effect.ROUNDING,
         "gradients of experts travel in bfloat16, and are summed in float32",
         _if_sharded(_values(f"{_FSDP_KEY}expert_reduce_scatter", "bfloat16")),
     ),
     Move(
-        (Part.RECOMPUTE, Part.EXCHANGES),
+        (Category.RECOMPUTE, Category.EXCHANGES),
         _HELD,
         Effect.ROUNDING,
         "routing scores before the last GEMM of experts, whose output need not be kept",
         _if_moe(_values(SCORES, True)),
     ),
     Move(
-        (*_SENDS, Part.RECOMPUTE),
+        (*_SENDS, Category.RECOMPUTE),
         (MemoryKind.ALL_TO_ALL,),
         Effect.NONE,
         "whether a recompute sends tokens again",
@@ -253,49 +253,49 @@ MOVES = (
         _if_experts(_shared_experts),
     ),
     Move(
-        (Part.GATHERS, Part.REDUCTIONS, Part.COPIES),
+        (Category.GATHERS, Category.REDUCTIONS, Category.COPIES),
         _UNSHARDED,
         Effect.NONE,
         "what one FSDP unit is",
         _values(f"{_FSDP_KEY}wrap", "auto", "submodule", "experts", "block"),
     ),
     Move(
-        (Part.GATHERS, Part.COPIES),
+        (Category.GATHERS, Category.COPIES),
         _UNSHARDED,
         Effect.NONE,
         "whether units are gathered again in backward",
         _reshard,
     ),
     Move(
-        (Part.GATHERS,),
+        (Category.GATHERS,),
         _UNSHARDED,
         Effect.NONE,
         "how many units are gathered ahead",
         _values(f"{_FSDP_KEY}prefetch", "auto", 1, 2),
     ),
     Move(
-        (Part.RECOMPUTE, Part.CODEC),
+        (Category.RECOMPUTE, Category.CODEC),
         _HELD,
         Effect.NONE,
         "activations wait on the host",
         _offload,
     ),
     Move(
-        (*_SENDS, *_FSDP, *_KERNELS, Part.RECOMPUTE, Part.BUBBLE),
+        (*_SENDS, *_FSDP, *_KERNELS, Category.RECOMPUTE, Category.BUBBLE),
         _HELD,
         Effect.ROUNDING,
         "sequences at once on a rank: more of them are fewer passes for the same tokens",
         _batches,
     ),
     Move(
-        (*_SENDS, *_FSDP, *_KERNELS, Part.OPTIMIZER),
+        (*_SENDS, *_FSDP, *_KERNELS, Category.OPTIMIZER),
         (*LASTING, *_UNSHARDED),
         Effect.ROUNDING,
         "ranks among which tokens travel to their experts",
         _ep,
     ),
     Move(
-        (*_FSDP, Part.OPTIMIZER),
+        (*_FSDP, Category.OPTIMIZER),
         (*LASTING, *_UNSHARDED),
         Effect.ROUNDING,
         "copies of the model, each sharded over fewer ranks",

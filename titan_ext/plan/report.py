@@ -65,8 +65,8 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "nvlink_domain": nvlink_domain(),
         "name": run.name(),
         "imbalance": run.imbalance,
-        "peak": _moment(plan.peak),
-        "moments": [_moment(moment) for moment in plan.moments],
+        "peak": _phase(plan.peak),
+        "moments": [_phase(phase) for phase in plan.phases],
         "on_host": sorted(_key(kind) for kind in plan.on_host),
         "time": None if run.time is None else _time(run.time),
         "config": as_json(config),
@@ -74,15 +74,15 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _moment(peak: Peak) -> dict[str, Any]:
+def _phase(peak: Peak) -> dict[str, Any]:
     by_kind = {_key(kind): peak.by_kind.get(kind, 0) for kind in MemoryKind}
-    return {"moment": peak.moment, "sum": peak.nbytes, **by_kind}
+    return {"moment": peak.phase, "sum": peak.nbytes, **by_kind}
 
 
 def _time(time: StepTime) -> dict[str, Any]:
     keys = ("machine", "step_ms", "tokens_per_second", "mfu")
     keys += ("expected_ms", "expected_tokens_per_second")
-    by_part = {part.name.lower(): ms for part, ms in time.ms.items()}
+    by_part = {category.name.lower(): ms for category, ms in time.ms.items()}
     return {key: getattr(time, key) for key in keys} | {"ms": by_part, "kernels": {**time.kernels}}
 
 
@@ -95,15 +95,15 @@ def write(plan: Mapping[str, Any], folder: Path) -> None:
 
 
 def draw(plan: Mapping[str, Any]) -> Any:
-    """A matplotlib figure: live bytes by kind over the moments of a step, with the limit."""
+    """A matplotlib figure: live bytes by kind over the phases of a step, with the limit."""
     from matplotlib.figure import Figure
 
-    moments, peak = plan["moments"], plan["peak"]
+    phases, peak = plan["moments"], plan["peak"]
     figure = Figure(figsize=(11.5, 5.5), layout="constrained")
     axes = figure.subplots()
-    at, bottom = range(len(moments)), [0.0] * len(moments)
+    at, bottom = range(len(phases)), [0.0] * len(phases)
     for kind in MemoryKind:
-        heights = [moment[_key(kind)] / _GIB for moment in moments]
+        heights = [phase[_key(kind)] / _GIB for phase in phases]
         top_of_kind = max(heights) * _GIB
         if _key(kind) in plan["on_host"] or top_of_kind < _SEEN * peak["sum"]:
             continue
@@ -115,8 +115,8 @@ def draw(plan: Mapping[str, Any]) -> Any:
         label = f"reserved beside, context: {limit - usable:.2f} GiB"
         axes.axhspan(usable, limit, facecolor="none", edgecolor="grey", hatch="//", label=label)
         axes.axhline(limit, color="black", lw=2, label=f"memory: {limit:.2f} GiB")
-    highest = next(i for i, moment in enumerate(moments) if moment["sum"] == peak["sum"])
-    is_left = highest < len(moments) / 2
+    highest = next(i for i, phase in enumerate(phases) if phase["sum"] == peak["sum"])
+    is_left = highest < len(phases) / 2
     axes.annotate(
         f"peak: {top:.2f} GiB, {peak['moment']}",
         (highest, top),
@@ -126,13 +126,13 @@ def draw(plan: Mapping[str, Any]) -> Any:
         arrowprops={"arrowstyle": "->"},
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
-    every = -(-len(moments) // _LABELS_AT_MOST)
+    every = -(-len(phases) // _LABELS_AT_MOST)
     ticks = [i for i in at if i % every == 0 and abs(i - highest) >= every] + [highest]
-    names = [moments[i]["moment"] for i in ticks]
+    names = [phases[i]["moment"] for i in ticks]
     axes.set_xticks(ticks, names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
-    axes.set_xlim(-0.5, len(moments) - 0.5)
+    axes.set_xlim(-0.5, len(phases) - 0.5)
     axes.set_ylim(0, max(1.2 * top, 1.05 * limit if limit <= _LIMIT_IN_SIGHT * top else 0))
-    axes.set_ylabel("GiB, at the peak of each moment")
+    axes.set_ylabel("GiB, at the peak of each phase")
     name = plan["config"].get("extends", "").rpartition(".")[2] or "a model"
     job = f"One step of {name} on {plan['ranks']} ranks"
     axes.set_title(f"{job}: {plan['verdict']}", loc="left", fontsize="medium")

@@ -7,7 +7,7 @@ the best candidate so far, and goes on from the fastest that fits if that saves 
 It ends when no move has helped since the last change. Moves of a few keys come before those of
 degrees and batches, so that other degrees are held against these ones at their best.
 
-A move saves at most the phases of the step that it shortens, and what the bytes that it frees are
+A move saves at most the categories of time that it shortens, and what the bytes that it frees are
 worth to the recompute. One that acts on little is passed over.
 
 Checkpointing is no coordinate: each candidate has the best one for itself. The solver finds it for
@@ -121,11 +121,11 @@ class Plan(NamedTuple):
     time: StepTime
     checkpointing: Checkpointing | None = None
     is_whole: bool = False
-    """Whether the whole model was planned."""
+    """True if the whole model was planned."""
 
     @property
     def fits(self) -> bool:
-        """Whether it does even if the plan of its memory is off by its band."""
+        """True if it does even where the plan of its memory is off by its band."""
         return self.memory.surely_spare >= 0
 
     @property
@@ -140,10 +140,10 @@ class Plan(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Bytes that the blocks could hold, by the room at each moment of the step."""
+        """Bytes that the blocks could hold, by the room at each phase of the step."""
         held = [
-            (sum(moment.by_kind.get(kind, 0) for kind in _HELD), self.memory.room(moment))
-            for moment in self.memory.moments
+            (sum(phase.by_kind.get(kind, 0) for kind in _HELD), self.memory.room(phase))
+            for phase in self.memory.phases
         ]
         solved = self.checkpointing
         most = solved.nbytes if solved else max(nbytes for nbytes, _ in held)
@@ -320,7 +320,7 @@ class Job:
 
 
 def degrees(keys: Keys, *_: Any) -> Any:
-    """What calls of ``Job.plan`` have in common that one fork makes."""
+    """The degrees of a candidate, which all calls that one fork makes have in common."""
     return frozenset(item for item in keys.items() if item[0].endswith("_degree"))
 
 
@@ -365,7 +365,7 @@ class Tried:
         return 1 - self.us_per_token / other.us_per_token
 
     def beats(self, other: "Tried") -> bool:
-        """Whether it is better by more than the search cares for."""
+        """True if it is better by as much as the search cares for."""
         return self.order < other.order and not (other.fits and self.saves(other) < _GAIN)
 
 
@@ -463,11 +463,11 @@ class Search:
                 return
 
     def _changes(self, move: Move, base: Tried) -> Iterator[Keys]:
-        """Changes of a move, if it acts on phases that take a while."""
+        """Changes of a move, if it acts on categories that take a while."""
         assert base.plan is not None
         solved, time = base.plan.checkpointing, base.plan.time
         nbytes = sum(base.plan.memory.peak.by_kind.get(kind, 0) for kind in move.frees)
-        acts_on = sum(time.ms.get(phase, 0.0) for phase in move.parts)
+        acts_on = sum(time.ms.get(category, 0.0) for category in move.shortens)
         acts_on += nbytes * (solved.ms_of_a_byte if solved else 0.0)
         if not base.fits or acts_on >= _WORTH * time.step_ms:
             yield from move.changes({**self.job.values, **base.keys}, self.job.facts)

@@ -4,7 +4,7 @@
 ``tune`` plans hundreds of configs, and a plan of 61 layers takes 25 CPU seconds. Layers repeat with
 a period (1, or 2 where attention alternates) after a few first ones (dense ones). So two short
 models that differ by one or more periods give what a period adds: milliseconds, and bytes at every
-moment. Held against whole models in tests/plan/test_plan_search.py and benchmarks/LOG.md.
+phase. Held against whole models in tests/plan/test_plan_search.py and benchmarks/LOG.md.
 """
 
 import re
@@ -96,49 +96,49 @@ def whole_time(short: StepTime, longer: StepTime, depths: Depths) -> StepTime:
 def whole_memory(short: MemoryPlan, longer: MemoryPlan, depths: Depths) -> MemoryPlan:
     """The memory of a step of the whole model, from those of the two short ones.
 
-    Moments of its middle layers are left out: bytes change evenly there, so the ends have the peak.
+    Phases of its middle layers are left out: bytes change evenly there, so the ends have the peak.
     Raises NotAlikeError.
     """
     added = depths.longer - depths.short
     kept = [
-        moment
-        for moment in longer.moments
-        if not depths.head <= _layer(moment.moment, -1) < depths.head + added
+        phase
+        for phase in longer.phases
+        if not depths.head <= _layer(phase.phase, -1) < depths.head + added
     ]
-    names = [_renamed(moment.moment, depths.head, added) for moment in short.moments]
-    if [moment.moment for moment in kept] != names:
-        raise NotAlikeError("other moments than the layers explain")
+    names = [_renamed(phase.phase, depths.head, added) for phase in short.phases]
+    if [phase.phase for phase in kept] != names:
+        raise NotAlikeError("other phases than the layers explain")
     missing = depths.whole - depths.short
 
     def whole(one: Peak, other: Peak) -> Peak:
         return Peak(
             _line(one.nbytes, other.nbytes, depths.times),
-            _renamed(one.moment, depths.head, missing),
+            _renamed(one.phase, depths.head, missing),
             _line(one.by_kind, other.by_kind, depths.times),
         )
 
-    moments = [whole(one, other) for one, other in zip(short.moments, kept, strict=True)]
-    peak = max(moments, key=lambda moment: moment.nbytes)
-    if _renamed(short.peak.moment, depths.head, added) == longer.peak.moment:
+    phases = [whole(one, other) for one, other in zip(short.phases, kept, strict=True)]
+    peak = max(phases, key=lambda phase: phase.nbytes)
+    if _renamed(short.peak.phase, depths.head, added) == longer.peak.phase:
         exact = whole(short.peak, longer.peak)
-        peak = exact if exact.moment == peak.moment else peak
+        peak = exact if exact.phase == peak.phase else peak
     others = {
         f.name: _line(getattr(short, f.name), getattr(longer, f.name), depths.times)
         for f in fields(MemoryPlan)
-        if f.name not in ("peak", "moments")
+        if f.name not in ("peak", "phases")
     }
-    return MemoryPlan(peak=peak, moments=moments, **others)
+    return MemoryPlan(peak=peak, phases=phases, **others)
 
 
-def _layer(moment: str, otherwise: int) -> int:
-    found = _LAYER.search(moment)
+def _layer(phase: str, otherwise: int) -> int:
+    found = _LAYER.search(phase)
     return int(found[1]) if found else otherwise
 
 
-def _renamed(moment: str, head: int, added: int) -> str:
-    """A moment of a short model, where ``added`` layers follow the first ``head``."""
-    layer = _layer(moment, -1)
-    return moment if layer < head else _LAYER.sub(f"layers.{layer + added}", moment)
+def _renamed(phase: str, head: int, added: int) -> str:
+    """A phase of a short model, where ``added`` layers follow the first ``head``."""
+    layer = _layer(phase, -1)
+    return phase if layer < head else _LAYER.sub(f"layers.{layer + added}", phase)
 
 
 def _line(short: Any, longer: Any, times: float) -> Any:

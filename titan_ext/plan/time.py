@@ -44,8 +44,8 @@ from titan_ext.plan.live import ASKS_DEVICE, PLAIN_TYPES, LiveBytes, MemoryKind,
 from titan_ext.plan.streams import Item, Streams, Work
 
 
-class Part(StrEnum):
-    """Where the time of the compute stream goes."""
+class Category(StrEnum):
+    """Use of the time of the compute stream."""
 
     FORWARD = "forward"
     LOSS = "loss and output layer, forward and backward"
@@ -64,8 +64,15 @@ class Part(StrEnum):
     OTHER = "data, metrics and other work, in a run alone"
 
 
-WAITS = (Part.EXCHANGES, Part.HOST, Part.GATHERS, Part.REDUCTIONS, Part.COLLECTIVES, Part.OFFLOAD)
-"""Parts in which the compute stream of this rank waits for its links or its host."""
+WAITS = (
+    Category.EXCHANGES,
+    Category.HOST,
+    Category.GATHERS,
+    Category.REDUCTIONS,
+    Category.COLLECTIVES,
+    Category.OFFLOAD,
+)
+"""Categories in which the compute stream of this rank waits for its links or its host."""
 KERNELS, COMPILED_KERNELS, SPREAD = 1.62, 1.17, 0.32
 """Factors by which kernels take longer than the ideal in published runs, eager and compiled, and
 how far nine of ten others are from that: fitted on a random half by benchmarks/published.py."""
@@ -79,7 +86,7 @@ class _Buffer:
     ref: weakref.ref
     ready: dict[Any, Item] = field(default_factory=dict)
     """Items that have to end before it can be read, by queue; ``used``: before it can be freed."""
-    why: Part = Part.GATHERS
+    why: Category = Category.GATHERS
     used: dict[Any, Item] = field(default_factory=dict)
 
 
@@ -87,19 +94,19 @@ class _Buffer:
 class Pass:
     """One forward and backward (all microbatches of a pipeline), or what follows the last one."""
 
-    ms: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
-    flops: Counter[Part] = field(default_factory=Counter)
-    nbytes: Counter[Part] = field(default_factory=Counter)
+    ms: dict[Category, float] = field(default_factory=lambda: defaultdict(float))
+    flops: Counter[Category] = field(default_factory=Counter)
+    nbytes: Counter[Category] = field(default_factory=Counter)
     kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Milliseconds of kernels on all streams, and of messages, by ``op_cost.KINDS``."""
 
 
 class Span(NamedTuple):
-    """What a queue did from ``start`` to ``end``, in ms; ``moment`` is that of ``LiveBytes``."""
+    """What a queue did from ``start`` to ``end``, in ms; ``phase`` is that of ``LiveBytes``."""
 
     queue: str
-    part: Part
-    moment: str
+    category: Category
+    phase: str
     start: float
     end: float
 
@@ -113,7 +120,7 @@ class StepClock(TorchDispatchMode):
 
     Args:
         parts: The models of this rank.
-        live: Says at which moment of the step the operations are.
+        live: Says at which phase of the step the operations are.
         machine: Whose rates.
     """
 
@@ -129,7 +136,7 @@ class StepClock(TorchDispatchMode):
         """Items for which the host has waited last."""
         self._buffers: dict[int, _Buffer] = {}
         self._depth = 0
-        self._moment = ""
+        self._phase = ""
         self._handles: list[Any] = []
         self._fused: list[tuple[Work, list[tuple[int, int]]]] = []
         """Work that a compiler fuses, with the bytes of each of its storages."""
@@ -156,7 +163,9 @@ class StepClock(TorchDispatchMode):
         self._buffers.clear()
         if exc_type is None:
             if self.passes:
-                self._add(self._compute, Part.OPTIMIZER, 0.0)  # the step ends when it is waited for
+                self._add(
+                    self._compute, Category.OPTIMIZER, 0.0
+                )  # the step ends when it is waited for
             self._fuse()
             self._streams.run()
             self._add_up()
@@ -176,15 +185,15 @@ class StepClock(TorchDispatchMode):
             name = str(queue) if isinstance(queue, str) else "stream of FSDP's"
             name = "compute" if queue is self._compute else name
             for work in works:
-                now, part, moment, kernel = work.label
+                now, category, phase, kernel = work.label
                 assert work.end is not None
                 if kernel:
                     now.kernels[kernel] += work.ms + work.on_link_ms
                 if queue is self._compute:
-                    now.ms[part] += work.ms
+                    now.ms[category] += work.ms
                     for why, ms in self._streams.waits(work):
                         now.ms[why] += ms
-                self.spans.append(Span(name, part, moment, work.start, work.end))
+                self.spans.append(Span(name, category, phase, work.start, work.end))
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
         if not PLAIN_TYPES.issuperset(types):
@@ -193,11 +202,11 @@ class StepClock(TorchDispatchMode):
             return func(*args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        moment = self._live.moments[-1].moment
-        if moment != self._moment:
-            if moment in ("start", "clip") or not self.passes:
+        phase = self._live.phases[-1].phase
+        if phase != self._phase:
+            if phase in ("start", "clip") or not self.passes:
                 self.passes.append(Pass())
-            self._moment = moment
+            self._phase = phase
         name, stream = func._schema.name, torch.cpu.current_stream()
         if name.endswith("wait_tensor"):
             self._wait_for(stream, tensors_in(args))
@@ -214,22 +223,24 @@ class StepClock(TorchDispatchMode):
 
     # -- what runs
 
-    def _add(self, queue: Any, part: Part, ms: float, kernel: str = "", **on_link: Any) -> Item:
-        label = (self.passes[-1], part, self._moment, kernel)
+    def _add(
+        self, queue: Any, category: Category, ms: float, kernel: str = "", **on_link: Any
+    ) -> Item:
+        label = (self.passes[-1], category, self._phase, kernel)
         return self._streams.add(queue, Work(ms, label=label, **on_link))
 
     def _run(self, func: Any, stream: Any, args: Any, kwargs: Any, out: Any) -> None:
         used = tensors_in((args, kwargs))
         self._wait_for(stream, used)
         cost = op_cost(func, args, kwargs, out, self._machine)
-        part, now = self._part(func._schema.name), self.passes[-1]
-        end = self._add(stream, part, cost.ms, kernel_class(func._schema.name))
+        category, now = self._category(func._schema.name), self.passes[-1]
+        end = self._add(stream, category, cost.ms, kernel_class(func._schema.name))
         if stream is self._compute:
             parts = self._live.fused(func, (*used, *tensors_in(out)))
             if parts is not None and not cost.flops:
                 self._fused.append((self._streams.queues[stream][end.index], parts))
-            now.flops[part] += cost.flops
-            now.nbytes[part] += cost.nbytes
+            now.flops[category] += cost.flops
+            now.nbytes[category] += cost.nbytes
         self._use(stream, used, end)
         if stream is not self._compute or func._schema.name.startswith("fsdp::"):
             for tensor in (*tensors_in(out), *tensors_in(kwargs.get("out"))):
@@ -244,9 +255,9 @@ class StepClock(TorchDispatchMode):
         to_host = self._live.kind_of(target) is MemoryKind.OFFLOADED
         lane = "to the host" if to_host else "from the host"
         self._streams.wait(lane, self._streams.last(self._compute))
-        end = self._add(lane, Part.OFFLOAD, target.nbytes / self._machine.host * 1e3)
+        end = self._add(lane, Category.OFFLOAD, target.nbytes / self._machine.host * 1e3)
         buffer = self._buffer(source if to_host else target, made_on=self._compute)
-        buffer.why, buffer.used[lane] = Part.OFFLOAD, end  # it is not free before
+        buffer.why, buffer.used[lane] = Category.OFFLOAD, end  # it is not free before
         if not to_host:
             buffer.ready[lane] = end
 
@@ -257,9 +268,9 @@ class StepClock(TorchDispatchMode):
             return  # of one rank, or between the stages of a pipeline
         sent, is_functional = tensors_in(args), "functional" in name
         is_exchange = kind == "all_to_all"
-        why = Part.EXCHANGES if is_exchange else Part.COLLECTIVES
+        why = Category.EXCHANGES if is_exchange else Category.COLLECTIVES
         if not is_exchange and (of_fsdp := fsdp_kind()) is not None:  # not tensor parallelism's
-            why = Part.REDUCTIONS if of_fsdp is MemoryKind.REDUCE else Part.GATHERS
+            why = Category.REDUCTIONS if of_fsdp is MemoryKind.REDUCE else Category.GATHERS
         self._wait_for(stream, sent)
         # Stock exchanges lists.
         nbytes = max(sum(x.nbytes for x in tensors_in(sides)) for sides in (*args[:2], out))
@@ -286,25 +297,25 @@ class StepClock(TorchDispatchMode):
         if not is_functional:
             self._streams.wait(stream, [end], why)
             self._use(communicator, sent, end)
-        if why is Part.EXCHANGES and not has_values(sent[0]):
+        if why is Category.EXCHANGES and not has_values(sent[0]):
             # The host reads the counts, and gives out nothing before.
             self._streams.wait("host", [end])
-            self._host = (self._add("host", Part.HOST, SYNC_MS),)
-            self._streams.wait(stream, self._host, Part.HOST)
+            self._host = (self._add("host", Category.HOST, SYNC_MS),)
+            self._streams.wait(stream, self._host, Category.HOST)
 
-    def _part(self, name: str) -> Part:
+    def _category(self, name: str) -> Category:
         if name.startswith("titan_ext::float8_"):
-            return Part.CODEC
+            return Category.CODEC
         if name.startswith("fsdp::"):
-            return Part.COPIES
-        if self._moment in ("clip", "optimizer"):
-            return Part.OPTIMIZER
-        if self._moment == "loss":
-            return Part.LOSS
+            return Category.COPIES
+        if self._phase in ("clip", "optimizer"):
+            return Category.OPTIMIZER
+        if self._phase == "loss":
+            return Category.LOSS
         if not in_backward():
-            return Part.FORWARD
+            return Category.FORWARD
         # Backward runs without gradients, but for the recompute.
-        return Part.RECOMPUTE if self._depth or torch.is_grad_enabled() else Part.BACKWARD
+        return Category.RECOMPUTE if self._depth or torch.is_grad_enabled() else Category.BACKWARD
 
     # -- what queues share
 
@@ -355,9 +366,9 @@ class StepTime:
     """
 
     machine: str
-    ms: Mapping[Part, float]
-    flops: Mapping[Part, int]
-    nbytes: Mapping[Part, int]
+    ms: Mapping[Category, float]
+    flops: Mapping[Category, int]
+    nbytes: Mapping[Category, int]
     tokens: float
     flops_per_token: int | None
     is_measured: bool = False
@@ -372,8 +383,11 @@ class StepTime:
         ``idle`` is a pipeline rank's time over that in which it is busy."""
         *forward_backward, last = passes
         repeated = [*forward_backward[:1], *forward_backward[1:] * (accumulation - 1), last]
-        ms = {part: math.fsum(one.ms.get(part, 0.0) for one in repeated) for part in Part}
-        ms[Part.BUBBLE] = idle * (sum(ms.values()) - sum(last.ms.values()))
+        ms = {
+            category: math.fsum(one.ms.get(category, 0.0) for one in repeated)
+            for category in Category
+        }
+        ms[Category.BUBBLE] = idle * (sum(ms.values()) - sum(last.ms.values()))
         kinds = dict.fromkeys(kind for one in repeated for kind in one.kernels)
         return cls(
             ms=ms,
@@ -395,7 +409,7 @@ class StepTime:
     @property
     def expected_ms(self) -> float:
         """Time of a step whose kernels are as far from ideal as those of published runs."""
-        waits = sum(self.ms.get(part, 0.0) for part in WAITS)
+        waits = sum(self.ms.get(category, 0.0) for category in WAITS)
         usual = COMPILED_KERNELS if self.is_compiled else KERNELS
         factor = 1.0 if self.is_measured else usual
         return waits + factor * (self.step_ms - waits)
@@ -425,8 +439,8 @@ class StepTime:
         return f"{now} tokens/s a GPU{mfu}: {self.step_ms:.1f} ms a step on {where}"
 
     def table(self) -> Iterator[str]:
-        """A line for each part, in ms, and what the sum assumes."""
-        for part in Part:
-            if (ms := f"{self.ms.get(part, 0.0):.1f}") != "0.0":
-                yield f"{ms:>8}  {part}"
+        """A line for each category, in ms, and what the sum assumes."""
+        for category in Category:
+            if (ms := f"{self.ms.get(category, 0.0):.1f}") != "0.0":
+                yield f"{ms:>8}  {category}"
         yield f"{self.step_ms:>8.1f}  sum, ideal: at the rates of single kernels"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``titan_ext tune`` shows: a table before and after, a file, figures, a picture, and words.
+"""Output of ``titan_ext tune``: a table before and after, a file, figures, a picture, and words.
 
 Nothing here searches or plans. ``plan.search.Search`` has all candidates and their prices.
 """
@@ -12,28 +12,28 @@ from typing import Any
 from titan_ext.base.messages import format_bytes
 from titan_ext.plan.moves import Effect
 from titan_ext.plan.search import Search, Tried
-from titan_ext.plan.time import Part
+from titan_ext.plan.time import Category
 from titan_ext.toml.files import to_toml
 
 _GIB = 2**30
 _EFFECTS = {Effect.NONE: "no result changes", Effect.ROUNDING: "rounds otherwise"}
 _SEEN = 0.02
-"""Of a step: smaller parts are not spoken of."""
+"""Share of a step: smaller categories are not spoken of."""
 _KERNELS = "faster kernels: torch.compile, float8 or MXFP8 converters, which are not tried here"
 _FURTHER = {
-    Part.EXCHANGES: "a faster network, or experts on fewer nodes: more memory, or fewer experts",
-    Part.HOST: "a dispatcher that keeps token counts on the GPU",
-    Part.RECOMPUTE: "more memory: more GPUs, a shorter sequence, or --host-memory for offload",
-    Part.FORWARD: _KERNELS,
-    Part.BACKWARD: _KERNELS,
-    Part.LOSS: "a smaller vocabulary, or a fused loss",
-    Part.GATHERS: "more tokens a step on each GPU (--batch free), or a faster network",
-    Part.REDUCTIONS: "more tokens a step on each GPU (--batch free), or a faster network",
-    Part.COLLECTIVES: "fewer tensor- or context-parallel ranks",
-    Part.BUBBLE: "more microbatches, or another pipeline schedule",
-    Part.OPTIMIZER: "more ranks to share the optimizer's states",
+    Category.EXCHANGES: "a faster network, or experts on fewer nodes: more memory, fewer experts",
+    Category.HOST: "a dispatcher that keeps token counts on the GPU",
+    Category.RECOMPUTE: "more memory: more GPUs, a shorter sequence, or --host-memory for offload",
+    Category.FORWARD: _KERNELS,
+    Category.BACKWARD: _KERNELS,
+    Category.LOSS: "a smaller vocabulary, or a fused loss",
+    Category.GATHERS: "more tokens a step on each GPU (--batch free), or a faster network",
+    Category.REDUCTIONS: "more tokens a step on each GPU (--batch free), or a faster network",
+    Category.COLLECTIVES: "fewer tensor- or context-parallel ranks",
+    Category.BUBBLE: "more microbatches, or another pipeline schedule",
+    Category.OPTIMIZER: "more ranks to share the optimizer's states",
 }
-"""What would shorten a part that is large still."""
+"""Changes beyond ``tune`` that would shorten a category that is still large."""
 
 
 def table(search: Search) -> Iterator[str]:
@@ -44,10 +44,10 @@ def table(search: Search) -> Iterator[str]:
     yield _row("ms a step", *(f"{_ms(one):,.1f}" for one in (own, best)))
     yield _row("GiB counted at the peak", *(f"{_peak(one) / _GIB:.2f}" for one in (own, best)))
     yield _row("GiB to spare", *(f"{_spare(one) / _GIB:.2f}" for one in (own, best)))
-    for part in Part:
-        both = [one.plan.time.ms.get(part, 0.0) if one.plan else 0.0 for one in (own, best)]
+    for category in Category:
+        both = [one.plan.time.ms.get(category, 0.0) if one.plan else 0.0 for one in (own, best)]
         if max(both) >= 0.05:
-            yield _row(f"  {part}", *(f"{ms:,.1f}" for ms in both))
+            yield _row(f"  {category}", *(f"{ms:,.1f}" for ms in both))
     if not best.fits:
         lacks = -best.plan.memory.surely_spare if best.plan else 0
         yield f"nothing that was tried surely fits; the least lacks {format_bytes(lacks)}."
@@ -109,19 +109,19 @@ def file_lines(search: Search, extends: str, given: Mapping[str, str], about: st
 
 
 def words(search: Search) -> Iterator[str]:
-    """Where the time goes now, and what would have to change to go further."""
+    """Lines on where the time goes now, and on what would have to change to go further."""
     assert search.best.plan is not None
     time = search.best.plan.time
     parts = sorted(time.ms.items(), key=lambda item: -item[1])
-    large = [(part, ms) for part, ms in parts if ms >= _SEEN * time.step_ms]
-    shares = ", ".join(f"{ms / time.step_ms:.0%} {part}" for part, ms in large[:4])
+    large = [(category, ms) for category, ms in parts if ms >= _SEEN * time.step_ms]
+    shares = ", ".join(f"{ms / time.step_ms:.0%} {category}" for category, ms in large[:4])
     yield f"where the time goes now: {shares}."
     seen: set[str] = set()
-    for part, _ in large[:4]:
-        further = _FURTHER.get(part, "")
+    for category, _ in large[:4]:
+        further = _FURTHER.get(category, "")
         if further and further not in seen:
             seen.add(further)
-            yield f"  less {part} takes {further}."
+            yield f"  less {category} takes {further}."
     if not search.job.facts.host_nbytes:
         yield "not tried: offload to the host; --host-memory says how much a node has."
     yield "not tried: torch.compile, and training.enable_cpu_offload, whose time no plan knows."
@@ -157,7 +157,7 @@ def _candidate(one: Tried) -> dict[str, Any]:
         "peak": memory.peak.nbytes,
         "step_ms": time.step_ms,
         "tokens_per_second": time.tokens_per_second,
-        "ms": {part.name.lower(): ms for part, ms in time.ms.items()},
+        "ms": {category.name.lower(): ms for category, ms in time.ms.items()},
     }
 
 
