@@ -17,7 +17,7 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, make_config, observed
 from titan_ext.fp8 import dequantize, quantize
 from titan_ext.fsdp.collectives import BFloat16ReduceScatter, Float8AllGather
-from titan_ext.fsdp.plan import WIRE_CODEC, ShardSizes
+from titan_ext.fsdp.plan import WIRE_CODEC, ShardSizes, plan_of
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.limits import check_parallelism
@@ -229,3 +229,44 @@ def test_what_cannot_be_sent_so_is_refused():
         check_parallelism(ParallelismConfig(**sent), fp32)
     allowed = ParallelismConfig(**key, fsdp_wrap="experts", data_parallel_shard_degree=2)
     check_parallelism(allowed, TrainingConfig())
+
+
+def _not_as_planned(run: Run, folder: Path) -> list[str]:
+    """Parameters that are gathered exactly, or in float8, where the plan says the other."""
+    trainer: Any = make_config(run, folder).build()
+    (model,) = trainer.model_parts
+    plan = plan_of(model)
+    assert plan is not None
+    found = []
+    for unit in plan.decoder_units:
+        groups = [group for group in unit.groups if group.shard_world > 1]
+        worlds = {param: group.shard_world for group in groups for param in group.params}
+        masters: list[Any] = [model.get_parameter(param.name) for param in worlds]
+        mine = [master.to_local().bfloat16() for master in masters]
+        unit.fsdp_module(model).unshard()
+        for (param, world), here in zip(worlds.items(), mine, strict=True):
+            gathered: Any = model.get_parameter(param.name)
+            shards = getattr(gathered, "_local_tensor", gathered).chunk(world, dim=param.shard_dim)
+            if any(torch.equal(shard, here) for shard in shards) == param.float8:
+                found.append(param.name)
+        unit.fsdp_module(model).reshard()
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        # Attention has sinks beside its linears.
+        Run(model="gpt_oss", world=2, parallelize="block", float8_all_gather="blocks"),
+        # The experts come first in a unit whose router and norm are not in it.
+        replace(FLOAT8, replicate=("router", "norms")),
+    ],
+    ids=str,
+)
+def test_what_the_plan_says_is_what_travels_in_float8(run: Run, tmp_path: Path):
+    run = replace(run, narrow=False)
+    results = run_ranks(_not_as_planned, run.world, run, tmp_path, log_folder=tmp_path / "logs")
+    assert results == [[]] * run.world
