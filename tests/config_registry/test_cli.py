@@ -13,6 +13,7 @@ from tests.helpers.toml_files import DEBUG
 from titan_ext import config_registry
 from titan_ext.config_registry.commands import main
 from titan_ext.config_registry.resolve import load
+from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.find import find, shipped_configs
 from titan_ext.toml.values import leaves
 
@@ -261,6 +262,14 @@ def test_a_mistake_is_one_message(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_tune_takes_the_nodes_of_its_machine(folder: Path):
+    (folder / "rack.toml").write_text('extends = "h100"\nranks_per_node = 2\n')
+    for machine, ranks in (("gb200", 4), ("rack.toml", 2)):
+        command = Tune("moe_debug.toml", 8, machine=machine, memory="8GiB")
+        search, _ = command.search([], folder)
+        assert search.job.facts.ranks_per_node == ranks
 
 
 _SHOWS = """

@@ -276,6 +276,7 @@ def _training(
     assert " --shutdown-timeout=600 " in command, "torchrun's own 30 s are less than a slow step"
     given = ["--dump_folder", "out", "--training.steps", "30", *flags]  # a flag given twice wins
     assert command.split()[-len(given) :] == given
+    time.sleep(0.2)  # until the shell waits
     try:
         yield launcher, int(ready.split()[1])
     finally:
@@ -307,7 +308,7 @@ def test_a_later_signal_or_one_before_training_kills(is_training: bool, tmp_path
     saves = "SIGTERM\n" if is_training else ""
     assert output == f"{saves}stopped at once; what was not saved is lost\n"
     assert launcher.returncode == 130
-    assert not is_alive(torchrun)
+    _wait_until_dead(torchrun)
 
 
 def test_what_a_shell_ignores_does_not_stop_a_run(tmp_path: Path):
@@ -324,10 +325,14 @@ def test_a_launcher_that_is_killed_takes_torchrun_along(tmp_path: Path):
     """As by ``timeout -k``. The workers end with torchrun (run/stop.py)."""
     with _training(tmp_path, "listen") as (launcher, torchrun):
         launcher.kill()
-        deadline = time.monotonic() + PATIENCE_S
-        while is_alive(torchrun):
-            assert time.monotonic() < deadline, "torchrun outlived its launcher"
-            time.sleep(0.01)
+        _wait_until_dead(torchrun)
+
+
+def _wait_until_dead(torchrun: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while is_alive(torchrun):
+        assert time.monotonic() < deadline, "torchrun outlived its launcher"
+        time.sleep(0.01)
 
 
 def test_a_mistake_is_told_before_torchrun_starts(tmp_path: Path):
