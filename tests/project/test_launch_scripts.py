@@ -229,8 +229,10 @@ def stop(signum, frame):
         os._exit(0)
 if "listen" in sys.argv:
     signal.signal(signal.SIGTERM, stop)
-print("ready", os.getppid(), flush=True)
-time.sleep(600)
+torchrun = os.getppid()
+print("ready", torchrun, flush=True)
+while os.getppid() == torchrun:
+    time.sleep(0.1)
 """
 # Stands for Python: torchrun with one worker, in a process below it, and the reports of a folder.
 PYTHON = """#!/bin/sh
