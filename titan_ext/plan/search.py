@@ -55,7 +55,7 @@ _WORTH = 0.01
 """Share of a step that a move has to act on to be tried."""
 _TRIES, _IN_A_RACE = 6, 2
 """Budgets of a candidate that are planned, at most, and of one that is held against the best."""
-_LESS = 0.95
+_LESS = 0.98
 """The budget after one that was too large, at most, over that: rooms are estimates."""
 _MORE = 1.3
 """The budget that says what more bytes are worth, over the one that fits."""
@@ -457,8 +457,7 @@ class Search:
             if changes:
                 self.say(move.words)
             every = [self._with(base, move, change) for change in changes]
-            near = base if base.checkpointing else None  # where no table starts
-            since = 0 if self._go_on_from(self.evaluate(every, near)) else since + 1
+            since = 0 if self._go_on_from(self.evaluate(every, _near(base))) else since + 1
             if since == len(moves):
                 return
 
@@ -483,12 +482,12 @@ class Search:
         best = self.compared = self.best
         self.say("each change taken back")
         every = [_but(best.choices, move) for move in best.choices]
-        without = dict(zip(best.choices, self.evaluate(every, best), strict=True))
+        without = dict(zip(best.choices, self.evaluate(every, _near(best)), strict=True))
         needless = [
             move for move, one in without.items() if one.fits == best.fits and not best.beats(one)
         ]
         if needless:
-            (one,) = self.evaluate([_but(best.choices, *needless)], best)
+            (one,) = self.evaluate([_but(best.choices, *needless)], _near(best))
             if one.fits == best.fits and not best.beats(one):
                 self._best = one
         self.without = {**without}
@@ -498,9 +497,14 @@ class Search:
     def _confirm(self) -> None:
         """Plan the best and the user's config as whole models."""
         self.say("whole models")
-        found = self.evaluate([self.best.choices], self.best, is_whole=True)
+        found = self.evaluate([self.best.choices], _near(self.best), is_whole=True)
         (self.own,) = self.evaluate([{}], None, is_whole=True)
         self.winner = min([*found, self.own], key=lambda one: one.order)
+
+
+def _near(best: Tried) -> Tried | None:
+    """For ``evaluate``: the user's own checkpointing stays where no table starts."""
+    return best if best.checkpointing else None
 
 
 def _but(choices: Choices, *others: Move) -> Choices:
