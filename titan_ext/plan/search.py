@@ -413,9 +413,10 @@ class Search:
     ) -> list[Tried]:
         """Plan candidates, each with the best checkpointing that fits; of shortened models.
 
-        ``near`` says how much room there is, about; None is for the user's own checkpointing.
+        ``near`` says about how much they may hold; None is for the user's own checkpointing.
         """
-        room = near.plan.room if near and near.plan else None
+        held = near.checkpointing if near else None
+        room = held.nbytes if held else near.plan.room if near and near.plan else None
         is_race = near is not None and self._best is not None and self._best.fits and not is_whole
         at_most = self.best.us_per_token if is_race else math.inf
         is_whole = is_whole or self.job.depths is None
