@@ -97,6 +97,15 @@ def test_float8_is_planned_for_a_machine_that_has_it(folder: Path):
         assert problem in done.error
 
 
+def test_a_table_for_halves_counts_the_operations_of_each(folder: Path):
+    """A table by the operations of both was refused: no rule met those of the second half."""
+    flags = ("--parallelism.expert_parallel_degree", "2", "--parallelism.overlap_exchanges")
+    policy = ("halves", "activation_checkpoint:fp8", "--activation_checkpoint.budget", "120MiB")
+    done = _dry_run(folder, "moe_debug.toml", "--ranks", "8", *flags, *policy)
+    assert (done.code, done.error) == (0, "")
+    assert "budget 120.0 MiB: met" in done.out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("offload_limit", ["", "1GiB"])
 def test_a_budget_for_a_memory_fits_and_leaves_little(folder: Path, offload_limit: str):

@@ -65,6 +65,11 @@ def without_checkpointing(config: Any) -> Any:
     """``config`` without a policy, whose model has the routed experts that the policy asks for."""
     config = copy.copy(with_early_scores(config))
     config.activation_checkpoint = None
+    if getattr(config.parallelism, "overlap_exchanges", "none") == "halves":
+        # Rules count operations in each half, and a half has those of the whole. Traced as halves,
+        # the second one's would have numbers that no rule meets.
+        whole = replace(config.parallelism, overlap_exchanges="shared_experts")
+        config.parallelism = whole
     return config
 
 
