@@ -298,7 +298,7 @@ def _is_view(func: Any) -> bool:
 
 
 def fixes_routing(op: str, out: Any) -> bool:
-    """Whether ``out`` is always kept: the router's choice, exchanged counts and scores."""
+    """True if ``out`` is always kept: the router's choice, exchanged counts and scores."""
     return op == "aten.topk" or (is_exchange(op) and (out.dim() == 1 or not has_values(out)))
 
 

@@ -96,7 +96,7 @@ class Rule:
     occurrence: int = 0
 
     def matches(self, location: OpLocation, block: str = "", *, expensive: bool = True) -> bool:
-        """Whether ``location`` in the block called ``block`` matches, its occurrence apart."""
+        """True if ``location`` in the block called ``block`` matches, its occurrence apart."""
         if self.module == INPUT or location.op == INPUT:
             return self.module in (INPUT, "*") and location.op == INPUT and self.op == "*"
         if self.op == "*" and not expensive:
@@ -204,5 +204,5 @@ def join(block: str, module: str) -> str:
 
 
 def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
-    """Whether ``module`` of ``block`` matches one of the globs ``exempt``."""
+    """True if ``module`` of ``block`` matches one of the globs ``exempt``."""
     return any(matches(join(block, module), pattern) for pattern in exempt)

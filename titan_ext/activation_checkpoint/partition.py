@@ -59,7 +59,7 @@ def add_state(fake_mode: FakeTensorMode, storages: Iterable[int]) -> None:
 
 
 def is_state(value: FakeTensor) -> bool:
-    """Whether ``value`` stands in for a parameter or buffer of a block that was traced.
+    """True if ``value`` stands in for a parameter or buffer of a block that was traced.
 
     The compiler cannot tell (2.15): with DTensor parameters it mixes up the indices of the inputs
     that stay at the same address.

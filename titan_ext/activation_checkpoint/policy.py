@@ -362,7 +362,7 @@ def checkpointed_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def heeds_save_all_to_all(config: ActivationCheckpointing.Config | None) -> bool:
-    """Whether ``parallelism.save_all_to_all`` decides anything under a policy.
+    """True if ``parallelism.save_all_to_all`` decides anything under a policy.
 
     It does for selective ones. A subclass of Titan's ``SelectiveAC`` decides by itself.
     """

@@ -27,7 +27,7 @@ _NO_NEST = (type(None), int, float, str, torch.dtype, torch.device)
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Whether ``x`` holds numbers, or numbers packed as bytes, and no indices or masks."""
+    """True if ``x`` holds numbers, or numbers packed as bytes, and no indices or masks."""
     return x.is_floating_point() or x.dtype == torch.uint8
 
 
@@ -61,7 +61,7 @@ def wrapping(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def may_wrap(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a DTensor or of no subclass."""
+    """True if ``x`` is a DTensor or of no subclass."""
     return is_plain(x) or type(x) is DTensor
 
 
@@ -75,7 +75,7 @@ def local_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a tensor of no subclass; a fake tensor, which has shapes only, counts."""
+    """True if ``x`` is a tensor of no subclass; a fake tensor, which has shapes only, counts."""
     return type(x) in (torch.Tensor, FakeTensor)
 
 

@@ -42,7 +42,7 @@ class ParallelismConfig(TitanParallelismConfig):
     # A wider type for a field of the parent.
     fsdp_reshard_after_forward: Reshard = "default"  # pyrefly: ignore[bad-override]
     """
-    Whether FSDP frees a unit's parameters after its forward (see docs/fsdp_memory.md):
+    When FSDP frees a unit's parameters, after its forward or not (see docs/fsdp_memory.md):
 
     - "default": yes, except in a pipeline, and except the last norm and head and small units
       outside the blocks.
@@ -72,7 +72,7 @@ class ParallelismConfig(TitanParallelismConfig):
 
     save_all_to_all: SaveAllToAll = "auto"
     """
-    Whether selective activation checkpointing (stock's, and policy fp8) saves what the all-to-alls
+    Policy of selective activation checkpointing (stock's, and fp8) for what the all-to-alls
     of expert parallelism deliver, 2 * top_k * dim values a token and MoE layer:
 
     - "always": the recompute sends no token again.
@@ -96,16 +96,16 @@ class ParallelismConfig(TitanParallelismConfig):
 
     exchange_dtype: ExchangeDtype | None = None
     """
-    What tokens travel in to the experts of other ranks, and gradients of what comes back. "float8":
-    e4m3 and a byte of scale for 128 values, 0.504 of bfloat16's bytes; lossy. The other two
-    exchanges stay as they are. None: mixed_precision_param. See docs/fsdp_units.md.
+    Dtype of tokens that travel to other ranks' experts, and of gradients of what comes back.
+    "float8": e4m3 and a byte of scale for 128 values, 0.504 of bfloat16's bytes; lossy. The other
+    two exchanges stay as they are. None: mixed_precision_param. See docs/fsdp_units.md.
     """
 
     exchange_rows: ExchangeRows = "expert"
     """
-    How often a token travels to a rank where several of its experts live. "expert": once for each.
-    "rank": once; what goes back is one sum of their outputs, times the token's scores, made in
-    float32. "node": once to each node of them, and from there to the ranks; where expert
+    Number of times that a token travels to a rank with several of its experts. "expert": once for
+    each. "rank": once; what goes back is one sum of their outputs, times the token's scores, made
+    in float32. "node": once to each node of them, and from there to the ranks; where expert
     parallelism does not span several whole nodes it is "rank". Other rounding. Nothing changes
     where no rank can have two of a token's experts. See docs/fsdp_units.md.
     """
@@ -128,7 +128,7 @@ class ParallelismConfig(TitanParallelismConfig):
 
     fsdp_float8_all_gather: Float8AllGather = "none"
     """
-    Which weights FSDP's all-gathers send in e4m3 and a byte of scale for 128 values, 0.504 of
+    Weights that FSDP's all-gathers send in e4m3 and a byte of scale for 128 values, 0.504 of
     bfloat16's bytes. That rounds the gathered weights; master weights and checkpoints stay as they
     are. "experts": routed experts; needs expert_parallel_degree > 1 or fsdp_wrap "experts".
     "blocks": all matrices of blocks, routed experts too. Routers, norms and biases stay exact, and
@@ -137,7 +137,7 @@ class ParallelismConfig(TitanParallelismConfig):
 
     fsdp_expert_reduce_scatter: Literal["bfloat16"] | None = None
     """
-    What FSDP's reduce-scatters of routed experts' gradients send. "bfloat16": the gradients as they
+    Form of routed experts' gradients in FSDP's reduce-scatters. "bfloat16": the gradients as they
     are, half of the bytes of float32, by an all-to-all; each rank sums them in float32. None:
     mixed_precision_reduce. Needs what fsdp_float8_all_gather "experts" needs, and no pipeline.
     """

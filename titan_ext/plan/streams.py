@@ -120,7 +120,7 @@ class Streams:
         return (*done, *(item for item, _ in self._next.get(queue, ())))
 
     def waits(self, work: Work) -> Iterator[tuple[Any, float]]:
-        """Why ``work`` began later than its queue could have, and how many ms each took."""
+        """Causes by which ``work`` began later than its queue could have, and the ms of each."""
         at = work.free
         for item, why in work.after:
             end = self.queues[item.queue][item.index].end

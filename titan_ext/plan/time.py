@@ -102,7 +102,7 @@ class Pass:
 
 
 class Span(NamedTuple):
-    """What a queue did from ``start`` to ``end``, in ms; ``phase`` is that of ``LiveBytes``."""
+    """The work of a queue from ``start`` to ``end``, in ms; ``phase`` is that of ``LiveBytes``."""
 
     queue: str
     category: Category

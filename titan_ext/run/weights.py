@@ -186,7 +186,7 @@ def _read_safetensors(
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What Hugging Face's tools wrote; nothing where there is no such file."""
+    """Metadata that Hugging Face's tools wrote; nothing where there is no such file."""
     try:
         return dict(json.loads(path.read_text())) if path.exists() else {}
     except (TypeError, ValueError) as error:

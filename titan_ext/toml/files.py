@@ -192,7 +192,7 @@ def import_first(what: str, names: Iterable[str], at: KeyLocation) -> ModuleType
 
 
 def import_problem(module: str, error: Exception) -> str:
-    """Why ``module`` cannot be imported, and what to install."""
+    """The reason why ``module`` cannot be imported, and what to install."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name.split(".")[0]
         package = _PACKAGES.get(missing, missing)
