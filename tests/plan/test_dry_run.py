@@ -289,7 +289,7 @@ def test_stages_that_make_different_process_groups_are_said(
         out = f"groups      {7 + int(options[-1])} made at the start, all ranks together\n"
         return SimpleNamespace(returncode=0, stdout=out, stderr="")
 
-    monkeypatch.setattr("titan_ext.run.planned.dry_run_elsewhere", told)
+    monkeypatch.setattr("titan_ext.run.record.dry_run_elsewhere", told)
     flags = ("--all-stages", "--parallelism.pipeline_parallel_degree", "2")
     assert main(["dry-run", "moe_debug.toml", "--ranks", "4", *flags]) == 1
     said = capsys.readouterr()

@@ -19,7 +19,7 @@ from titan_ext.plan.memory import DeviceMemory, MemoryPlan
 from titan_ext.plan.report import draw, to_json, write
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import Category, StepTime
-from titan_ext.run.planned import PlanCheck, file_name
+from titan_ext.run.record import Receipts, file_name
 from titan_ext.toml.values import identity
 
 RUN = Run(world=1, parallelize="block", layers=2, steps=2)
@@ -141,7 +141,8 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
             logger=SimpleNamespace(log=lambda metrics, step: logged.update({step: metrics})),
         ),
     )
-    check = PlanCheck()
+    check = Receipts()
+    check.after_build(trainer)
     check._plan = _plan(memory=100) | {"reserved": 100}
     for trainer.step in (1, 2, 3):
         with check.around_step(trainer):
@@ -195,7 +196,7 @@ def test_a_plan_of_another_run_is_one_warning(
         (folder / file_name(0)).write_text("{")
     run = config(DEBUG + change if "\n" in change else DEBUG)
     run.dump_folder = str(folder)
-    check = PlanCheck()
+    check = Receipts()
     check.before_build(run)
     assert (check._plan is not None) == (not said and change != "absent")
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]

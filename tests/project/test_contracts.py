@@ -728,7 +728,7 @@ def test_fsdp2_allocates_a_reduce_scatter_input_before_its_output():
 
 
 def test_titan_logs_metrics_through_a_public_logger():
-    """run.pace and run.planned add theirs."""
+    """run.pace and run.record add theirs."""
     assert _Code(MetricsProcessor.log_validation).has("self.logger.log(metrics, step)")
 
 

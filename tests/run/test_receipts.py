@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, observed
-from titan_ext.run.receipts import Receipts, compiled, sent_nbytes
+from titan_ext.run.record import Receipts, compiled, sent_nbytes
 
 
 @pytest.mark.parametrize(

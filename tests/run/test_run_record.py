@@ -13,9 +13,9 @@ from tests.helpers.training import Run, Runs, observed, titan_config
 from titan_ext.config_registry.resolve import Resolved, load, resolve
 from titan_ext.fp8 import MemoryRow
 from titan_ext.run import record as run_record
-from titan_ext.run.planned import as_json
 from titan_ext.run.record import (
     RunRecord,
+    as_json,
     origin,
 )
 from titan_ext.toml.values import dump

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from torchtitan.config import TrainingConfig
@@ -142,6 +142,13 @@ def cost_of_saving(exchanges: Exchanges, model: Decoder.Config, nodes: Nodes) ->
         f"All-to-alls (EP {exchanges.ep}, {where}) {does} {mib:.1f} MiB in bf16 for 1024 tokens "
         "and a MoE layer (parallelism.save_all_to_all)"
     )
+
+
+def without_halves(parallelism: Any) -> Any:
+    """A ``[parallelism]`` section whose batches run whole; the same object if they do already."""
+    if getattr(parallelism, "overlap_exchanges", "none") != "halves":
+        return parallelism
+    return replace(parallelism, overlap_exchanges="shared_experts")
 
 
 def changed_exchanges(parallelism: Any) -> dict[str, str]:

@@ -270,7 +270,7 @@ class DryRun:
 
     def _plan_all_stages(self, config: Any, source: str, folder: Path) -> list[dict[str, Any]]:
         """In processes of their own: Titan allows one layout in a process."""
-        from titan_ext.run.planned import dry_run_elsewhere, file_name
+        from titan_ext.run.record import dry_run_elsewhere, file_name
 
         plans, out, file = [], self.out or folder, folder / "config.toml"
         groups: dict[int, int] = {}

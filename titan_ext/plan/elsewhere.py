@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.base.messages import format_bytes
-from titan_ext.run.planned import dry_run_elsewhere, file_name
+from titan_ext.run.record import dry_run_elsewhere, file_name
 from titan_ext.toml.files import to_toml
 
 _REASON = 160

@@ -3,7 +3,7 @@
 
 ``titan_ext dry-run CONFIG --ranks N --memory 80GiB --out FOLDER`` writes ``plan_rank0.json``, with
 every figure, and ``plan_rank0.png``. A run that finds the plan of its rank in its ``dump_folder``
-compares its second step with it (``run.planned``). A plan never fails a run.
+compares its second step with it (``run.record``). A plan never fails a run.
 """
 
 import json
@@ -15,8 +15,7 @@ from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.plan.live import MemoryKind, Peak
 from titan_ext.plan.memory import MemoryPlan
 from titan_ext.plan.time import StepTime
-from titan_ext.run.planned import as_json, file_name
-from titan_ext.run.record import versions
+from titan_ext.run.record import as_json, file_name, versions
 
 _GIB = 2**30
 _COLOURS = {

@@ -44,9 +44,9 @@ from titan_ext.base.messages import and_more, format_bytes, parse_bytes, ranks_i
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, world_size
 from titan_ext.components.early_scores import with_early_scores
+from titan_ext.components.exchange_policy import without_halves
 from titan_ext.parallelize.recipe import recipe_of
-from titan_ext.run.planned import as_json, differences, dry_run_elsewhere
-from titan_ext.run.record import versions
+from titan_ext.run.record import as_json, differences, dry_run_elsewhere, versions
 from titan_ext.run.start import RanksAgree
 from titan_ext.toml.files import to_toml
 from titan_ext.toml.values import dump, identity
@@ -65,11 +65,9 @@ def without_checkpointing(config: Any) -> Any:
     """``config`` without a policy, whose model has the routed experts that the policy asks for."""
     config = copy.copy(with_early_scores(config))
     config.activation_checkpoint = None
-    if getattr(config.parallelism, "overlap_exchanges", "none") == "halves":
-        # Rules count operations in each half, and a half has those of the whole. Traced as halves,
-        # the second one's would have numbers that no rule meets.
-        whole = replace(config.parallelism, overlap_exchanges="shared_experts")
-        config.parallelism = whole
+    # Rules count operations in each half, and a half has those of the whole. Traced as halves, the
+    # second one's would have numbers that no rule meets.
+    config.parallelism = without_halves(config.parallelism)
     return config
 
 

@@ -27,9 +27,7 @@ from titan_ext.fsdp.units import param_groups
 from titan_ext.run.budget import ActivationBudget
 from titan_ext.run.checkpoints import Checkpoints
 from titan_ext.run.pace import PaceCheck
-from titan_ext.run.planned import PlanCheck
-from titan_ext.run.receipts import Receipts
-from titan_ext.run.record import RunRecord
+from titan_ext.run.record import Receipts, RunRecord
 from titan_ext.run.start import Folder, Paths, RanksAgree
 from titan_ext.run.stop import StopOnSignal
 from titan_ext.run.weights import Weights
@@ -281,7 +279,6 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     FiniteGradients,
     Schedule,
     ActivationMemory,
-    PlanCheck,
     Receipts,
     PaceCheck,
     Progress,

@@ -21,8 +21,7 @@ from titan_ext.base.agreement import this_job
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import ranks_in_words
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
-from titan_ext.run.receipts import communication
-from titan_ext.run.record import versions
+from titan_ext.run.record import communication, versions
 
 _REPEATS = 3
 _SLOW = 0.5

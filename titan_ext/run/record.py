@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files that a run leaves in its folder: its config, where that comes from, and its record.
+"""What a run leaves in its folder: its config, its record, and its second step beside the plan.
 
 Rank 0 writes ``config.toml``, which starts the same run again, and ``run.json``, with one entry for
-each start. At the end the log and that entry say what titan_ext saved, beside what stock TorchTitan
-would have needed. Both come from FSDP's plan and from what was counted, without a second run.
-Nothing here can fail a run.
+each start: where it comes from, how it ended, and receipts of what really ran. A config says which
+attention, which dispatcher and which compiler were wanted. Kernels fall back, a compiler gives up
+at its recompile limit, and a communication library chooses for itself. So the modules are asked,
+and the bytes that a rank sends are counted in the second step, by hooks that are then gone.
+
+A plan is the file of a dry run, in a process of its own. Nothing here can fail a run.
 """
 
 import contextlib
@@ -16,23 +19,69 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters, get_compilation_metrics
+from torch.distributed.distributed_c10d import _world
 from torchtitan.tools.logging import logger
 
 import titan_ext
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.base.messages import format_bytes
-from titan_ext.base.run_check import RunCheck
+from titan_ext.base.messages import and_more, format_bytes, matches
+from titan_ext.base.op_cost import collective_kind, ranks_per_node
+from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.run_folder import RECORD
-from titan_ext.toml.values import dump
+from titan_ext.base.tensors import storages_of
+from titan_ext.toml.values import dump, identity
 
 CONFIG = "config.toml"
 _PACKAGES = ("titan_ext", "torchtitan", "torch", "torchao", "triton")
+_GIB = 2**30
+_HOOK_ID = 0x7E48
+_COUNTED_STEP = 2
+"""The counted step of this start: the first one makes the optimizer's states."""
+_LIMIT = "recompile limit"
+_PEAKS = {"allocated": "peak", "reserved": "reserved"}
+"""Peaks of torch's device modules, and as a comparison names them."""
+_HELD = {
+    "parameters": "parameters and buffers",
+    "gradients": "gradients",
+    "states": "optimizer states",
+}
+"""Categories that last between steps, as a plan's file names them, and in words."""
+_OF_TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_",
+    "WORLD_SIZE",
+    "MASTER_",
+    "TORCHELASTIC_",
+)
+_COMPARED = (
+    "extends",
+    "model",
+    "training",
+    "parallelism",
+    "activation_checkpoint",
+    "compile",
+    "optimizer",
+    "loss",
+)
+"""Sections of a config that decide what a step holds."""
+_NOT_COMPARED = (
+    "training.steps",
+    "training.max_norm",
+    "training.gc_*",
+    "training.disable_cuda_graphs",  # a run without accelerator changes it
+    "optimizer.param_groups.*.optimizer_kwargs",  # and what those make is compared in bytes
+)
 
 
 class RunRecord(RunCheck):
@@ -91,6 +140,155 @@ class RunRecord(RunCheck):
         partial.replace(path)
 
 
+class Receipts(RunCheck):
+    """Collects what really ran, and holds the second step against the plan of its rank, if any.
+
+    Parameters, gradients and optimizer states are added up from the tensors that the trainer
+    holds. The peak is what the device's allocator had given out at most, and "reserved" what it had
+    taken from the device for that; a CPU's tells nothing.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sent: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._peak: dict[str, int] = {}
+        self._facts: dict[str, Any] = {}
+        self._measured: dict[str, int] = {}
+        self._plan: Mapping[str, Any] | None = None
+        self._said = ""
+
+    def before_build(self, config: Any) -> None:
+        file = Path(config.dump_folder) / file_name(int(os.environ.get("RANK", "0")))
+        if not file.exists():
+            return
+        plan = {}
+        try:
+            plan = json.loads(file.read_text())
+            differ = differences(plan, config)
+        except (OSError, ValueError, KeyError) as error:
+            differ = [f"it cannot be read ({type(error).__name__}: {error})"]
+        if differ:
+            logger.warning(
+                f"{file} is not a plan of this run, and is not compared: {and_more(differ)}."
+            )
+        else:
+            self._plan = plan
+
+    def after_build(self, trainer: Any) -> None:
+        self._facts = {
+            "attention": _types(trainer, "inner_attention"),
+            "dispatcher": _types(trainer, "token_dispatcher"),
+            "communication": communication(),
+        }
+
+        def note(*_: Any) -> None:  # before Titan's metrics begin a new peak
+            peaks = _peaks(trainer.device)
+            for name, nbytes in peaks.items():
+                self._peak[name] = max(self._peak.get(name, 0), nbytes)
+            if self._steps == _COUNTED_STEP:
+                self._measured = peaks
+
+        if _peaks(trainer.device):
+            trainer.optimizers.register_step_post_hook(note)
+
+    @contextlib.contextmanager
+    def around_step(self, trainer: Any) -> Iterator[None]:
+        self._steps += 1
+        if self._steps != _COUNTED_STEP:
+            yield
+            return
+        if self._plan is not None:
+            trainer.metrics_processor.device_memory_monitor.reset_peak_stats()
+        with self._counting():
+            yield
+        if self._plan is not None:
+            self._compare(self._plan, trainer)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        groups = _world.pg_map if dist.is_initialized() else ()
+        hooked = [g for g in groups if g.size() > 1 and hasattr(g, "register_pre_hook")]
+        for group in hooked:
+            group.register_pre_hook(_HOOK_ID, self._hook(group.size()))
+        try:
+            yield
+        finally:
+            for group in hooked:
+                group.unregister_pre_hook(_HOOK_ID)
+
+    def _hook(self, ranks: int) -> Any:
+        def count(args: Any) -> None:
+            kind = collective_kind(args.name.name)
+            nbytes = sum(x.nbytes for x in args.input_tensors)
+            self._calls[kind] += 1
+            self._sent[kind] += sent_nbytes(kind, nbytes, ranks)
+
+        return count
+
+    def _compare(self, plan: Mapping[str, Any], trainer: Any) -> None:
+        peaks = {"allocated": plan["peak"]["sum"], "reserved": plan.get("reserved", 0)}
+        last = plan["moments"][-1]
+        pairs = {_PEAKS[name]: (peaks[name], nbytes) for name, nbytes in self._measured.items()} | {
+            words: (last[kind], nbytes)
+            for (kind, words), nbytes in zip(_HELD.items(), _held_nbytes(trainer), strict=True)
+        }
+        said = [f"{name} {_compared(*pair)}" for name, pair in pairs.items()]
+        if not self._measured:
+            each = ", ".join(f"{_PEAKS[name]} {format_bytes(n)}" for name, n in peaks.items())
+            said = [f"{each} planned, not measured on this device", *said]
+        self._said = f"Plan of rank {plan['rank']} and step {trainer.step}: {'; '.join(said)}"
+        logger.info(self._said)
+        self._facts["plan"] = {
+            name: {"planned": planned, "measured": nbytes}
+            for name, (planned, nbytes) in pairs.items()
+        }
+        metrics = {
+            f"plan/{name}, {what}(GiB)": nbytes / _GIB
+            for name, pair in self._facts["plan"].items()
+            for what, nbytes in pair.items()
+        }
+        trainer.metrics_processor.logger.log(metrics, trainer.step)
+
+    def receipts(self) -> dict[str, Any]:
+        """By subject; what is not known is left out."""
+        facts = {**self._facts, "compiled": compiled(), "memory": dict(self._peak)}
+        facts["sent"] = {
+            kind: {"bytes": self._sent[kind], "calls": calls}
+            for kind, calls in self._calls.most_common()
+        }
+        return {subject: fact for subject, fact in facts.items() if fact}
+
+    def summary(self) -> list[str]:
+        ran = ["ran: " + "; ".join(_words(self.receipts()))] if self._facts else []
+        return [*filter(None, [self._said]), *ran]
+
+
+def _peaks(device: torch.device) -> dict[str, int]:
+    """Bytes at most since the last reset, by name in torch's statistics; {} of a CPU."""
+    module = torch.get_device_module(device)
+    return {
+        name: getattr(module, f"max_memory_{name}")(device)
+        for name in _PEAKS
+        if hasattr(module, f"max_memory_{name}")
+    }
+
+
+def gains(trainer: Any) -> list[str]:
+    """A line on what activation checkpointing keeps on this rank; none where that is not known."""
+    rows = memory_report_of(trainer.model_parts).rows()
+    if not rows:
+        return []
+    kept, exact, host = (
+        sum(getattr(row, f) for row in rows) for f in ("nbytes", "original_nbytes", "host_nbytes")
+    )
+    on_host = f" on the device, {format_bytes(host)} on the host" if host else ""
+    return [
+        f"activations kept for backward: {format_bytes(kept)}{on_host} a forward; not compressed: "
+        f"{format_bytes(exact)} ({kept / exact:.2f})"
+    ]
+
+
 def origin() -> dict[str, Any]:
     """Command line, commit, versions and machine of this process."""
     return {
@@ -130,18 +328,132 @@ def _commit(folder: Path) -> str:
     return done.stdout.strip()
 
 
-def gains(trainer: Any) -> list[str]:
-    """A line on what activation checkpointing keeps on this rank; none where that is not known."""
-    rows = memory_report_of(trainer.model_parts).rows()
-    if not rows:
-        return []
-    kept, exact, host = (
-        sum(getattr(row, f) for row in rows) for f in ("nbytes", "original_nbytes", "host_nbytes")
+def sent_nbytes(kind: str, nbytes: int, ranks: int) -> int:
+    """Bytes that a rank sends in a collective of ``nbytes`` of input, by rings."""
+    if kind == "all_gather":
+        return nbytes * (ranks - 1)
+    if kind in ("send", "recv"):
+        return nbytes if kind == "send" else 0
+    return (2 if kind == "all_reduce" else 1) * nbytes * (ranks - 1) // ranks
+
+
+def _types(trainer: Any, name: str) -> dict[str, int]:
+    """The classes of the submodules or attributes of that name, and how many there are."""
+    return Counter(
+        type(value).__name__
+        for part in trainer.model_parts
+        for module in part.modules()
+        if (value := getattr(module, name, None)) is not None
     )
-    on_host = f" on the device, {format_bytes(host)} on the host" if host else ""
+
+
+def compiled() -> dict[str, Any]:
+    """Graphs that Dynamo made, recompiles, and how often it gave up at its limit; {} without it."""
+    graphs = counters["stats"]["unique_graphs"]
+    if not graphs:
+        return {}
+    # "3/2" is the third compilation of frame 3; torch keeps the newest records alone.
+    ids = [str(m.compile_id).split("/") for m in get_compilation_metrics() if m.compile_id]
+    again = {frame: 0 for frame, *_ in ids}
+    for frame, *attempt in ids:
+        if attempt:
+            again[frame] = max(again[frame], int(attempt[0].split("_")[0]))
+    hit = sum(n for c in counters.values() for key, n in c.items() if _LIMIT in str(key).lower())
+    return {"graphs": graphs, "recompiles": sum(again.values()), "recompile_limit_count": hit}
+
+
+def communication() -> dict[str, Any]:
+    """The backend, its version, and what the environment forces upon it."""
+    if not dist.is_initialized():
+        return {}
+    found: dict[str, Any] = {"backend": dist.get_backend()}
+    if "nccl" in found["backend"] and torch.cuda.is_available():
+        found["version"] = ".".join(map(str, torch.cuda.nccl.version()))
+    chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "RCCL_"))}
+    return found | ({"environment": chosen} if chosen else {})
+
+
+def _words(facts: Mapping[str, Any]) -> Iterator[str]:
+    for subject in ("attention", "dispatcher"):
+        if types := facts.get(subject):
+            yield f"{subject} {', '.join(f'{name} x {n}' for name, n in types.items())}"
+    if found := facts.get("compiled"):
+        limit = found["recompile_limit_count"]
+        hit = f", recompile limit hit {limit} times: those functions run eagerly" if limit else ""
+        yield f"{found['graphs']} compiled graphs, {found['recompiles']} recompiles{hit}"
+    if found := facts.get("communication"):
+        yield " ".join([found["backend"], *filter(None, [found.get("version")])])
+    if sent := facts.get("sent"):
+        each = (f"{kind} {format_bytes(x['bytes'])} in {x['calls']}" for kind, x in sent.items())
+        yield f"sent in step {_COUNTED_STEP} of this start: {', '.join(each)}"
+    if peak := facts.get("memory"):
+        yield ", ".join(f"peak {name} {format_bytes(n)}" for name, n in peak.items())
+
+
+def dry_run_elsewhere(
+    file: Path, options: Sequence[str], *, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``titan_ext dry-run FILE`` with ``options`` in a process of its own.
+
+    Titan allows one layout in a process, and a run must not keep a dry run's fake groups. After
+    ``timeout_s`` it raises ``subprocess.TimeoutExpired``. Its output is in the result.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", "titan_ext", "dry-run", str(file), *options],
+        env={key: value for key, value in os.environ.items() if not key.startswith(_OF_TORCHRUN)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def file_name(rank: int) -> str:
+    """The name of the file with the plan of a rank."""
+    return f"plan_rank{rank}.json"
+
+
+def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` as a JSON file gives it back."""
+    return json.loads(json.dumps(config, default=str))
+
+
+def _held_nbytes(trainer: Any) -> list[int]:
+    """Bytes of this rank's storages, in the order of ``_HELD``; shared ones count once."""
+    parts = trainer.model_parts
+    params = [param for part in parts for param in part.parameters()]
+    buffers = [buffer for part in parts for buffer in part.buffers()]
+    of_params = [state for opt in trainer.optimizers for state in opt.state.values()]
+    states = [x for state in of_params for x in state.values()]
+    nbytes, seen = [], set()
+    for tensors in ([*params, *buffers], [param.grad for param in params], states):
+        found = {}
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                found |= dict(storages_of(tensor))
+        nbytes.append(sum(size for key, size in found.items() if key not in seen))
+        seen |= found.keys()
+    return nbytes
+
+
+def _compared(planned: int, measured: int) -> str:
+    if planned == measured:
+        return f"{format_bytes(planned)} as planned"
+    off_by = f" ({measured / planned - 1:+.1%})" if planned else ""
+    return f"{format_bytes(planned)} planned, {format_bytes(measured)} measured{off_by}"
+
+
+def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
+    """Facts of a plan that are not so in this run, in words."""
+    nodes = {"ranks": world_size(config), "ranks_per_node": ranks_per_node()}
+    here = nodes | as_json(identity(config))
+    there = {key: plan[key] for key in nodes} | plan["config"]
     return [
-        f"activations kept for backward: {format_bytes(kept)}{on_host} a forward; not compressed: "
-        f"{format_bytes(exact)} ({kept / exact:.2f})"
+        f"{key} is {there.get(key, 'absent')} there and {here.get(key, 'absent')} here"
+        for key in dict.fromkeys([*there, *here])
+        if there.get(key) != here.get(key)
+        and (key in nodes or key.split(".")[0] in _COMPARED)
+        and not any(matches(key, pattern) for pattern in _NOT_COMPARED)
     ]
 
 
