@@ -14,8 +14,8 @@ _NAMED = {
     ("config_registry/commands.py", "CUDA_VISIBLE_DEVICES"),
     ("config_registry/tune.py", "CUDA_VISIBLE_DEVICES"),
     # The version of NCCL, or RCCL, where it is the backend; and how a trace names its operations.
-    ("run/receipts.py", "nccl"),
-    ("run/receipts.py", "cuda"),
+    ("run/record.py", "nccl"),
+    ("run/record.py", "cuda"),
 }
 """Names of CUDA that may stand in the code, by file; messages and docstrings may name it."""
 

@@ -12,7 +12,7 @@ from torchtitan.tools.logging import init_logger
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
-from titan_ext.run.pace import Judge, PaceCheck
+from titan_ext.run.pace import PaceCheck, PaceMonitor
 
 RUN = Run(
     parallelize="submodule", world=4, ep=2, layers=3, narrow=True, seq_len=256, steps=5, ac="full"
@@ -26,7 +26,7 @@ def train_slowed(run: Run, folder: Path, fault: str) -> dict[str, Any]:
     Returns what its check of the pace has said.
     """
     init_logger()
-    Judge.trained_after = 0
+    PaceMonitor.trained_after = 0
     rank = int(os.environ["RANK"])
     config: Any = make_config(run, folder)
     trainer = config.build()
@@ -48,7 +48,7 @@ def train_slowed(run: Run, folder: Path, fault: str) -> dict[str, Any]:
         trainer.train()
     check = next(check for check in trainer.checks if isinstance(check, PaceCheck))
     trainer.close()
-    return {"said": check.judge.said, "summary": check.summary()}
+    return {"said": check.monitor.warnings, "summary": check.summary()}
 
 
 def train(folder: Path, fault: str) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.helpers.slowed import LATE_RANK, train
 from titan_ext.base.stdlib_corpus import make_corpus
-from titan_ext.run.pace import Findings, Judge, Meter, PaceCheck, RankStep
+from titan_ext.run.pace import Findings, Meter, PaceCheck, PaceMonitor, RankStep
 
 STEP_MS, RANKS, GROUP = 1000.0, 16, 4
 _Change = Callable[[int, int], dict[str, Any]]
@@ -35,14 +35,16 @@ def _rows(chance: random.Random, step: int, change: _Change) -> list[RankStep]:
     return rows
 
 
-def _judged(steps: int, change: _Change, pace: Callable[[int], float] = lambda _: 1.0) -> Judge:
-    judge, chance = Judge(), random.Random(7)
+def _monitored(
+    steps: int, change: _Change, pace: Callable[[int], float] = lambda _: 1.0
+) -> PaceMonitor:
+    monitor, chance = PaceMonitor(), random.Random(7)
     for step in range(1, steps + 1):
-        judge.take(step, _rows(chance, step, change))
+        monitor.take(step, _rows(chance, step, change))
         # One step in ten is saved, or collects garbage, and takes twice as long.
         saved = 2.0 if step % 10 == 0 else 1.0
-        judge.pace(step, STEP_MS * saved * chance.uniform(0.97, 1.03) * pace(step))
-    return judge
+        monitor.pace(step, STEP_MS * saved * chance.uniform(0.97, 1.03) * pace(step))
+    return monitor
 
 
 def _nothing(step: int, rank: int) -> dict[str, Any]:
@@ -57,8 +59,8 @@ def test_a_quiet_run_warns_of_nothing_in_500_steps():
             return {"wait_ms": 0.0 if rank == 6 else 400.0, "tokens": (0, 9000 * (rank == 6), 1, 1)}
         return {}
 
-    assert _judged(500, _nothing).said == []
-    assert _judged(500, now_and_then).said == []
+    assert _monitored(500, _nothing).warnings == []
+    assert _monitored(500, now_and_then).warnings == []
 
 
 def test_a_late_rank_is_named_once():
@@ -66,7 +68,7 @@ def test_a_late_rank_is_named_once():
         waits = step >= 100 and rank // GROUP == 2
         return {"wait_ms": 5.0 if rank == 9 else 305.0} if waits else {}
 
-    (warning,) = _judged(300, late).said
+    (warning,) = _monitored(300, late).warnings
     assert warning == (
         "step 102: rank 9 is late: the others wait 300.0 ms a step for it before they exchange "
         "tokens"
@@ -79,7 +81,7 @@ def test_uneven_experts_are_named_with_their_layer():
             return {"tokens": (0, 100, 100, 100)}
         return {"tokens": (0, 100, 220 if rank == 5 else 60, 100)}
 
-    (warning,) = _judged(120, uneven).said
+    (warning,) = _monitored(120, uneven).warnings
     assert warning.startswith("step 103: experts are uneven"), "not of an untrained router"
     assert warning.endswith("those of rank 5 got 2.20 times the mean tokens in layer 2")
 
@@ -98,7 +100,7 @@ def test_a_drop_that_lasts_is_one_warning_with_what_moved(waits: bool):
             return {}
         return {"wait_ms": 10.0 if rank == 3 else 400.0 if rank < GROUP else 250.0}
 
-    said = _judged(400, change, lambda step: 1.3 if step >= 200 else 1.0).said
+    said = _monitored(400, change, lambda step: 1.3 if step >= 200 else 1.0).warnings
     (drop,) = [words for words in said if "tokens/s" in words]
     assert drop.startswith("step 204: tokens/s are 2")
     assert "since step 200: a step takes 1" in drop
@@ -111,16 +113,16 @@ def test_a_drop_that_lasts_is_one_warning_with_what_moved(waits: bool):
 
 
 def test_a_drop_of_some_steps_is_none():
-    assert _judged(400, _nothing, lambda step: 1.5 if step % 40 < 4 else 1.0).said == []
+    assert _monitored(400, _nothing, lambda step: 1.5 if step % 40 < 4 else 1.0).warnings == []
 
 
 def test_ranks_without_experts_or_partners_tell_nothing():
-    assert Findings.of([]).words() == {}
+    assert Findings.of([]).faults() == {}
     alone = [RankStep(rank, rank, 500.0 * rank, 1.0, 1000.0) for rank in range(4)]
-    assert Findings.of(alone).words() == {}
-    assert RankStep.read(alone[2].word()) == alone[2]
+    assert Findings.of(alone).faults() == {}
+    assert RankStep.from_line(alone[2].to_line()) == alone[2]
     told = RankStep(70_000, 4, 1.5, 0.125, 2.25, (0, 2**33))
-    assert RankStep.read(told.word()) == told
+    assert RankStep.from_line(told.to_line()) == told
 
 
 class _Store:
@@ -208,20 +210,20 @@ def test_a_step_may_be_done_again(monkeypatch: pytest.MonkeyPatch):
     check = PaceCheck(clock=lambda: float(next(clock)))
     check._store = store = _Store()
     check._thread = ThreadPoolExecutor(1)
-    judged: list[tuple[int, int]] = []
+    taken: list[tuple[int, int]] = []
     paces: list[float] = []
-    check.judge.latest = Findings()
+    check.monitor.latest = Findings()
     monkeypatch.setattr(
-        check.judge, "take", lambda step, rows: judged.append((step, len(rows))) or []
+        check.monitor, "take", lambda step, rows: taken.append((step, len(rows))) or []
     )
-    monkeypatch.setattr(check.judge, "pace", lambda step, ms: paces.append(ms) or [])
+    monkeypatch.setattr(check.monitor, "pace", lambda step, ms: paces.append(ms) or [])
     with check.around_run(trainer):
         for trainer.step in (1, 2, 2, 3, 2, 3, 4):
             with check.around_step(trainer):
                 pass
             assert check._told is not None
             check._told.result()
-    assert judged == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    assert taken == [(1, 1), (2, 1), (3, 1), (4, 1)]
     assert store.values.keys() == {"metrics"}
     assert min(paces) > 0
 

@@ -139,7 +139,7 @@ def start(ranks: int, *, odd: int | None = None) -> tuple[list[str], CountingSto
     store = CountingStore()
 
     def work(job: Job) -> str:
-        return job.judged("what to run", odd_word if job.rank == odd else word, _differences)
+        return job.compare("what to run", odd_word if job.rank == odd else word, _differences)
 
     return on_threads(ranks, work, store), store
 
@@ -237,21 +237,21 @@ def test_where_each_rank_differs_a_few_are_kept():
     classes: list[Any] = []
 
     def work(job: Job) -> str:
-        def judge(words: list[tuple[str, list[int]]]) -> str:
+        def verdict_of(words: list[tuple[str, list[int]]]) -> str:
             classes.extend(words)
             return "differ"
 
-        return job.judged("hosts", f"host {job.rank}", judge)
+        return job.compare("hosts", f"host {job.rank}", verdict_of)
 
     assert set(on_threads(512, work, store)) == {"differ"}
     assert len(classes) == 8
     assert all(ranks == [int(word.split()[1])] for word, ranks in classes)
 
 
-def _gathered(job: Job, subject: str, word: str, judge: Callable[[Any], str]) -> str:
-    """As ``Job.judged``, but every rank gets the words of all."""
+def _gathered(job: Job, subject: str, value: str, verdict_of: Callable[[Any], str]) -> str:
+    """As ``Job.compare``, but every rank gets the values of all."""
     store = job.subject(subject)
-    store.set(str(job.rank), word)
+    store.set(str(job.rank), value)
     for rank in range(job.ranks):
         store.wait([str(rank)])
         store.get(str(rank))
@@ -259,7 +259,7 @@ def _gathered(job: Job, subject: str, word: str, judge: Callable[[Any], str]) ->
 
 
 def test_a_gather_over_all_ranks_turns_these_tests_red(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Job, "judged", _gathered)
+    monkeypatch.setattr(Job, "compare", _gathered)
     monkeypatch.setattr(sys.modules[__name__], "_SMALL", 8)
     with pytest.raises(AssertionError):
         test_a_start_costs_a_rank_the_same_in_any_job(64)
@@ -353,7 +353,7 @@ def test_an_error_of_rank_0_is_one_of_all():
     def refuse() -> None:
         raise OSError("no such disk")
 
-    results = on_threads(64, lambda job: job.told("disk", refuse), CountingStore())
+    results = on_threads(64, lambda job: job.broadcast("disk", refuse), CountingStore())
     assert type(results[0]) is OSError
     assert {(type(e), str(e)) for e in results[1:]} == {
         (RuntimeError, "rank 0: OSError: no such disk")

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torchtitan.distributed import ParallelDims
 
 _CLASSES = 8
-"""So many different words of the ranks are kept: where each says its own, they are as many."""
+"""At most so many different values of the ranks are kept: each rank may have one of its own."""
 _FILES_A_STAGE = 8
 _KNOW_WITHIN = timedelta(seconds=30)
 """They all ask at about the same time; if one has died, the launcher ends the others."""
@@ -47,7 +47,7 @@ class Job:
         self._subjects[name] += 1
         return dist.PrefixStore(f"{name} {self._subjects[name]}", self._store)
 
-    def told(self, subject: str, decide: Callable[[], Any]) -> Any:
+    def broadcast(self, subject: str, decide: Callable[[], Any]) -> Any:
         """The result of ``decide`` on rank 0, which alone calls it: something that JSON can hold.
 
         An error of it is raised on every rank, as ValueError if it is one, else as RuntimeError.
@@ -59,60 +59,60 @@ class Job:
             except Exception as error:
                 is_users = isinstance(error, ValueError)
                 words = str(error) if is_users else f"rank 0: {type(error).__name__}: {error}"
-                store.set("word", json.dumps({"error": words, "is_users": is_users}))
+                store.set("result", json.dumps({"error": words, "is_users": is_users}))
                 self._until_all_know(store)
                 raise
-            store.set("word", json.dumps({"result": result}))
+            store.set("result", json.dumps({"result": result}))
             return result
-        word = json.loads(_read(store, "word"))
-        if "error" in word:
+        told = json.loads(_read(store, "result"))
+        if "error" in told:
             self._until_all_know(store)
-            raise (ValueError if word["is_users"] else RuntimeError)(word["error"])
-        return word["result"]
+            raise (ValueError if told["is_users"] else RuntimeError)(told["error"])
+        return told["result"]
 
-    def dealt(self, subject: str, decide: Callable[[], list[Any]]) -> Any:
+    def scatter(self, subject: str, decide: Callable[[], list[Any]]) -> Any:
         """The item of this rank in a list that ``decide`` returns on rank 0; None if it is empty.
 
         A store refuses values of more than 8 MiB. These are compressed.
         """
-        store = self.subject(f"deal {subject}")
+        store = self.subject(f"scatter {subject}")
 
-        def deal() -> bool:
+        def put_items() -> bool:
             items = decide()
             for rank, item in enumerate(items):
                 packed = zlib.compress(json.dumps(item).encode())
                 store.set(str(rank), base64.b64encode(packed).decode())
             return bool(items)
 
-        if not self.told(subject, deal):
+        if not self.broadcast(subject, put_items):
             return None
         return json.loads(zlib.decompress(base64.b64decode(store.get(str(self.rank)))))
 
-    def judged(
-        self, subject: str, word: str, judge: Callable[[list[tuple[str, list[int]]]], str]
+    def compare(
+        self, subject: str, value: str, verdict_of: Callable[[list[tuple[str, list[int]]]], str]
     ) -> str:
-        """The verdict of ``judge`` on the ranks' words, on every rank; one rank calls it.
+        """The verdict of ``verdict_of`` on the ranks' values, on every rank; one rank calls it.
 
-        It gets the different words, each with the ranks that say it, in the order of their first
+        It gets the different values, each with the ranks that have it, in the order of their first
         ranks: a few, if there are many.
         """
         store = self.subject(subject)
-        digest = hashlib.sha256(word.encode()).hexdigest()
-        if store.add(f"ranks that say {digest}", 1) == 1:
-            index = store.add("words", 1)
+        digest = hashlib.sha256(value.encode()).hexdigest()
+        if store.add(f"ranks with {digest}", 1) == 1:
+            index = store.add("values", 1)
             if index <= _CLASSES:
-                store.set(f"word {index}", word)
+                store.set(f"value {index}", value)
                 store.set(f"digest {index}", digest)
-        store.append(f"say {digest}", f"{self.rank} ")  # pyrefly: ignore[missing-attribute]
-        if store.add("ranks", 1) == self.ranks:  # the last one: all words are there
-            words = store.add("words", 0)
-            classes = [(list(range(self.ranks)), word)] if words == 1 else []
-            for index in range(1, min(words, _CLASSES) + 1) if words > 1 else ():
-                says = store.get(f"say {store.get(f'digest {index}').decode()}")
-                ranks = sorted(int(rank) for rank in says.split())
-                classes.append((ranks, store.get(f"word {index}").decode()))
+        store.append(f"with {digest}", f"{self.rank} ")  # pyrefly: ignore[missing-attribute]
+        if store.add("ranks", 1) == self.ranks:  # the last one: all values are there
+            count = store.add("values", 0)
+            classes = [(list(range(self.ranks)), value)] if count == 1 else []
+            for index in range(1, min(count, _CLASSES) + 1) if count > 1 else ():
+                having = store.get(f"with {store.get(f'digest {index}').decode()}")
+                ranks = sorted(int(rank) for rank in having.split())
+                classes.append((ranks, store.get(f"value {index}").decode()))
             classes.sort()
-            store.set("verdict", judge([(w, ranks) for ranks, w in classes]))
+            store.set("verdict", verdict_of([(value, ranks) for ranks, value in classes]))
         verdict = _read(store, "verdict").decode()
         self._until_all_know(store)
         return verdict

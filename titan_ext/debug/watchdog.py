@@ -72,7 +72,7 @@ class CollectiveWatchdog(RunCheck):
         self._names: dict[nn.Module, str] = {}
         self._lock = threading.Lock()  # an asynchronous checkpoint has a thread and a group
         rank = dist.get_rank()
-        name = this_job().told("collectives", lambda: time.strftime("%Y%m%d-%H%M%S"))
+        name = this_job().broadcast("collectives", lambda: time.strftime("%Y%m%d-%H%M%S"))
         self._folder = Path(config.dump_folder) / "collectives" / name
         if rank == 0:
             others = sorted(path for path in self._folder.parent.glob("*") if path.is_dir())

@@ -387,7 +387,7 @@ class ActivationBudget(RunCheck):
             sections = [self._section]
             dist.broadcast_object_list(sections, src=0)
             self._section = sections[0]
-            less = this_job().judged("memory", str(self._memory or 0), _less_than_rank_0)
+            less = this_job().compare("memory", str(self._memory or 0), _less_than_rank_0)
             if less and dist.get_rank() == 0:
                 logger.warning(f"{KEY}.budget: {less}")
         assert self._section is not None

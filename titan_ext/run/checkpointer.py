@@ -81,7 +81,8 @@ class CheckpointManager(TitanCheckpointManager):
         failed: Any = None
         try:
             super()._save_last_step(curr_step)
-            if wrong := this_job().told("export", lambda: _wrong_export(folder, self.exported)):
+            wrong = this_job().broadcast("export", lambda: _wrong_export(folder, self.exported))
+            if wrong:
                 failed = RuntimeError(f"the export to {folder} is not whole: {wrong}.")
         except CheckpointException as error:  # raised on every rank
             failed = error

@@ -147,25 +147,25 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
 def verify_checksums(config: Trainer.Config) -> None:
     """Compare the checksums of the checkpoint that the run will load; call it on every rank.
 
-    Rank 0 alone reads what is in which file, and deals the files out. Raises ValueError on every
+    Rank 0 alone reads what is in which file, and scatters the files. Raises ValueError on every
     rank, naming the files that are corrupt and the checkpoint before.
     """
     if not is_inspected(config):
         return
     job = this_job()
-    share = job.dealt("files to verify", lambda: _shares(config, job.ranks))
+    share = job.scatter("files to verify", lambda: _shares(config, job.ranks))
     if share is None:
         return
     folder = Path(share["folder"])
 
-    def judge(classes: list[tuple[str, list[int]]]) -> str:
+    def verdict_of(classes: list[tuple[str, list[int]]]) -> str:
         corrupt = dict(ChainMap(*(json.loads(word) for word, _ in classes)))
         files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
         newest = _newest_whole(config, but=folder)
         return f"{folder} is corrupt ({files}). {newest}" if corrupt else ""
 
     wrong = share["wrong"] or _corrupt(folder, share["items"])
-    if verdict := job.judged("corrupt files", json.dumps(wrong), judge):
+    if verdict := job.compare("corrupt files", json.dumps(wrong), verdict_of):
         raise ValueError(verdict)
 
 
@@ -257,7 +257,7 @@ def check_resume(trainer: Trainer) -> None:
     or it may be one in other data. ``run.weights`` has compared the model.
     """
     if is_inspected(trainer.config):
-        this_job().told("what is loaded", lambda: _check_resume(trainer))
+        this_job().broadcast("what is loaded", lambda: _check_resume(trainer))
 
 
 def _check_resume(trainer: Trainer) -> None:

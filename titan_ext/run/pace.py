@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures and judges the pace of a run: a late rank, uneven experts, a lasting drop.
+"""Measures the pace of a run, and warns of what lasts: a late rank, uneven experts, a lasting drop.
 
 In logged steps every rank measures how long it waits for token counts, how long tokens travel, and
 how many its experts get. Counts are a few bytes, so a rank that waits for them waits for its
@@ -8,11 +8,11 @@ neighbours, and the rank that others wait for waits least itself.
 Where tokens are exchanged the host reads the counts anyway, and the stream waits for the tokens. So
 a measurement waits for nothing that the step would not wait for. What a rank has measured goes to
 the job's store, from a thread: no collective, and no step waits. Rank 0 reads it two logged steps
-later, judges it, warns, and logs it among Titan's metrics. In a pipeline Titan logs on a rank of
-the last stage, which gets them by the store.
+later, warns, and logs it among Titan's metrics. In a pipeline Titan logs on a rank of the last
+stage, which gets them by the store.
 
 Titan's standard dispatcher without a compiler has counts that the host reads. Elsewhere only the
-pace is judged.
+pace is measured.
 """
 
 import contextlib
@@ -70,15 +70,15 @@ class RankStep:
     step_ms: float
     tokens: tuple[int, ...] = ()
 
-    def word(self) -> str:
+    def to_line(self) -> str:
         """As a line of the job's store."""
         us = (round(1e3 * ms) for ms in (self.wait_ms, self.travel_ms, self.step_ms))
         return " ".join(map(str, (self.rank, self.group, *us, *self.tokens))) + "\n"
 
     @classmethod
-    def read(cls, word: str) -> "RankStep":
-        """The inverse of ``word``."""
-        rank, group, wait, travel, step, *tokens = map(int, word.split())
+    def from_line(cls, line: str) -> "RankStep":
+        """The inverse of ``to_line``."""
+        rank, group, wait, travel, step, *tokens = map(int, line.split())
         return cls(rank, group, wait / 1e3, travel / 1e3, step / 1e3, tuple(tokens))
 
 
@@ -100,7 +100,7 @@ class Findings:
 
     @classmethod
     def of(cls, rows: Iterable[RankStep]) -> "Findings":
-        """From what the ranks said of one step; groups of one rank tell nothing."""
+        """From what the ranks measured in one step; groups of one rank tell nothing."""
         groups: dict[int, list[RankStep]] = defaultdict(list)
         for row in rows:
             groups[row.group].append(row)
@@ -151,7 +151,7 @@ class Findings:
             found[f"titan_ext/tokens of the fullest rank over the mean, layer {layer}"] = times
         return found
 
-    def words(self) -> dict[tuple[str, object], str]:
+    def faults(self) -> dict[tuple[str, object], str]:
         """The faults, by what they are about; a lasting one is warned of."""
         found: dict[tuple[str, object], str] = {}
         if self.is_late:
@@ -168,10 +168,10 @@ class Findings:
         return found
 
 
-class Judge:
+class PaceMonitor:
     """Follows the logged steps of a run, and says once what lasts.
 
-    ``said`` keeps the warnings for the end of the run; ``latest`` the newest findings.
+    ``warnings`` keeps the warnings for the end of the run; ``latest`` the newest findings.
     """
 
     trained_after = 100
@@ -179,7 +179,7 @@ class Judge:
     that changes by 1e-3 a step balances it (torchtitan/components/optimizer.py). A guess."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.warnings: list[str] = []
         self.latest: Findings | None = None
         self._recent: deque[set[tuple[str, object]]] = deque(maxlen=_RECENT)
         self._known: set[tuple[str, object]] = set()
@@ -187,16 +187,16 @@ class Judge:
         self._slow: list[tuple[int, float]] = []
 
     def take(self, step: int, rows: Sequence[RankStep]) -> list[str]:
-        """Judge what the ranks said of ``step``; return new warnings."""
+        """Add what the ranks measured in ``step``; return new warnings."""
         self.latest = findings = Findings.of(rows)
-        words = findings.words()
+        faults = findings.faults()
         if step <= self.trained_after:
-            words.pop(("uneven", ()), None)
-        self._recent.append(set(words))
-        lasting = {key for key in words if sum(key in of for of in self._recent) >= _LASTING}
-        new = [f"step {step}: {words[key]}" for key in words if key in lasting - self._known]
+            faults.pop(("uneven", ()), None)
+        self._recent.append(set(faults))
+        lasting = {key for key in faults if sum(key in of for of in self._recent) >= _LASTING}
+        new = [f"step {step}: {faults[key]}" for key in faults if key in lasting - self._known]
         self._known |= lasting
-        self.said += new
+        self.warnings += new
         return new
 
     def pace(self, step: int, step_ms: float) -> list[str]:
@@ -224,17 +224,17 @@ class Judge:
             f"{_KEPT} logged steps, since step {since}: a step takes {now_ms:.1f} ms in place of "
             f"{usual_ms:.1f}. {self._moved(wait_ms - usual_wait_ms, now_ms - usual_ms)}"
         )
-        self.said.append(text)
+        self.warnings.append(text)
         return [text]
 
     def _moved(self, more_wait_ms: float, more_ms: float) -> str:
         """The part of the step that has become longer, in words."""
         if self.latest is None:
             return "Which part moved is not known: nothing measures waits here."
-        words = "; ".join(["", *self.latest.words().values()])
+        faults = "; ".join(["", *self.latest.faults().values()])
         if more_wait_ms > more_ms / 4:
-            return f"Ranks wait {more_wait_ms:.1f} ms longer for each other{words}."
-        return f"Ranks wait for each other as before, so the work takes longer{words}."
+            return f"Ranks wait {more_wait_ms:.1f} ms longer for each other{faults}."
+        return f"Ranks wait for each other as before, so the work takes longer{faults}."
 
 
 class Meter:
@@ -275,7 +275,7 @@ class PaceCheck(RunCheck):
     """Warns of a late rank, uneven experts, and a pace that drops for long."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.judge = Judge()
+        self.monitor = PaceMonitor()
         self._clock = clock  # seconds
         self._last: tuple[int, float] | None = None
         self._dispatchers: dict[int, FunctionalAllToAllTokenDispatcher] = {}
@@ -333,7 +333,7 @@ class PaceCheck(RunCheck):
         # A trainer may go back to a checkpoint.
         if is_first and last is not None and last[0] < trainer.step:
             step_ms = 1e3 * (now_s - last[1]) / (trainer.step - last[0])
-            for warning in self.judge.pace(trainer.step, step_ms):
+            for warning in self.monitor.pace(trainer.step, step_ms):
                 logger.warning(warning)
         if self._metrics:
             trainer.metrics_processor.logger.log(self._metrics, trainer.step)
@@ -345,11 +345,11 @@ class PaceCheck(RunCheck):
         finally:
             if self._store is not None:
                 if dist.get_rank() == 0:
-                    self._thread.submit(self._judge_all, 0)
+                    self._thread.submit(self._read_steps, 0)
                 self._thread.shutdown()
 
     def _tell(self, step: int, step_ms: float, meters: dict[int, Meter]) -> None:
-        """Give the store what this rank has measured; on rank 0 judge what it has of all."""
+        """Give the store what this rank has measured; on rank 0 read what it has of all."""
         tokens = [0] * self._layers
         for layer, meter in meters.items():
             tokens[layer] = meter.tokens
@@ -363,44 +363,44 @@ class PaceCheck(RunCheck):
 
     def _exchange(self, step: int, row: RankStep) -> None:
         """In the thread. Rank 0 reads the step before last, of which all ranks have told by now."""
-        self._store.append(f"step {step}", row.word())
+        self._store.append(f"step {step}", row.to_line())
         if row.rank != 0:
             if self._logs and self._store.check([_METRICS]):
                 self._metrics = json.loads(self._store.get(_METRICS))
             return
         if step not in self._steps:  # else it is done again, and all ranks say so
             self._steps.append(step)
-        self._judge_all(2)
+        self._read_steps(2)
 
-    def _judge_all(self, but: int) -> None:
-        """Judge the steps that rank 0 has told of, but for the last so many."""
+    def _read_steps(self, but: int) -> None:
+        """Read the steps that rank 0 has told of, but for the last so many, and warn."""
         while len(self._steps) > but:
             step = self._steps.pop(0)
             lines = self._store.get(f"step {step}").decode().splitlines()
             self._store.delete_key(f"step {step}")
-            newest = {row.rank: row for row in map(RankStep.read, lines)}
-            for warning in self.judge.take(step, list(newest.values())):
+            newest = {row.rank: row for row in map(RankStep.from_line, lines)}
+            for warning in self.monitor.take(step, list(newest.values())):
                 logger.warning(warning)
-            assert self.judge.latest is not None
-            self._metrics = self.judge.latest.metrics()
+            assert self.monitor.latest is not None
+            self._metrics = self.monitor.latest.metrics()
             self._store.set(_METRICS, json.dumps(self._metrics))
 
     def receipts(self) -> dict[str, Any]:
         """The newest findings, and every warning."""
-        if (latest := self.judge.latest) is None:
-            return {"warnings": self.judge.said} if self.judge.said else {}
+        if (latest := self.monitor.latest) is None:
+            return {"warnings": self.monitor.warnings} if self.monitor.warnings else {}
         by_layer = {str(layer): times for layer, (times, _) in latest.imbalance.items()}
         pace = {"waits_ms": latest.wait_ms, "travel_ms": latest.travel_ms}
         pace |= {"latest_rank": latest.late_rank}
         return {
             "pace": pace | {"late_ms": latest.late_ms, "imbalance": by_layer},
-            "warnings": self.judge.said,
+            "warnings": self.monitor.warnings,
         }
 
     def summary(self) -> list[str]:
         """The warnings, and the latest rank and fullest experts of the newest step."""
-        lines = [f"warned: {words}" for words in self.judge.said]
-        if (latest := self.judge.latest) is not None:
+        lines = [f"warned: {text}" for text in self.monitor.warnings]
+        if (latest := self.monitor.latest) is not None:
             layer, times, rank = latest.fullest
             who = f"; rank {latest.late_rank} latest, by {latest.late_ms:.1f}"
             full = f"; fullest experts {times:.2f} times the mean, rank {rank} in layer {layer}"

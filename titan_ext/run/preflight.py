@@ -62,7 +62,7 @@ def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
         job = this_job()
         library = f"{backend} {communication().get('version', '')}".strip()
         found = f"{', '.join(f'{k} {v}' for k, v in versions().items())}; {library}"
-        if said := job.judged("versions", found, _differences):
+        if said := job.compare("versions", found, _differences):
             raise ValueError(said)
         mine = list(_measure(device, mib * 2**20, ranks_per_node()))
         store = job.subject("links")

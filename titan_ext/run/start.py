@@ -180,7 +180,7 @@ class RanksAgree(RunCheck):
             return
         mine = describe(config) | {"ranks of the smallest node": str(ranks_per_node())}
         word = json.dumps(mine, sort_keys=True)
-        if difference := this_job().judged("what to run", word, _differences):
+        if difference := this_job().compare("what to run", word, _differences):
             raise ValueError(difference)
 
 

@@ -207,10 +207,10 @@ def check_weights(trainer: Any, why: str) -> None:
     parameters = (param for part in trainer.model_parts for param in part.parameters())
     word = "" if are_finite(p for p in parameters if p.requires_grad) else "not finite"
 
-    def judge(words: list[tuple[str, list[int]]]) -> str:
+    def verdict_of(words: list[tuple[str, list[int]]]) -> str:
         return " and ".join(ranks_in_words(ranks) for said, ranks in words if said)
 
-    if ranks := this_job().judged("weights", word, judge):
+    if ranks := this_job().compare("weights", word, verdict_of):
         raise RuntimeError(
             f"{why}: stopped after step {trainer.step}, whose weights are not finite on "
             f"{ranks}. Nothing was saved since the last checkpoint."
