@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     BaseEPTokenDispatcher,
@@ -18,6 +18,7 @@ from torchtitan.protocols.module import Module
 
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan.batch import tokens_of_microbatch
+from titan_ext.base.titan.parallelism import has_experts
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.components.early_scores import builds_early_scores
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
@@ -78,8 +79,7 @@ def resolve_exchanges(
     ``model`` is the whole model's config, of which the chunk of a pipeline stage may have no MoE
     layer. The ranks that exchange tokens are neighbours, so they span nodes if a node has fewer.
     """
-    has_experts = any(True for _ in model.traverse(MoE.Config))
-    ep = parallel_dims.ep if has_experts else 1
+    ep = parallel_dims.ep if has_experts(model) else 1
     notes: list[str] = []
     # Where Titan's exchange is a functional collective, which its selective policy saves.
     stock_saves = compiled or parallelism.spmd_backend != "spmd_types"

@@ -33,8 +33,8 @@ _DOES_NOT_FIT, _INTERRUPTED = 3, 130
 class Tune:
     """Find the keys with which a job is fastest, on a machine that you do not have yet.
 
-    It plans hundreds of configs of the job: batch, degrees, FSDP units, checkpointing, exchanges of
-    tokens. It prints the best beside yours and says what each change saves. Nothing is written
+    It plans some dozens of configs of the job: batch, degrees, FSDP units, checkpointing, exchanges
+    of tokens. It prints the best beside yours and says what each change saves. Nothing is written
     without --out. Ctrl-C gives the best so far.
     """
 

@@ -19,10 +19,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import MoE
 
 from titan_ext.base.messages import did_you_mean
 from titan_ext.base.op_cost import Nodes
+from titan_ext.base.titan.parallelism import has_experts
 from titan_ext.fsdp.prefetch import PrefetchLimit
 from titan_ext.fsdp.settings import RESHARD_GROUPS, FSDPSettings
 from titan_ext.fsdp.units import Unit, Wrap, plan_units, with_norm_apart
@@ -110,7 +110,7 @@ def choose(
 
 def splits_experts(model: Decoder.Config, ep: int) -> bool:
     """True if expert parallelism splits experts of a whole model, which may have none."""
-    return ep > 1 and any(True for _ in model.traverse(MoE.Config))
+    return ep > 1 and has_experts(model)
 
 
 def check_reshard_groups(settings: FSDPSettings, units: Sequence[Unit]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The configuration keys that titan_ext adds to Titan's sections, and which do not go together.
+"""The configuration keys that titan_ext adds to Titan's sections; ``limits`` checks them.
 
 They subclass Titan's own dataclasses, so each is an ordinary Titan key with a command-line flag.
 Titan prints it with the config and reads the section as always.

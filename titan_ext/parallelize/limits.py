@@ -2,7 +2,7 @@
 """Values, degrees, schedules and models that no run can have, refused before anything starts.
 
 Titan meets most of them on the ranks: as a bare assertion, a division by zero, or not at all.
-``check_parallelism`` has the keys of ours that do not go together.
+``wrong_together`` has the keys of ours that do not go together, a row each.
 """
 
 import math

@@ -12,10 +12,10 @@ from torchtitan.components.optimizer import (
 )
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
+from titan_ext.base.titan.parallelism import has_experts
 from titan_ext.components.dispatch import use_functional_all_to_all
 from titan_ext.components.float8_linears import gathers_float8, note_steps
 from titan_ext.components.hf_export import for_replicated_weights
@@ -81,7 +81,7 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
     after_optimizer = spec.post_optimizer_build_fn
     if after_optimizer is register_moe_load_balancing_hook and lora_settings(spec.model):
         after_optimizer = None
-        if list(spec.model.traverse(MoE.Config)):
+        if has_experts(spec.model):
             logger.info("LoRA: load balancing is off, the routers' bias is frozen with the base.")
     elif after_optimizer is register_moe_load_balancing_hook:
         after_optimizer = balance_all_blocks

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A plan of a whole model from two plans of a shortened one: blocks of a kind are alike.
 
-``tune`` plans hundreds of configs, and a plan of 61 layers takes 25 CPU seconds. Layers repeat with
+``tune`` plans dozens of configs, and a plan of 61 layers takes 25 CPU seconds. Layers repeat with
 a period (1, or 2 where attention alternates) after a few first ones (dense ones). So two short
 models that differ by one or more periods give what a period adds: milliseconds, and bytes at every
 phase. Held against whole models in tests/plan/test_plan_search.py and benchmarks/LOG.md.

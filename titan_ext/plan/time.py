@@ -162,10 +162,8 @@ class StepClock(TorchDispatchMode):
         self._handles.clear()
         self._buffers.clear()
         if exc_type is None:
-            if self.passes:
-                self._add(
-                    self._compute, Category.OPTIMIZER, 0.0
-                )  # the step ends when it is waited for
+            if self.passes:  # the step ends when this is waited for
+                self._add(self._compute, Category.OPTIMIZER, 0.0)
             self._fuse()
             self._streams.run()
             self._add_up()

@@ -16,9 +16,16 @@ from torch.distributed.fsdp import DataParallelMeshDims
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh, resolve_sparse_fsdp_mesh
 from torchtitan.distributed.utils import dist_sum
+from torchtitan.models.common.moe import MoE
+from torchtitan.protocols.module import Module
 
 EXPERT_SHARDS = "efsdp"
 """The axis of ``experts_mesh`` over which FSDP shards routed experts."""
+
+
+def has_experts(model: Module.Config) -> bool:
+    """True if a model of this config, of all pipeline stages, has routed experts."""
+    return any(True for _ in model.traverse(MoE.Config))
 
 
 def dense_mesh(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DataParallelMeshDims | None]:
