@@ -2,7 +2,7 @@
 
     python benchmarks/activation_bytes.py                        # all of it, on CPU
     python benchmarks/activation_bytes.py --geometry deepseek_v3_16b --tokens 1024 --ep 1 \\
-        --arms stock-none stock-selective memory speed --classes
+        --arms stock-none stock-selective fp8-memory fp8-speed --classes
 
 One row an arm:
 

@@ -68,7 +68,7 @@ class CollectiveWatchdog(RunCheck):
         self._positions: Counter[str] = Counter()
         self._groups: dict[dist.ProcessGroup, str] = {}
         self._orders: Counter[str] = Counter()
-        """A hash of what the main thread has issued on each group, in its order."""
+        """A hash of what the main thread has issued on each group; a signature has its position."""
         self._names: dict[nn.Module, str] = {}
         self._lock = threading.Lock()  # an asynchronous checkpoint has a thread and a group
         rank = dist.get_rank()
@@ -166,7 +166,7 @@ class CollectiveWatchdog(RunCheck):
                 what = _hash(kind_of(group), record.signature())
                 self._history = record.history = (self._history + what) % _PRIME
                 if threading.current_thread() is threading.main_thread():
-                    self._orders[group] = (31 * self._orders[group] + what) % _PRIME
+                    self._orders[group] = (self._orders[group] + what) % _PRIME
                 self._trace.write(record)
                 self._index += 1
                 self._positions[group] += 1
