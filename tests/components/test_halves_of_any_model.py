@@ -5,6 +5,7 @@ ahead of the exchange, as by default, and one in halves. All must compute the sa
 """
 
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -209,6 +210,10 @@ def _together(case: Case) -> Together:
 
 
 def _judge(together: Together, folder: Path) -> dict[str, dict[str, Any]]:
+    """Results of each case by arm; of gradients the distance from those of the whole batch.
+
+    The gradients themselves, of all cases, arms and ranks, are 5 GB.
+    """
     import torch.distributed as dist
 
     no_accelerator.enable()
@@ -217,6 +222,12 @@ def _judge(together: Together, folder: Path) -> dict[str, dict[str, Any]]:
     for name in (name for name, case in CASES.items() if _together(case) == together):
         arms = ("halves",) if CASES[name].says else ("whole", "ahead", "halves")
         found[name] = {arm: _train(CASES[name], arm, folder) for arm in arms}
+        grads = {arm: result.pop("grads", {}) for arm, result in found[name].items()}
+        for arm, result in found[name].items():
+            result["off"] = {
+                key: _distance(grad, grads[arms[0]].get(key)) for key, grad in grads[arm].items()
+            }
+        gc.collect()  # modules and their hooks refer to each other
     dist.destroy_process_group()
     return found
 
@@ -227,6 +238,14 @@ def _dims(tp: int, backend: str) -> Any:
 
     keys: Any = make_config(replace(TP if tp > 1 else RUN, backend=backend), Path()).parallelism
     return ParallelDims.from_config(keys, 2)
+
+
+def _distance(grad: Any, other: Any) -> tuple[float, float]:
+    """The norm of a difference, and that of ``other``; without it, no distance is small enough."""
+    if other is None:
+        return np.inf, 0.0
+    off, norm = np.linalg.norm(grad - other.astype(np.float64)), np.linalg.norm(other)
+    return float(off), float(norm)
 
 
 def _train(case: Case, arm: str, folder: Path) -> dict[str, Any]:
@@ -319,9 +338,7 @@ def test_halves_compute_what_the_whole_does(name: str, judged: Callable[..., lis
         assert halves["loss"] == pytest.approx(whole["loss"], rel=1e-5)
         twice = {key: n * (2 if key[0] else 1) for key, n in whole["calls"].items()}
         assert [ahead["calls"], halves["calls"]] == [whole["calls"], twice]
-        for key, grad in whole["grads"].items():
-            # Sums in another order, and of halves those of bf16 products.
-            for arm, off in ((ahead, 1e-5), (halves, 5e-3)):
-                error = np.linalg.norm(arm["grads"][key] - grad.astype(np.float64))
-                assert error <= off * np.linalg.norm(grad), key
-        assert halves["grads"].keys() == ahead["grads"].keys() == whole["grads"].keys()
+        # Sums in another order, and of halves those of bf16 products.
+        for arm, most in ((ahead, 1e-5), (halves, 5e-3)):
+            assert [key for key, (off, norm) in arm["off"].items() if off > most * norm] == []
+        assert halves["off"].keys() == ahead["off"].keys() == whole["off"].keys() != set()

@@ -65,6 +65,13 @@ def test_what_the_user_has_set_stays(given: dict[str, Any], expected: tuple, mod
     assert _chosen(choose(model, FSDPSettings(**given), degrees(**_ACROSS), NODES)) == expected
 
 
+def test_a_dense_model_has_nothing_to_split():
+    """Expert parallelism may be on all the same: Titan takes it, and the ranks shard as without."""
+    with torch.device("meta"):
+        dense = cast(Any, titan_config("llama3").model_spec).model.build()
+    assert _chosen(choose(dense, FSDPSettings(), degrees(**_ACROSS), NODES)) == ("block", None, 1)
+
+
 def test_compiled_blocks_hold_no_unit(model: Decoder):
     chosen = choose(model, FSDPSettings(), degrees(**_ACROSS), NODES, compiled=True)
     assert _chosen(chosen) == ("block", None, 1)

@@ -43,6 +43,7 @@ from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan.data import other_data
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.parallelize.limits import wrong_values
+from titan_ext.plan.shorten import cut
 from titan_ext.run.checkpoints import (
     CheckpointManager,
     Checkpoints,
@@ -273,6 +274,9 @@ def test_another_model(whole):
         check_weights(fewer)
     fewer.checkpoint.ignore_weights = ["layers.1"]
     assert re.search(r" fit .*; \d+ more ignored", check_weights(fewer))
+    shortened = _config(checkpoints.parent)  # as tune plans it, beside the run's own checkpoint
+    cut(shortened, 1)
+    assert check_weights(shortened) == ""
 
 
 def test_the_model_only_is_nothing_to_resume_from(tmp_path: Path, one_rank: None):

@@ -74,8 +74,12 @@ class Depths(NamedTuple):
 
 
 def cut(config: Any, layers: int) -> None:
-    """Leave the first ``layers`` of a trainer's config, in place."""
+    """Leave the first ``layers`` of a trainer's config, in place, and no weights to load.
+
+    A checkpoint on the disk is the whole model's: held against the short one, it would not fit.
+    """
     config.model_spec.model.layers = config.model_spec.model.layers[:layers]
+    config.checkpoint = replace(config.checkpoint, enable=False)
 
 
 def _kind(value: Any) -> Any:
