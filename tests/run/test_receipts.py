@@ -87,7 +87,5 @@ def test_a_run_leaves_receipts_in_its_folder(runs: Runs):
     assert receipts["dispatcher"] == {"FunctionalAllToAllTokenDispatcher": 2}
     assert receipts["attention"]
     assert receipts["sent"]["all_to_all"]["calls"] == 16  # of two layers, five and three again
-    # On a busy machine a rank may tell the store after rank 0 has judged; then there is none.
-    assert set(receipts["pace"]["imbalance"]) in ({"1", "2"}, set())
     (line,) = [line for line in start["gained"] if line.startswith("ran: ")]
     assert "dispatcher FunctionalAllToAllTokenDispatcher x 2; gloo; sent in step 2" in line
