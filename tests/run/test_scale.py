@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.checkpointer import CheckpointManager
 
 from tests.helpers.checkpointing import flip_a_bit
@@ -299,17 +298,14 @@ def saved(tmp_path: Path) -> Any:
 def _resume(
     config: Any, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Any], CountingStore, list[str]]:
-    """What all ranks find out about the checkpoint, and who has read its list or sizes."""
+    """What all ranks find out about the checkpoint, and who has looked for it and for its size."""
     readers: list[str] = []
-    read, look, here = FileSystemReader.read_metadata, checkpoints.checkpoint_to_load, "here"
+    look, here = checkpoints.checkpoint_to_load, "here"
     jobs = threading.local()
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            readers.append(threading.current_thread().name)
-            return function(*args)
-
-        return call
+    def counted(*args: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return look(*args)
 
     def work(job: Job) -> None:
         setattr(jobs, here, job)
@@ -317,19 +313,18 @@ def _resume(
 
     store = CountingStore()
     with monkeypatch.context() as patch:
-        patch.setattr(FileSystemReader, "read_metadata", counted(read))
-        patch.setattr(checkpoints, "checkpoint_to_load", counted(look))
+        patch.setattr(checkpoints, "checkpoint_to_load", counted)
         patch.setattr(checkpoints, "this_job", lambda: getattr(jobs, here))
         return on_threads(ranks, work, store), store, readers
 
 
 @pytest.mark.parametrize("ranks", _LARGE)
-def test_rank_0_reads_for_all_what_is_in_a_checkpoint(
+def test_rank_0_decides_for_all_what_is_verified(
     ranks: int, saved: Any, monkeypatch: pytest.MonkeyPatch
 ):
     results, _, readers = _resume(saved, ranks, monkeypatch)
     assert set(results) == {None}
-    assert readers == ["rank 0"] * 2
+    assert readers == ["rank 0"]
 
 
 def test_what_one_rank_finds_is_an_error_of_all(saved: Any, monkeypatch: pytest.MonkeyPatch):

@@ -7,13 +7,11 @@ same however many there are. One server answers all: at 4,096 ranks a round take
 time (benchmarks/LOG.md).
 """
 
-import base64
 import contextlib
 import hashlib
 import json
 import threading
 import uuid
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -69,24 +67,6 @@ class Job:
             self._until_all_know(store)
             raise (ValueError if told["is_users"] else RuntimeError)(told["error"])
         return told["result"]
-
-    def scatter(self, subject: str, decide: Callable[[], list[Any]]) -> Any:
-        """The item of this rank in a list that ``decide`` returns on rank 0; None if it is empty.
-
-        A store refuses values of more than 8 MiB. These are compressed.
-        """
-        store = self.subject(f"scatter {subject}")
-
-        def put_items() -> bool:
-            items = decide()
-            for rank, item in enumerate(items):
-                packed = zlib.compress(json.dumps(item).encode())
-                store.set(str(rank), base64.b64encode(packed).decode())
-            return bool(items)
-
-        if not self.broadcast(subject, put_items):
-            return None
-        return json.loads(zlib.decompress(base64.b64decode(store.get(str(self.rank)))))
 
     def compare(
         self, subject: str, value: str, verdict_of: Callable[[list[tuple[str, list[int]]]], str]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks on checkpoints: one that cannot be written, read, trusted or resumed is one clear error.
+"""Titan's checkpointer with whole checkpoints, and checks on what a run saves and loads.
 
-Titan finds out while it loads, from the first missing tensor or an assertion about the data loader.
-It silently ignores optimizer settings that the checkpoint overrides. torch.distributed.checkpoint
-stores every tensor as a zip archive with a CRC-32 for each member. It never compares them, so a run
-would train on a flipped bit. ``run.weights`` compares the model.
+A checkpoint that cannot be written, read, trusted or resumed is one clear error. Titan finds out
+while it loads, from the first missing tensor or an assertion about the data loader. It silently
+ignores optimizer settings that the checkpoint overrides. torch.distributed.checkpoint stores every
+tensor as a zip archive with a CRC-32 for each member. It never compares them, so a run would train
+on a flipped bit. ``run.weights`` compares the model.
 
 Tensors of the optimizer are not compared with the model's: torch loads them by names, which are
 ``components.optim``'s, into shards that ``fsdp.mesh`` cuts.
@@ -14,36 +15,152 @@ import contextlib
 import io
 import json
 import math
+import re
 import resource
 import shutil
 import zipfile
 from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
+from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
-from titan_ext.base.messages import and_more, did_you_mean, format_bytes
+from titan_ext.base.messages import (
+    and_more,
+    did_you_mean,
+    format_bytes,
+    ranks_in_words,
+    set_known_key,
+)
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan.data import data_facts, other_data, ranks_of_data
-from titan_ext.components.hf_export import INDEX
-from titan_ext.run.checkpointer import WRITTEN_LAST, CheckpointManager
+from titan_ext.components.hf_export import INDEX, differences, stored_weights
 from titan_ext.run.start import check_folder
 
+WRITTEN_LAST = ".metadata"
+"""The file that makes a checkpoint in torch's format whole."""
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
 _REFUSED_WRITE = "unexpected pos"
 """The error of torch's zip writer as it closes a file, if it could not write all of it."""
 _DATA = "train_state.data"
 STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
+
+
+class CheckpointManager(TitanCheckpointManager):
+    """Titan's checkpointer, with a key for what is verified before it loads.
+
+    ``keep_latest_k`` counts whole checkpoints. Titan's purge counts folders
+    (torchtitan/components/checkpointer/dcp.py): those of saves that were cut off, or are still
+    being written, push whole checkpoints out.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanCheckpointManager.Config):
+        verify_checksums_up_to_gib: float = 64.0
+        """
+        Before a run loads a checkpoint of at most this many GiB, its ranks read all of it, each a
+        part, and compare the checksums. 0: never; inf: always. See docs/checkpoints.md.
+        """
+        ignore_weights: list[str] = field(default_factory=list)
+        """
+        Names, or globs, of weights and modules in a checkpoint or in safetensors that the model
+        does not have and that stay unread ("model.layers.61"). All others are refused.
+        """
+
+        __setattr__ = set_known_key
+
+    exported: Mapping[str, torch.Tensor] = {}
+    """The tensors that an export must have, on the meta device; ``HuggingFaceExport`` sets them."""
+    _saved_step = 0
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        self._saved_step = curr_step
+        is_written = self._should_save(curr_step, last_step) and dist.get_rank() == 0
+        if is_written and not filesystem.is_remote(self.folder):
+            folder = Path(self._create_checkpoint_id(curr_step))
+            # No rank writes before rank 0 has come.
+            if last_step and self.last_save_in_hf:
+                # torch joins what it finds, that of an export by more ranks that was cut off, too.
+                shutil.rmtree(folder / "sharded", ignore_errors=True)
+                for path in folder.glob("*.safetensors*"):
+                    path.unlink()
+            else:
+                # torch overwrites files one by one, and this one last: cut off in between, old and
+                # new files would pass for a whole checkpoint.
+                (folder / WRITTEN_LAST).unlink(missing_ok=True)
+        return super()._save(curr_step, last_step)
+
+    def _save_last_step(self, curr_step: int) -> None:
+        """Titan's. An export is opened again; if it fails, torch's format keeps the weights."""
+        if not self.last_save_in_hf:
+            super()._save_last_step(curr_step)
+            return
+        folder = self._create_checkpoint_id(curr_step)
+        failed: Any = None
+        try:
+            super()._save_last_step(curr_step)
+            wrong = this_job().broadcast("export", lambda: _wrong_export(folder, self.exported))
+            if wrong:
+                failed = RuntimeError(f"the export to {folder} is not whole: {wrong}.")
+        except CheckpointException as error:  # raised on every rank
+            failed = error
+        if failed is None:
+            return
+        self.last_save_in_hf = False
+        super()._save_last_step(curr_step)
+        logger.error(f"The export failed. {folder} has the weights in torch's format.")
+        raise failed
+
+    def dcp_save(self, state_dict: dict[str, Any], *args: Any, **arguments: Any) -> Any:
+        """Titan's, with floating-point buffers as they are: ``export_dtype`` is for parameters.
+
+        A router's load-balancing bias is a buffer in fp32, in Titan and in transformers. In
+        bfloat16 it would choose other experts.
+        """
+        model = self.states[MODEL]
+        buffers = {canonical_fqn(n) for part in model.model for n, _ in part.named_buffers()}
+        kept = {n: t for n, t in model.state_dict().items() if n in buffers and n in state_dict}
+        return super().dcp_save({**state_dict, **kept}, *args, **arguments)
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Delete what is older than the ``keep_latest_k`` newest whole checkpoints of this run.
+
+        What lies above the step that is saved is of another start, and neither counts nor goes.
+        """
+        if not self._should_purge():
+            return
+        names = [re.fullmatch(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
+        steps = (int(name[1]) for name in names if name)
+        whole = 0
+        for step in sorted((s for s in steps if s <= self._saved_step), reverse=True):
+            path = self._create_checkpoint_id(step)
+            if whole >= self.keep_latest_k:
+                self.purge_queue.put(path)
+            else:
+                whole += filesystem.isfile(filesystem.join(path, WRITTEN_LAST))
+
+
+def _wrong_export(folder: str, exported: Mapping[str, torch.Tensor]) -> str:
+    """The mistake in safetensors that were written, by their headers; "" if there is none."""
+    try:
+        stored = stored_weights(Path(folder))
+    except ValueError as error:
+        return str(error).removesuffix(".")
+    return "; ".join(differences(exported, stored))
 
 
 class Checkpoints(RunCheck):
@@ -68,8 +185,8 @@ class Checkpoints(RunCheck):
                 words = f"{type(cause).__name__}: {cause}"
                 if _REFUSED_WRITE in words:
                     words = f"the file system refused a write (torch says: {words})"
-                causes[words].append(str(rank))
-            said = "; ".join(f"on rank {', '.join(r)}: {cause}" for cause, r in causes.items())
+                causes[words].append(rank)
+            said = "; ".join(f"on {ranks_in_words(r)}: {cause}" for cause, r in causes.items())
             # Titan loads before its first step; nobody is told to try the same one again.
             loaded = None if trainer.step else checkpoint_to_load(config)
             if loaded is not None:
@@ -147,16 +264,15 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
 def verify_checksums(config: Trainer.Config) -> None:
     """Compare the checksums of the checkpoint that the run will load; call it on every rank.
 
-    Rank 0 alone reads what is in which file, and scatters the files. Raises ValueError on every
-    rank, naming the files that are corrupt and the checkpoint before.
+    Each rank reads a part of the files. Raises ValueError on every rank, naming the files that are
+    corrupt and the checkpoint before.
     """
     if not is_inspected(config):
         return
     job = this_job()
-    share = job.scatter("files to verify", lambda: _shares(config, job.ranks))
-    if share is None:
+    if not (name := job.broadcast("what is verified", lambda: _to_verify(config))):
         return
-    folder = Path(share["folder"])
+    folder = Path(name)
 
     def verdict_of(classes: list[tuple[str, list[int]]]) -> str:
         corrupt = dict(ChainMap(*(json.loads(word) for word, _ in classes)))
@@ -164,53 +280,40 @@ def verify_checksums(config: Trainer.Config) -> None:
         newest = _newest_whole(config, but=folder)
         return f"{folder} is corrupt ({files}). {newest}" if corrupt else ""
 
-    wrong = share["wrong"] or _corrupt(folder, share["items"])
+    wrong = _corrupt(folder, job.rank, job.ranks)
     if verdict := job.compare("corrupt files", json.dumps(wrong), verdict_of):
         raise ValueError(verdict)
 
 
-def _shares(config: Trainer.Config, ranks: int) -> list[dict[str, Any]]:
-    """The files that each rank verifies; none, if the checkpoint is not verified."""
+def _to_verify(config: Trainer.Config) -> str:
+    """The folder of the checkpoint whose checksums are compared; "" if none are."""
     if (found := checkpoint_to_load(config)) is None:
-        return []
+        return ""
     folder, _ = found
     default = CheckpointManager.Config().verify_checksums_up_to_gib
     limit = getattr(config.checkpoint, "verify_checksums_up_to_gib", default)
     nbytes = sum(f.stat().st_size for f in folder.glob("*.distcp")) if limit < math.inf else 0
-    if nbytes > limit * 2**30:
-        logger.info(
-            f"The checksums of {folder} ({format_bytes(nbytes)}) are not compared before it is "
-            f"loaded: checkpoint.verify_checksums_up_to_gib is {limit:g}."
-        )
-        return []
-    items, wrong = _items(folder)
-    share = {"folder": str(folder), "wrong": wrong}
-    names = sorted(items)
-    return [
-        {**share, "items": {name: items[name] for name in names[rank::ranks]}}
-        for rank in range(ranks)
-    ]
+    if nbytes <= limit * 2**30:
+        return str(folder)
+    logger.info(
+        f"The checksums of {folder} ({format_bytes(nbytes)}) are not compared before it is loaded: "
+        f"checkpoint.verify_checksums_up_to_gib is {limit:g}."
+    )
+    return ""
 
 
-def _items(folder: Path) -> tuple[dict[str, list[tuple[int, int, str]]], dict[str, str]]:
-    """Offset, length and name of what is in each file; and what is wrong with the list."""
-    try:
-        storage = FileSystemReader(folder).read_metadata().storage_data or {}
+def _corrupt(folder: Path, rank: int, ranks: int) -> dict[str, str]:
+    """The first item whose bytes are not those that were saved, by file; of this rank's files."""
+    try:  # as each rank does again to load it
+        stored = FileSystemReader(folder).read_metadata().storage_data or {}
     except Exception as error:  # a pickle: anything can come out of broken bytes
-        return {}, {".metadata": f"cannot be read ({type(error).__name__}: {error})"}
+        return {".metadata": f"cannot be read ({type(error).__name__}: {error})"}
     items = defaultdict(list)
-    for index, place in storage.items():
+    for index, place in stored.items():
         items[place.relative_path].append((place.offset, place.length, index.fqn))
-    return items, {}
-
-
-def _corrupt(folder: Path, items: Mapping[str, list[tuple[int, int, str]]]) -> dict[str, str]:
-    """The first item of each file whose bytes are not those that were saved, by file name."""
-    return {
-        name: wrong
-        for name in sorted(items)
-        if (wrong := _first_wrong(folder / name, sorted(items[name])))
-    }
+    mine = sorted(items)[rank::ranks]
+    found = {name: _first_wrong(folder / name, sorted(items[name])) for name in mine}
+    return {name: item for name, item in found.items() if item}
 
 
 def _first_wrong(path: Path, items: list[tuple[int, int, str]]) -> str:
