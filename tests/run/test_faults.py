@@ -423,14 +423,14 @@ def test_no_thread_is_in_the_store_when_a_run_has_ended(
 _ENDS = """
 import os, signal, subprocess, sys, time
 import torch.distributed as dist
-from titan_ext.base.agreement import LastStep
+from titan_ext.base.agreement import Job, LastStep
 from titan_ext.run.stop import StopOnSignal
 code = "import torch.distributed as d, time; s = d.TCPStore('127.0.0.1', 0, is_master=True, "
 code += "wait_for_workers=False); print(s.port, flush=True); time.sleep(60)"
 server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
 stop = StopOnSignal()
-stop._answer_at_once(LastStep(store, 1), "")
+stop._answer_at_once(LastStep(Job(store, 0, 1)), "")
 time.sleep(1)
 server.send_signal(signal.SIGSTOP)  # a store that is slow while the thread asks it
 time.sleep(1)

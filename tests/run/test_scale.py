@@ -34,7 +34,7 @@ from titan_ext.base.agreement import Job, LastStep, leaves_files
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.run import checkpoints
 from titan_ext.run.checkpoints import verify_checksums
-from titan_ext.run.start import _differences, describe
+from titan_ext.run.start import describe, ranks_differ
 from titan_ext.run.stop import StopOnSignal
 from titan_ext.run.trainer import extend_config
 
@@ -138,7 +138,7 @@ def start(ranks: int, *, odd: int | None = None) -> tuple[list[str], CountingSto
     store = CountingStore()
 
     def work(job: Job) -> str:
-        return job.compare("what to run", odd_word if job.rank == odd else word, _differences)
+        return job.compare("what to run", odd_word if job.rank == odd else word, ranks_differ)
 
     return on_threads(ranks, work, store), store
 
@@ -153,7 +153,7 @@ def stop(ranks: int, seed: int, *, ahead: int = 2) -> tuple[set[int], int, Count
     order = random.Random(seed)
     store = CountingStore()
     jobs = [Job(store, rank, ranks) for rank in range(ranks)]
-    lasts = [LastStep(job.subject("last step"), ranks) for job in jobs]
+    lasts = [LastStep(job) for job in jobs]
     steps, ended, busy = [0] * ranks, [False] * ranks, set[int]()
     slowest: Counter[int] = Counter({0: ranks})
 
@@ -197,7 +197,7 @@ def stop(ranks: int, seed: int, *, ahead: int = 2) -> tuple[set[int], int, Count
         for rank in order.sample(range(ranks), ranks):
             take_turn(rank)
     assert all(ended), "a rank does not end"
-    assert {last.reason() for last in lasts} == {15}
+    assert {last.reason() for last in reversed(lasts)} == {15}  # rank 0 waits for the others
     return set(steps), latest, store
 
 

@@ -58,13 +58,13 @@ class Job:
                 is_users = isinstance(error, ValueError)
                 words = str(error) if is_users else f"rank 0: {type(error).__name__}: {error}"
                 store.set("result", json.dumps({"error": words, "is_users": is_users}))
-                self._until_all_know(store)
+                self.until_all_know(store)
                 raise
             store.set("result", json.dumps({"result": result}))
             return result
         told = json.loads(_read(store, "result"))
         if "error" in told:
-            self._until_all_know(store)
+            self.until_all_know(store)
             raise (ValueError if told["is_users"] else RuntimeError)(told["error"])
         return told["result"]
 
@@ -94,16 +94,27 @@ class Job:
             classes.sort()
             store.set("verdict", verdict_of([(value, ranks) for ranks, value in classes]))
         verdict = _read(store, "verdict").decode()
-        self._until_all_know(store)
+        self.until_all_know(store)
         return verdict
 
-    def _until_all_know(self, store: dist.Store) -> None:
-        """Rank 0 waits: its process may have the store, and ends with an error."""
+    def until_all_know(self, store: dist.Store) -> None:
+        """Every rank calls this and rank 0 waits: its process may have the store, and ends."""
         if store.add("know", 1) == self.ranks:
             store.set("all know", "")
         if self.rank == 0:
             with contextlib.suppress(RuntimeError):
                 store.wait(["all know"], _KNOW_WITHIN)
+
+    def all_come(self, subject: str, within: timedelta) -> bool:
+        """True once all ranks have called this; False if one has not come in that time."""
+        store = self.subject(subject)
+        if store.add("ranks", 1) == self.ranks:
+            store.set("all", "")
+        try:
+            store.wait(["all"], within)
+        except RuntimeError:
+            return False
+        return True
 
 
 class LastStep:
@@ -115,8 +126,8 @@ class LastStep:
     The last step is the latest on it, so nobody has begun a later one.
     """
 
-    def __init__(self, store: dist.Store, ranks: int) -> None:
-        self._store, self._ranks = store, ranks
+    def __init__(self, job: Job) -> None:
+        self._job, self._store = job, job.subject("last step")
         self._lock = threading.Lock()
         self._begun: int | None = None
         self._is_asked = False
@@ -149,23 +160,17 @@ class LastStep:
             return True
 
     def reason(self) -> int:
-        """The first one's reason. Each rank calls this once, when it may not begin a step."""
+        """The first one's reason. Every rank calls this once, when it may not begin a step."""
         reason = int(self._store.get("asked"))
-        if self._store.add("know", 1) == self._ranks:
-            self._store.set("all know", "")
+        self._job.until_all_know(self._store)
         return reason
-
-    def wait_for_all(self) -> None:
-        """Until all ranks know: the process that calls it may have the store, and ends."""
-        with contextlib.suppress(RuntimeError):
-            self._store.wait(["all know"], _KNOW_WITHIN)
 
     def _enter(self) -> None:
         if self._has_entered or self._begun is None:
             return
         self._has_entered = True
         self._entered(self._begun)
-        if self._store.add("ranks", 1) < self._ranks:
+        if self._store.add("ranks", 1) < self._job.ranks:
             return
         latest = self._store.get("latest").decode()
         while not latest.endswith("closed"):

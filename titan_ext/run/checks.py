@@ -119,7 +119,9 @@ class FiniteGradients(RunCheck):
         """The rank and parameter that they come from, "" where that cannot be told."""
         config, passes = trainer.config, trainer.passes
         graphs = not config.training.disable_cuda_graphs  # they run no hook
-        if graphs or not passes or config.comm.mode in ONE_PROCESS_MODES or not _all_are_here():
+        if graphs or not passes or config.comm.mode in ONE_PROCESS_MODES:
+            return ""
+        if not this_job().all_come("not finite", _TOGETHER):  # an infinite norm may leave some NaN
             return ""
         trainer.passes = None
         first = _first_that_is_not_finite(trainer, passes)
@@ -176,19 +178,6 @@ def _first_that_is_not_finite(trainer: Any, passes: Sequence[Mapping[str, Any]])
     names = [found[1]]
     dist.broadcast_object_list(names, src=culprit)
     return f" The first is of {names[0]}, on rank {culprit}, before the ranks sum it."
-
-
-def _all_are_here() -> bool:
-    """True if all ranks call this within moments: an infinite norm may leave only some NaN."""
-    job = this_job()
-    store = job.subject("not finite")
-    if store.add("ranks", 1) == job.ranks:
-        store.set("all", "")
-    try:
-        store.wait(["all"], _TOGETHER)
-    except RuntimeError:
-        return False
-    return True
 
 
 class Schedule(RunCheck):

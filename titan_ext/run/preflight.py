@@ -6,10 +6,11 @@ variable or a bad cable makes NCCL fall back without an error, and the job is a 
 NCCL's own log (``NCCL_DEBUG=INFO``) says what it has chosen. The same code runs on gloo.
 """
 
+import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import ranks_in_words
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
 from titan_ext.run.record import communication, versions
+from titan_ext.run.start import ranks_differ
 
 _REPEATS = 3
 _SLOW = 0.5
@@ -60,21 +62,16 @@ def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
     dist.init_process_group(backend, timeout=_WITHIN)
     try:
         job = this_job()
-        library = f"{backend} {communication().get('version', '')}".strip()
-        found = f"{', '.join(f'{k} {v}' for k, v in versions().items())}; {library}"
-        if said := job.compare("versions", found, _differences):
+        found = versions() | {"backend": f"{backend} {communication().get('version', '')}".strip()}
+        if said := job.compare("versions", json.dumps(found), ranks_differ):
             raise ValueError(said)
         mine = list(_measure(device, mib * 2**20, ranks_per_node()))
-        store = job.subject("links")
-        words = [f"{x.rank} {x.other} {x.rate:.0f} {int(x.in_node)}\n" for x in mine]
-        store.append("links", "".join(words) or "\n")  # pyrefly: ignore[missing-attribute]
-        if store.add("ranks", 1) == job.ranks:
-            store.set("all", "")
-        store.wait(["all"], _WITHIN)
+        every: Any = [None] * job.ranks if job.rank == 0 else None
+        dist.gather_object(mine, every)
         lines = []
         if job.rank == 0:
-            lines = [f"{job.ranks} ranks alike: {found}"]
-            lines += judge_links(_links(store.get("links").decode()), machine)
+            lines = [f"{job.ranks} ranks alike: {', '.join(map(' '.join, found.items()))}"]
+            lines += judge_links([link for links in every for link in links], machine)
             lines += layout_warnings(config, job.ranks) if config is not None else []
         dist.barrier()  # rank 0 may hold the store
     finally:
@@ -82,27 +79,10 @@ def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
     return lines
 
 
-def _differences(words: Sequence[tuple[str, list[int]]]) -> str:
-    if len(words) == 1:
-        return ""
-    each = "; ".join(f"{ranks_in_words(ranks)}: {word}" for word, ranks in words)
-    return f"the ranks have different versions: {each}."
-
-
-def pairs(ranks: int, per_node: int) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs that send at once: all of a node, then neighbouring and farther nodes."""
-    rounds = []
-    for shift in (1 << i for i in range(max(per_node - 1, 1).bit_length())):
-        rounds.append([(r, r ^ shift) for r in range(ranks) if r < r ^ shift])
-    in_node = [[(a, b) for a, b in x if a // per_node == b // per_node] for x in rounds]
-    nodes = ranks // per_node
-    across = []
-    for shift in (1 << i for i in range(max(nodes - 1, 0).bit_length())):
-        both = [(n, n ^ shift) for n in range(nodes) if n < n ^ shift < nodes]
-        across.append(
-            [(a * per_node + i, b * per_node + i) for a, b in both for i in range(per_node)]
-        )
-    return [[(a, b) for a, b in x if b < ranks] for x in (*in_node, *across) if x]
+def pairs(ranks: int) -> list[list[tuple[int, int]]]:
+    """Rounds of pairs that send at once: neighbours, then farther ranks and nodes."""
+    shifts = (1 << bit for bit in range((ranks - 1).bit_length()))
+    return [[(r, r ^ shift) for r in range(ranks) if r < r ^ shift < ranks] for shift in shifts]
 
 
 def _measure(device: torch.device, nbytes: int, per_node: int) -> Iterator[Link]:
@@ -110,7 +90,7 @@ def _measure(device: torch.device, nbytes: int, per_node: int) -> Iterator[Link]
     rank = dist.get_rank()
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
-    for at_once in pairs(dist.get_world_size(), per_node):
+    for at_once in pairs(dist.get_world_size()):
         other = next((b if a == rank else a for a, b in at_once if rank in (a, b)), None)
         dist.barrier()
         if other is None:
@@ -127,11 +107,6 @@ def _measure(device: torch.device, nbytes: int, per_node: int) -> Iterator[Link]
             best_s = min(best_s, time.perf_counter() - since_s)
         if rank < other:
             yield Link(rank, other, nbytes / best_s, rank // per_node == other // per_node)
-
-
-def _links(words: str) -> list[Link]:
-    rows = [line.split() for line in words.splitlines() if line]
-    return [Link(int(a), int(b), float(rate), node == "1") for a, b, rate, node in rows]
 
 
 def judge_links(links: Sequence[Link], machine: str = "") -> list[str]:
@@ -171,12 +146,12 @@ def layout_warnings(config: Any, ranks: int) -> list[str]:
     shards = layout.data_parallel_shard_degree
     if shards == -1:
         shards = ranks // (inner * copies * layout.pipeline_parallel_degree)
-    asked: Mapping[str, int] = {
+    asked = {
         "parallelism.tensor_parallel_degree": layout.tensor_parallel_degree,
         "parallelism.expert_parallel_degree": layout.expert_parallel_degree,
     }
     if copies > 1:  # else the shards are meant to span the job
-        asked = {**asked, "parallelism.data_parallel_shard_degree": shards * inner}
+        asked["parallelism.data_parallel_shard_degree"] = shards * inner
     lines = []
     for key, span in asked.items():
         if span > domain:

@@ -180,7 +180,7 @@ class RanksAgree(RunCheck):
             return
         mine = describe(config) | {"ranks of the smallest node": str(ranks_per_node())}
         word = json.dumps(mine, sort_keys=True)
-        if difference := this_job().compare("what to run", word, _differences):
+        if difference := this_job().compare("what to run", word, ranks_differ):
             raise ValueError(difference)
 
 
@@ -191,7 +191,8 @@ def describe(config: Trainer.Config) -> dict[str, str]:
     return description
 
 
-def _differences(classes: list[tuple[str, list[int]]]) -> str:
+def ranks_differ(classes: list[tuple[str, list[int]]]) -> str:
+    """The facts that differ, and on which ranks; "" if none do. The words are facts in JSON."""
     if len(classes) == 1:
         return ""
     descriptions = [(json.loads(word), ranks) for word, ranks in classes]

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.agreement import LastStep, this_job
@@ -98,8 +97,7 @@ class StopOnSignal(RunCheck):
         warn_of_restarts_that_hang()
 
     def after_build(self, trainer: Any) -> None:
-        job = this_job()
-        self._last_step = LastStep(job.subject("last step"), job.ranks)
+        self._last_step = LastStep(this_job())
         for signum in _STOP_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self._note)
@@ -134,8 +132,6 @@ class StopOnSignal(RunCheck):
             checkpointer.maybe_wait_for_saving()
             saved = f"saved in {checkpointer.folder}/step-{trainer.step}"
         logger.info(f"{name}: stopped after step {trainer.step}, {saved}.")
-        if dist.get_rank() == 0:
-            self._last_step.wait_for_all()
         return True
 
     def _answer_at_once(self, last_step: LastStep, ending: str) -> None:
