@@ -8,7 +8,7 @@ import dataclasses
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +22,15 @@ from tests.helpers.planted import RUN, reads, train_and_count_reads, train_watch
 from titan_ext.base.run_folder import LOSS, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.debug import hang_report
-from titan_ext.debug.hang_report import Comparison
-from titan_ext.debug.records import (
-    PART_RECORDS,
+from titan_ext.debug.hang_report import (
+    Comparison,
     RankInfo,
     Record,
-    TraceWriter,
     kind_of,
     newest_record,
     read_trace,
 )
-from titan_ext.debug.watchdog import CollectiveWatchdog
+from titan_ext.debug.watchdog import PART_RECORDS, CollectiveWatchdog, TraceWriter
 
 
 def _report_of(folder: Path, *wanted: str) -> str:
@@ -165,7 +163,7 @@ def test_watching_changes_nothing(tmp_path: Path):
     (records,) = (tmp_path / "none").glob("collectives/*")
     found = Comparison(records)
     assert found.parts() == ["", "", "ranks 0-1: finished"]
-    trace = list(read_trace(found.infos[0].folder(records), 0))
+    trace = read_trace(found.infos[0].folder(records), 0)
     units = {record.unit for record in trace}
     assert "layers.1.ffn_norm, layers.1.moe" in units
     assert not any("_checkpoint_wrapped_module" in unit for unit in units)
@@ -236,8 +234,7 @@ def test_a_trace_keeps_the_newest_records(tmp_path: Path):
     folder = tmp_path / "here"
     newest = list(range(2 * PART_RECORDS, end))
     assert [record.index for record in read_trace(folder, 0)] == newest
-    assert list(read_trace(folder, 0, "another")) == []
-    assert newest_record(folder, 0) == list(read_trace(folder, 0, "g"))[-1]
+    assert newest_record(folder, 0) == read_trace(folder, 0)[-1]
     assert sum(path.stat().st_size for path in folder.glob("*.trace")) < 5 << 20
 
 
@@ -326,9 +323,9 @@ def test_a_report_does_not_grow_with_the_job(tmp_path: Path, monkeypatch: pytest
     """Of 128 and of 512 ranks, as many traces are read and as many lines written."""
     read: Counter[int] = Counter()
 
-    def counted(folder: Path, rank: int, group: str) -> Iterator[Record]:
+    def counted(folder: Path, rank: int) -> list[Record]:
         read[rank] += 1
-        return read_trace(folder, rank, group)
+        return read_trace(folder, rank)
 
     monkeypatch.setattr(hang_report, "read_trace", counted)
     found = []

@@ -6,30 +6,147 @@ recorded, while a run hangs or when it has died. gloo ends a process with SIGABR
 collectives do not match, NCCL's watchdog at a timeout: no handler or ``finally`` of the rank runs
 then. But the kernel has what a process has written to a file.
 
-Nothing here needs torch or Titan.
+The files of a machine's ranks are in a folder of its name: thousands of ranks in one folder would
+make every look into it slow. Nothing here needs torch or Titan.
 """
 
 import argparse
+import json
 import os
 import re
 import socket
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from titan_ext.base.messages import and_more, ranks_in_words
-from titan_ext.debug.records import (
-    RankInfo,
-    Record,
-    describe,
-    kind_of,
-    newest_record,
-    read_trace,
-)
 
+_TAIL_NBYTES = 1 << 18
+"""A record with the splits of 8,192 ranks fits into it."""
 _SHOWN = 5
 _MOST_COMPARED = 8
 """Groups of one kind that are compared, and states that are told."""
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One collective that a rank was about to issue."""
+
+    index: int  # among all collectives of the rank, from 0
+    step: int  # of training; 0 before the first
+    group: str  # process group; a pair of ranks for point-to-point operations
+    position: int  # among the collectives on that group, from 0
+    op: str  # "all_gather", "all_to_all", ...
+    inputs: list[list[int]]  # shapes of the tensors, at most MAX_SHAPES
+    outputs: list[list[int]]
+    dtype: str = ""  # of the first tensor
+    num_bytes: int = 0  # of all tensors
+    root: int = -1  # rank within the group of a broadcast, gather or scatter
+    unit: str = ""  # the FSDP unit or module that issues it, if one is on the stack
+    site: str = ""  # the function outside of torch that issues it
+    backward: bool = False  # whether autograd's backward is running
+    splits: tuple[list[int], list[int]] | None = None  # rows sent to, and expected from, each rank
+    history: int = 0  # hash of what the rank has issued before, in any order
+
+    MAX_SHAPES = 4
+
+    def signature(self) -> str:
+        """The part of a record that must be equal on all ranks of the group."""
+        if self.op in ("send", "recv"):  # the two ends of a pipeline are different modules
+            return repr((self.position, self.inputs or self.outputs, self.dtype))
+        shapes: list = [self.inputs, self.outputs]
+        if self.op == "all_to_all":
+            # How many rows is each rank's own; the split matrix says whether they fit.
+            shapes = [[shape[1:] for shape in tensors[:1]] for tensors in shapes]
+        elif self.op in ("scatter", "all_gather"):
+            shapes = [self.outputs]
+        elif self.op in ("gather", "reduce_scatter"):
+            shapes = [self.inputs]
+        what = (self.position, self.op, shapes, self.dtype, self.root)
+        return repr((*what, self.step, self.unit, self.site, self.backward))
+
+
+@dataclass(kw_only=True)
+class RankInfo:
+    """Facts of one rank's whole run.
+
+    Attributes:
+        groups: The ranks of each process group that it is in, by name.
+        ending: "" while it runs, "finished", or the error that ended it.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    ending: str = ""
+
+    def folder(self, run: Path) -> Path:
+        """The folder with the files of this machine's ranks."""
+        return run / self.host
+
+    def write(self, run: Path) -> None:
+        path = self.folder(run) / f"rank_{self.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = path.with_suffix(".tmp")
+        staging.write_text(json.dumps(self.__dict__))
+        os.replace(staging, path)
+
+    @classmethod
+    def read_all(cls, run: Path) -> dict[int, Self]:
+        """The facts of every rank that has begun, by rank."""
+        found = [cls(**json.loads(path.read_text())) for path in run.glob("*/rank_*.json")]
+        return {info.rank: info for info in sorted(found, key=lambda info: info.rank)}
+
+
+def trace_files(folder: Path, rank: int) -> tuple[Path, Path]:
+    """The files of a rank's trace, the older first."""
+    return folder / f"rank_{rank}.old.trace", folder / f"rank_{rank}.trace"
+
+
+def _whole_lines(path: Path, nbytes: int) -> list[bytes]:
+    """The lines in the last bytes of a file, but for one that is not written yet; the first of
+    them may lack its begin. None of a file that is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - nbytes, 0))
+            return file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+
+
+def read_trace(folder: Path, rank: int) -> list[Record]:
+    """The whole records of a rank, oldest first."""
+    files = trace_files(folder, rank)
+    lines = [line for path in files for line in _whole_lines(path, sys.maxsize)]
+    return [Record(**json.loads(line)) for line in lines]
+
+
+def newest_record(folder: Path, rank: int) -> Record | None:
+    """The last whole record of a rank, from the end of its trace; None if there is none."""
+    for path in reversed(trace_files(folder, rank)):
+        if lines := _whole_lines(path, _TAIL_NBYTES):
+            return Record(**json.loads(lines[-1]))
+    return None
+
+
+def kind_of(group: str) -> str:
+    """The part of a name that groups of the same use have in common."""
+    return group.rpartition("/")[0] + (" pair" if "->" in group else "")
+
+
+def describe(record: Record) -> str:
+    """One collective in words: what, how much, who, where."""
+    shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in record.inputs)
+    moved = f" of {record.dtype}[{shapes}], {record.num_bytes:,} bytes" if shapes else ""
+    by = f" by {record.unit}" if record.unit else ""
+    site = f" in {record.site}" if record.site else ""
+    phase = ", backward" if record.backward else ""
+    splits = f", sends {record.splits[0]}, expects {record.splits[1]}" if record.splits else ""
+    return f"{record.op}{moved}{by}{site}{phase}, step {record.step}{splits}"
 
 
 class Comparison:
@@ -125,9 +242,9 @@ class Comparison:
         traces: dict[int, dict[int, Record]] = {}
         like: dict[int, list[int]] = {}
         for ranks in classes:
-            folder = self.infos[ranks[0]].folder(self._folder)
-            trace = {x.position: x for x in read_trace(folder, ranks[0], group)}
-            if trace or (folder / f"rank_{ranks[0]}.0.trace").exists():  # else they are overwritten
+            records = read_trace(self.infos[ranks[0]].folder(self._folder), ranks[0])
+            trace = {x.position: x for x in records if x.group == group}
+            if trace or not records or records[0].index == 0:  # else they are overwritten
                 traces[ranks[0]], like[ranks[0]] = trace, ranks
         if not traces:
             return

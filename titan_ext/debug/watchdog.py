@@ -15,6 +15,7 @@ store), a replayed CUDA graph, and collectives inside torch's own ``monitored_ba
 import contextlib
 import hashlib
 import inspect
+import json
 import os
 import shutil
 import socket
@@ -41,14 +42,37 @@ from titan_ext.base.agreement import this_job
 from titan_ext.base.op_cost import collective_kind
 from titan_ext.base.run_check import RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import in_backward
-from titan_ext.debug.records import RankInfo, Record, TraceWriter, kind_of
+from titan_ext.debug.hang_report import RankInfo, Record, kind_of, trace_files
 
+PART_RECORDS = 4096
+"""A rank's newest records are in two files of so many each, one a line."""
 _KEPT_RUNS = 3
 _HOOK_ID = 0x7E47
 """Our hook's name in a process group."""
 _NOT_AN_ISSUER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 _PRIME = (1 << 31) - 1
 """Hashes are below it: what all ranks of a job add up then fits into an int64."""
+
+
+class TraceWriter:
+    """Writes the records of a rank into the folder of its machine."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._old, self._path = trace_files(folder, rank)
+        self._open()
+
+    def _open(self) -> None:
+        # Unbuffered: the kernel has it when the process is killed or aborts.
+        self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115
+        self._count = 0
+
+    def write(self, record: Record) -> None:
+        if self._count == PART_RECORDS:
+            self._file.close()
+            self._path.replace(self._old)
+            self._open()
+        self._file.write(json.dumps(record.__dict__).encode() + b"\n")
+        self._count += 1
 
 
 class CollectiveWatchdog(RunCheck):
