@@ -126,13 +126,7 @@ class RunRecord(RunCheck):
 
     def _write(self, trainer: Any) -> None:
         path = Path(trainer.config.dump_folder) / RECORD
-        starts = []
-        try:
-            starts = json.loads(path.read_text())["starts"] if path.exists() else []
-        except (ValueError, KeyError, TypeError) as error:  # an older release wrote it in place
-            aside = path.with_name(f"{RECORD}.broken")
-            path.replace(aside)
-            logger.warning(f"{path} cannot be read ({error}); it is {aside.name} now.")
+        starts = json.loads(path.read_text())["starts"] if path.exists() else []
         others = [start for start in starts if start["id"] != self._entry["id"]]
         # A kill in the middle leaves the file as it was.
         partial = path.with_name(f"{RECORD}.part")
