@@ -273,6 +273,21 @@ def test_all_ranks_stop_after_the_same_step():
         assert stopped.pop() <= latest, f"{seed}: a step begins when all have heard of it"
 
 
+def test_rank_0_ends_when_all_know_that_the_run_ends():
+    """Its process may have the store."""
+    store = CountingStore()
+    first, other = (LastStep(Job(store, rank, 2)) for rank in range(2))
+    other.ask(15)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(first.reason()))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert other.reason() == 15
+    thread.join(30)
+    assert found == [15]
+
+
 @pytest.mark.parametrize("ranks", _LARGE)
 def test_a_stop_costs_a_rank_the_same_in_any_job(ranks: int):
     stopped, latest, store = stop(ranks, seed=0)
