@@ -82,4 +82,16 @@ def test_another_thread_is_in_none_of_them():
         thread.start()
         thread.join()
     assert found[0].grad
-    assert not found[0].dispatch_modes
+    assert not any(found[0].stacks)
+
+
+def test_contexts_of_one_depth_are_exchanged():
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(_pack, lambda kept: kept[0]):
+        first = ThreadState.read()
+    with hooks(_pack, lambda kept: kept[-1]):
+        second = ThreadState.read()
+        first.write()
+        assert ThreadState.read() == first != second
+        second.write()
+        assert ThreadState.read() == second

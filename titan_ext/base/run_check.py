@@ -68,10 +68,6 @@ class RunCheck:
         """Lines for the end of the log, and for the record of the run."""
         return []
 
-    def receipts(self) -> dict[str, Any]:
-        """Facts for the record of the run, as JSON can hold them, by subject."""
-        return {}
-
     def ends_run(self, trainer: "Trainer") -> bool:
         """True if training ends here, the same on all ranks; asked before every step."""
         return False

@@ -17,6 +17,34 @@ from torchtitan.distributed.spmd_types import _spmd_mesh_stack
 from torchtitan.tools import utils
 
 
+def _saved_tensors_hooks() -> list[Any]:
+    """All pairs; torch shows the innermost alone."""
+    hooks: list[Any] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    for pair in reversed(hooks):
+        _autograd._push_saved_tensors_default_hooks(*pair)
+    return hooks[::-1]
+
+
+_STACKS: tuple[tuple[Callable[[], list[Any]], Callable[[Any], Any], Callable[[], Any]], ...] = (
+    (overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode),
+    (
+        _python_dispatch._get_current_dispatch_mode_stack,
+        _python_dispatch._push_mode,
+        _python_dispatch._pop_mode,
+    ),
+    (
+        _saved_tensors_hooks,
+        lambda pair: _autograd._push_saved_tensors_default_hooks(*pair),
+        _autograd._pop_saved_tensors_default_hooks,
+    ),
+)
+"""Functions that read, push and pop: modes of ``torch.overrides``, dispatch modes, hooks that pack
+and unpack what autograd saves."""
+
+
 class ThreadState(NamedTuple):
     """The contexts of this thread, the innermost last.
 
@@ -24,17 +52,14 @@ class ThreadState(NamedTuple):
         grad: Whether autograd records.
         autocast: Of the CPU and the accelerator, and whether casts are kept.
         stream: The accelerator's current one; None without an accelerator.
-        function_modes, dispatch_modes: Of ``torch.overrides`` and of ``torch.utils``.
-        saved_tensors: Hooks that pack and unpack what autograd saves.
+        stacks: One for each of ``_STACKS``.
         meshes, typed_meshes: Titan's and spmd_types'.
     """
 
     grad: bool
     autocast: list[Any]
     stream: torch.Stream | None
-    function_modes: list[Any]
-    dispatch_modes: list[Any]
-    saved_tensors: list[Any]
+    stacks: list[list[Any]]
     meshes: list[Any]
     typed_meshes: list[Any]
 
@@ -48,9 +73,7 @@ class ThreadState(NamedTuple):
             torch.is_grad_enabled(),
             [*autocast, torch.is_autocast_cache_enabled()],
             torch.accelerator.current_stream() if torch.accelerator.is_available() else None,
-            overrides._get_current_function_mode_stack(),
-            _python_dispatch._get_current_dispatch_mode_stack(),
-            _saved_tensors_hooks(),
+            [read() for read, _, _ in _STACKS],
             list(_spmd_mesh_stack()),
             list(getattr(_spmd_thread, "mesh_stack", ())),
         )
@@ -68,45 +91,13 @@ class ThreadState(NamedTuple):
         torch.set_autocast_cache_enabled(keeps_casts)
         if self.stream is not None:
             torch.accelerator.set_stream(self.stream)
-        for then, stack, push, pop in (
-            (self.function_modes, now.function_modes, overrides._push_mode, overrides._pop_mode),
-            (
-                self.dispatch_modes,
-                now.dispatch_modes,
-                _python_dispatch._push_mode,
-                _python_dispatch._pop_mode,
-            ),
-            (
-                self.saved_tensors,
-                now.saved_tensors,
-                lambda hooks: _autograd._push_saved_tensors_default_hooks(*hooks),
-                _autograd._pop_saved_tensors_default_hooks,
-            ),
-        ):
-            _restack(then, stack, push, pop)
+        for then, stack, (_, push, pop) in zip(self.stacks, now.stacks, _STACKS, strict=True):
+            same = 0  # what they begin with in common stays
+            while same < min(len(then), len(stack)) and then[same] == stack[same]:
+                same += 1
+            for _ in stack[same:]:
+                pop()
+            for item in then[same:]:
+                push(item)
         _spmd_mesh_stack()[:] = self.meshes
         _spmd_thread.__dict__.setdefault("mesh_stack", [])[:] = self.typed_meshes
-
-
-def _restack(
-    then: list[Any], now: list[Any], push: Callable[[Any], Any], pop: Callable[[], Any]
-) -> None:
-    """Turn a stack that is ``now`` into ``then``; what they begin with in common stays."""
-    same = 0
-    while same < min(len(then), len(now)) and then[same] == now[same]:
-        same += 1
-    for _ in now[same:]:
-        pop()
-    for item in then[same:]:
-        push(item)
-
-
-def _saved_tensors_hooks() -> list[Any]:
-    """All pairs; torch shows the innermost alone."""
-    hooks: list[Any] = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        _autograd._pop_saved_tensors_default_hooks()
-    for pair in reversed(hooks):
-        _autograd._push_saved_tensors_default_hooks(*pair)
-    return hooks[::-1]

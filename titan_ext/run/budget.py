@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
@@ -384,11 +383,10 @@ class ActivationBudget(RunCheck):
         if not has_budget(config):
             return
         if config.comm.mode not in ONE_PROCESS_MODES:
-            sections = [self._section]
-            dist.broadcast_object_list(sections, src=0)
-            self._section = sections[0]
-            less = this_job().compare("memory", str(self._memory or 0), _less_than_rank_0)
-            if less and dist.get_rank() == 0:
+            job = this_job()
+            self._section = job.broadcast("solved budget", lambda: self._section)
+            less = job.compare("memory", str(self._memory or 0), _less_than_rank_0)
+            if less and job.rank == 0:
                 logger.warning(f"{KEY}.budget: {less}")
         assert self._section is not None
         use(config, self._section)

@@ -117,9 +117,9 @@ class RunRecord(RunCheck):
             self._write(trainer)
             lines = gains(trainer) + [line for check in trainer.checks for line in check.summary()]
             self._entry["gained"] = lines
-            self._entry["receipts"] = {
-                k: v for c in trainer.checks for k, v in c.receipts().items()
-            }
+            for check in trainer.checks:
+                if isinstance(check, Receipts):
+                    self._entry["receipts"] = check.receipts()
             self._write(trainer)
             if lines:
                 logger.info("\n  ".join(["This run, on this rank:", *lines]))
