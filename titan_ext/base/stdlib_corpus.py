@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 import sysconfig
 import uuid
 from collections.abc import Iterator
@@ -64,11 +63,10 @@ def make_corpus(folder: Path | None = None) -> Path:
     """Write the data set and the tokenizer under ``folder`` unless they are there; return it.
 
     Every rank of a job may call it at once: each writes into its own folder. The first one to
-    finish moves it into place. It has ``dataset/``, ``tokenizer/`` and ``manifest.json`` (counts
-    and a SHA-256 of the text and of the tokenizer).
+    finish moves it into place, with ``dataset/`` and ``tokenizer/``.
     """
     folder = folder or default_folder()
-    if (folder / "manifest.json").exists():
+    if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Containers that share a disk may have the same process ids, and even host names.
@@ -77,19 +75,11 @@ def make_corpus(folder: Path | None = None) -> Path:
     if not rows:
         raise ValueError(f"no Python source under {_STDLIB}: cannot make the corpus.")
     Dataset.from_list(rows).save_to_disk(staging / "dataset")
-    tokenizer_json = _train_tokenizer(rows, staging / "tokenizer")
-    manifest = {
-        "python": sys.version,
-        "pieces": len(rows),
-        "characters": sum(len(row["text"]) for row in rows),
-        "text_sha256": _sha256(*(row["text"] for row in rows)),
-        "tokenizer_sha256": _sha256(tokenizer_json),
-    }
-    (staging / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    _train_tokenizer(rows, staging / "tokenizer")
     try:
         staging.rename(folder)
     except OSError:
-        if not (folder / "manifest.json").exists():
+        if not folder.exists():
             raise
         shutil.rmtree(staging)  # another process was first, with the same content
     return folder
@@ -115,7 +105,7 @@ def _stdlib_pieces() -> Iterator[dict[str, str]]:
             continue
         for index, piece in enumerate(_split(text)):
             pieces.append({"path": f"{relative.as_posix()}#{index}", "text": piece})
-    return iter(sorted(pieces, key=lambda piece: _sha256(piece["path"])))
+    return iter(sorted(pieces, key=lambda piece: hashlib.sha256(piece["path"].encode()).digest()))
 
 
 def _split(text: str) -> Iterator[str]:
@@ -129,7 +119,7 @@ def _split(text: str) -> Iterator[str]:
         yield piece
 
 
-def _train_tokenizer(rows: list[dict[str, str]], folder: Path) -> str:
+def _train_tokenizer(rows: list[dict[str, str]], folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -144,18 +134,7 @@ def _train_tokenizer(rows: list[dict[str, str]], folder: Path) -> str:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": BOS, "eos_token": EOS}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return tokenizer.to_str()
-
-
-def _sha256(*texts: str) -> str:
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
-
-
-def main() -> None:
-    folder = make_corpus()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    print(f"{manifest['pieces']:,} pieces, {manifest['characters']:,} characters: {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    print(make_corpus())
