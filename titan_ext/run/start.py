@@ -22,20 +22,19 @@ from collections import defaultdict
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-import torchtitan
+from torch.utils._pytree import MappingKey, tree_flatten_with_path
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.observability.structured_logger.jsonl_handler import TraceJsonlHandler
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-import titan_ext
 from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import format_bytes, ranks_in_words
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS
+from titan_ext.run.record import versions
 
 LOCK = "run.lock"
 _PROBE_NBYTES = 2**20
@@ -49,7 +48,6 @@ _WITHOUT_CHECKOUT = (
     f'--dataloader.dataset {STDLIB_CORPUS}" (--config moe_debug.toml has both)'
 )
 """Files of Titan's checkout that some of its configs name."""
-_PACKAGES = (torch, torchtitan, titan_ext)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN_KEYS = 10
 
@@ -186,8 +184,12 @@ class RanksAgree(RunCheck):
 
 def describe(config: Trainer.Config) -> dict[str, str]:
     """Facts that must be equal on every rank: package versions and config values, by dotted key."""
-    description = {f"version of {p.__name__}": p.__version__ for p in _PACKAGES}
-    _flatten("", config.to_dict(), description)
+    description = {f"version of {name}": version for name, version in versions().items()}
+    values: Any = tree_flatten_with_path(config.to_dict())[0]
+    for path, value in values:
+        key = ".".join(str(at.key if isinstance(at, MappingKey) else at.idx) for at in path)
+        # A function is shown with its address, which differs from process to process.
+        description[key] = _ADDRESS.sub("", str(value))
     return description
 
 
@@ -207,16 +209,3 @@ def ranks_differ(classes: list[tuple[str, list[int]]]) -> str:
     if len(lines) > _SHOWN_KEYS:
         lines[_SHOWN_KEYS:] = [f"  ... and {len(lines) - _SHOWN_KEYS} more"]
     return "\n".join(["the ranks disagree on what to run:", *lines])
-
-
-def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _flatten(f"{prefix}.{key}" if prefix else str(key), item, into)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _flatten(f"{prefix}.{index}", item, into)
-        into[f"{prefix}.length"] = str(len(value))
-    else:
-        # A function is shown with its address, which differs from process to process.
-        into[prefix] = _ADDRESS.sub("", str(value))
