@@ -15,6 +15,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
 )
 
+from titan_ext.plan.streams import Item, Streams, Work
+
 
 class Action(NamedTuple):
     """A forward (F), backward (B), or one half of it (I: of inputs, W: of weights)."""
@@ -64,32 +66,25 @@ def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
     microbatch's time in a stage. Raises ValueError for actions that wait for each other."""
     backward = 1 - forward
     cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
-    queues = {rank: list(order) for rank, order in orders.items()}
-    last = max(action.stage for queue in queues.values() for action in queue)
-    now = dict.fromkeys(queues, 0.0)
-    done: dict[tuple[bool, int, int], float] = {}
-    """Ends of the forwards (True) and backwards of stages and microbatches."""
-
-    def ready(action: Action) -> float | None:
-        is_forward = action.kind == "F"
-        if is_forward and action.stage == 0:
-            return 0.0
-        if not is_forward and action.stage == last:
-            return done.get((True, last, action.microbatch))
-        neighbour = action.stage + (-1 if is_forward else 1)
-        return done.get((is_forward, neighbour, action.microbatch))
-
-    progresses = True
-    while progresses:
-        progresses = False
-        for rank, queue in queues.items():
-            while queue and (at := ready(queue[0])) is not None:
-                action = queue.pop(0)
-                now[rank] = max(now[rank], at) + cost[action.kind]
-                if action.kind != "W":
-                    done[action.kind == "F", action.stage, action.microbatch] = now[rank]
-                progresses = True
-    if any(queues.values()):
-        raise ValueError("the stages of this pipeline schedule wait for each other.")
+    places = {
+        (action.kind == "F", action.stage, action.microbatch): Item(rank, place)
+        for rank, order in orders.items()
+        for place, action in enumerate(order)
+        if action.kind != "W"
+    }
+    last = max(stage for _, stage, _ in places)
+    streams = Streams()
+    for rank, order in orders.items():
+        for kind, stage, microbatch in order:
+            if kind == "F":
+                before = True, stage - 1, microbatch  # of no stage, for the first one
+            else:
+                before = stage == last, min(stage + 1, last), microbatch
+            streams.wait(rank, [places[before]] if before in places else [])
+            streams.add(rank, Work(cost[kind]))
+    try:
+        streams.run()
+    except AssertionError:
+        raise ValueError("the stages of this pipeline schedule wait for each other.") from None
     busiest = max(sum(cost[action.kind] for action in order) for order in orders.values())
-    return max(now.values()) / busiest - 1
+    return max(works[-1].end or 0.0 for works in streams.queues.values()) / busiest - 1
