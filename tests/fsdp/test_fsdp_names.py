@@ -11,6 +11,7 @@ import torch.nn as nn
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.decoder import Decoder
 
+from tests.helpers.limits import check_parallelism
 from tests.helpers.training import degrees, titan_config
 from titan_ext.base.op_cost import Nodes
 from titan_ext.fsdp.nf4 import find_frozen_linears
@@ -19,7 +20,6 @@ from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import find_replicated, plan_units, replicated_by_unit, units_without
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.parallelize.limits import check_parallelism
 from titan_ext.parallelize.recipe import check_names
 
 
@@ -85,17 +85,19 @@ def test_tied_embeddings_are_refused():
 )
 def test_refused_layouts(values: dict[str, Any], error: str):
     with pytest.raises(ValueError, match=error):
-        ParallelismConfig(fsdp_replicate=["norms"], **values)
+        check_parallelism(ParallelismConfig(fsdp_replicate=["norms"], **values))
 
 
 def test_other_refusals():
     nf4: Any = {"fsdp_quantize_frozen": ["*"]}
     with pytest.raises(ValueError, match=r"quantize_frozen needs .*tensor_parallel_degree = 1"):
-        ParallelismConfig(**nf4, tensor_parallel_degree=2)
+        check_parallelism(ParallelismConfig(**nf4, tensor_parallel_degree=2))
     with pytest.raises(ValueError, match=r"quantize_frozen is 'nf4'; expected a list of names"):
-        ParallelismConfig(fsdp_quantize_frozen=cast(Any, "nf4"))
+        check_parallelism(ParallelismConfig(fsdp_quantize_frozen=cast(Any, "nf4")))
     with pytest.raises(ValueError, match="which torch does not offer for weights in NF4"):
-        ParallelismConfig(**nf4, fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor")
+        check_parallelism(
+            ParallelismConfig(**nf4, fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor")
+        )
     for key, value in (("fsdp_replicate", ["norms"]), ("fsdp_quantize_frozen", ["*"])):
         parallelism = ParallelismConfig(**cast(Any, {key: value}))
         check_parallelism(parallelism, compiled=False)

@@ -13,6 +13,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from tests.helpers.collectives import Collective
+from tests.helpers.limits import check_parallelism
 from tests.helpers.toml_files import DEBUG
 from tests.helpers.training import Run, Runs, degrees, narrow_attention, observed, titan_config
 from titan_ext.api import build_decoder
@@ -231,7 +232,9 @@ def test_bad_settings_are_refused_before_any_process_group(keys: dict[str, Any],
 )
 def test_a_world_that_torch_cannot_do_is_refused(keys: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        ParallelismConfig(fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor", **keys)
+        check_parallelism(
+            ParallelismConfig(fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor", **keys)
+        )
 
 
 def test_keys_in_a_file_and_on_the_command_line(tmp_path: Path, monkeypatch):

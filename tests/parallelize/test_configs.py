@@ -12,6 +12,7 @@ import pytest
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer as TitanTrainer
 
+from tests.helpers.limits import check_parallelism
 from tests.helpers.training import titan_config
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.config_registry.resolve import load
@@ -115,12 +116,12 @@ def test_unknown_wrap_on_the_command_line_is_refused(capsys: pytest.CaptureFixtu
 
 def test_unknown_wrap_in_python_is_refused():
     with pytest.raises(ValueError, match="fsdp_wrap is 'layer'; expected one of auto, submodule"):
-        ParallelismConfig(fsdp_wrap="layer")  # pyrefly: ignore[bad-argument-type]
+        check_parallelism(ParallelismConfig(fsdp_wrap=cast(Any, "layer")))
 
 
 def test_full_dtensor_is_refused_by_name(capsys: pytest.CaptureFixture):
     with pytest.raises(ValueError, match="'full_dtensor', which titan_ext does not support"):
-        ParallelismConfig(spmd_backend="full_dtensor")
+        check_parallelism(ParallelismConfig(spmd_backend="full_dtensor"))
     with pytest.raises(SystemExit):
         _parse("--parallelism.spmd_backend", "full_dtensor")
     assert "parallelism.spmd_backend is 'full_dtensor'" in capsys.readouterr().err

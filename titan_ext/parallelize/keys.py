@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The configuration keys that titan_ext adds to Titan's sections; ``limits`` checks them.
+"""The configuration keys that titan_ext adds to Titan's sections; ``limits`` checks them, once a
+config is whole.
 
 They subclass Titan's own dataclasses, so each is an ordinary Titan key with a command-line flag.
 Titan prints it with the config and reads the section as always.
@@ -11,12 +12,11 @@ from typing import Annotated, Literal
 from torchtitan.config import DebugConfig as TitanDebugConfig
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 
-from titan_ext.base.messages import are_checked_later, set_known_key, table_flag
+from titan_ext.base.messages import set_known_key, table_flag
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll
 from titan_ext.fsdp.settings import Float8AllGather, Reshard, read_reshard
 from titan_ext.fsdp.units import FSDPWrap
-from titan_ext.parallelize.limits import check_parallelism
 
 
 @dataclass(kw_only=True, slots=True)
@@ -143,11 +143,6 @@ class ParallelismConfig(TitanParallelismConfig):
     """
 
     __setattr__ = set_known_key
-
-    def __post_init__(self) -> None:
-        TitanParallelismConfig.__post_init__(self)
-        if not are_checked_later():
-            check_parallelism(self)
 
 
 @dataclass(kw_only=True, slots=True)

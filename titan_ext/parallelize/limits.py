@@ -21,13 +21,13 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.base.messages import Mistakes, and_more
+from titan_ext.base.messages import and_more
 from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
 from titan_ext.components.exchange_policy import changed_exchanges, wrong_dispatchers
 from titan_ext.components.float8_linears import wrong_float8
@@ -234,7 +234,7 @@ def _divisors(number: int) -> list[int]:
 
 def wrong_schedule(
     settings: FSDPSettings, of: ParallelismConfig, *, loss: Any, ac_config: Any, compiled: bool
-) -> Iterator[str]:
+) -> list[str]:
     """A message for what a schedule that splits backward cannot do, or would do wrong.
 
     Zero-bubble schedules take the gradients of a stage's inputs first and those of its weights
@@ -245,32 +245,41 @@ def wrong_schedule(
 
     ``loss`` and ``ac_config`` are configs, None where there is none.
     """
-    key = _splitting_key(of)
-    if key is None:
-        return
-    why = f"parallelism.{key} is {getattr(of, key)!r}, which splits backward"
-    if compiled:
-        yield (
-            f"{why}: torch.compile makes code that runs backward once. Expected compile.enable = "
-            f"false, or {_OTHERS}."
-        )
-    if policy := _one_backward(ac_config):
-        yield (
-            f"{why}; activation_checkpoint policy {policy} allows one backward only. Expected "
-            f'policy "full" or "none", policy "fp8" with mode "no_recompute", or {_OTHERS}.'
-        )
-    if isinstance(loss, ChunkedLossWrapper.Config):
-        yield (
-            f"{why}: with the chunked loss the last norm would get no gradient. Expected another "
-            f"loss (torchtitan.components.loss.CrossEntropyLoss), or {_OTHERS}."
-        )
-    for reshard_key, value in settings.reshard_by_key.items():
-        if value not in ("default", "never"):
-            yield (
-                f"{why}, and {reshard_key} is {value!r}: parameters that are freed after forward "
-                'would get no gradient. Expected "never", or "default", which keeps them gathered '
-                "in a pipeline."
+    if (key := _splitting_key(of)) is None:
+        return []
+    policy = ""
+    if isinstance(ac_config, SelectiveAC.Config):  # torch's selective checkpoints run backward once
+        policy = '"selective"'
+    elif isinstance(ac_config, FP8AC.Config) and ac_config.mode != "no_recompute":
+        policy = f'"fp8" with mode "{ac_config.mode}"'
+    rows = [
+        (
+            compiled,
+            ": torch.compile makes code that runs backward once. Expected compile.enable = false, "
+            f"or {_OTHERS}.",
+        ),
+        (
+            bool(policy),
+            f"; activation_checkpoint policy {policy} allows one backward only. Expected "
+            f'policy "full" or "none", policy "fp8" with mode "no_recompute", or {_OTHERS}.',
+        ),
+        (
+            isinstance(loss, ChunkedLossWrapper.Config),
+            ": with the chunked loss the last norm would get no gradient. Expected another loss "
+            f"(torchtitan.components.loss.CrossEntropyLoss), or {_OTHERS}.",
+        ),
+        *(
+            (
+                value not in ("default", "never"),
+                f", and {reshard_key} is {value!r}: parameters that are freed after forward would "
+                'get no gradient. Expected "never", or "default", which keeps them gathered in a '
+                "pipeline.",
             )
+            for reshard_key, value in settings.reshard_by_key.items()
+        ),
+    ]
+    why = f"parallelism.{key} is {getattr(of, key)!r}, which splits backward"
+    return [f"{why}{message}" for is_wrong, message in rows if is_wrong]
 
 
 def _splitting_key(parallelism: ParallelismConfig) -> str | None:
@@ -282,15 +291,6 @@ def _splitting_key(parallelism: ParallelismConfig) -> str | None:
         return "pipeline_parallel_schedule_csv" if _WEIGHTS.search(file.read_text()) else None
     schedule = get_schedule_class(parallelism.pipeline_parallel_schedule)
     return "pipeline_parallel_schedule" if schedule in _SPLIT_BACKWARD else None
-
-
-def _one_backward(policy: Any) -> str:
-    """The name of a policy built on torch's selective checkpoints; "" for any other."""
-    if isinstance(policy, SelectiveAC.Config):
-        return '"selective"'
-    if isinstance(policy, FP8AC.Config) and policy.mode != "no_recompute":
-        return f'"fp8" with mode "{policy.mode}"'
-    return ""
 
 
 def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
@@ -314,23 +314,6 @@ def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
             f"the {tp} ranks, and the loss is wrong. Expected spmd_backend = 'partial_dtensor', or "
             "expert_parallel_degree > 1."
         )
-
-
-def check_parallelism(
-    parallelism: ParallelismConfig,
-    training: TrainingConfig | None = None,
-    *,
-    compiled: bool = False,
-) -> None:
-    """Raise ValueError for a value that a key cannot have, or keys that do not go together.
-
-    Args:
-        parallelism: Titan's section or ours. A stock section (a drop-in model spec under the
-            stock trainer) has none of our keys; they read as their defaults.
-        training: Titan's section, where it is known.
-    """
-    settings = FSDPSettings.from_config(parallelism, training)
-    Mistakes(wrong_together(settings, parallelism, compiled=compiled)).raise_all()
 
 
 def wrong_together(
