@@ -11,7 +11,7 @@ import pytest
 _PACKAGE = Path(__file__).parents[2] / "titan_ext"
 _NAMED = {
     # It hides the accelerator from a dry run; ROCm reads it, too.
-    ("config_registry/commands.py", "CUDA_VISIBLE_DEVICES"),
+    ("config_registry/dry_run.py", "CUDA_VISIBLE_DEVICES"),
     ("config_registry/tune.py", "CUDA_VISIBLE_DEVICES"),
     # The version of NCCL, or RCCL, where it is the backend; and how a trace names its operations.
     ("run/record.py", "nccl"),

@@ -14,8 +14,8 @@ from titan_ext import config_registry
 from titan_ext.config_registry.commands import main
 from titan_ext.config_registry.resolve import load
 from titan_ext.config_registry.tune import Tune
-from titan_ext.toml.find import find, shipped_configs
-from titan_ext.toml.values import leaves
+from titan_ext.toml.convert import leaves
+from titan_ext.toml.files import find, shipped_configs
 
 COMMANDS = ("show", "dry-run", "tune", "peft", "check")
 ROOT = Path(__file__).parents[2]

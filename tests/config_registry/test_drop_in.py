@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.cluster import RankError, run_ranks
 from tests.helpers.dry_run import DryRun, dry_run
 from titan_ext import config_registry
-from titan_ext.toml.find import REFUSED_MODELS, titan_configs
+from titan_ext.toml.files import REFUSED_MODELS, titan_configs
 
 # Ranks of a real job; 8, one node, for all others. 1: a recipe for one GPU.
 _WORLD_SIZES = {

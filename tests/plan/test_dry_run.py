@@ -27,7 +27,7 @@ from titan_ext.config_registry.commands import main
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.stand_ins import as_rank
-from titan_ext.toml.find import shipped_configs
+from titan_ext.toml.files import shipped_configs
 
 ROOT = Path(__file__).parents[2]
 

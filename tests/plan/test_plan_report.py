@@ -20,7 +20,7 @@ from titan_ext.plan.report import draw, to_json, write
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import Category, StepTime
 from titan_ext.run.record import Receipts, file_name
-from titan_ext.toml.values import identity
+from titan_ext.toml.convert import identity
 
 RUN = Run(world=1, parallelize="block", layers=2, steps=2)
 PHASES = (

@@ -49,7 +49,7 @@ from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, who
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import Category, StepTime
 from titan_ext.toml.files import to_toml
-from titan_ext.toml.values import dump, identity
+from titan_ext.toml.convert import dump, identity
 
 GIB = 2**30
 

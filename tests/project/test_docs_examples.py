@@ -25,7 +25,7 @@ from titan_ext.base.stdlib_corpus import default_folder, make_corpus
 from titan_ext.components.optim import resolve_groups
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.fsdp.unmanaged import replicate_undeclared
-from titan_ext.toml.values import leaves
+from titan_ext.toml.convert import leaves
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -358,7 +358,7 @@ def _unknown(command: str) -> Iterator[str]:
     elif program == "titan_ext" or words[:2] == ["-m", "titan_ext"]:
         words = words[2:] if program == "python" else words
         folder = ROOT / "titan_ext" / "config_registry"
-        names = ("commands.py", "tune.py")
+        names = ("commands.py", "dry_run.py", "tune.py")
         text = "".join((folder / name).read_text() for name in names)
         fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])

@@ -85,7 +85,7 @@ def test_what_the_wheel_says_of_itself(installed: Path):
 def test_the_wheel_is_used_from_another_folder(installed: Path, tmp_path: Path):
     """With the configs that it ships; nothing here imports torch."""
     code = (
-        "import titan_ext; from titan_ext.toml.find import shipped_configs\n"
+        "import titan_ext; from titan_ext.toml.files import shipped_configs\n"
         "print(titan_ext.__file__, shipped_configs()['deepseek_v3_16b'], sep='\\n')"
     )
     where, config = _python(installed, tmp_path, "-c", code).split()

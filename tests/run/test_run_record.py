@@ -18,7 +18,7 @@ from titan_ext.run.record import (
     as_json,
     origin,
 )
-from titan_ext.toml.values import dump
+from titan_ext.toml.convert import dump
 
 FILES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 RUN = observed(Run(world=2, ep=2, parallelize="submodule"))

@@ -23,8 +23,8 @@ from titan_ext.components.lora import lora_settings
 from titan_ext.config_registry.resolve import load, resolve
 from titan_ext.parallelize.passes import parallelize
 from titan_ext.run.trainer import extend_config
+from titan_ext.toml.convert import dump
 from titan_ext.toml.files import TomlConfigError
-from titan_ext.toml.values import dump
 
 
 @pytest.mark.parametrize(

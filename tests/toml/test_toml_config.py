@@ -21,8 +21,8 @@ from tests.helpers.toml_files import DATA, DEBUG, Loader, filled, model_text
 from titan_ext.config_registry.resolve import load
 from titan_ext.parallelize.passes import parallelize
 from titan_ext.run.trainer import Trainer, extend_config
+from titan_ext.toml.convert import leaves
 from titan_ext.toml.files import TomlConfigError
-from titan_ext.toml.values import leaves
 
 
 def test_a_file_that_changes_nothing_is_the_base(config: Loader):

@@ -3,7 +3,7 @@
 
 NAME is a TOML file (``my_run.toml``, or a shipped one, ``moe_debug.toml``), any config function of
 Titan's own models (``deepseek_v3_16b``), or one of the user's as ``module.function``
-(``toml.find``). ``config_registry.resolve`` makes its config.
+(``toml.files.find``). ``config_registry.resolve`` makes its config.
 
 This module imports torch and Titan's models only when someone asks for a config. Titan mistakes an
 ImportError in this module for a missing module; inside a config function it shows the error.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ext.base.messages import Mistakes, end_with_messages
 from titan_ext.config_registry.terminal import log_on_one_node
-from titan_ext.toml.find import REFUSED_MODELS, read_chain, titan_configs
+from titan_ext.toml.files import REFUSED_MODELS, read_chain, titan_configs
 
 if TYPE_CHECKING:
     from titan_ext.run.trainer import Trainer

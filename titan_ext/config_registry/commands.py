@@ -6,32 +6,25 @@ parses again over the config. Nothing here imports torch before a command needs 
 """
 
 import functools
-import gc
-import json
 import operator
 import os
-import re
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from titan_ext.base.machines import machine_of
-from titan_ext.base.messages import Mistakes, did_you_mean, size_of
-from titan_ext.config_registry.terminal import coloured, quiet, working
+from titan_ext.base.messages import did_you_mean
+from titan_ext.config_registry.dry_run import DryRun
+from titan_ext.config_registry.terminal import quiet, working
 from titan_ext.config_registry.tune import Tune
-from titan_ext.toml.files import check_new_file, nearest, to_toml
-from titan_ext.toml.find import extends_in, listing, read_chain, written_for
+from titan_ext.toml.files import check_new_file, extends_in, listing, nearest, read_chain, to_toml
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
-    from titan_ext.plan.memory import DeviceMemory
-    from titan_ext.run.budget import BudgetPlan
 
 _DESCRIPTION = (
     "titan_ext: train mixture-of-experts models with TorchTitan in less memory. "
@@ -40,11 +33,6 @@ _DESCRIPTION = (
     "lists them. Titan's flags (--training.steps 50) go after it and win over the file."
 )
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
-_OPTIONS = (("memory",), ("imbalance", "machine", "stock"))
-"""Options that dry-run hands to processes of its own: the budget, and the model of a step."""
-_MOST_RANKS = 2**20
-_DOES_NOT_FIT = 3
-"""Exit code of dry-run where a step needs more than --memory."""
 
 
 @dataclass
@@ -95,208 +83,6 @@ class Show:
                 )
             ),
         ]
-
-
-@dataclass
-class DryRun:
-    """Try the start and one step of a large job on this machine, at its real size.
-
-    The model is parallelized as on the cluster and one step runs on tensors without data. Nothing
-    is allocated, loaded or downloaded, no GPU is used, and nothing is written without --out.
-    """
-
-    config: tyro.conf.Positional[_Config]
-    """The config to try."""
-    ranks: int
-    """Number of the job's GPUs."""
-    rank: int = 0
-    """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
-    all_stages: bool = False
-    """One rank of every pipeline stage, one after another."""
-    memory: str = ""
-    """Memory of each GPU, such as 80GiB: plan the bytes of a step, and whether they fit."""
-    stock: bool = False
-    """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
-    machine: str = ""
-    """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x, mi355x, or a
-    TOML file with rates of your card and the GPUs of a node (docs/plan.md)."""
-    activations: str = ""
-    """Bytes that the blocks may hold for backward, such as 20GiB, or "fit" for all that --memory
-    leaves: find the best activation checkpointing for that."""
-    on_cpu: bool = False
-    """With --activations: for a run on CPUs, with their kernels."""
-    imbalance: float = 1.0
-    """Tokens of the rank's experts, as a multiple of their balanced share."""
-    out: Path | None = None
-    """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
-    dump_folder it is compares itself with its plan. With --activations: budget.toml."""
-    against: tuple[_Config, ...] = ()
-    """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
-    verbose: bool = False
-    """Print the log of the start as well, with FSDP's plan."""
-
-    def run(self, flags: list[str]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            self._run(flags, Path(folder))
-
-    def _run(self, flags: list[str], folder: Path) -> None:
-        memory = size_of("--memory", self.memory)
-        machine = machine_of(self.machine or "h100")  # for its nodes
-        of_machine = machine.capability if self.machine else None
-        fits, no_plan = self.activations == "fit", not (self.memory or self.activations)
-        activations = None if fits else size_of("--activations", self.activations)
-        ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"
-        for is_wrong, problem in (
-            (
-                fits and not memory,
-                "--activations fit needs --memory: what it leaves is the budget.",
-            ),
-            (
-                self.activations and self.all_stages,
-                "--activations plans one rank: expected --rank, not --all-stages.",
-            ),
-            (self.out and no_plan, "--out needs --memory: without it there is no plan."),
-            (self.against and not memory, "--against needs --memory: without it there is no plan."),
-            (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
-            (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
-            (not 0 <= self.rank < self.ranks <= _MOST_RANKS, f"{ranks} ranks, and a rank below."),
-        ):
-            if is_wrong:
-                raise ValueError(problem)
-        if self.out is not None:
-            self.out.mkdir(parents=True, exist_ok=True)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
-        gc.disable()  # imports alone make it walk millions of objects, and we end soon
-        from titan_ext.activation_checkpoint.solved import has_budget
-        from titan_ext.base import no_accelerator
-        from titan_ext.config_registry.resolve import resolve
-        from titan_ext.parallelize.limits import wrong_degrees
-        from titan_ext.plan.dry_run import dry_run
-        from titan_ext.plan.elsewhere import compare
-        from titan_ext.plan.memory import DeviceMemory
-        from titan_ext.plan.report import to_json, write
-        from titan_ext.plan.stand_ins import as_rank, as_stock
-        from titan_ext.run.budget import solve_in_dry_run
-        from titan_ext.toml.values import dump, identity
-
-        budget = None if memory is None else DeviceMemory(memory=memory)
-        nodes = machine.ranks_per_node, machine.nvlink_domain
-        with as_rank(self.ranks, self.rank, *nodes):
-            with no_accelerator.as_with_an_accelerator(of_machine):
-                resolved = resolve(self.config, flags)
-                config = resolved.config
-            Mistakes(wrong_degrees(config, self.ranks)).raise_all()
-            for file, ranks in written_for(resolved.files):
-                if ranks != self.ranks:
-                    print(f"{'note':12}{file} is written for {ranks} ranks; this is {self.ranks}")
-            experts = config.parallelism.expert_parallel_degree
-            if self.imbalance != 1 and not 0 <= self.imbalance <= experts:
-                raise ValueError(
-                    f"--imbalance is {self.imbalance:g}; expected 0 to {experts}, the "
-                    "expert-parallel degree, at which the rank's experts get all tokens."
-                )
-            if self.activations:
-                self._plan_activations(resolved, activations, budget)
-                return
-            if self.stock:
-                as_stock(config)
-            if has_budget(config):
-                print(solve_in_dry_run(config, self.ranks, *map(self._words, _OPTIONS)))
-            asked, source = identity(config), dump(config)  # a dry run changes its config
-            if self.all_stages:
-                plans = self._plan_all_stages(config, source, folder)
-            else:
-                run = dry_run(
-                    config,
-                    self.ranks,
-                    self.rank,
-                    budget=budget,
-                    machine=self.machine,
-                    imbalance=self.imbalance,
-                )
-                print(coloured(run.report()), flush=True)
-                plans = [] if run.memory is None else [to_json(run, asked)]
-                if self.out is not None:
-                    write(plans[0], self.out)
-        if not plans:
-            return
-        fullest = min(plans, key=lambda plan: plan["spare"])
-        if self.all_stages:
-            print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
-        if self.against:
-            options = self._words(("ranks", *chain(*_OPTIONS)))
-            others = {other: extends_in(folder, other) for other in self.against}
-            for line in compare(folder, fullest, options, others):
-                print(line, flush=True)
-        elif not (fullest["fits"] or self.all_stages):
-            print("            titan_ext tune, with the same options, finds what fits and is fast")
-        if not fullest["fits"]:
-            raise SystemExit(_DOES_NOT_FIT)
-
-    def _plan_activations(
-        self, resolved: "Resolved", activations: int | None, memory: "DeviceMemory | None"
-    ) -> None:
-        from titan_ext.plan.dry_run import plan_activations
-
-        changed = [f"{key} = {value}" for key, value, _ in resolved.given()]
-        plan = plan_activations(
-            resolved.config,
-            self.ranks,
-            self.rank,
-            budget=activations,
-            memory=memory,
-            imbalance=self.imbalance,
-            machine=self.machine or "h100",
-            as_on_a_gpu=not self.on_cpu,
-        )
-        print(plan.report())
-        if self.out is not None:
-            self._write_budget(plan, changed)
-        fit = f"fit {self.memory}" if self.activations == "fit" else self.activations
-        print(f'\nin a run: [activation_checkpoint] policy = "fp8", budget = "{fit}"')
-
-    def _write_budget(self, plan: "BudgetPlan", changed: list[str]) -> None:
-        assert self.out is not None
-        file = self.out / "budget.toml"
-        lines = [f"extends = {json.dumps(extends_in(self.out, self.config))}"]
-        lines += [line for line in changed if not line.startswith("activation_checkpoint")]
-        file.write_text("\n".join([*lines, "", *plan.toml_lines()]) + "\n")
-        print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
-
-    def _words(self, options: Iterable[str]) -> list[str]:
-        """Options of this command as a command line has them."""
-        given = [(f"--{name.replace('_', '-')}", getattr(self, name)) for name in options]
-        return [*chain(*([at, str(value)][: 2 - (value is True)] for at, value in given if value))]
-
-    def _plan_all_stages(self, config: Any, source: str, folder: Path) -> list[dict[str, Any]]:
-        """In processes of their own: Titan allows one layout in a process."""
-        from titan_ext.run.record import dry_run_elsewhere, file_name
-
-        plans, out, file = [], self.out or folder, folder / "config.toml"
-        groups: dict[int, int] = {}
-        file.write_text(source)
-        options = self._words(("ranks", *chain(*_OPTIONS), "verbose"))
-        options += ["--out", str(out)] if self.memory else []
-        stages = config.parallelism.pipeline_parallel_degree
-        for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
-            print(f"-- rank {rank}", flush=True)
-            of_rank = [*options, "--rank", str(rank)]
-            done = dry_run_elsewhere(file, of_rank)
-            sys.stderr.write(done.stderr)
-            print(coloured(done.stdout), end="", flush=True)
-            if done.returncode not in (0, _DOES_NOT_FIT):
-                raise SystemExit(done.returncode)
-            if (found := re.search(r"^groups +(\d+)", done.stdout, re.M)) is not None:
-                groups[rank] = int(found[1])
-            if self.memory:
-                plans.append(json.loads((out / file_name(rank)).read_text()))
-        if len(set(groups.values())) > 1:
-            counts = ", ".join(f"rank {rank} {count}" for rank, count in groups.items())
-            raise ValueError(
-                "the stages make different numbers of process groups, which all ranks make "
-                f"together: {counts}. The job would hang at its start; please report this config."
-            )
-        return plans
 
 
 @dataclass

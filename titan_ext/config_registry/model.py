@@ -27,8 +27,15 @@ from titan_ext.components.lora import wrong_targets
 from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.run.trainer import Trainer, extended_class, extended_sections
 from titan_ext.toml.convert import Given, convert, values_of
-from titan_ext.toml.files import MODEL, KeyLocation, import_first, import_problem, nearest, to_toml
-from titan_ext.toml.find import TITAN_MODULES
+from titan_ext.toml.files import (
+    MODEL,
+    TITAN_MODULES,
+    KeyLocation,
+    import_first,
+    import_problem,
+    nearest,
+    to_toml,
+)
 
 _REGISTRY = "model_registry"
 _COMPILED = "model_compile_enabled"

@@ -21,10 +21,8 @@ from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.config_registry.model import choose_model, load_base
 from titan_ext.config_registry.terminal import warn_once
 from titan_ext.run.trainer import Trainer
-from titan_ext.toml.convert import Given, build, changed
-from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, to_toml
-from titan_ext.toml.find import read_chain
-from titan_ext.toml.values import leaves, lines_of
+from titan_ext.toml.convert import Given, build, changed, leaves, lines_of
+from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, read_chain, to_toml
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def resolve(name: str | Path, flags: Sequence[str] = (), *, flags_follow: bool =
     """The trainer config that a name and flags describe, with the origin of every value.
 
     Args:
-        name: As ``--config`` takes it (``toml.find``): a TOML file or a config function.
+        name: As ``--config`` takes it (``toml.files.find``): a TOML file or a config function.
         flags: Titan's command-line flags, which win over the file.
         flags_follow: Return a config that fails its checks, too: the caller changes it further.
 

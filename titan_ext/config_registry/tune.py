@@ -19,7 +19,7 @@ from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes, duration, size_of
 from titan_ext.config_registry.terminal import progress_of
 from titan_ext.toml.files import check_new_file, to_toml
-from titan_ext.toml.find import extends_in
+from titan_ext.toml.files import extends_in
 
 if TYPE_CHECKING:
     from titan_ext.plan.search import Search
@@ -121,7 +121,7 @@ class Tune:
         from titan_ext.plan.moves import Effect, Facts
         from titan_ext.plan.search import Job, Search, degrees, with_defaults
         from titan_ext.plan.shorten import Depths
-        from titan_ext.toml.values import dump, identity
+        from titan_ext.toml.convert import dump, identity
 
         machine = machine_of(self.machine)
         capability = machine.capability

@@ -47,8 +47,8 @@ from titan_ext.components.exchange_policy import without_halves
 from titan_ext.parallelize.recipe import recipe_of
 from titan_ext.run.record import as_json, differences, dry_run_elsewhere, versions
 from titan_ext.run.start import RanksAgree
+from titan_ext.toml.convert import dump, identity
 from titan_ext.toml.files import to_toml
-from titan_ext.toml.values import dump, identity
 
 FOLDER = "budget"
 """In the run's folder."""

@@ -38,7 +38,7 @@ from titan_ext.base.op_cost import collective_kind, ranks_per_node
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.run_folder import RECORD
 from titan_ext.base.tensors import storages_of
-from titan_ext.toml.values import dump, identity
+from titan_ext.toml.convert import dump, identity
 
 CONFIG = "config.toml"
 _PACKAGES = ("titan_ext", "torchtitan", "torch", "torchao", "triton")

@@ -5,6 +5,6 @@ Titan 0.1 and 0.2 had TOML; 0.3 is configured in Python. Here a file starts from
 config functions (or from another file) and holds only what is different, under Titan's own key
 names. titan_ext checks every key and value. docs/toml.md shows how to write one.
 
-``find`` and ``files`` read, ``convert`` and ``flags`` give values to a config, ``values`` is the
-way back. ``config_registry.resolve`` puts them together.
+``files`` finds and reads, ``convert`` gives values to a config and dumps them again.
+``config_registry.resolve`` puts them together.
 """

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``titan_ext dry-run``: the options of the command, and what it plans in other processes.
+
+The step itself is ``plan.dry_run``. Nothing here imports torch before the command needs it.
+"""
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from titan_ext.base.machines import machine_of
+from titan_ext.base.messages import Mistakes, format_bytes, size_of
+from titan_ext.config_registry.terminal import coloured
+from titan_ext.toml.files import extends_in, to_toml, written_for
+
+if TYPE_CHECKING:
+    from titan_ext.config_registry.resolve import Resolved
+    from titan_ext.plan.memory import DeviceMemory
+
+_Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
+_MODEL = "imbalance", "machine", "stock"
+"""Options that say of what a step is planned; other processes get them, too."""
+_MOST_RANKS = 2**20
+_DOES_NOT_FIT = 3
+"""Exit code where a step needs more than --memory."""
+_REASON = 160
+"""Characters of the reason why another config does not start, at most."""
+
+
+@dataclass
+class DryRun:
+    """Try the start and one step of a large job on this machine, at its real size.
+
+    The model is parallelized as on the cluster and one step runs on tensors without data. Nothing
+    is allocated, loaded or downloaded, no GPU is used, and nothing is written without --out.
+    """
+
+    config: tyro.conf.Positional[_Config]
+    """The config to try."""
+    ranks: int
+    """Number of the job's GPUs."""
+    rank: int = 0
+    """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
+    all_stages: bool = False
+    """One rank of every pipeline stage, one after another."""
+    memory: str = ""
+    """Memory of each GPU, such as 80GiB: plan the bytes of a step, and whether they fit."""
+    stock: bool = False
+    """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
+    machine: str = ""
+    """Time a step on this: h100, h100hbm2e, h200, b200, b300, gb200, gb300, mi300x, mi355x, or a
+    TOML file with rates of your card and the GPUs of a node (docs/plan.md)."""
+    activations: str = ""
+    """Bytes that the blocks may hold for backward, such as 20GiB, or "fit" for all that --memory
+    leaves: find the best activation checkpointing for that."""
+    on_cpu: bool = False
+    """With --activations: for a run on CPUs, with their kernels."""
+    imbalance: float = 1.0
+    """Tokens of the rank's experts, as a multiple of their balanced share."""
+    out: Path | None = None
+    """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
+    dump_folder it is compares itself with its plan. With --activations: budget.toml."""
+    against: tuple[_Config, ...] = ()
+    """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
+    verbose: bool = False
+    """Print the log of the start as well, with FSDP's plan."""
+
+    def run(self, flags: list[str]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self._run(flags, Path(folder))
+
+    def _run(self, flags: list[str], folder: Path) -> None:
+        memory = size_of("--memory", self.memory)
+        machine = machine_of(self.machine or "h100")  # for its nodes
+        self._check()
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+        gc.disable()  # imports alone make it walk millions of objects, and we end soon
+        from titan_ext.activation_checkpoint.solved import has_budget
+        from titan_ext.base import no_accelerator
+        from titan_ext.config_registry.resolve import resolve
+        from titan_ext.parallelize.limits import wrong_degrees
+        from titan_ext.plan.dry_run import dry_run
+        from titan_ext.plan.memory import DeviceMemory
+        from titan_ext.plan.report import to_json, write
+        from titan_ext.plan.stand_ins import as_rank, as_stock
+        from titan_ext.run.budget import solve_in_dry_run
+        from titan_ext.toml.convert import dump, identity
+
+        budget = None if memory is None else DeviceMemory(memory=memory)
+        with as_rank(self.ranks, self.rank, machine.ranks_per_node, machine.nvlink_domain):
+            capability = machine.capability if self.machine else None
+            with no_accelerator.as_with_an_accelerator(capability):
+                resolved = resolve(self.config, flags)
+            config = resolved.config
+            Mistakes(wrong_degrees(config, self.ranks)).raise_all()
+            for file, ranks in written_for(resolved.files):
+                if ranks != self.ranks:
+                    print(f"{'note':12}{file} is written for {ranks} ranks; this is {self.ranks}")
+            experts = config.parallelism.expert_parallel_degree
+            if self.imbalance != 1 and not 0 <= self.imbalance <= experts:
+                raise ValueError(
+                    f"--imbalance is {self.imbalance:g}; expected 0 to {experts}, the "
+                    "expert-parallel degree, at which the rank's experts get all tokens."
+                )
+            if self.activations:
+                self._plan_activations(resolved, budget)
+                return
+            if self.stock:
+                as_stock(config)
+            if has_budget(config):
+                options = self._words("memory"), self._words(*_MODEL)
+                print(solve_in_dry_run(config, self.ranks, *options))
+            if self.all_stages:
+                (folder / "config.toml").write_text(dump(config))
+                plans = self._plan_all_stages(config, folder)
+            else:
+                asked = identity(config)  # a dry run changes its config
+                run = dry_run(
+                    config,
+                    self.ranks,
+                    self.rank,
+                    budget=budget,
+                    machine=self.machine,
+                    imbalance=self.imbalance,
+                )
+                print(coloured(run.report()), flush=True)
+                plans = [] if run.memory is None else [to_json(run, asked)]
+                if self.out is not None:
+                    write(plans[0], self.out)
+        if not plans:
+            return
+        fullest = min(plans, key=lambda plan: plan["spare"])
+        if self.all_stages:
+            print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
+        if self.against:
+            for line in self._compare(fullest, folder):
+                print(line, flush=True)
+        elif not (fullest["fits"] or self.all_stages):
+            print("            titan_ext tune, with the same options, finds what fits and is fast")
+        if not fullest["fits"]:
+            raise SystemExit(_DOES_NOT_FIT)
+
+    def _check(self) -> None:
+        """Raise ValueError for options that do not go together."""
+        if self.activations != "fit":
+            size_of("--activations", self.activations)
+        ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"
+        rows = (
+            (
+                self.activations == "fit" and not self.memory,
+                "--activations fit needs --memory: what it leaves is the budget.",
+            ),
+            (
+                self.activations and self.all_stages,
+                "--activations plans one rank: expected --rank, not --all-stages.",
+            ),
+            (
+                self.out and not (self.memory or self.activations),
+                "--out needs --memory: without it there is no plan.",
+            ),
+            (
+                self.against and not self.memory,
+                "--against needs --memory: without it there is no plan.",
+            ),
+            (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
+            (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
+            (not 0 <= self.rank < self.ranks <= _MOST_RANKS, f"{ranks} ranks, and a rank below."),
+        )
+        Mistakes(problem for is_wrong, problem in rows if is_wrong).raise_all()
+
+    def _plan_activations(self, resolved: "Resolved", memory: "DeviceMemory | None") -> None:
+        from titan_ext.plan.dry_run import plan_activations
+
+        changed = [f"{key} = {value}" for key, value, _ in resolved.given()]
+        fits = self.activations == "fit"
+        plan = plan_activations(
+            resolved.config,
+            self.ranks,
+            self.rank,
+            budget=None if fits else size_of("--activations", self.activations),
+            memory=memory,
+            imbalance=self.imbalance,
+            machine=self.machine or "h100",
+            as_on_a_gpu=not self.on_cpu,
+        )
+        print(plan.report())
+        if self.out is not None:
+            file = self.out / "budget.toml"
+            lines = [f"extends = {to_toml(extends_in(self.out, self.config))}"]
+            lines += [line for line in changed if not line.startswith("activation_checkpoint")]
+            file.write_text("\n".join([*lines, "", *plan.toml_lines()]) + "\n")
+            print(f"\n{file} extends {self.config} with this; the same file serves all ranks.")
+        amount = f"fit {self.memory}" if fits else self.activations
+        print(f'\nin a run: [activation_checkpoint] policy = "fp8", budget = "{amount}"')
+
+    # -- in processes of their own: Titan allows one layout in a process
+
+    def _words(self, *options: str) -> list[str]:
+        """Options of this command as a command line has them."""
+        words = []
+        for name in options:
+            if value := getattr(self, name):
+                words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return words
+
+    def _elsewhere(
+        self, file: Path, rank: int, out: Path, *options: str
+    ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+        """A dry run of ``file`` with the options of this one, and its plan, if it got so far."""
+        from titan_ext.run.record import dry_run_elsewhere, file_name
+
+        words = [*self._words("ranks", "memory", *_MODEL, *options), "--rank", str(rank)]
+        done = dry_run_elsewhere(file, [*words, *(["--out", str(out)] if self.memory else [])])
+        is_planned = self.memory and done.returncode in (0, _DOES_NOT_FIT)
+        return done, json.loads((out / file_name(rank)).read_text()) if is_planned else {}
+
+    def _plan_all_stages(self, config: Any, folder: Path) -> list[dict[str, Any]]:
+        plans: list[dict[str, Any]] = []
+        groups: dict[int, int] = {}
+        stages = config.parallelism.pipeline_parallel_degree
+        for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
+            print(f"-- rank {rank}", flush=True)
+            done, plan = self._elsewhere(
+                folder / "config.toml", rank, self.out or folder, "verbose"
+            )
+            sys.stderr.write(done.stderr)
+            print(coloured(done.stdout), end="", flush=True)
+            if done.returncode not in (0, _DOES_NOT_FIT):
+                raise SystemExit(done.returncode)
+            if (found := re.search(r"^groups +(\d+)", done.stdout, re.M)) is not None:
+                groups[rank] = int(found[1])
+            plans += [plan] if plan else []
+        if len(set(groups.values())) > 1:
+            counts = ", ".join(f"rank {rank} {count}" for rank, count in groups.items())
+            raise ValueError(
+                "the stages make different numbers of process groups, which all ranks make "
+                f"together: {counts}. The job would hang at its start; please report this config."
+            )
+        return plans
+
+    def _compare(self, plan: Mapping[str, Any], folder: Path) -> Iterator[str]:
+        """Plan the other configs on the rank of ``plan``: a line before each, and the results.
+
+        Of those that fit the fastest comes first, or by bytes where no step was timed. One that
+        does not start is an answer as well: with its reason.
+        """
+        before, found, failed = os.times(), [], []
+        file, rank, count = folder / "other.toml", plan["rank"], len(self.against)
+        yield f"-- what would fit on rank {rank}: {count} configs, a dry run each"
+        for name in self.against:
+            yield f"trying {name}"
+            file.write_text(f"extends = {to_toml(extends_in(folder, name))}\n")
+            done, other = self._elsewhere(file, rank, folder)
+            if not other:
+                first, *_ = [*done.stderr.strip().splitlines(), "no message"]
+                reason = first.removeprefix(f"{file}: ")  # a file that nobody wrote
+                cut = f"{reason[: _REASON - 4]} ..." if len(reason) > _REASON else reason
+                failed.append(f"does not start: {name}: {cut}")
+                continue
+            fits, spare, time = other["spare"] >= 0, other["spare"], other["time"]
+            saved, ms = spare - plan["spare"], time["step_ms"] if time else 0.0
+            moved = f"{'saves' if saved >= 0 else 'needs'} {format_bytes(abs(saved))}"
+            taken = f", {ms:.0f} ms a step" if time else ""
+            line = f"{'fits' if fits else 'does not fit'}, {moved}{taken}: {name}"
+            found.append((not fits, ms if fits else 0.0, -spare, line))
+        yield from (line for *_, line in sorted(found))
+        yield from failed
+        used_s = sum(os.times()[2:4]) - sum(before[2:4])  # of processes that have ended
+        yield f"{count} tried, {used_s:.0f} CPU seconds"
