@@ -129,6 +129,8 @@ def test_degrees_that_fit(ranks: int | None, degrees: dict[str, int]):
         ("checkpoint.keep_latest_k", -1),
         ("checkpoint.verify_checksums_up_to_gib", -1.0),
         ("metrics.log_freq", 0),
+        ("training.steps", 2.5),
+        ("training.steps", "three"),
         ("validator.freq", 0),
         ("comm.init_timeout_seconds", 0),
         ("comm.train_timeout_seconds", 0),
@@ -146,7 +148,7 @@ def test_a_component_that_nobody_compiles_is_named():
     config = _config()
     config.compile.components = ["loss", "modle"]
     (wrong,) = wrong_values(config)
-    assert wrong == "compile.components.1 is 'modle'; expected 'model' or 'loss'."
+    assert wrong == """compile.components is ['loss', 'modle']; expected "model" and "loss"."""
 
 
 def test_a_batch_that_the_ranks_cannot_share():

@@ -5,15 +5,15 @@ Titan meets most of them on the ranks: as a bare assertion, a division by zero, 
 ``wrong_together`` has the keys of ours that do not go together, a row each.
 """
 
+import functools
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
     ScheduleInterleavedZeroBubble,
@@ -45,27 +45,22 @@ _SPMD_TYPES_ONLY = ("muse_glimmer",)
 _SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
-def _one_or_more_or_minus_one(value: int) -> int:
-    if value < 1 and value != -1:
-        raise ValueError("Input should be 1 or more, or -1")
-    return value
+class _Limit(NamedTuple):
+    """The values that a key may have: in words, and True for one of them."""
+
+    expected: str
+    holds: Callable[[Any], bool]
 
 
-_FromOne = Annotated[int, Field(ge=1)]
-_FromZero = Annotated[int, Field(ge=0)]
-_OrAuto = Annotated[int, AfterValidator(_one_or_more_or_minus_one)]
-_Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Share = Annotated[float, Field(ge=0, le=1)]
-_Beta = Annotated[float, Field(ge=0, lt=1)]
-_Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2)]
-
-
-def _section(**keys: Any) -> type[BaseModel]:
-    """A section of a config; a key that it does not have passes."""
-    fields: dict[str, Any] = {key: (kind | None, None) for key, kind in keys.items()}
-    return create_model("Section", __config__=ConfigDict(from_attributes=True), **fields)
-
-
+_FROM_ONE = _Limit("1 or more", lambda value: value >= 1 and value % 1 == 0)
+_OR_AUTO = _Limit("1 or more, or -1", lambda value: value == -1 or _FROM_ONE.holds(value))
+_FROM_ZERO = _Limit("0 or more", lambda value: value >= 0)
+_FINITE = _Limit("0 or more, and finite", lambda value: 0 <= value < math.inf)
+_SHARE = _Limit("0 to 1", lambda value: 0 <= value <= 1)
+_BETAS = _Limit(
+    "two numbers from 0 to below 1",
+    lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
+)
 _DEGREES = (
     "data_parallel_replicate_degree",
     "pipeline_parallel_degree",
@@ -74,58 +69,58 @@ _DEGREES = (
 )
 _EXPERT = "expert_parallel_degree"
 _SHARD = "data_parallel_shard_degree"
-_BATCH = {
-    section: {key: _OrAuto if or_auto else _FromOne for key, or_auto in keys.items()}
-    for section, keys in BATCH_KEYS.items()
+_LIMITS = {
+    "dump_folder": _Limit("the name of a folder", bool),
+    **{
+        f"{section}.{key}": _OR_AUTO if or_auto else _FROM_ONE
+        for section, keys in BATCH_KEYS.items()
+        for key, or_auto in keys.items()
+    },
+    "training.steps": _FROM_ONE,
+    "training.max_norm": _Limit("more than 0", lambda value: value > 0),
+    "training.gc_freq": _FROM_ONE,
+    **{f"parallelism.{key}": _FROM_ONE for key in (*_DEGREES, _EXPERT)},
+    f"parallelism.{_SHARD}": _OR_AUTO,
+    # Titan looks for these two names, and ignores others.
+    "compile.components": _Limit('"model" and "loss"', lambda value: {*value} <= {"model", "loss"}),
+    "lr_scheduler.warmup_steps": _FROM_ZERO,
+    "lr_scheduler.total_steps": _FROM_ONE,
+    "lr_scheduler.decay_ratio": _SHARE,
+    "lr_scheduler.min_lr_factor": _SHARE,
+    "checkpoint.interval": _FROM_ONE,
+    "checkpoint.keep_latest_k": _FROM_ZERO,
+    "checkpoint.verify_checksums_up_to_gib": _FROM_ZERO,
+    "metrics.log_freq": _FROM_ONE,
+    "validator.freq": _FROM_ONE,
+    "comm.init_timeout_seconds": _FROM_ONE,
+    "comm.train_timeout_seconds": _FROM_ONE,
 }
-_kwargs = _section(lr=_Finite, betas=_Betas, eps=_Finite, weight_decay=_Finite)
-_group: Any = _section(optimizer_kwargs=_kwargs)
-_LIMITS = _section(
-    dump_folder=Annotated[str, Field(min_length=1)],
-    training=_section(
-        **_BATCH["training"],
-        steps=_FromOne,
-        max_norm=Annotated[float, Field(gt=0)],
-        gc_freq=_FromOne,
-    ),
-    parallelism=_section(
-        **dict.fromkeys((*_DEGREES, _EXPERT), _FromOne),
-        **{_SHARD: _OrAuto},
-        **_BATCH["parallelism"],
-    ),
-    compile=_section(components=list[Literal["model", "loss"]]),
-    optimizer=_section(param_groups=list[_group]),  # type: ignore[valid-type]
-    lr_scheduler=_section(
-        warmup_steps=_FromZero, total_steps=_FromOne, decay_ratio=_Share, min_lr_factor=_Share
-    ),
-    checkpoint=_section(
-        interval=_FromOne,
-        keep_latest_k=_FromZero,
-        verify_checksums_up_to_gib=Annotated[float, Field(ge=0)],
-    ),
-    metrics=_section(log_freq=_FromOne),
-    validator=_section(freq=_FromOne),
-    comm=_section(init_timeout_seconds=_FromOne, train_timeout_seconds=_FromOne),
-)
+_OF_OPTIMIZER = {"lr": _FINITE, "betas": _BETAS, "eps": _FINITE, "weight_decay": _FINITE}
 
 
 def wrong_values(config: Any) -> list[str]:
-    """A message for every value that is out of its range."""
+    """A message for every value that is out of its range; a key that is not there passes."""
+    rows = []
+    for key, limit in _LIMITS.items():
+        value = functools.reduce(lambda at, name: getattr(at, name, None), key.split("."), config)
+        rows.append((key, limit, value))
+    groups = getattr(getattr(config, "optimizer", None), "param_groups", None) or ()
+    for index, group in enumerate(groups):
+        of_group = f"optimizer.param_groups.{index}.optimizer_kwargs"
+        for name, limit in _OF_OPTIMIZER.items():
+            rows.append((f"{of_group}.{name}", limit, group.optimizer_kwargs.get(name)))
+    return [
+        f"{key} is {value!r}; expected {limit.expected}."
+        for key, limit, value in rows
+        if value is not None and not _holds(limit, value)
+    ]
+
+
+def _holds(limit: _Limit, value: Any) -> bool:
     try:
-        _LIMITS.model_validate(config)
-    except ValidationError as error:
-        return [
-            f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r}; expected "
-            f"{_in_words(wrong['msg'])}."
-            for wrong in error.errors(include_url=False)
-        ]
-    return []
-
-
-def _in_words(problem: str) -> str:
-    problem = re.sub("^.* should (be|have) | after validation.*", "", problem)
-    problem = problem.replace("less than or equal to", "at most")
-    return re.sub(r"greater than or equal to (\S+)", r"\1 or more", problem)
+        return limit.holds(value)
+    except TypeError:  # of a kind that cannot be compared
+        return False
 
 
 def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
