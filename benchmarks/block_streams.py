@@ -60,10 +60,17 @@ def print_spans(arm: str) -> None:
             as_stock(config)
         run = dry_run(config, ranks, machine="h100")
     phases = (f"forward of {_BLOCK}", f"backward of {_BLOCK}")
+    assert run.clock is not None
     found = [
-        {"queue": s.queue, "part": s.category.name, "moment": s.phase, "at": (s.start, s.end)}
-        for s in run.spans
-        if s.phase in phases and s.category.name in _COLOURS
+        {
+            "queue": "compute" if queue is run.clock.compute else str(queue),
+            "part": work.label.category.name,
+            "moment": work.label.phase,
+            "at": (work.start, work.end),
+        }
+        for queue, works in run.clock.streams.queues.items()
+        for work in works
+        if work.label.phase in phases and work.label.category.name in _COLOURS
     ]
     print(json.dumps(found))
 

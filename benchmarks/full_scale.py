@@ -87,7 +87,6 @@ def plan(job: str, depth: int, arm: str, machine: str) -> Figures:
     """Of a dry run, in bytes and ms; CUDA has to be hidden from the process."""
     from titan_ext.base import no_accelerator
     from titan_ext.plan.dry_run import dry_run
-    from titan_ext.plan.memory import DeviceMemory
     from titan_ext.plan.report import to_json
     from titan_ext.plan.stand_ins import as_rank
 
@@ -95,7 +94,7 @@ def plan(job: str, depth: int, arm: str, machine: str) -> Figures:
     with as_rank(ranks, 0):
         with no_accelerator.as_with_an_accelerator():
             config = _config(job, depth, arm, ())
-        run = dry_run(config, ranks, budget=DeviceMemory(memory=80 * _GIB), machine=machine)
+        run = dry_run(config, ranks, memory=80 * _GIB, machine=machine)
         planned = to_json(run, {})
     return {
         "allocated": planned["peak"]["sum"],

@@ -217,7 +217,6 @@ def plan(arms: Sequence[str], base: Run) -> dict[str, dict[str, float]]:
     Also those of the optimizer: without them, runs that differ by a layer tell its time.
     """
     from titan_ext.plan.dry_run import dry_run
-    from titan_ext.plan.memory import DeviceMemory
     from titan_ext.plan.stand_ins import as_rank
     from titan_ext.plan.time import Category
 
@@ -230,9 +229,7 @@ def plan(arms: Sequence[str], base: Run) -> dict[str, dict[str, float]]:
             with no_accelerator.as_with_an_accelerator():
                 config: Any = make_config(run, Path(folder))
             config.debug.deterministic = False
-            planned_run = dry_run(
-                config, base.world, budget=DeviceMemory(memory=80 * GIB), machine="h100"
-            )
+            planned_run = dry_run(config, base.world, memory=80 * GIB, machine="h100")
         dist.destroy_process_group()
         assert planned_run.memory is not None
         assert planned_run.time is not None

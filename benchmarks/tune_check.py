@@ -109,7 +109,7 @@ def check(
     from titan_ext.plan.search import Search
     from titan_ext.plan.stand_ins import as_rank
 
-    point = Move((), (), Effect.ROUNDING, "a point of the grid", lambda now, facts: ())
+    point = Move("a point of the grid", lambda now, facts: (), (), effect=Effect.ROUNDING)
     command = Tune(config, ranks, memory=memory, processes=processes)
     with tempfile.TemporaryDirectory() as folder, as_rank(ranks, 0):
         search, _ = command.search([], Path(folder))
@@ -124,7 +124,7 @@ def check(
         for values in itertools.product(*grid.values()):
             keys = dict(zip(grid, values, strict=True))
             points.append({point: keys | ({_GLOBAL: total} if _LOCAL in keys else {})})
-        own, of_grid = search.tried[0], Search(search.job, search.forks, Effect.LOSSY)
+        own, of_grid = search.tried[0], Search(search.job, search.forks)
         with search.forks:
             best = min(of_grid.evaluate(points, own), key=lambda one: one.order)
         grid_s = sum(os.times()[:4]) - cpu_s

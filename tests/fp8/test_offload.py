@@ -18,7 +18,7 @@ from titan_ext.fp8 import SavedTensorStore
 from titan_ext.fp8 import offload as host
 from titan_ext.fp8.offload import SLAB, HostMemory, Offload
 from titan_ext.plan.live import LiveBytes
-from titan_ext.plan.memory import DeviceMemory, MemoryPlan
+from titan_ext.plan.memory import MemoryPlan
 
 Config = FP8AC.Config
 MIB = 2**20
@@ -206,7 +206,7 @@ def test_a_plan_counts_the_host_apart():
         x = torch.zeros(2**28)  # 1 GiB
         offload = Offload()
         kept = [offload.begin(str(i)).put(x * i) for i in range(6)]
-        plan = MemoryPlan.of(live, DeviceMemory(memory=0), ranks_per_node=8)
+        plan = MemoryPlan.of(live, 0, ranks_per_node=8)
         assert live.peak.nbytes == 3 * 2**30, "x, and what the last two blocks keep"
         back = [entry.get() for entry in reversed(kept) if entry is not None]
     assert all(isinstance(y, FakeTensor) for y in back)

@@ -34,11 +34,9 @@ def test_a_plan_holds_unsharded_what_was_measured(run: Run, measured: int, tmp_p
 
 def _planned(run: Run, folder: Path) -> int:
     from titan_ext.plan.dry_run import dry_run
-    from titan_ext.plan.memory import DeviceMemory
     from titan_ext.plan.stand_ins import as_rank
 
     with as_rank(run.world, 0), patched(run):
-        budget = DeviceMemory(memory=0)
-        done = dry_run(planned_config(run, folder), run.world, 0, budget=budget, as_on_a_gpu=False)
+        done = dry_run(planned_config(run, folder), run.world, 0, memory=0, as_on_a_gpu=False)
     assert done.memory is not None
     return done.memory.unsharded

@@ -25,7 +25,7 @@ from tests.helpers.training import Run, planned_config, start_as_planned
 from titan_ext.plan import stand_ins
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
-from titan_ext.plan.memory import BAND, COMPILED_BAND, DeviceMemory, MemoryPlan
+from titan_ext.plan.memory import BAND, COMPILED_BAND, CONTEXT, MemoryPlan
 from titan_ext.plan.search import Plan
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import StepTime
@@ -110,7 +110,7 @@ def _plan(run: Run, rank: int, folder: Path, imbalance: float = 1.0) -> tuple[Pe
             config,
             run.world,
             rank,
-            budget=DeviceMemory(memory=0),
+            memory=0,
             as_on_a_gpu=False,
             imbalance=imbalance,
         )
@@ -242,11 +242,10 @@ def test_waiting_for_a_collective_makes_no_second_tensor():
 PEAK = Peak(60, "loss", {MemoryKind.PARAMETERS: 20, MemoryKind.EXACT: 40})
 
 
-def test_what_is_set_aside_decides_too():
-    budget = DeviceMemory(memory=100, context=10, communicator=5)
-    plan = MemoryPlan(
-        budget, PEAK, (), communicators=2, on_host=frozenset(), reserved={0: 60, 1: 20}
-    )
+def test_what_is_set_aside_decides_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("titan_ext.plan.memory.CONTEXT", 10)
+    monkeypatch.setattr("titan_ext.plan.memory.COMMUNICATOR", 5)
+    plan = MemoryPlan(100, PEAK, (), communicators=2, on_host=frozenset(), reserved={0: 60, 1: 20})
     assert plan.allowance == 10 + 2 * 5 + 20  # pools of both streams hold 20 more than lives
     assert plan.spare == 0
     assert plan.verdict("rank 0").startswith("uncertain, it may fit")
@@ -258,10 +257,10 @@ def test_what_is_set_aside_decides_too():
         (99, "uncertain, it may not fit"),
         (103, "uncertain"),
     ):
-        plan = replace(plan, budget=replace(budget, memory=memory))
+        plan = replace(plan, memory=memory)
         assert plan.verdict("rank 0").startswith(verdict)
         assert (plan.surely_spare >= 0) is (verdict == "fits")
-        assert Plan(plan, StepTime("h100", {}, {}, {}, 1, None)).fits is (verdict == "fits")
+        assert Plan(plan, StepTime("h100", {}, 1, None)).fits is (verdict == "fits")
 
 
 def _without_checkpointing(
@@ -284,9 +283,8 @@ def _without_checkpointing(
         phases.append(Peak(sum(by_kind.values()), f"backward of layers.{block}", by_kind))
     lasting = {MemoryKind.PARAMETERS: 2000, MemoryKind.GRADIENTS: 2000}
     phases.append(Peak(4200, "optimizer", lasting))
-    set_aside = DeviceMemory(memory=memory, context=0, communicator=0)
     return MemoryPlan(
-        set_aside, phases[0], phases, communicators=1, on_host=frozenset(), reserved=reserved
+        memory + CONTEXT, phases[0], phases, communicators=0, on_host=frozenset(), reserved=reserved
     )
 
 

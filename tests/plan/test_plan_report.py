@@ -15,7 +15,7 @@ from tests.helpers.training import Run, make_config, train
 from titan_ext.base.run_folder import read_scalar
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import MemoryKind, Peak
-from titan_ext.plan.memory import DeviceMemory, MemoryPlan
+from titan_ext.plan.memory import MemoryPlan
 from titan_ext.plan.report import draw, to_json, write
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import Category, StepTime
@@ -34,14 +34,18 @@ PHASES = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _small_context(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("titan_ext.plan.memory.CONTEXT", 10)
+
+
 def _plan(
     memory: int,
     config: dict[str, Any] | None = None,
     ranks: int = 4,
     time: StepTime | None = None,
 ) -> dict[str, Any]:
-    budget = DeviceMemory(memory=memory, context=10)
-    plan = MemoryPlan(budget, PHASES[1], PHASES, communicators=0, on_host=frozenset())
+    plan = MemoryPlan(memory, PHASES[1], PHASES, communicators=0, on_host=frozenset())
     run = SimpleNamespace(
         memory=plan, time=time, ranks=ranks, rank=0, imbalance=1.0, name=lambda: "rank 0"
     )
@@ -62,7 +66,7 @@ def test_a_plan_as_json_has_every_figure():
 
 def test_a_timed_plan_has_its_milliseconds():
     ms = {Category.FORWARD: 10.0, Category.GATHERS: 2.5}
-    time = StepTime("h100", ms, {}, {}, tokens=25, flops_per_token=None)
+    time = StepTime("h100", ms, tokens=25, flops_per_token=None)
     assert _plan(memory=55)["time"] is None
     found = _plan(memory=55, time=time)["time"]
     assert found["ms"] == {"forward": 10.0, "gathers": 2.5}
@@ -91,7 +95,7 @@ def _write_plan(run: Run, folder: Path) -> None:
     with as_rank(run.world, 0):
         config: Any = make_config(run, folder)
         asked = identity(config)
-        write(to_json(dry_run(config, run.world, budget=DeviceMemory(memory=0)), asked), folder)
+        write(to_json(dry_run(config, run.world, memory=0), asked), folder)
 
 
 def test_a_run_compares_its_second_step_with_its_plan(tmp_path: Path):

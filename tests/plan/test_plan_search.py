@@ -21,7 +21,7 @@ from titan_ext.config_registry.tune import Tune
 from titan_ext.plan import tuned
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import FailedError, Forks
-from titan_ext.plan.memory import BAND, DeviceMemory, MemoryKind, MemoryPlan, Peak
+from titan_ext.plan.memory import BAND, CONTEXT, MemoryKind, MemoryPlan, Peak
 from titan_ext.plan.moves import (
     EP,
     GLOBAL,
@@ -48,8 +48,8 @@ from titan_ext.plan.search import (
 from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import Category, StepTime
-from titan_ext.toml.files import to_toml
 from titan_ext.toml.convert import dump, identity
+from titan_ext.toml.files import to_toml
 
 GIB = 2**30
 
@@ -70,7 +70,7 @@ def _two_depths(folder: Path) -> Any:
     def plan(layers: int) -> Any:
         made = config()
         cut(made, layers)
-        run = dry_run(made, 8, 0, budget=DeviceMemory(memory=GIB), machine="h100")
+        run = dry_run(made, 8, 0, memory=GIB, machine="h100")
         return run.memory, run.time
 
     depths: Any = Depths.of(config())
@@ -193,7 +193,7 @@ def test_what_is_not_shortened():
 
 def test_other_phases_are_not_alike():
     phases = [Peak(1, "start", {}), Peak(2, "forward of layers.0", {})]
-    plan = MemoryPlan(DeviceMemory(memory=9), phases[1], phases, 0, frozenset())
+    plan = MemoryPlan(9, phases[1], phases, 0, frozenset())
     depths = _depths("m" * 9)
     assert depths is not None
     with pytest.raises(NotAlikeError):
@@ -322,20 +322,19 @@ def _price(values: Mapping[str, Any], keys: Mapping[str, Any], solved: Any = _SO
     held = solved.nbytes * now[LOCAL] // 4
     kinds = {MemoryKind.EXACT: held, MemoryKind.PARAMETERS: int(base * GIB)}
     peak = Peak(sum(kinds.values()), "loss", kinds)
-    budget = DeviceMemory(memory=60 * GIB, context=0)
-    time = StepTime("h100", ms, {}, {}, now[GLOBAL] // 64 * 4096, None)
-    return Plan(MemoryPlan(budget, peak, [peak], 0, frozenset()), time)
+    time = StepTime("h100", ms, now[GLOBAL] // 64 * 4096, None)
+    return Plan(MemoryPlan(60 * GIB + CONTEXT, peak, [peak], 0, frozenset()), time)
 
 
-def _search(most: Effect = Effect.LOSSY, changed: Mapping[str, Any] | None = None) -> Search:
+def _search(changed: Mapping[str, Any] | None = None, *, exact: bool = False) -> Search:
     values = with_defaults(_VALUES) | dict(changed or {})
     job = Job(
         make=lambda keys: None,
         values=values,
         facts=_FACTS,
-        memory=DeviceMemory(memory=60 * GIB),
+        memory=60 * GIB,
         machine="h100",
-        exact=most is Effect.NONE,
+        exact=exact,
     )
 
     def plan(keys: Mapping[str, Any], room: int | None, at_most: float, is_whole: bool) -> Any:
@@ -355,7 +354,7 @@ def _search(most: Effect = Effect.LOSSY, changed: Mapping[str, Any] | None = Non
         return with_best_checkpointing(room, solve, step, at_most)
 
     forks: Any = _Inline(plan)
-    search = Search(job, forks, most)
+    search = Search(job, forks)
     search.run()
     return search
 
@@ -388,7 +387,7 @@ def _best_of_all(values: Mapping[str, Any]) -> float:
 
 @pytest.mark.parametrize("start", [{}, {EP: 64, LOCAL: 1}, {REPLICATE: 8}, {LOCAL: 2, EP: 16}])
 def test_nothing_of_a_grid_is_better(start: dict[str, Any]):
-    search = _search(Effect.LOSSY, start)
+    search = _search(start)
     assert search.winner is not None
     assert search.winner.plan is not None
     assert search.winner.fits
@@ -400,7 +399,7 @@ def test_nothing_of_a_grid_is_better(start: dict[str, Any]):
 
 def test_what_does_not_fit_is_made_to(tmp_path: Path):
     """A start that lacks memory ends with a config that fits."""
-    search = _search(Effect.LOSSY, {REPLICATE: 8})
+    search = _search({REPLICATE: 8})
     assert not search.own.fits
     assert search.best.fits
     assert any("does not fit" in line for line in tuned.table(search))
@@ -418,10 +417,10 @@ def _planned(room: int, at_most: float = float("inf"), spare: int = 20 * GIB) ->
     def step(solved: Checkpointing) -> Plan:
         tried.append(solved.nbytes)
         peak = Peak(solved.nbytes, "loss", {MemoryKind.EXACT: solved.nbytes})
-        device = DeviceMemory(memory=round((1 + BAND) * spare), context=0)
+        device = round((1 + BAND) * spare) + CONTEXT
         memory = MemoryPlan(device, peak, [peak], 0, frozenset())
         ms = {Category.FORWARD: 100.0, Category.RECOMPUTE: solved.ms}
-        return Plan(memory, StepTime("h100", ms, {}, {}, 1000, None), solved)
+        return Plan(memory, StepTime("h100", ms, 1000, None), solved)
 
     found = with_best_checkpointing(room, solve, step, at_most)
     assert found.checkpointing is not None
@@ -440,7 +439,7 @@ def test_the_largest_budget_that_fits_is_taken():
 
 
 def test_exact_changes_no_result():
-    search = _search(Effect.NONE)
+    search = _search(exact=True)
     allowed = {key for move in MOVES if move.effect is Effect.NONE for key in _keys(move)}
     assert all(one.keys.keys() <= allowed for one in search.tried)
     assert any(one.keys for one in search.tried)
@@ -461,7 +460,7 @@ def test_a_move_that_acts_on_nothing_is_not_tried():
     search = _search()
     tried = {key for one in search.tried for key in one.keys}
     assert {LOCAL, EP, REPLICATE, "parallelism.exchange_dtype"} <= tried
-    one = _search(Effect.LOSSY, {"parallelism.exchange_dtype": "float8", EP: 1})
+    one = _search({"parallelism.exchange_dtype": "float8", EP: 1})
     assert not any("exchange_dtype" in key for x in one.tried for key in x.keys)
 
 
@@ -478,7 +477,7 @@ def test_nothing_is_planned_twice():
 def test_the_users_checkpointing_has_no_keys_of_float8():
     keys = {SCORES: True, EP: 4}
     assert _search().job.all_keys(keys, None) == {EP: 4}
-    search = _search(Effect.LOSSY, {"activation_checkpoint.policy": "fp8"})
+    search = _search({"activation_checkpoint.policy": "fp8"})
     assert search.job.all_keys(keys, None) == keys
 
 
@@ -518,14 +517,16 @@ def test_every_change_is_a_file_that_loads(config: Loader, folder: Path):
     for change in tried:
         solved = Checkpointing(nbytes=GIB, ms=0.0, table={"*": "recompute"})
         checkpointed = any(key.startswith("activation_") for key in change)
-        keys = {**(solved.budget_keys(values) if checkpointed else {}), **change}
+        keys = {**(solved.keys(values, with_budget=True) if checkpointed else {}), **change}
         lines = [f"{key} = {to_toml(value)}" for key, value in keys.items()]
         (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
         values_now = resolve("changed.toml").values
         assert {key: values_now[key] for key in change} == change
 
 
-@pytest.mark.parametrize("keys", ["mode = 'full'", "preset = 'speed'", "budget = '1GiB'", ""])
+@pytest.mark.parametrize(
+    "keys", ["mode = 'full'", "preset = 'speed'", "preset = 'stock'", "budget = '1GiB'", ""]
+)
 @pytest.mark.parametrize("table", [{"*": "recompute"}, {}])
 def test_a_checkpointing_is_a_file_that_loads_over_any_policy(
     table: dict[str, str], keys: str, config: Loader, folder: Path
@@ -535,7 +536,7 @@ def test_a_checkpointing_is_a_file_that_loads_over_any_policy(
     (folder / "config.toml").write_text(dump(now))
     values = with_defaults(identity(now))
     solved = Checkpointing(nbytes=9, ms=1.0, table=table)
-    for made in (solved.keys(values), solved.budget_keys(values)):
+    for made in (solved.keys(values), solved.keys(values, with_budget=True)):
         lines = [f"{key} = {to_toml(value)}" for key, value in made.items()]
         (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
         policy: Any = resolve("changed.toml").config.activation_checkpoint

@@ -1,11 +1,13 @@
 """`titan_ext dry-run --machine`: what the clock of a step counts, and how streams wait."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tests.helpers.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.base.machines import KINDS, MACHINES, machine_toml
 from titan_ext.base.op_cost import collective_ms, op_cost
+from titan_ext.plan import time as plan_time
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LiveBytes, MemoryKind
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
@@ -43,6 +46,9 @@ class Timed(NamedTuple):
     time: StepTime
     float8: int
     """Bytes that the float8 policy keeps, and those of what it keeps them of."""
+    flops: int
+    """FLOPs of the kernels that ran, and bytes that the codec read and wrote."""
+    codec: int
 
 
 def _time(calls: Sequence[tuple[Run, dict[str, Any]]], folder: Path) -> list[Timed]:
@@ -50,12 +56,22 @@ def _time(calls: Sequence[tuple[Run, dict[str, Any]]], folder: Path) -> list[Tim
     with as_rank(calls[0][0].world, 0):
         for run, arguments in calls:
             given: dict[str, Any] = {"machine": "h100", **arguments}
-            done = dry_run(planned_config(run, folder), run.world, **given)
+            counted: Counter[str] = Counter()
+
+            def counting(func: Any, *operation: Any, counted: Any = counted) -> Any:
+                cost = op_cost(func, *operation)
+                counted["flops"] += cost.flops
+                if func._schema.name.startswith("titan_ext::float8_"):
+                    counted["codec"] += cost.nbytes
+                return cost
+
+            with mock.patch.object(plan_time, "op_cost", counting):
+                done = dry_run(planned_config(run, folder), run.world, **given)
             assert done.time is not None
             rows = memory_report_of(done.model_parts).rows()
             kept = [row for row in rows if row.treatment.startswith("float8")]
             float8 = sum(row.nbytes + row.original_nbytes for row in kept)
-            found.append(Timed(done.time, float8))
+            found.append(Timed(done.time, float8, counted["flops"], counted["codec"]))
     return found
 
 
@@ -84,17 +100,16 @@ def _count(run: Run, folder: Path) -> int:
 def test_the_flops_are_those_of_a_real_step(tmp_path: Path):
     on_a_cpu = {"as_on_a_gpu": False}
     planned = _timed(tmp_path, *((replace(ONE, ac=ac), on_a_cpu) for ac in ("none", "full")))
-    none, full = (each.time.flops for each in planned)
+    none, full = planned
     real_none, real_full = (
         run_ranks(_count, 1, replace(ONE, ac=ac), tmp_path, log_folder=tmp_path / f"real-{ac}")[0]
         for ac in ("none", "full")
     )
-    assert sum(none.values()) == real_none
-    assert sum(full.values()) == real_full
-    assert full[Category.RECOMPUTE] == real_full - real_none > 0
-    assert none.get(Category.RECOMPUTE, 0) == 0
+    assert none.flops == real_none
+    assert full.flops == real_full > real_none
+    assert full.time.ms[Category.RECOMPUTE] > 0 == none.time.ms[Category.RECOMPUTE]
     for category in (Category.FORWARD, Category.LOSS, Category.BACKWARD):
-        assert full[category] == none[category] > 0
+        assert full.time.ms[category] == pytest.approx(none.time.ms[category], rel=0.05)
 
 
 def _this_step_and_the_next(run: Run, folder: Path) -> list[StepTime | None]:
@@ -114,8 +129,8 @@ def test_the_one_step_is_steady(tmp_path: Path):
 
 
 def test_the_codec_reads_and_writes_what_is_kept_in_float8(tmp_path: Path):
-    ((time, float8),) = _timed(tmp_path, (replace(ONE, ac="fp8"), {}))
-    assert time.nbytes[Category.CODEC] == 2 * float8 > 0  # once in forward, once in backward
+    ((time, float8, _, codec),) = _timed(tmp_path, (replace(ONE, ac="fp8"), {}))
+    assert codec == 2 * float8 > 0  # once in forward, once in backward
     assert time.kernels["codec"] == pytest.approx(time.ms[Category.CODEC])
     aside = sum(time.kernels.values()) - time.step_ms  # one rank waits for nobody
     assert 0 < aside < time.kernels["copies"], "FSDP copies on streams of its own"
@@ -134,7 +149,6 @@ def test_steps_of_accumulation_and_links(tmp_path: Path):
     once, often, slower = (each.time for each in planned)
     assert often.tokens == 3 * once.tokens
     for category in (Category.FORWARD, Category.LOSS, Category.RECOMPUTE):
-        assert often.flops[category] == 3 * once.flops[category]
         assert often.ms[category] == pytest.approx(3 * once.ms[category])
     assert often.ms[Category.OPTIMIZER] == pytest.approx(once.ms[Category.OPTIMIZER])
     for category in set(once.ms) - set(WAITS):
@@ -161,7 +175,7 @@ def test_a_kind_that_was_measured_is_slowed_down_by_itself(tmp_path: Path):
 
 def test_a_pipeline_waits_for_its_other_stages(tmp_path: Path):
     run = Run(world=2, pp=2, parallelize="block", layers=2, global_batch=4)
-    ((time, _),) = _timed(tmp_path, (run, {}))
+    ((time, *_),) = _timed(tmp_path, (run, {}))
     busy = sum(
         ms
         for category, ms in time.ms.items()
@@ -181,7 +195,7 @@ def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[Category
     live = LiveBytes([nn.Identity()], [])
     clock = StepClock([], live, MACHINES["h100"])
     kept: list[torch.Tensor] = []
-    with FakeTensorMode(), clock:
+    with FakeTensorMode(), live, clock:
         body(torch.cpu.Stream(), kept)
     dist.destroy_process_group()
     return {category: clock.passes[0].ms.get(category, 0.0) for category in Category}
@@ -255,7 +269,7 @@ def test_copies_to_and_from_the_host_run_beside_the_computation():
     copy_ms, product_ms = 4 * GIB / h100.host * 1e3, 2 * 4096**3 / h100.fp32 * 1e3
     for frees, comes_back, copies in ((False, False, 0), (True, False, 1), (True, True, 2)):
         clock = StepClock([], live, h100)
-        with FakeTensorMode(), clock:
+        with FakeTensorMode(), live, clock:
             on_host, source, a = torch.empty(GIB), torch.empty(GIB), torch.empty(4096, 4096)
             live.own([on_host], MemoryKind.OFFLOADED)
             on_host.copy_(source)
@@ -302,7 +316,7 @@ def test_split_backwards_fill_a_pipeline():
     assert idle_share(orders, forward=1 / 3) == pytest.approx(1 / 6)
     assert idle_share(one_stage_actions("1F1B", 2, 2), forward=1 / 3) == pytest.approx(1 / 2)
     with pytest.raises(ValueError, match="wait for each other"):
-        idle_share({0: [Action("B", 0, 0)], 1: [Action("F", 1, 0), Action("B", 1, 0)]}, 0.5)
+        idle_share({0: [Action("B", 0, 0), Action("F", 0, 0)], 1: orders[1][:2]}, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from titan_ext.toml.files import extends_in, to_toml, written_for
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
-    from titan_ext.plan.memory import DeviceMemory
 
 _Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
 _MODEL = "imbalance", "machine", "stock"
@@ -92,13 +91,11 @@ class DryRun:
         from titan_ext.config_registry.resolve import resolve
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import dry_run
-        from titan_ext.plan.memory import DeviceMemory
         from titan_ext.plan.report import to_json, write
         from titan_ext.plan.stand_ins import as_rank, as_stock
         from titan_ext.run.budget import solve_in_dry_run
         from titan_ext.toml.convert import dump, identity
 
-        budget = None if memory is None else DeviceMemory(memory=memory)
         with as_rank(self.ranks, self.rank, machine.ranks_per_node, machine.nvlink_domain):
             capability = machine.capability if self.machine else None
             with no_accelerator.as_with_an_accelerator(capability):
@@ -115,7 +112,7 @@ class DryRun:
                     "expert-parallel degree, at which the rank's experts get all tokens."
                 )
             if self.activations:
-                self._plan_activations(resolved, budget)
+                self._plan_activations(resolved, memory)
                 return
             if self.stock:
                 as_stock(config)
@@ -131,7 +128,7 @@ class DryRun:
                     config,
                     self.ranks,
                     self.rank,
-                    budget=budget,
+                    memory=memory,
                     machine=self.machine,
                     imbalance=self.imbalance,
                 )
@@ -180,7 +177,7 @@ class DryRun:
         )
         Mistakes(problem for is_wrong, problem in rows if is_wrong).raise_all()
 
-    def _plan_activations(self, resolved: "Resolved", memory: "DeviceMemory | None") -> None:
+    def _plan_activations(self, resolved: "Resolved", memory: int | None) -> None:
         from titan_ext.plan.dry_run import plan_activations
 
         changed = [f"{key} = {value}" for key, value, _ in resolved.given()]

@@ -18,8 +18,7 @@ import tyro
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes, duration, size_of
 from titan_ext.config_registry.terminal import progress_of
-from titan_ext.toml.files import check_new_file, to_toml
-from titan_ext.toml.files import extends_in
+from titan_ext.toml.files import check_new_file, extends_in, to_toml
 
 if TYPE_CHECKING:
     from titan_ext.plan.search import Search
@@ -74,17 +73,16 @@ class Tune:
         nodes = machine.ranks_per_node, machine.nvlink_domain
         with tempfile.TemporaryDirectory() as folder, as_rank(self.ranks, self.rank, *nodes):
             search, given = self.search(flags, Path(folder))
-            stopped = False
             if self.verbose:
                 search.say = lambda text: print(f"-- {text}", flush=True)
             try:
                 with search.forks, progress_of(search):
                     search.run()
             except KeyboardInterrupt:
-                stopped = True
                 if not search.tried:
                     raise SystemExit(_INTERRUPTED) from None
-        self._report(search, given, stopped)
+                print("stopped: the best so far, by plans of shortened models")
+        self._report(search, given)
         took = duration(time.monotonic() - started)
         print(f"{len(search.tried)} plans in {took}, {sum(os.times()[:4]):.0f} CPU seconds")
         if not search.best.fits:
@@ -93,7 +91,7 @@ class Tune:
     def _check(self) -> None:
         machine_of(self.machine)
         default = _MEMORY.get(self.machine, "")
-        for is_wrong, problem in (
+        rows = (
             (not 0 <= self.rank < self.ranks, f"--rank is {self.rank}; expected one of --ranks."),
             (
                 not (self.memory or default),
@@ -104,9 +102,8 @@ class Tune:
                 self.exact and self.batch == "free",
                 "--exact changes no result, and --batch free does.",
             ),
-        ):
-            if is_wrong:
-                raise ValueError(problem)
+        )
+        Mistakes(problem for is_wrong, problem in rows if is_wrong).raise_all()
         if self.out is not None:
             check_new_file(self.out)
         self.memory = self.memory or default
@@ -117,8 +114,7 @@ class Tune:
         from titan_ext.config_registry.resolve import resolve
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.forks import Forks
-        from titan_ext.plan.memory import DeviceMemory
-        from titan_ext.plan.moves import Effect, Facts
+        from titan_ext.plan.moves import Facts
         from titan_ext.plan.search import Job, Search, degrees, with_defaults
         from titan_ext.plan.shorten import Depths
         from titan_ext.toml.convert import dump, identity
@@ -146,7 +142,7 @@ class Tune:
 
         assert config.model_spec is not None
         layers = getattr(config.model_spec.model, "layers", [])
-        moes = [moe for layer in layers if (moe := getattr(layer, "moe", None)) is not None]
+        experts = [moe.num_experts for layer in layers if (moe := getattr(layer, "moe", None))]
         memory, host = size_of("--memory", self.memory), size_of("--host-memory", self.host_memory)
         assert memory is not None
         job = Job(
@@ -155,11 +151,11 @@ class Tune:
             facts=Facts(
                 self.ranks,
                 machine.ranks_per_node,
-                experts=moes[0].num_experts if moes else 0,
+                experts=experts[0] if experts else 0,
                 is_batch_free=self.batch == "free",
                 host_nbytes=(host or 0) // machine.ranks_per_node,
             ),
-            memory=DeviceMemory(memory=memory),
+            memory=memory,
             machine=self.machine,
             rank=self.rank,
             imbalance=self.imbalance,
@@ -167,20 +163,12 @@ class Tune:
             depths=Depths.of(config),
         )
         forks = Forks(job.plan, self.processes or len(os.sched_getaffinity(0)), degrees)
-        return Search(job, forks, Effect.NONE if self.exact else Effect.LOSSY), given
+        return Search(job, forks), given
 
-    def _report(self, search: "Search", given: Mapping[str, str], stopped: bool) -> None:
+    def _report(self, search: "Search", given: Mapping[str, str]) -> None:
         from titan_ext.plan import tuned
 
-        if stopped:
-            print("stopped: the best so far, by plans of shortened models")
-        print(*tuned.table(search), sep="\n")
-        lines = [
-            f"{', '.join(f'{k} = {to_toml(v)}' for k, v in keys.items())}\n    {words}"
-            for keys, words in tuned.changes(search)
-        ]
-        print("", *(lines or ["yours is the fastest that was found."]), "", sep="\n")
-        print(*tuned.words(search), sep="\n")
+        print(*tuned.report(search), sep="\n")
         if self.out is None:
             return
         extends = extends_in(self.out.parent, self.config)
@@ -189,6 +177,5 @@ class Tune:
         self.out.write_text("\n".join(tuned.file_lines(search, extends, given, about)) + "\n")
         title = f"{self.config} on {self.ranks} {self.machine}, {self.memory} each"
         tuned.write(search, self.out.parent, self.out.stem, title)
-        print(
-            f"\n{self.out} extends {extends}; {self.out.with_suffix('.png')} has all that was tried"
-        )
+        picture = self.out.with_suffix(".png")
+        print(f"\n{self.out} extends {extends}; {picture} has all that was tried")

@@ -41,10 +41,10 @@ from titan_ext.components.early_scores import with_early_scores
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.plan.live import LASTING, LiveBytes
-from titan_ext.plan.memory import DeviceMemory, MemoryPlan
+from titan_ext.plan.memory import MemoryPlan
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
-from titan_ext.plan.time import Category, Span, StepClock, StepTime
+from titan_ext.plan.time import Category, StepClock, StepTime
 from titan_ext.run.budget import BudgetPlan, TracedBlocks, settings_of, without_checkpointing
 from titan_ext.run.checks import LoRATargets
 from titan_ext.run.trainer import Trainer
@@ -74,7 +74,7 @@ class DryRun(Trainer):
         """Parameter count of the whole, unsharded model."""
         self.memory: MemoryPlan | None = None
         self.time: StepTime | None = None
-        self.spans: Sequence[Span] = ()
+        self.clock: StepClock | None = None
         self.imbalance = 1.0
         self.dispatchers: Sequence[str] = ()
         """Names of the dispatchers that are planned as Titan's all-to-all."""
@@ -204,7 +204,7 @@ class DryRun(Trainer):
                 "NVFP4 and float8 experts need Triton, which torch lacks where it sees no GPU."
             ) from error
 
-    def plan(self, budget: DeviceMemory | None, machine: str = "") -> None:
+    def plan(self, memory: int | None, machine: str = "") -> None:
         """Run a step, steady as any but a run's first; count what it holds, or its time."""
         self._start_as_second_step()
         offloads = self.config.training.enable_cpu_offload
@@ -214,13 +214,13 @@ class DryRun(Trainer):
         )
         clock = None
         if machine:
-            clock = StepClock(self.model_parts, live, machine_of(machine))
+            self.clock = clock = StepClock(self.model_parts, live, machine_of(machine))
         with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
-        if budget is not None:
-            self.memory = MemoryPlan.of(live, budget, ranks_per_node())
+        if memory is not None:
+            self.memory = MemoryPlan.of(live, memory, ranks_per_node())
         if clock is not None:
-            self.time, self.spans = self._step_time(clock, machine), clock.spans
+            self.time = self._step_time(clock, machine)
 
     @property
     def _compiled(self) -> Sequence[str]:
@@ -391,7 +391,7 @@ def dry_run(
     ranks: int,
     rank: int = 0,
     *,
-    budget: DeviceMemory | None = None,
+    memory: int | None = None,
     machine: str = "",
     as_on_a_gpu: bool = True,
     imbalance: float = 1.0,
@@ -403,7 +403,7 @@ def dry_run(
         config: It is changed.
         ranks: Of the job.
         rank: The one to be.
-        budget: Plan the memory, too, and hold it against this.
+        memory: Plan the memory, too, and hold it against these bytes of a device.
         machine: Time the step, too, on this one, as ``machine_of`` takes it.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
@@ -424,8 +424,8 @@ def dry_run(
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
     run.imbalance, run.dispatchers, run.weights = imbalance, dispatchers, weights
-    if budget is not None or machine:
-        run.plan(budget, machine)
+    if memory is not None or machine:
+        run.plan(memory, machine)
     elif step:
         run.run_step()
     return run
@@ -437,7 +437,7 @@ def plan_activations(
     rank: int = 0,
     *,
     budget: int | None,
-    memory: DeviceMemory | None = None,
+    memory: int | None = None,
     imbalance: float = 1.0,
     machine: str = "h100",
     as_on_a_gpu: bool = True,
@@ -453,7 +453,7 @@ def plan_activations(
         without_checkpointing(config),
         ranks,
         rank,
-        budget=memory if budget is None else None,
+        memory=memory if budget is None else None,
         imbalance=imbalance,
         as_on_a_gpu=as_on_a_gpu,
         step=False,

@@ -13,7 +13,7 @@ import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -83,13 +83,13 @@ _MAKERS = {
 }
 """Functions whose storages are of a kind."""
 
-ASKS_DEVICE = torch.ops.prim.device.default
+_ASKS_DEVICE = torch.ops.prim.device.default
 """More than half of what reaches a mode where tensors are fake, and no operation."""
 _MADE_BY = {
     "titan_ext::float8_quantize": MemoryKind.FLOAT8,
     "_c10d_functional::all_to_all_single": MemoryKind.ALL_TO_ALL,
 }
-PLAIN_TYPES = {torch.Tensor, nn.Parameter, FakeTensor}
+_PLAIN_TYPES = {torch.Tensor, nn.Parameter, FakeTensor}
 _PASSING = (MemoryKind.TEMPORARY, MemoryKind.LOSS)
 _TAKES_GRADIENTS = "fsdp::chunk_cat"
 
@@ -122,6 +122,7 @@ class LiveBytes(TorchDispatchMode):
         groups: Names of the process groups that communicated.
         events: Storages as they are made and freed, for ``plan.pools``.
         states_at, step_at: Where optimizer states and the step begin in ``events``.
+        then: Called with each operation, its arguments and its result, after it is counted.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.phases: list[Peak] = []
         self.groups: set[str] = set()
+        self.then: Callable[[Any, Any, Any, Any], None] = lambda *operation: None
         self._parts = parts
         self.on_host = frozenset(on_host) | {MemoryKind.OFFLOADED}
         self.host_peak = 0
@@ -235,14 +237,20 @@ class LiveBytes(TorchDispatchMode):
         self._handles.clear()
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
-        if not PLAIN_TYPES.issuperset(types):
+        if not _PLAIN_TYPES.issuperset(types):
             return NotImplemented  # the class then runs its own operations, which come here
-        if func is ASKS_DEVICE:
+        if func is _ASKS_DEVICE:
             return func(*args)
         kwargs, name = kwargs or {}, func._schema.name
         if name == "_c10d_functional::wait_tensor" and type(args[0]) is FakeTensor:
-            return args[0]  # as on real tensors; the fake one is new
-        out = func(*args, **kwargs)
+            out = args[0]  # as on real tensors; the fake one is new
+        else:
+            out = func(*args, **kwargs)
+            self._count(func, name, args, kwargs, out)
+        self.then(func, args, kwargs, out)
+        return out
+
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         self._operations += 1
         read = []
         for tensor in tensors_in((args, kwargs)):
@@ -263,7 +271,6 @@ class LiveBytes(TorchDispatchMode):
         if "c10d" in name:
             self.groups.update(group.group_name for group in groups_of(args))
         self._see_peak()
-        return out
 
     def _region(self) -> str:
         """The compiled module whose operations run; "" if they are not compiled."""

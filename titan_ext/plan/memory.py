@@ -12,28 +12,20 @@ from dataclasses import dataclass, field
 from titan_ext.base.messages import format_bytes
 from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 
-_MIB = 2**20
+CONTEXT, COMMUNICATOR = 600 * 2**20, 600 * 2**20
+"""Bytes of CUDA's context, with cuBLAS's workspaces, and of NCCL for each process group that
+communicates: guesses."""
 BAND, COMPILED_BAND = 0.08, 0.12
 """Share of what is reserved, eager and compiled: nine of ten published figures lie within it. It is
 measured (docs/plan.md)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
-    """The memory of a device in bytes, and what of it is set aside."""
-
-    memory: int
-    context: int = 600 * _MIB
-    """Bytes of CUDA's context, with cuBLAS's workspaces: a guess."""
-    communicator: int = 600 * _MIB
-    """Bytes of NCCL for each process group that communicates: a guess."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """The memory that a rank needs in a steady step, beside what it has."""
 
-    budget: DeviceMemory
+    memory: int
+    """Bytes of the device."""
     peak: Peak
     phases: Sequence[Peak]
     communicators: int
@@ -46,9 +38,9 @@ class MemoryPlan:
     is_compiled: bool = False
 
     @classmethod
-    def of(cls, live: LiveBytes, budget: DeviceMemory, ranks_per_node: int = 1) -> "MemoryPlan":
+    def of(cls, live: LiveBytes, memory: int, ranks_per_node: int = 1) -> "MemoryPlan":
         return cls(
-            budget,
+            memory,
             live.peak,
             live.phases,
             communicators=len(live.groups),
@@ -70,7 +62,7 @@ class MemoryPlan:
 
     @property
     def _fixed(self) -> int:
-        return self.budget.context + self.budget.communicator * self.communicators
+        return CONTEXT + COMMUNICATOR * self.communicators
 
     @property
     def _unused(self) -> float:
@@ -102,7 +94,7 @@ class MemoryPlan:
         return self._spare(self.peak)
 
     def _spare(self, phase: Peak) -> int:
-        return self.budget.memory - phase.nbytes - self._allowance(phase)
+        return self.memory - phase.nbytes - self._allowance(phase)
 
     def room(self, phase: Peak) -> int:
         """Bytes that could be made at ``phase``; negative if it has more than surely fit.
@@ -110,7 +102,7 @@ class MemoryPlan:
         The band of a step that fills the memory stays free: at the peak this is negative just where
         ``surely_spare`` is, and says how much larger the step may grow.
         """
-        band = (self.budget.memory - self._fixed) * self._share / (1 + self._share)
+        band = (self.memory - self._fixed) * self._share / (1 + self._share)
         return int((self._spare(phase) - band) / (1 + max(self._unused, 0.0)))
 
     def left_for_blocks(self, everything: int, one: int) -> int:
@@ -145,9 +137,7 @@ class MemoryPlan:
         if self.is_uncertain:
             fits = f"uncertain, {'it may fit' if self.spare >= 0 else 'it may not fit'}"
         margin = f"{_gib(abs(self.spare))} GiB {'to spare' if self.spare >= 0 else 'too many'}"
-        return (
-            f"{fits} in {_gib(self.budget.memory)} GiB, {margin}; peak of {rank}: {self.peak.phase}"
-        )
+        return f"{fits} in {_gib(self.memory)} GiB, {margin}; peak of {rank}: {self.peak.phase}"
 
     def table(self) -> Iterator[str]:
         """Lines of a report, one for each kind of storage at the peak, in GiB."""
@@ -173,8 +163,8 @@ class MemoryPlan:
             f"pools of other streams{fused}"
         )
         yield (
-            f"{_gib(self._fixed):>8}  guessed: {_gib(self.budget.context)} context and cuBLAS, "
-            f"{_gib(self.budget.communicator)} for each of {self.communicators} communicators"
+            f"{_gib(self._fixed):>8}  guessed: {_gib(CONTEXT)} context and cuBLAS, "
+            f"{_gib(COMMUNICATOR)} for each of {self.communicators} communicators"
         )
 
 

@@ -8,7 +8,7 @@ acts on little need not be tried.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import StrEnum
 from typing import Any
 
 from titan_ext.base.op_cost import Nodes
@@ -30,12 +30,12 @@ _FACTORS = (8, 4, 2, 0.5, 0.25, 0.125)
 """Factors of the degrees and batches that are tried from one of them."""
 
 
-class Effect(IntEnum):
+class Effect(StrEnum):
     """Effect of a move on results; none changes the optimizer's mathematics."""
 
-    NONE = 0
-    ROUNDING = 1
-    LOSSY = 2
+    NONE = "no result changes"
+    ROUNDING = "rounds otherwise"
+    LOSSY = "lossy: losses are in docs/fsdp_units.md"
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,18 @@ class Move:
     """Changes to try.
 
     Attributes:
+        words: What they do, for the line of a TOML file.
+        changes: Of a config as it is now; each is tried by itself.
         shortens: The categories of time that they can shorten.
         frees: The memory that they can free, for activations.
         effect: On results.
-        words: What they do, for the line of a TOML file.
-        changes: Of a config as it is now; each is tried by itself.
     """
 
-    shortens: tuple[Category, ...]
-    frees: tuple[MemoryKind, ...]
-    effect: Effect
     words: str
     changes: Callable[[Keys, Facts], Iterable[Keys]]
+    shortens: tuple[Category, ...]
+    frees: tuple[MemoryKind, ...] = ()
+    effect: Effect = Effect.NONE
 
 
 def _values(key: str, *values: Any) -> Callable[[Keys, Facts], Iterator[Keys]]:
@@ -190,116 +190,105 @@ _HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL, MemoryKind.
 
 MOVES = (
     Move(
-        _SENDS,
-        (),
-        Effect.ROUNDING,
         "half of a batch computes while tokens of the other travel",
         _if_experts(_halves),
+        _SENDS,
+        effect=Effect.ROUNDING,
     ),
     Move(
-        _SENDS,
-        (),
-        Effect.ROUNDING,
         "a token travels once to a rank or a node where several of its experts live",
         _if_experts(_rows),
+        _SENDS,
+        effect=Effect.ROUNDING,
     ),
     Move(
-        _SENDS,
-        (),
-        Effect.LOSSY,
         "tokens travel in float8",
         _if_experts(_values("parallelism.exchange_dtype", "float8")),
+        _SENDS,
+        effect=Effect.LOSSY,
     ),
     Move(
-        (Category.GATHERS, Category.REDUCTIONS),
-        _UNSHARDED,
-        Effect.LOSSY,
         "experts are gathered in float8",
         _if_sharded(_values(f"{_FSDP_KEY}float8_all_gather", "experts")),
-    ),
-    Move(
-        (Category.GATHERS,),
-        (),
-        Effect.LOSSY,
-        "the matrices of blocks are gathered in float8",
-        _values(f"{_FSDP_KEY}float8_all_gather", "blocks"),
-    ),
-    Move(
         (Category.GATHERS, Category.REDUCTIONS),
         _UNSHARDED,
-        Effect.ROUNDING,
+        effect=Effect.LOSSY,
+    ),
+    Move(
+        "the matrices of blocks are gathered in float8",
+        _values(f"{_FSDP_KEY}float8_all_gather", "blocks"),
+        (Category.GATHERS,),
+        effect=Effect.LOSSY,
+    ),
+    Move(
         "gradients of experts travel in bfloat16, and are summed in float32",
         _if_sharded(_values(f"{_FSDP_KEY}expert_reduce_scatter", "bfloat16")),
+        (Category.GATHERS, Category.REDUCTIONS),
+        _UNSHARDED,
+        effect=Effect.ROUNDING,
     ),
     Move(
-        (Category.RECOMPUTE, Category.EXCHANGES),
-        _HELD,
-        Effect.ROUNDING,
         "routing scores before the last GEMM of experts, whose output need not be kept",
         _if_moe(_values(SCORES, True)),
+        (Category.RECOMPUTE, Category.EXCHANGES),
+        _HELD,
+        effect=Effect.ROUNDING,
     ),
     Move(
-        (*_SENDS, Category.RECOMPUTE),
-        (MemoryKind.ALL_TO_ALL,),
-        Effect.NONE,
         "whether a recompute sends tokens again",
         _if_experts(_values("parallelism.save_all_to_all", "always", "never")),
+        (*_SENDS, Category.RECOMPUTE),
+        (MemoryKind.ALL_TO_ALL,),
     ),
     Move(
-        _SENDS,
-        (),
-        Effect.NONE,
         "shared experts run while tokens travel back",
         _if_experts(_shared_experts),
+        _SENDS,
     ),
     Move(
-        (Category.GATHERS, Category.REDUCTIONS, Category.COPIES),
-        _UNSHARDED,
-        Effect.NONE,
         "what one FSDP unit is",
         _values(f"{_FSDP_KEY}wrap", "auto", "submodule", "experts", "block"),
+        (Category.GATHERS, Category.REDUCTIONS, Category.COPIES),
+        _UNSHARDED,
     ),
     Move(
-        (Category.GATHERS, Category.COPIES),
-        _UNSHARDED,
-        Effect.NONE,
         "whether units are gathered again in backward",
         _reshard,
+        (Category.GATHERS, Category.COPIES),
+        _UNSHARDED,
     ),
     Move(
-        (Category.GATHERS,),
-        _UNSHARDED,
-        Effect.NONE,
         "how many units are gathered ahead",
         _values(f"{_FSDP_KEY}prefetch", "auto", 1, 2),
+        (Category.GATHERS,),
+        _UNSHARDED,
     ),
     Move(
-        (Category.RECOMPUTE, Category.CODEC),
-        _HELD,
-        Effect.NONE,
         "activations wait on the host",
         _offload,
+        (Category.RECOMPUTE, Category.CODEC),
+        _HELD,
     ),
     Move(
-        (*_SENDS, *_FSDP, *_KERNELS, Category.RECOMPUTE, Category.BUBBLE),
-        _HELD,
-        Effect.ROUNDING,
         "sequences at once on a rank: more of them are fewer passes for the same tokens",
         _batches,
+        (*_SENDS, *_FSDP, *_KERNELS, Category.RECOMPUTE, Category.BUBBLE),
+        _HELD,
+        effect=Effect.ROUNDING,
     ),
     Move(
-        (*_SENDS, *_FSDP, *_KERNELS, Category.OPTIMIZER),
-        (*LASTING, *_UNSHARDED),
-        Effect.ROUNDING,
         "ranks among which tokens travel to their experts",
         _ep,
+        (*_SENDS, *_FSDP, *_KERNELS, Category.OPTIMIZER),
+        (*LASTING, *_UNSHARDED),
+        effect=Effect.ROUNDING,
     ),
     Move(
-        (*_FSDP, Category.OPTIMIZER),
-        (*LASTING, *_UNSHARDED),
-        Effect.ROUNDING,
         "copies of the model, each sharded over fewer ranks",
         _replicate,
+        (*_FSDP, Category.OPTIMIZER),
+        (*LASTING, *_UNSHARDED),
+        effect=Effect.ROUNDING,
     ),
 )
 

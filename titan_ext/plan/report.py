@@ -38,6 +38,9 @@ _LIMIT_IN_SIGHT = 4
 """Times the peak: a limit above that is named, not drawn."""
 
 
+_OF_MEMORY = "allowance", "spare", "communicators", "host_peak", "unsharded"
+
+
 def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Every figure of a plan, in bytes, and in ms if the step was timed.
 
@@ -52,22 +55,16 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "uncertain": plan.is_uncertain,
         "reserved": sum(plan.reserved.values()),
         "reserved_aside": sum(n for stream, n in plan.reserved.items() if stream),
-        "memory": plan.budget.memory,
-        "allowance": plan.allowance,
-        "spare": plan.spare,
-        "communicators": plan.communicators,
-        "host_peak": plan.host_peak,
-        "unsharded": plan.unsharded,
-        "ranks": run.ranks,
-        "rank": run.rank,
+        "memory": plan.memory,
+        **{key: getattr(plan, key) for key in _OF_MEMORY},
+        **{key: getattr(run, key) for key in ("ranks", "rank", "imbalance")},
         "ranks_per_node": ranks_per_node(),
         "nvlink_domain": nvlink_domain(),
         "name": run.name(),
-        "imbalance": run.imbalance,
         "peak": _phase(plan.peak),
         "moments": [_phase(phase) for phase in plan.phases],
         "on_host": sorted(_key(kind) for kind in plan.on_host),
-        "time": None if run.time is None else _time(run.time),
+        "time": _time(run.time) if run.time else None,
         "config": as_json(config),
         "versions": versions(),
     }

@@ -22,7 +22,7 @@ benchmarks/tune_check.py holds the search against all configs of a small grid.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from titan_ext.activation_checkpoint import FP8AC
@@ -32,7 +32,7 @@ from titan_ext.base.messages import Mistakes
 from titan_ext.parallelize.limits import wrong_degrees
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import FailedError, Forks
-from titan_ext.plan.memory import DeviceMemory, MemoryKind, MemoryPlan
+from titan_ext.plan.memory import MemoryKind, MemoryPlan
 from titan_ext.plan.moves import (
     GLOBAL,
     MOVES,
@@ -83,28 +83,22 @@ class Checkpointing:
     table: Mapping[str, str]
     ms_of_a_byte: float = 0.0
 
-    def keys(self, now: Keys) -> dict[str, Any]:
-        """Keys of a config that has ``now``."""
+    def keys(self, now: Keys, *, with_budget: bool = False) -> dict[str, Any]:
+        """Keys of a config that has ``now``; ``with_budget`` for a person's file: a run solves."""
         if not self.table:
             return {f"{KEY}.policy": "none"}
+        if with_budget:
+            budget = f"{-(-self.nbytes // 2**20)}MiB"
+            return policy_keys(now, FP8AC.Config().preset) | {f"{KEY}.budget": budget}
         return policy_keys(now) | {f"{KEY}.op_policies": self.table}
-
-    def budget_keys(self, now: Keys) -> dict[str, Any]:
-        """Keys with a budget, for which the run solves, of a person's file."""
-        if not self.table:
-            return self.keys(now)
-        budget = f"{-(-self.nbytes // 2**20)}MiB"
-        return policy_keys(now, FP8AC.Config().preset) | {f"{KEY}.budget": budget}
 
 
 def policy_keys(now: Keys, preset: str = "stock") -> dict[str, Any]:
     """Policy "fp8" with a preset, without what ``now`` has in the way."""
-    usual = {"mode": "selective", "budget": "", "op_policies": {}, "solved_with": {}}
-    keys = {f"{KEY}.{name}": value for name, value in usual.items()}
-    keys |= {f"{KEY}.preset": preset}
+    wanted = {"mode": "selective", "budget": "", "op_policies": {}, "solved_with": {}}
+    keys = {f"{KEY}.{name}": value for name, value in {**wanted, "preset": preset}.items()}
     in_the_way = {key: value for key, value in keys.items() if now.get(key, value) != value}
-    always = {} if preset == FP8AC.Config().preset else {f"{KEY}.preset": preset}
-    return {f"{KEY}.policy": "fp8", **in_the_way, **always}
+    return {f"{KEY}.policy": "fp8", **in_the_way}
 
 
 def with_defaults(values: Keys) -> dict[str, Any]:
@@ -194,18 +188,18 @@ class Job:
         make: The config of the job with some keys changed; raises ValueError.
         values: Values of the config as the user has it, by dotted key, with ``with_defaults``.
         facts: What moves need to know.
-        memory: The memory of each GPU.
+        memory: Bytes of each GPU.
         machine: As ``base.machines.machine_of`` takes it.
         rank: The one to plan.
         imbalance: Tokens that the rank's experts get, for one if routing were balanced.
-        exact: Whether nothing may be stored in float8.
+        exact: Whether no result may change: nothing is stored in float8, and no move changes one.
         depths: Depths of the shortened models; None to plan whole ones.
     """
 
     make: Callable[[Keys], Any]
     values: Keys
     facts: Facts
-    memory: DeviceMemory
+    memory: int
     machine: str
     rank: int = 0
     imbalance: float = 1.0
@@ -251,7 +245,7 @@ class Job:
             self._config(keys, layers),
             self.facts.ranks,
             self.rank,
-            budget=self.memory,
+            memory=self.memory,
             machine=self.machine,
             imbalance=self.imbalance,
         )
@@ -302,10 +296,9 @@ class Job:
         if solved is None:
             return keys
         keys |= self._exempt if is_float8 else {}
-        of_policy = solved.budget_keys if with_budget else solved.keys
         if not with_budget and not any("offload" in policy for policy in solved.table.values()):
             keys.pop(OFFLOAD_LIMIT, None)
-        return keys | of_policy({**self.values, **keys})
+        return keys | solved.keys({**self.values, **keys}, with_budget=with_budget)
 
     @property
     def _exempt(self) -> dict[str, Any]:
@@ -343,6 +336,12 @@ class Tried:
     reason: str = ""
 
     @property
+    def planned(self) -> Plan:
+        """The plan of a candidate that starts."""
+        assert self.plan is not None
+        return self.plan
+
+    @property
     def fits(self) -> bool:
         return self.plan is not None and self.plan.fits
 
@@ -376,7 +375,6 @@ class Search:
     Attributes:
         job: What to tune.
         forks: Forks of ``job.plan``.
-        most: What changes may do to results.
         say: Is told what the search does next.
         own: The user's config.
         winner: What was found, planned as a whole model; None until then.
@@ -386,7 +384,6 @@ class Search:
 
     job: Job
     forks: Forks
-    most: Effect
     say: Callable[[str], None] = lambda text: None
     own: Tried = field(init=False)
     winner: Tried | None = None
@@ -425,11 +422,10 @@ class Search:
         new = [at for at, job in enumerate(jobs) if job not in self._tried]
         calls = [(asked[at], room, at_most, is_whole) for at in new]
         for place, plan in self.forks.run(calls):
-            at = new[place]
-            one = Tried(choices=every[at], keys=asked[at])
-            failed = isinstance(plan, FailedError)
-            one = replace(one, reason=str(plan)) if failed else replace(one, plan=plan)
-            self._tried[jobs[at]] = one
+            at, reason = new[place], str(plan) if isinstance(plan, FailedError) else ""
+            self._tried[jobs[at]] = Tried(
+                choices=every[at], keys=asked[at], plan=None if reason else plan, reason=reason
+            )
         return [self._tried[job] for job in jobs]
 
     @property
@@ -442,6 +438,11 @@ class Search:
         """The winner, or the best so far."""
         return self.winner or self._best or self.tried[0]
 
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Keys of a person's file with the best, whose budget a run solves."""
+        return self.job.all_keys(self.best.keys, self.best.checkpointing, with_budget=True)
+
     def _go_on_from(self, found: Iterable[Tried]) -> bool:
         """Take the best of ``found`` if it beats the best so far; whether it does."""
         one = min(found, key=lambda one: one.order, default=self.best)
@@ -450,7 +451,7 @@ class Search:
         return is_better
 
     def _descend(self) -> None:
-        moves = [move for move in MOVES if move.effect <= self.most]
+        moves = [move for move in MOVES if move.effect is Effect.NONE or not self.job.exact]
         since = 0
         for move in itertools.cycle(moves):
             base = self.best
@@ -464,9 +465,8 @@ class Search:
 
     def _changes(self, move: Move, base: Tried) -> Iterator[Keys]:
         """Changes of a move, if it acts on categories that take a while."""
-        assert base.plan is not None
-        solved, time = base.plan.checkpointing, base.plan.time
-        nbytes = sum(base.plan.memory.peak.by_kind.get(kind, 0) for kind in move.frees)
+        (memory, time), solved = base.planned[:2], base.checkpointing
+        nbytes = sum(memory.peak.by_kind.get(kind, 0) for kind in move.frees)
         acts_on = sum(time.ms.get(category, 0.0) for category in move.shortens)
         acts_on += nbytes * (solved.ms_of_a_byte if solved else 0.0)
         if not base.fits or acts_on >= _WORTH * time.step_ms:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Time of one step on one rank of a machine, by what the step really runs.
 
-A dispatch mode sees each operation of a dry run's step, with the stream on which FSDP2 puts it. It
-gives it to a queue, one for each stream and communicator. An operation starts when its queue is
+``plan.live`` sees each operation of a dry run's step. With the stream on which FSDP2 puts it, it
+goes to a queue, one for each stream and communicator. An operation starts when its queue is
 free and what it reads is there, and takes what ``op_cost`` says. All collectives of a rank share
 two links, within its node and to others (``streams``). So it times every policy, layout and
 schedule that trains, and no formula repeats what they do. Kernels are ideal: nothing here knows of
@@ -13,9 +13,10 @@ sees: every stage of a pipeline is taken to be as long as its own, and sending t
 """
 
 import functools
+import itertools
 import math
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.base.machines import Machine, machine_of
@@ -40,7 +40,7 @@ from titan_ext.base.op_cost import (
     op_cost,
 )
 from titan_ext.base.tensors import has_values, in_backward, tensors_in
-from titan_ext.plan.live import ASKS_DEVICE, PLAIN_TYPES, LiveBytes, MemoryKind, fsdp_kind
+from titan_ext.plan.live import LiveBytes, MemoryKind, fsdp_kind
 from titan_ext.plan.streams import Item, Streams, Work
 
 
@@ -61,7 +61,6 @@ class Category(StrEnum):
     COLLECTIVES = "waits for other collectives"
     OFFLOAD = "waits for offloaded activations"
     BUBBLE = "waits for other stages"
-    OTHER = "data, metrics and other work, in a run alone"
 
 
 WAITS = (
@@ -95,43 +94,39 @@ class Pass:
     """One forward and backward (all microbatches of a pipeline), or what follows the last one."""
 
     ms: dict[Category, float] = field(default_factory=lambda: defaultdict(float))
-    flops: Counter[Category] = field(default_factory=Counter)
-    nbytes: Counter[Category] = field(default_factory=Counter)
     kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Milliseconds of kernels on all streams, and of messages, by ``op_cost.KINDS``."""
 
 
-class Span(NamedTuple):
-    """The work of a queue from ``start`` to ``end``, in ms; ``phase`` is that of ``LiveBytes``."""
+class _Label(NamedTuple):
+    """What work belongs to; ``phase`` is that of ``LiveBytes``, ``kernel`` one of ``KINDS``."""
 
-    queue: str
+    now: Pass
     category: Category
     phase: str
-    start: float
-    end: float
+    kernel: str
 
 
-class StepClock(TorchDispatchMode):
-    """Times a steady step: enter it inside of ``live``, and run the step.
+class StepClock:
+    """Times a steady step: enter it beside ``live``, and run the step.
 
     Streams depend on each other through storages. Who reads one waits until it is written. When one
     is freed, the stream that made it waits until the others have done with it, as FSDP2 does before
-    it lets go of a buffer. ``passes`` and ``spans`` are there when the step is over.
+    it lets go of a buffer. ``passes`` and ``streams``, with all work, are there when the step is
+    over.
 
     Args:
         parts: The models of this rank.
-        live: Says at which phase of the step the operations are.
+        live: Tells of the operations, and at which phase of the step they are.
         machine: Whose rates.
     """
 
     def __init__(self, parts: Sequence[nn.Module], live: LiveBytes, machine: Machine) -> None:
-        super().__init__()
         self.passes: list[Pass] = []
         """Passes, in the order in which they ran."""
-        self.spans: list[Span] = []
         self._parts, self._live, self._machine = parts, live, machine
-        self._compute = torch.cpu.current_stream()
-        self._streams = Streams()
+        self.compute = torch.cpu.current_stream()
+        self.streams = Streams()
         self._host: tuple[Item, ...] = ()
         """Items for which the host has waited last."""
         self._buffers: dict[int, _Buffer] = {}
@@ -153,19 +148,20 @@ class StepClock(TorchDispatchMode):
                 module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
-        return super().__enter__()
+        self._live.then = self._see
+        return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
+        self._live.then = lambda *operation: None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._buffers.clear()
         if exc_type is None:
             if self.passes:  # the step ends when this is waited for
-                self._add(self._compute, Category.OPTIMIZER, 0.0)
+                self._add(self.compute, Category.OPTIMIZER, 0.0)
             self._fuse()
-            self._streams.run()
+            self.streams.run()
             self._add_up()
 
     def _fuse(self) -> None:
@@ -175,31 +171,20 @@ class StepClock(TorchDispatchMode):
         never = self._live.never_made()
         for work, parts in self._fused:
             nbytes = sum(n for storage, n in parts if storage not in never)
-            slower = self._machine.slower.get(work.label[-1], 1.0)
+            slower = self._machine.slower.get(work.label.kernel, 1.0)
             work.ms = min(work.ms, nbytes / self._machine.memory * 1e3 * slower)
 
     def _add_up(self) -> None:
-        for queue, works in self._streams.queues.items():
-            name = str(queue) if isinstance(queue, str) else "stream of FSDP's"
-            name = "compute" if queue is self._compute else name
-            for work in works:
-                now, category, phase, kernel = work.label
-                assert work.end is not None
-                if kernel:
-                    now.kernels[kernel] += work.ms + work.on_link_ms
-                if queue is self._compute:
-                    now.ms[category] += work.ms
-                    for why, ms in self._streams.waits(work):
-                        now.ms[why] += ms
-                self.spans.append(Span(name, category, phase, work.start, work.end))
+        for work in itertools.chain(*self.streams.queues.values()):
+            if work.label.kernel:
+                work.label.now.kernels[work.label.kernel] += work.ms + work.on_link_ms
+        for work in self.streams.queues.get(self.compute, ()):
+            ms = work.label.now.ms
+            ms[work.label.category] += work.ms
+            for why, waited in self.streams.waits(work):
+                ms[why] += waited
 
-    def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
-        if not PLAIN_TYPES.issuperset(types):
-            return NotImplemented  # the class then runs its own operations, which come here
-        if func is ASKS_DEVICE:
-            return func(*args)
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self._live.phases[-1].phase
         if phase != self._phase:
             if phase in ("start", "clip") or not self.passes:
@@ -214,33 +199,30 @@ class StepClock(TorchDispatchMode):
             self._offload(*args[:2])
         elif not moves_nothing(func):
             self._run(func, stream, args, kwargs, out)
-        elif stream is not self._compute and "empty" in name:
+        elif stream is not self.compute and "empty" in name:
             for tensor in tensors_in(out):
                 self._buffer(tensor, made_on=stream)
-        return out
 
     # -- what runs
 
     def _add(
         self, queue: Any, category: Category, ms: float, kernel: str = "", **on_link: Any
     ) -> Item:
-        label = (self.passes[-1], category, self._phase, kernel)
-        return self._streams.add(queue, Work(ms, label=label, **on_link))
+        label = _Label(self.passes[-1], category, self._phase, kernel)
+        return self.streams.add(queue, Work(ms, label=label, **on_link))
 
     def _run(self, func: Any, stream: Any, args: Any, kwargs: Any, out: Any) -> None:
         used = tensors_in((args, kwargs))
         self._wait_for(stream, used)
         cost = op_cost(func, args, kwargs, out, self._machine)
-        category, now = self._category(func._schema.name), self.passes[-1]
-        end = self._add(stream, category, cost.ms, kernel_class(func._schema.name))
-        if stream is self._compute:
+        name = func._schema.name
+        end = self._add(stream, self._category(name), cost.ms, kernel_class(name))
+        if stream is self.compute:
             parts = self._live.fused(func, (*used, *tensors_in(out)))
             if parts is not None and not cost.flops:
-                self._fused.append((self._streams.queues[stream][end.index], parts))
-            now.flops[category] += cost.flops
-            now.nbytes[category] += cost.nbytes
+                self._fused.append((self.streams.queues[stream][end.index], parts))
         self._use(stream, used, end)
-        if stream is not self._compute or func._schema.name.startswith("fsdp::"):
+        if stream is not self.compute or name.startswith("fsdp::"):
             for tensor in (*tensors_in(out), *tensors_in(kwargs.get("out"))):
                 self._buffer(tensor, made_on=stream).ready[stream] = end
 
@@ -252,9 +234,9 @@ class StepClock(TorchDispatchMode):
         """A copy to or from the host runs beside the computation."""
         to_host = self._live.kind_of(target) is MemoryKind.OFFLOADED
         lane = "to the host" if to_host else "from the host"
-        self._streams.wait(lane, self._streams.last(self._compute))
+        self.streams.wait(lane, self.streams.last(self.compute))
         end = self._add(lane, Category.OFFLOAD, target.nbytes / self._machine.host * 1e3)
-        buffer = self._buffer(source if to_host else target, made_on=self._compute)
+        buffer = self._buffer(source if to_host else target, made_on=self.compute)
         buffer.why, buffer.used[lane] = Category.OFFLOAD, end  # it is not free before
         if not to_host:
             buffer.ready[lane] = end
@@ -277,10 +259,10 @@ class StepClock(TorchDispatchMode):
         (ms, link), (latency_ms, _) = cost(nbytes), cost(0)
         times *= self._machine.slower.get(why.name.lower(), 1.0)
         communicator = f"communicator {group.group_name}"
-        self._streams.wait(communicator, (*self._host, *self._streams.last(stream)))
+        self.streams.wait(communicator, (*self._host, *self.streams.last(stream)))
         if not is_functional and not all(self._known(x) for x in sent):
             # It made what is sent.
-            self._streams.wait(communicator, self._streams.last(self._compute))
+            self.streams.wait(communicator, self.streams.last(self.compute))
         end = self._add(
             communicator,
             why,
@@ -290,16 +272,16 @@ class StepClock(TorchDispatchMode):
             on_link_ms=times * (ms - latency_ms),
         )
         for tensor in tensors_in(out) if is_functional else sent:
-            buffer = self._buffer(tensor, made_on=self._compute)
+            buffer = self._buffer(tensor, made_on=self.compute)
             buffer.ready, buffer.why = {communicator: end}, why
         if not is_functional:
-            self._streams.wait(stream, [end], why)
+            self.streams.wait(stream, [end], why)
             self._use(communicator, sent, end)
         if why is Category.EXCHANGES and not has_values(sent[0]):
             # The host reads the counts, and gives out nothing before.
-            self._streams.wait("host", [end])
+            self.streams.wait("host", [end])
             self._host = (self._add("host", Category.HOST, SYNC_MS),)
-            self._streams.wait(stream, self._host, Category.HOST)
+            self.streams.wait(stream, self._host, Category.HOST)
 
     def _category(self, name: str) -> Category:
         if name.startswith("titan_ext::float8_"):
@@ -320,13 +302,13 @@ class StepClock(TorchDispatchMode):
     def _wait_for(self, queue: Any, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if (buffer := self._known(tensor)) is not None:
-                self._streams.wait(queue, buffer.ready.values(), buffer.why)
+                self.streams.wait(queue, buffer.ready.values(), buffer.why)
 
     def _use(self, queue: Any, tensors: Sequence[torch.Tensor], end: Item) -> None:
         for tensor in tensors:
             if (buffer := self._known(tensor)) is not None:
                 buffer.used[queue] = end
-                if queue is not self._compute:
+                if queue is not self.compute:
                     buffer.ready[queue] = end
 
     def _known(self, tensor: torch.Tensor) -> _Buffer | None:
@@ -343,7 +325,7 @@ class StepClock(TorchDispatchMode):
     def _freed(self, key: int, _: object) -> None:
         if (buffer := self._buffers.pop(key, None)) is not None:
             used = [end for queue, end in buffer.used.items() if queue is not buffer.made_on]
-            self._streams.wait(buffer.made_on, used, buffer.why)
+            self.streams.wait(buffer.made_on, used, buffer.why)
 
 
 @dataclass(frozen=True)
@@ -353,8 +335,6 @@ class StepTime:
     Attributes:
         machine: Name of the machine.
         ms: Of the compute stream, by what it does; their sum is the step's.
-        flops: Of its kernels, likewise; of a causal mask both halves.
-        nbytes: That they read and write.
         tokens: Of a step, for each GPU.
         flops_per_token: By Titan's formula; None where Titan reports no MFU either.
         is_measured: Whether these are rates of kernels in a run, and not a card's best.
@@ -365,8 +345,6 @@ class StepTime:
 
     machine: str
     ms: Mapping[Category, float]
-    flops: Mapping[Category, int]
-    nbytes: Mapping[Category, int]
     tokens: float
     flops_per_token: int | None
     is_measured: bool = False
@@ -390,8 +368,6 @@ class StepTime:
         return cls(
             ms=ms,
             kernels={k: math.fsum(one.kernels.get(k, 0.0) for one in repeated) for k in kinds},
-            flops=sum((one.flops for one in repeated), Counter()),
-            nbytes=sum((one.nbytes for one in repeated), Counter()),
             **others,
         )
 

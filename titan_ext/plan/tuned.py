@@ -11,12 +11,11 @@ from typing import Any
 
 from titan_ext.base.messages import format_bytes
 from titan_ext.plan.moves import Effect
-from titan_ext.plan.search import Search, Tried
+from titan_ext.plan.search import Plan, Search, Tried
 from titan_ext.plan.time import Category
 from titan_ext.toml.files import to_toml
 
 _GIB = 2**30
-_EFFECTS = {Effect.NONE: "no result changes", Effect.ROUNDING: "rounds otherwise"}
 _SEEN = 0.02
 """Share of a step: smaller categories are not spoken of."""
 _KERNELS = "faster kernels: torch.compile, float8 or MXFP8 converters, which are not tried here"
@@ -36,44 +35,54 @@ _FURTHER = {
 """Changes beyond ``tune`` that would shorten a category that is still large."""
 
 
+def report(search: Search) -> Iterator[str]:
+    """The user's config and the winner side by side, the winner's changes, and what is left."""
+    yield from table(search)
+    found = [
+        f"{', '.join(f'{key} = {to_toml(value)}' for key, value in keys.items())}\n    {words}"
+        for keys, words in changes(search)
+    ]
+    yield from ("", *(found or ["yours is the fastest that was found."]), "")
+    yield from words(search)
+
+
 def table(search: Search) -> Iterator[str]:
     """The user's config and the winner side by side."""
-    own, best = search.own, search.best
-    yield f"{'':48}{'yours':>12}{'tuned':>12}"
-    yield _row("tokens/s a GPU", *(f"{_per_second(one):,.0f}" for one in (own, best)))
-    yield _row("ms a step", *(f"{_ms(one):,.1f}" for one in (own, best)))
-    yield _row("GiB counted at the peak", *(f"{_peak(one) / _GIB:.2f}" for one in (own, best)))
-    yield _row("GiB to spare", *(f"{_spare(one) / _GIB:.2f}" for one in (own, best)))
+    own, best = plans = search.own.planned, search.best.planned
+    rows = [
+        ("", ["yours", "tuned"]),
+        ("tokens/s a GPU", [f"{plan.time.tokens_per_second:,.0f}" for plan in plans]),
+        ("ms a step", [f"{plan.time.step_ms:,.1f}" for plan in plans]),
+        ("GiB counted at the peak", [f"{plan.memory.peak.nbytes / _GIB:.2f}" for plan in plans]),
+        ("GiB to spare", [f"{plan.memory.spare / _GIB:.2f}" for plan in plans]),
+    ]
     for category in Category:
-        both = [one.plan.time.ms.get(category, 0.0) if one.plan else 0.0 for one in (own, best)]
+        both = [plan.time.ms.get(category, 0.0) for plan in plans]
         if max(both) >= 0.05:
-            yield _row(f"  {category}", *(f"{ms:,.1f}" for ms in both))
+            rows.append((f"  {category}", [f"{ms:,.1f}" for ms in both]))
+    for name, values in rows:
+        yield f"{name:<48.48}" + "".join(f"{value:>12}" for value in values)
     if not best.fits:
-        lacks = -best.plan.memory.surely_spare if best.plan else 0
-        yield f"nothing that was tried surely fits; the least lacks {format_bytes(lacks)}."
+        lacks = format_bytes(-best.memory.surely_spare)
+        yield f"nothing that was tried surely fits; the least lacks {lacks}."
     elif not own.fits:
         yield f"yours {_why_not(own)}: its times are of a step that would run out of memory."
-
-
-def _row(name: str, *values: str) -> str:
-    return f"{name:<48.48}" + "".join(f"{value:>12}" for value in values)
 
 
 def changes(search: Search) -> Iterator[tuple[Mapping[str, Any], str]]:
     """The winner's changes: keys of a file, and what they save and do."""
     best, solved = search.best, search.best.checkpointing
-    keys = search.job.all_keys(best.keys, solved, with_budget=True)
+    keys = search.changed
     for move in best.choices:
         mine = {key: keys.pop(key) for key in best.choices[move] if key in keys}
         if mine:
-            effect = _EFFECTS.get(move.effect, "lossy: losses are in docs/fsdp_units.md")
-            yield mine, f"{_saves(search, move)}: {move.words}; {effect}"
+            yield mine, f"{_saves(search, move)}: {move.words}; {move.effect}"
     if keys and solved is not None:
         held = format_bytes(solved.nbytes)
         words = f"{held} of activations are kept, and {solved.ms:.0f} ms recomputed"
         words = words if solved.table else "no checkpointing: there is room for everything"
         exact = search.job.exact or not solved.table
-        effect = _EFFECTS[Effect.NONE] if exact else "what is kept in float8 is rounded"
+        effect = Effect.NONE if exact else "what is kept in float8 is rounded"
         yield keys, f"{_saves(search, None)}: {words}; {effect}"
 
 
@@ -83,7 +92,7 @@ def _saves(search: Search, move: Any) -> str:
         return "needed by the others" if without is not None else "goes with the others"
     best = search.compared
     if not without.fits:
-        freed = format_bytes(max(_spare(best) - _spare(without), 0))
+        freed = format_bytes(max(best.planned.memory.spare - without.planned.memory.spare, 0))
         return f"frees {freed}" + (", without which it may not fit" if search.best.fits else "")
     ms = (without.us_per_token - best.us_per_token) * without.plan.time.tokens / 1e3
     return f"saves {ms:,.0f} ms" if ms >= 1 else f"saves {ms:.1f} ms"
@@ -91,13 +100,16 @@ def _saves(search: Search, move: Any) -> str:
 
 def file_lines(search: Search, extends: str, given: Mapping[str, str], about: str) -> list[str]:
     """A TOML file with the winner's changes, and the flags that were ``given`` to the command."""
-    best, own = search.best, search.own
-    reaches = f"{_per_second(best):,.0f} tokens/s a GPU, {_ms(best):,.0f} ms a step"
+    best, own = (
+        f"{plan.time.tokens_per_second:,.0f} tokens/s a GPU, {plan.time.step_ms:,.0f} ms a step, "
+        f"{plan.memory.peak.nbytes / _GIB:.1f} GiB"
+        for plan in (search.best.planned, search.own.planned)
+    )
+    verdict = "" if search.own.fits else f", which {_why_not(search.own.planned)}"
     lines = [
         f"# {about}",
-        f"# Planned, not measured: {reaches}, {_peak(best) / _GIB:.1f} GiB.",
-        f"# Without the changes: {_per_second(own):,.0f} tokens/s, {_ms(own):,.0f} ms,"
-        f" {_peak(own) / _GIB:.1f} GiB{'' if own.fits else f', which {_why_not(own)}'}.",
+        f"# Planned, not measured: {best}.",
+        f"# Without the changes: {own}{verdict}.",
         f"extends = {to_toml(extends)}",
     ]
     found = list(changes(search))
@@ -110,8 +122,7 @@ def file_lines(search: Search, extends: str, given: Mapping[str, str], about: st
 
 def words(search: Search) -> Iterator[str]:
     """Lines on where the time goes now, and on what would have to change to go further."""
-    assert search.best.plan is not None
-    time = search.best.plan.time
+    time = search.best.planned.time
     parts = sorted(time.ms.items(), key=lambda item: -item[1])
     large = [(category, ms) for category, ms in parts if ms >= _SEEN * time.step_ms]
     shares = ", ".join(f"{ms / time.step_ms:.0%} {category}" for category, ms in large[:4])
@@ -132,13 +143,11 @@ def to_json(search: Search) -> dict[str, Any]:
     return {
         "machine": search.job.machine,
         "ranks": search.job.facts.ranks,
-        "memory": search.job.memory.memory,
+        "memory": search.job.memory,
         "exact": search.job.exact,
         "own": _candidate(search.own),
         "best": _candidate(search.best),
-        "changes": search.job.all_keys(
-            search.best.keys, search.best.checkpointing, with_budget=True
-        ),
+        "changes": search.changed,
         "tried": [_candidate(one) for one in search.tried],
     }
 
@@ -165,10 +174,15 @@ def front(search: Search) -> list[Tried]:
     """Candidates than which none is both smaller and faster, the smallest first."""
     priced = [one for one in search.tried if one.plan is not None]
     found: list[Tried] = []
-    for one in sorted(priced, key=lambda one: (_peak(one), -_per_second(one))):
-        if not found or _per_second(one) > _per_second(found[-1]):
+    for one in sorted(priced, key=lambda one: (_point(one)[0], -_point(one)[1])):
+        if not found or _point(one)[1] > _point(found[-1])[1]:
             found.append(one)
     return found
+
+
+def _point(one: Tried) -> tuple[float, float]:
+    """GiB at the peak, and tokens/s."""
+    return one.planned.memory.peak.nbytes / _GIB, one.planned.time.tokens_per_second
 
 
 def draw(search: Search, title: str) -> Any:
@@ -179,17 +193,13 @@ def draw(search: Search, title: str) -> Any:
     axes = figure.subplots()
     priced = [one for one in search.tried if one.plan is not None]
     for fits, colour, name in ((True, "#4f81bd", "fits"), (False, "#bfbfbf", "does not fit")):
-        points = [(_peak(x) / _GIB, _per_second(x)) for x in priced if x.fits is fits]
+        points = [_point(one) for one in priced if one.fits is fits]
         if points:
             axes.plot(*zip(*points, strict=True), "o", color=colour, ms=4, label=name)
-    best = front(search)
-    line = [(_peak(one) / _GIB, _per_second(one)) for one in best]
-    axes.plot(
-        *zip(*line, strict=True), color="#1f4e79", lw=1, label="front: none is better in both"
-    )
-    for one, name, marker in ((search.own, "yours", "s"), (search.best, "tuned", "*")):
-        size = 14 if marker == "*" else 8
-        at = (_peak(one) / _GIB, _per_second(one))
+    line = zip(*map(_point, front(search)), strict=True)
+    axes.plot(*line, color="#1f4e79", lw=1, label="front: none is better in both")
+    for one, name, marker, size in ((search.own, "yours", "s", 8), (search.best, "tuned", "*", 14)):
+        at = _point(one)
         axes.plot(*at, marker, color="#c00000", ms=size, label=f"{name}: {at[1]:,.0f} tokens/s")
     axes.set(xlabel="GiB counted at the peak", ylabel="tokens/s a GPU, planned", title=title)
     axes.grid(alpha=0.3)
@@ -203,22 +213,6 @@ def write(search: Search, folder: Path, stem: str, title: str) -> None:
     draw(search, title).savefig(folder / f"{stem}.png", dpi=100)
 
 
-def _ms(one: Tried) -> float:
-    return one.plan.time.step_ms if one.plan else 0.0
-
-
-def _per_second(one: Tried) -> float:
-    return one.plan.time.tokens_per_second if one.plan else 0.0
-
-
-def _peak(one: Tried) -> int:
-    return one.plan.memory.peak.nbytes if one.plan else 0
-
-
-def _spare(one: Tried) -> int:
-    return one.plan.memory.spare if one.plan else 0
-
-
-def _why_not(one: Tried) -> str:
-    """Verdict on a candidate that is not sure to fit."""
-    return "may not fit" if _spare(one) >= 0 else "does not fit"
+def _why_not(plan: Plan) -> str:
+    """Verdict on a plan that is not sure to fit."""
+    return "may not fit" if plan.memory.spare >= 0 else "does not fit"
