@@ -250,6 +250,20 @@ def test_a_gather_runs_beside_the_computation_until_it_is_read(tmp_path: Path):
     assert times[Category.GATHERS] == 0  # only what FSDP's own code gathers is called FSDP's
 
 
+def _wait_for_a_gather(stream: torch.cpu.Stream, kept: list) -> None:
+    group: Any = dist.group.WORLD
+    ops = torch.ops._c10d_functional
+    full = ops.all_gather_into_tensor(torch.empty(GIB // 16), 16, group.group_name)
+    ops.wait_tensor(full)
+    a = torch.empty(4096, 4096)
+    kept += [a @ a, full]
+
+
+def test_a_functional_gather_is_waited_for_where_the_program_does(tmp_path: Path):
+    """What comes after runs later, if it reads something else."""
+    assert _waits(_wait_for_a_gather, tmp_path)[Category.COLLECTIVES] == pytest.approx(GATHER_MS)
+
+
 def test_a_buffer_is_not_gathered_into_before_it_has_been_read(tmp_path: Path):
     """Where the first gather's is read late, the second one can only start then."""
     late, at_once = (_waits(_gather_again, tmp_path, reads=reads) for reads in (True, False))

@@ -72,14 +72,11 @@ def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
         for place, action in enumerate(order)
         if action.kind != "W"
     }
-    last = max(stage for _, stage, _ in places)
     streams = Streams()
     for rank, order in orders.items():
         for kind, stage, microbatch in order:
-            if kind == "F":
-                before = True, stage - 1, microbatch  # of no stage, for the first one
-            else:
-                before = stage == last, min(stage + 1, last), microbatch
+            # The first forward and the last stage's backward wait for nothing but their queue.
+            before = kind == "F", stage + (-1 if kind == "F" else 1), microbatch
             streams.wait(rank, [places[before]] if before in places else [])
             streams.add(rank, Work(cost[kind]))
     try:
