@@ -22,7 +22,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 from tests.helpers.fp8_activations import debug_model
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.fp8 import saved_tensors
+from titan_ext.fp8 import codec
 
 _POLICIES: dict[str, ActivationCheckpointing.Config] = {
     "stock selective": SelectiveAC.Config(),
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--one-kernel", action="store_true", help="compile the codec")
     args = parser.parse_args()
     if args.one_kernel:
-        saved_tensors.compiles_for = lambda device: True
+        codec.compiles_for = lambda device: True
     torch.set_num_threads(1)
     x_BLD = torch.randn(1, 16, 256, dtype=torch.bfloat16, requires_grad=True)
     blocks = {}

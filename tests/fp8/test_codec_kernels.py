@@ -30,7 +30,7 @@ def stored(x: torch.Tensor, settings: Codec) -> tuple[list[Kernel], list[Kernel]
     """The kernels with which the store packs ``x`` and unpacks it; [] where it has them already."""
     compiler = codec._BACKEND
     assert isinstance(compiler, GpuCompiler)
-    store = SavedTensorStore(settings, policy=lambda x: None, one_kernel=True)
+    store = SavedTensorStore(settings, policy=lambda x: None)
     before = len(compiler.graphs)
     store.unpack(store.pack(x))
     assert codec._warned == []
@@ -43,7 +43,8 @@ def with_compiler(function: Callable[[], Any]) -> Any:
     torch._dynamo.reset()
     try:
         state: dict[str, Any] = {"_warned": [], "_not_compiled": set(), "_kinds": defaultdict(set)}
-        with mock.patch.multiple(codec, _BACKEND=GpuCompiler(), **state):
+        state |= {"_BACKEND": GpuCompiler(), "compiles_for": lambda device: True}
+        with mock.patch.multiple(codec, **state):
             return function()
     finally:
         codec._compiled.cache_clear()
@@ -101,11 +102,7 @@ def new_kernels(function: Callable[[], Any]) -> list[Kernel]:
     compiler = codec._BACKEND
     assert isinstance(compiler, GpuCompiler)
     before = len(compiler.graphs)
-    with (
-        mock.patch.object(exchange, "compiles_for", return_value=True),
-        mock.patch.object(collectives, "compiles_for", return_value=True),
-    ):
-        function()
+    function()
     assert codec._warned == []
     return [kernel for graph in compiler.graphs[before:] for kernel in graph]
 
@@ -121,7 +118,7 @@ def test_rows_that_are_exchanged(width: int):
         assert packed_RW.shape[1] % 16 == width % 16 == 0
         sorted_RW = packed_RW.index_select(0, torch.arange(512).flip(0))
         arrived = exchange.unpack(sorted_RW, width, torch.bfloat16)
-        store = SavedTensorStore(Codec(), policy=lambda x: None, one_kernel=True)
+        store = SavedTensorStore(Codec(), policy=lambda x: None)
         assert torch.equal(store.unpack(store.pack(arrived)), arrived)
 
     kernels = with_compiler(lambda: new_kernels(run))
@@ -240,11 +237,11 @@ def test_indices_beyond_2_31():
         assert isinstance(compiler, GpuCompiler)
         before = len(compiler.graphs)
         x = torch.empty(rows, width, dtype=torch.bfloat16)
-        stored = torch.ops.titan_ext.float8_quantize(x, name, True)
-        torch.ops.titan_ext.float8_dequantize(*stored, name, x.dtype, True)
+        stored = torch.ops.titan_ext.float8_quantize(x, name)
+        torch.ops.titan_ext.float8_dequantize(*stored, name, x.dtype)
         arrived = torch.empty(rows, packed, dtype=torch.uint8)
         rows_of_it = arrived[:, :width].view(torch.float8_e4m3fn), arrived[:, width:]
-        torch.ops.titan_ext.float8_dequantize(*rows_of_it, name, x.dtype, True)
+        torch.ops.titan_ext.float8_dequantize(*rows_of_it, name, x.dtype)
         return compiler.graphs[before:]
 
     with (

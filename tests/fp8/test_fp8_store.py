@@ -31,7 +31,6 @@ from titan_ext.fp8 import (
     dequantize,
     keep_exact,
     quantize,
-    saved_tensors,
 )
 
 N = 2048
@@ -96,13 +95,14 @@ def test_the_memory_report_and_the_ratio():
 
 
 @pytest.mark.parametrize("one_kernel", [False, True])
-def test_gradients_of_a_block_are_close(one_kernel: bool):
+def test_gradients_of_a_block_are_close(one_kernel: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(codec, "compiles_for", lambda device: one_kernel)
     layer = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256)).bfloat16()
     x = normal(64, 256)
     layer(x).square().sum().backward()
     exact = [gradient(p).clone() for p in layer.parameters()]
     layer.zero_grad()
-    store = SavedTensorStore(modules=[layer], one_kernel=one_kernel)
+    store = SavedTensorStore(modules=[layer])
     with store.hooks():
         y = layer(x).square().sum()
     assert rows(store)["float8 e4m3"].entries >= 3
@@ -506,7 +506,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Compiler]:
     monkeypatch.setattr(codec, "_warned", [])
     monkeypatch.setattr(codec, "_not_compiled", set())
     monkeypatch.setattr(codec, "_kinds", defaultdict(set))
-    monkeypatch.setattr(saved_tensors, "compiles_for", lambda device: True)
+    monkeypatch.setattr(codec, "compiles_for", lambda device: True)
     codec._compiled.cache_clear()
     torch._dynamo.reset()
     yield compiler
@@ -618,15 +618,15 @@ def test_fake_tensors_have_the_shapes_of_real_ones(compiler: _Compiler, x: torch
     ops = torch.ops.titan_ext
     name = codec.codec_name(Codec())
 
-    def stored(x: torch.Tensor, one_kernel: bool) -> list[Any]:
-        data, scales = ops.float8_quantize(x, name, one_kernel)
-        back = ops.float8_dequantize(data, scales, name, x.dtype, one_kernel)
+    def stored(x: torch.Tensor) -> list[Any]:
+        data, scales = ops.float8_quantize(x, name)
+        back = ops.float8_dequantize(data, scales, name, x.dtype)
         return [(t.shape, t.stride(), t.dtype) for t in (data, scales, back)]
 
     with FakeTensorMode() as mode:
-        fake = stored(mode.from_tensor(x), True)
+        fake = stored(mode.from_tensor(x))
     assert compiler.graphs == 0
-    assert fake == stored(x, False)
+    assert fake == stored(x)
 
 
 # Policy and dtypes.

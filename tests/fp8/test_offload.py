@@ -100,7 +100,8 @@ def _gradient(offload: Offload | None, forwards: int = 1, backwards: int = 1) ->
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostMemory]:
     """The process's host memory, empty, with copies as late as can be."""
-    late = HostMemory(torch.device("cpu"), out=LateLane(), back=LateLane())
+    late: Any = HostMemory(torch.device("cpu"))
+    late.out, late.back = LateLane(), LateLane()
     monkeypatch.setattr(host, "host_memory", lambda device: late)
     yield late
     assert all(slab.regions == slab.end == 0 for slab in late._slabs), "a region is never freed"
@@ -130,9 +131,9 @@ def test_backward_fetches_one_block_ahead(memory: HostMemory):
     start_back, get = host._Copy.start_back, host._Copy.get
 
     def starting(copy: Any) -> None:
-        waiting = copy._coming is None and copy._source is None
+        was_away = copy.state == "away"
         start_back(copy)
-        if waiting and copy._coming is not None:
+        if was_away and copy.state == "coming":
             fetched.append((current[0], copy.group.block))
 
     def getting(copy: Any) -> torch.Tensor:
@@ -150,8 +151,8 @@ def test_backward_fetches_one_block_ahead(memory: HostMemory):
 def test_device_memory_is_held_for_two_blocks():
     model, x = _Blocks(SavedTensorStore(), Offload()), _x()
     out = model(x)
-    entries = [e for e in model.store._entries if e.on_host]
-    sources = {e.name for e in entries if any(h.copy._source is not None for h in e.on_host)}
+    entries = [e for e in model.store._by_key.values() if e.on_host]
+    sources = {e.name for e in entries if any(h.copy.state == "source" for h in e.on_host)}
     assert {e.name for e in entries} == {"0", "1", "2", "3", "4"}
     assert sources == {"3", "4"}
     report = model.store.memory_report
@@ -169,6 +170,25 @@ def test_a_change_in_place_during_the_copy_is_an_error(memory: HostMemory):
     with pytest.raises(RuntimeError, match=r"inplace operation.*layers\.0, is at version 1"):
         offload.begin("layers.2")
     assert kept is not None
+
+
+def test_what_came_back_is_used_again_until_it_is_written_to_or_another_block_runs(
+    memory: HostMemory,
+):
+    offload, x = Offload(), torch.randn(8192)
+    kept = offload.begin("0").put(x)
+    assert kept is not None
+    for block in "12":
+        offload.begin(block)
+    assert kept.copy.state == "away"
+    back = kept.get()
+    assert torch.equal(back, x)
+    assert kept.get().data_ptr() == back.data_ptr()
+    back.zero_()  # as a recompute may
+    assert torch.equal(kept.get(), x)
+    assert kept.copy.state == "back"
+    offload.begin("3")
+    assert kept.copy.state == "away"
 
 
 def test_the_limit(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):

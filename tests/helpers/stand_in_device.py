@@ -88,7 +88,7 @@ def main(ep: int, backend: Any, how: str = "") -> None:
     from titan_ext.activation_checkpoint import FP8AC
     from titan_ext.activation_checkpoint.memory_report import memory_report_of
     from titan_ext.base import no_accelerator
-    from titan_ext.fp8.offload import Inline
+    from titan_ext.fp8.offload import Lane
     from titan_ext.plan.stand_ins import use_stand_ins
 
     assert device_type == NAME
@@ -113,13 +113,13 @@ def main(ep: int, backend: Any, how: str = "") -> None:
     table = {"input": "offload_float8", "*": "offload"} if how == "offload" else {}
     ac_config: Any = FP8AC.Config(op_policies=table)
     devices: set[tuple[str, str]] = set()
-    copy = Inline.copy
+    copy = Lane.copy
 
     def watched(self: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
         devices.add((source.device.type, target.device.type))
         return copy(self, target, source)
 
-    Inline.copy = watched
+    Lane.copy = watched
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         dist_utils.get_spmd_context(parallel_dims=dims)(),

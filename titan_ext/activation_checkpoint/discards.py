@@ -105,6 +105,7 @@ class Discarded(StoredEntry):
     """
 
     def __init__(self, x: torch.Tensor, location: OpLocation, modules_left: int) -> None:
+        super().__init__("")
         self.location, self.name = location, str(location)
         self.known_functions: tuple[str, ...] = _GEMM_FUNCTIONS
         if location.op in READ_NO_VALUES:  # nor does their backward read what they return

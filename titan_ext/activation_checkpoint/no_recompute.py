@@ -29,7 +29,7 @@ from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.op_rules import ROOT
 from titan_ext.base.tensors import is_plain, storages_of
 from titan_ext.fp8.offload import HostGroup
-from titan_ext.fp8.saved_tensors import Computed
+from titan_ext.fp8.saved_tensors import StoredEntry
 
 _KNOWN = ("titan_ext", "torchtitan")
 
@@ -66,7 +66,7 @@ class NoRecompute(EagerBlock):
             host = group if policy.on_host else None
             narrow = values.source_dtype(x)
             if narrow is not None:
-                entry: Any = _Narrowed(x, narrow, name or ROOT, host)
+                entry: Any = _narrowed(x, narrow, name or ROOT, host)
             else:
                 entry = self.store.pack(x, name=name or ROOT, exact=reason or None, host=host)
             if not self.is_reported:
@@ -130,16 +130,14 @@ class _SavedValues(TorchDispatchMode):
         return code and (code, self._locator.module, len(self._locator.left))
 
 
-class _Narrowed(Computed):
-    """An fp32 tensor, kept in the dtype that it was copied from; it comes back bit for bit."""
-
-    def __init__(
-        self, x: torch.Tensor, dtype: torch.dtype, name: str, host: HostGroup | None
-    ) -> None:
-        treatment = f"exact: as {str(dtype).removeprefix('torch.')}"
-        wide = x.dtype
-        super().__init__((x.detach().to(dtype),), lambda value: value.to(wide), treatment, host)
-        self.name, self.original = name, storages_of(x)
+def _narrowed(
+    x: torch.Tensor, dtype: torch.dtype, name: str, host: HostGroup | None
+) -> StoredEntry:
+    """``x`` in fp32, kept in the dtype that it was copied from; it comes back bit for bit."""
+    treatment, wide = f"exact: as {str(dtype).removeprefix('torch.')}", x.dtype
+    entry = StoredEntry.of(treatment, (x.detach().to(dtype),), lambda value: value.to(wide), host)
+    entry.name, entry.original = name, storages_of(x)
+    return entry
 
 
 def _view(x: torch.Tensor) -> tuple[Any, ...]:

@@ -27,7 +27,6 @@ from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_ext.fp8.codec import ALIGNMENT, Codec, Quantized, codec_name, note_decoded
-from titan_ext.fp8.saved_tensors import compiles_for
 
 ExchangeDtype = Literal["float8"]
 ExchangeRows = Literal["expert", "rank", "node"]
@@ -229,8 +228,7 @@ def pack(x_TD: torch.Tensor) -> torch.Tensor:
 
     With each row at a multiple of 16 bytes, copies and the decoder move 16 bytes at once.
     """
-    quantize = torch.ops.titan_ext.float8_quantize
-    data, scales = quantize(x_TD, codec_name(_CODEC), compiles_for(x_TD.device))
+    data, scales = torch.ops.titan_ext.float8_quantize(x_TD, codec_name(_CODEC))
     scales = nnf.pad(scales, (0, -(data.shape[1] + scales.shape[1]) % ALIGNMENT))
     return torch.cat((data.view(torch.uint8), scales), dim=-1)
 
@@ -240,7 +238,6 @@ def unpack(packed_RW: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Ten
     """The rows ``(R, D)``, D = ``width``, that ``pack`` packed; a store keeps them as they came."""
     quantized = Quantized(packed_RW[:, :width].view(_CODEC.float8), packed_RW[:, width:])
     dequantize = torch.ops.titan_ext.float8_dequantize
-    one_kernel = compiles_for(packed_RW.device)
-    rows_RD = dequantize(*quantized, codec_name(_CODEC), dtype, one_kernel)
+    rows_RD = dequantize(*quantized, codec_name(_CODEC), dtype)
     note_decoded(rows_RD, quantized, _CODEC)
     return rows_RD

@@ -4,7 +4,6 @@
 The package needs torch only, neither TorchTitan nor the rest of titan_ext.
 """
 
-from titan_ext.fp8.backends import TreatedStorage
 from titan_ext.fp8.codec import Codec, Quantized, dequantize, quantize
 from titan_ext.fp8.saved_tensors import (
     MemoryRow,
@@ -20,7 +19,6 @@ __all__ = [
     "MemoryRows",
     "Quantized",
     "SavedTensorStore",
-    "TreatedStorage",
     "dequantize",
     "keep_exact",
     "memory_rows",

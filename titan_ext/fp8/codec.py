@@ -250,9 +250,14 @@ def _codec_called(name: str) -> Codec:
     return Codec(dtype, int(block))  # type: ignore[arg-type]
 
 
-def _quantize(x: torch.Tensor, codec: str, one_kernel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def compiles_for(device: torch.device) -> bool:
+    """True if the codec is compiled for ``device``: not for a CPU, which may lack a compiler."""
+    return device.type != "cpu"
+
+
+def _quantize(x: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
     settings = _codec_called(codec)
-    if not one_kernel or x.numel() == 0:
+    if not compiles_for(x.device) or x.numel() == 0:
         return tuple(quantize(x, settings))
     blocks = _whole_blocks(x, settings)
     data, scales = _compile_and_run(_encode, [x.view(blocks, -1) if blocks else x], settings)
@@ -260,11 +265,11 @@ def _quantize(x: torch.Tensor, codec: str, one_kernel: bool) -> tuple[torch.Tens
 
 
 def _dequantize(
-    data: torch.Tensor, scales: torch.Tensor, codec: str, dtype: torch.dtype, one_kernel: bool
+    data: torch.Tensor, scales: torch.Tensor, codec: str, dtype: torch.dtype
 ) -> torch.Tensor:
     settings = _codec_called(codec)
     scales = scales[..., : settings.scales_shape(data.shape)[-1]]  # behind them may be padding
-    if not one_kernel or data.numel() == 0:
+    if not compiles_for(data.device) or data.numel() == 0:
         return dequantize(Quantized(data, scales), settings, dtype)
     if blocks := _whole_blocks(data, settings):
         tensors = [data.view(blocks, -1), scales.reshape(blocks, 1)]
@@ -372,24 +377,22 @@ def _warn_of_eager(reason: str) -> None:
         _logger.warning("The float8 codec runs as a dozen kernels instead of one: %s", reason)
 
 
-torch.library.define(
-    "titan_ext::float8_quantize", "(Tensor x, str codec, bool one_kernel) -> (Tensor, Tensor)"
-)
+torch.library.define("titan_ext::float8_quantize", "(Tensor x, str codec) -> (Tensor, Tensor)")
 torch.library.define(
     "titan_ext::float8_dequantize",
-    "(Tensor data, Tensor scales, str codec, ScalarType dtype, bool one_kernel) -> Tensor",
+    "(Tensor data, Tensor scales, str codec, ScalarType dtype) -> Tensor",
 )
 torch.library.impl("titan_ext::float8_quantize", "default", _quantize)
 torch.library.impl("titan_ext::float8_dequantize", "default", _dequantize)
 
 
 @torch.library.register_fake("titan_ext::float8_quantize")
-def _(x: Any, codec: str, one_kernel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: Any, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
     settings = _codec_called(codec)
     scales = x.new_empty(settings.scales_shape(x.shape), dtype=torch.uint8)
     return x.new_empty(x.shape, dtype=settings.float8), scales
 
 
 @torch.library.register_fake("titan_ext::float8_dequantize")
-def _(data: Any, scales: Any, codec: str, dtype: torch.dtype, one_kernel: bool) -> torch.Tensor:
+def _(data: Any, scales: Any, codec: str, dtype: torch.dtype) -> torch.Tensor:
     return data.new_empty(data.shape, dtype=dtype)

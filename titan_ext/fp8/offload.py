@@ -26,7 +26,7 @@ import logging
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,14 +41,17 @@ SLAB = 64 * 2**20
 
 
 class Lane:
-    """Copies in one direction, in order, on a stream of their own."""
+    """Copies in one direction, in order, on a stream of their own; on a CPU, done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device=device)
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Start a copy after what the computation has been given so far; return its event."""
+        if self._stream is None:
+            target.copy_(source)
+            return None
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)
@@ -56,44 +59,31 @@ class Lane:
 
     def join(self, event: Any) -> None:
         """Let the computation go on when a copy is done; the host does not wait."""
-        torch.accelerator.current_stream(self._device).wait_event(event)
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_event(event)
 
 
-class Inline:
-    """Copies on a CPU, done when they return."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        target.copy_(source)
-
-    def join(self, event: Any) -> None:
-        pass
-
-
-def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-
-
-@dataclass(eq=False)
 class _Slab:
-    memory: torch.Tensor
-    end: int = 0
-    """Offset of the next region; all are free again when the last one is."""
-    regions: int = 0
+    """Host memory that is given out from its start; all is free again when nothing is used."""
 
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self.end = self.regions = 0
 
-class _Region:
-    """Bytes of a slab, until ``free``."""
+    def has_room(self, nbytes: int) -> bool:
+        return self.end + nbytes <= self._memory.numel()
 
-    def __init__(self, slab: _Slab, nbytes: int) -> None:
-        self._slab = slab
-        self.memory = slab.memory[slab.end : slab.end + nbytes]
-        slab.end += _aligned(nbytes)
-        slab.regions += 1
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Bytes to use until ``give_back``."""
+        region = self._memory[self.end : self.end + nbytes]
+        self.end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.regions += 1
+        return region
 
-    def free(self) -> None:
-        self._slab.regions -= 1
-        if not self._slab.regions:
-            self._slab.end = 0
+    def give_back(self) -> None:
+        self.regions -= 1
+        if not self.regions:
+            self.end = 0
 
 
 class HostMemory:
@@ -103,43 +93,36 @@ class HostMemory:
         reserved: Bytes that are pinned, in use or not.
     """
 
-    def __init__(self, device: torch.device, *, out: Any = None, back: Any = None) -> None:
-        self._is_cpu = device.type == "cpu"
-        make = Inline if self._is_cpu else functools.partial(Lane, device)
-        self.out, self.back = out or make(), back or make()
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type != "cpu"
+        self.out, self.back = Lane(device), Lane(device)
         self.reserved = 0
         self._slabs: list[_Slab] = []
 
-    def take(self, nbytes: int, limit: int | None) -> _Region | None:
-        """A region; None if more than ``limit`` bytes would have to be reserved for it."""
-        size = _aligned(nbytes)
+    def slab_for(self, nbytes: int, limit: int | None) -> _Slab | None:
+        """A slab with room; None if more than ``limit`` bytes would have to be reserved for it."""
         for slab in self._slabs:
-            if slab.end + size <= slab.memory.numel():
-                return _Region(slab, nbytes)
-        room = None if limit is None else limit - self.reserved
-        wanted = max(SLAB, 1 << (size - 1).bit_length())
-        while room is not None and wanted > room and wanted >= 2 * size:
-            wanted //= 2
-        if room is not None and wanted > room:
-            return None
-        slab = _Slab(_allocate(wanted, pinned=not self._is_cpu))
+            if slab.has_room(nbytes):
+                return slab
+        least = max(_ALIGNMENT, 1 << (nbytes - 1).bit_length())
+        wanted = max(SLAB, least)
+        if limit is not None:
+            room = limit - self.reserved
+            while wanted > max(room, least):
+                wanted //= 2
+            if wanted > room:
+                return None
+        slab = _Slab(wanted, pinned=self._is_pinned)
         self.reserved += wanted
         self._slabs.append(slab)
-        return _Region(slab, nbytes)
+        return slab
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+class _FakeMemory(HostMemory):
+    """Memory for fake tensors, which have no bytes: as many as are used, for a plan to count."""
 
-
-class _FakeMemory:
-    """Memory for fake tensors, which have no bytes."""
-
-    out = back = Inline()
-    reserved = 0
-
-    def take(self, nbytes: int, limit: int | None) -> _Region:
-        return _Region(_Slab(_allocate(nbytes, pinned=False)), nbytes)
+    def slab_for(self, nbytes: int, limit: int | None) -> _Slab:
+        return _Slab(nbytes, pinned=False)
 
 
 @functools.cache
@@ -149,23 +132,29 @@ def host_memory(device: torch.device) -> HostMemory:
 
 
 class _Copy:
-    """A storage on the host."""
+    """A storage on the host, and on the device until it has left and from when it comes back.
 
-    def __init__(self, group: "HostGroup", x: torch.Tensor, memory: Any, region: Any) -> None:
+    Attributes:
+        state: "source": what was stored is on the device. "away": only the copy is there.
+            "coming": the copy back has started. "back": it may be read.
+    """
+
+    def __init__(
+        self, group: "HostGroup", x: torch.Tensor, memory: HostMemory, slab: _Slab
+    ) -> None:
+        self.state: Literal["source", "away", "coming", "back"] = "away"
         self.group = group
         self.nbytes = x.untyped_storage().nbytes()
         # While this lives, no other storage gets the address.
         self._address = StorageWeakRef(x.untyped_storage())
-        self._memory, self._region = memory, region
+        self._memory, self._slab, region = memory, slab, slab.take(self.nbytes)
         assert self.nbytes % x.itemsize == 0
-        self._bytes = region.memory.view(x.dtype)
-        flat = x.detach().as_strided((self._bytes.numel(),), (1,), 0)
-        self._source: torch.Tensor | None = flat
-        self._version = flat._version
-        self._device = flat.device
-        self._left = memory.out.copy(self._bytes, flat)
-        self._coming: tuple[torch.Tensor, Any] | None = None
-        self._there: tuple[torch.Tensor, int] | None = None
+        self._bytes = region.view(x.dtype)
+        self._flat: Any = x.detach().as_strided((self._bytes.numel(),), (1,), 0)
+        self._version = self._flat._version
+        self._device = x.device
+        self._event = memory.out.copy(self._bytes, self._flat)
+        self.state = "source"
 
     def free(self) -> None:
         """Free the device memory; the copy to the host is done before anything else is there.
@@ -173,52 +162,45 @@ class _Copy:
         Raises RuntimeError if the tensor was modified in place meanwhile: the copy may be of
         either value.
         """
-        if self._source is not None:
+        if self.state == "source":
             self._check()
-            self._memory.out.join(self._left)
-            self._source = None
-        self._there = None
+            self._memory.out.join(self._event)
+        if self.state in ("source", "back"):
+            self.state, self._flat = "away", None
 
     def start_back(self) -> None:
         """Start the copy back, unless the tensor is on the device."""
-        if self._source is None and self._coming is None and self._there is None:
-            flat = torch.empty_like(self._bytes, device=self._device, pin_memory=False)
-            self._coming = flat, self._memory.back.copy(flat, self._bytes)
+        if self.state == "away":
+            self._flat = torch.empty_like(self._bytes, device=self._device, pin_memory=False)
+            self._event = self._memory.back.copy(self._flat, self._bytes)
+            self.state = "coming"
 
     def get(self) -> torch.Tensor:
         """The storage on its device, as a flat tensor."""
         self.group.begin_backward()
-        if self._source is not None:
+        if self.state == "source":
             self._check()
-            return self._source
-        if self._there is not None:
-            flat, version = self._there
-            if flat._version == version:  # else a recompute has written to it
-                return flat
-            self._there = None
+        elif self.state == "back" and self._flat._version != self._version:
+            self.state = "away"  # a recompute has written to it
         self.start_back()
-        assert self._coming is not None
-        flat, arrived = self._coming
-        self._memory.back.join(arrived)
-        self._coming = None
-        self._there = flat, flat._version
-        return flat
+        if self.state == "coming":
+            self._memory.back.join(self._event)
+            self.state, self._version = "back", self._flat._version
+        return self._flat
 
     def _check(self) -> None:
-        assert self._source is not None
-        if (now := self._source._version) != self._version:
+        if (now := self._flat._version) != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation while it was copied to the host: {self._source.dtype}, "
+                f"inplace operation while it was copied to the host: {self._flat.dtype}, "
                 f"{self.nbytes} bytes, of {self.group.block}, is at version {now}; expected "
                 f"version {self._version} instead."
             )
 
     def __del__(self) -> None:
-        if (coming := getattr(self, "_coming", None)) is not None:
-            self._memory.back.join(coming[1])  # before its memory is used for something else
-        if (region := getattr(self, "_region", None)) is not None:
-            region.free()
+        if self.state == "coming":
+            self._memory.back.join(self._event)  # before its memory is used for something else
+        self._slab.give_back()
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,10 +294,11 @@ class Offload:
 
     def copy(self, group: HostGroup, x: torch.Tensor) -> _Copy | None:
         """A copy of the storage of ``x``; None, and once a warning, if there is no room."""
-        memory = _FakeMemory() if isinstance(x, FakeTensor) else host_memory(x.device)
+        is_fake = isinstance(x, FakeTensor)
+        memory = _FakeMemory(torch.device("cpu")) if is_fake else host_memory(x.device)
         nbytes = x.untyped_storage().nbytes()
         try:
-            region = memory.take(nbytes, self._limit)
+            slab = memory.slab_for(nbytes, self._limit)
         except RuntimeError as error:
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise RuntimeError(
@@ -323,8 +306,8 @@ class Offload:
                 f"offloaded activations, and {nbytes} more for {group.block} cannot be had. Lower "
                 f"{self._limit_name}, which all ranks of a node add up, or offload less."
             ) from error
-        if region is not None:
-            return _Copy(group, x, memory, region)
+        if slab is not None:
+            return _Copy(group, x, memory, slab)
         if not self._is_full:
             self._is_full = True
             _logger.warning(

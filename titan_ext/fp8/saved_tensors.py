@@ -25,7 +25,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
@@ -67,18 +67,52 @@ def keep_exact(x: torch.Tensor) -> str | None:
 
 
 class StoredEntry:
-    """One stored tensor; alive as long as autograd holds it."""
+    """One stored tensor; alive as long as autograd holds it.
+
+    Args:
+        treatment: As in ``MemoryRow``.
+        tensors: What it keeps on the device.
+        decode: Makes the tensor of them, or of what comes back from the host.
+        on_host: What it keeps on the host instead.
+        owns_bytes: False for tensors of the model.
+    """
 
     name = ""
-    treatment = ""
-    owns_bytes = True
     packs = 0
     """Number of times that it or a view of it was packed; a backward unpacks it as often."""
     original: tuple[tuple[int, int], ...] = ()
     """(id, bytes) of the storages that autograd would have kept alive."""
     weak_storages: Sequence[StorageWeakRef] = ()
     """Held so that no other storage gets these ids."""
-    on_host: Sequence[HostTensor] = ()
+
+    def __init__(
+        self,
+        treatment: str,
+        tensors: Sequence[torch.Tensor] = (),
+        decode: Callable[..., torch.Tensor] = lambda x: x,
+        on_host: Sequence[HostTensor] = (),
+        *,
+        owns_bytes: bool = True,
+    ) -> None:
+        self.treatment, self.on_host, self.owns_bytes = treatment, on_host, owns_bytes
+        self._tensors, self._decode = tensors, decode
+        self._versions = [x._version for x in tensors]
+
+    @classmethod
+    def of(
+        cls,
+        treatment: str,
+        tensors: Sequence[torch.Tensor],
+        decode: Callable[..., torch.Tensor],
+        host: HostGroup | None,
+    ) -> Self:
+        """An entry of plain ``tensors``, which wait on the host if it is given and has room."""
+        if host is None:
+            return cls(treatment, tensors, decode)
+        copies = [copy for x in tensors if (copy := host.put(x)) is not None]
+        if len(copies) < len(tensors):
+            return cls(f"{treatment}, no room on the host", tensors, decode)
+        return cls(f"{treatment}, on the host", (), decode, copies)
 
     @property
     def whole(self) -> "StoredEntry":
@@ -86,12 +120,74 @@ class StoredEntry:
         return self
 
     def restore(self) -> torch.Tensor:
-        """The tensor that was stored, or its approximation."""
-        raise NotImplementedError
+        """The tensor that was stored, or its approximation.
+
+        Raises RuntimeError, as autograd does, if what it keeps was modified in place.
+        """
+        for x, version in zip(self._tensors, self._versions, strict=True):
+            if x._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: [{x.type()} {list(x.shape)}] is at version {x._version}; "
+                    f"expected version {version} instead."
+                )
+        return self._decode(*(self._tensors or (copy.get() for copy in self.on_host)))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The plain tensors that it keeps on the device."""
-        raise NotImplementedError
+        for x in self._tensors:
+            yield from plain_tensors(x)
+
+
+class _Float8(StoredEntry):
+    """Values in float8, decoded once for all that packed them or views of them.
+
+    They stay decoded from a backward's first unpack to its last. ``start`` and ``end`` are their
+    ``extent``.
+    """
+
+    start = end = 0
+    _decoded: tuple[torch.Tensor, int] | None = None
+    _unpacks = 0
+
+    def restore(self) -> torch.Tensor:
+        self._unpacks += 1
+        x, version = self._decoded or (None, 0)
+        if x is None or x._version != version:  # a recompute may write to what it got
+            x = super().restore()
+        self._decoded = (x, x._version) if self._unpacks % self.packs else None
+        return x
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from super().tensors()
+        if self._decoded is not None:
+            yield self._decoded[0]
+
+
+class _View(StoredEntry):
+    """A tensor whose values are among those of ``whole``."""
+
+    def __init__(
+        self,
+        whole: _Float8,
+        view: tuple[Sequence[int], Sequence[int], int],
+        wrap: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__(whole.treatment)
+        self._whole, self._view, self._wrap = whole, view, wrap
+
+    @property
+    def whole(self) -> StoredEntry:
+        return self._whole
+
+    def restore(self) -> torch.Tensor:
+        return self._wrap(self._whole.restore().as_strided(*self._view))
+
+
+def _by_reference(x: torch.Tensor, treatment: str, *, owns_bytes: bool = True) -> StoredEntry:
+    # Without its graph, which may hold the entry. A subclass has its own idea of detach.
+    x = x.detach() if is_plain(x) or type(x) is nn.Parameter else x
+    return StoredEntry(treatment, (x,), owns_bytes=owns_bytes)
 
 
 @dataclass(frozen=True)
@@ -171,8 +267,6 @@ class SavedTensorStore:
         modules: Whose parameters and buffers are never packed; every pack looks through them. Do
             not replace submodules afterwards; parameters may be replaced, as FSDP does.
         policy: What else stays exact, and why.
-        one_kernel: Compile the codec to one kernel each way. None: wherever a tensor is not on a
-            CPU, where a compiler is not always at hand.
     """
 
     def __init__(
@@ -181,11 +275,9 @@ class SavedTensorStore:
         *,
         modules: Iterable[nn.Module] = (),
         policy: Policy = keep_exact,
-        one_kernel: bool | None = None,
     ) -> None:
         self.codec = codec or Codec()
         self._policy = policy
-        self._one_kernel = one_kernel
         self._slots = [
             (tensors, name)
             for root in modules
@@ -197,7 +289,6 @@ class SavedTensorStore:
         # By storage: what is exact, and (by dtype, version and sign too) what is in float8.
         self._exact: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
         self._float8: weakref.WeakValueDictionary[Any, _Float8] = weakref.WeakValueDictionary()
-        self._entries: weakref.WeakSet[StoredEntry] = weakref.WeakSet()
 
     def hooks(self, name: str = "") -> torch.autograd.graph.saved_tensors_hooks:
         """A context that stores what autograd saves inside it, as ``name`` in the report."""
@@ -208,7 +299,7 @@ class SavedTensorStore:
     @property
     def memory_report(self) -> MemoryRows:
         """Rows for the tensors that are stored now."""
-        return memory_rows(self._entries)
+        return memory_rows(self._by_key.values())
 
     @torch.no_grad()
     def pack(
@@ -227,7 +318,7 @@ class SavedTensorStore:
         if isinstance(x, AsyncCollectiveTensor):
             x = local_tensor(x)
         if x.layout is not torch.strided:  # no storage to go by
-            return _Kept(x, "passed through: sparse", owns_bytes=False)
+            return _by_reference(x, "passed through: sparse", owns_bytes=False)
         key = view_key(x)
         entry = self._by_key.get(key)
         if entry is None:
@@ -237,7 +328,6 @@ class SavedTensorStore:
             whole.name = name
             whole.original = storages_of(x)
             whole.weak_storages = [StorageWeakRef(t.untyped_storage()) for t in plain_tensors(x)]
-            self._entries.add(whole)
         whole.packs += 1
         return entry
 
@@ -271,21 +361,25 @@ class SavedTensorStore:
             exact = exact or "its storage is kept anyhow"
             host = host if held.on_host else None
         if why := self._why_exact(local, dense, exact):
-            entry = self._exact[storage] = _kept(x, local, f"exact: {why}", host)
+            entry = StoredEntry.of(f"exact: {why}", (local,), wrapping(x), host)
+            if not entry.on_host:
+                entry = _by_reference(x, entry.treatment)
+            self._exact[storage] = entry
             return entry
         return self._view_of_float8(x, local, dense, host)
 
     def _passed_through(self, x: torch.Tensor) -> StoredEntry | None:
         """An entry for what belongs to the model, or is of a class that nobody else may copy."""
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
-            return _Kept(x, "passed through: parameter", owns_bytes=False)
+            return _by_reference(x, "passed through: parameter", owns_bytes=False)
         if self._is_module_state(x):
-            return _Kept(x, "passed through: parameter or buffer", owns_bytes=False)
+            return _by_reference(x, "passed through: parameter or buffer", owns_bytes=False)
         if not may_wrap(x):
-            return _Kept(x, f"passed through: {type(x).__name__}")
+            return _by_reference(x, f"passed through: {type(x).__name__}")
         local = local_tensor(x)
         if not is_plain(local):  # a DTensor of quantised weights, for example
-            return _Kept(x, f"passed through: {type(x).__name__} of {type(local).__name__}")
+            kinds = f"{type(x).__name__} of {type(local).__name__}"
+            return _by_reference(x, f"passed through: {kinds}")
         return None
 
     def _view_of_float8(
@@ -312,18 +406,17 @@ class SavedTensorStore:
         would_shrink = self.codec.nbytes(dense.shape) < x.untyped_storage().nbytes()
         return None if would_shrink else "would not shrink"
 
-    def _to_float8(self, dense: torch.Tensor, host: HostGroup | None) -> "_Float8":
-        one_kernel = compiles_for(dense.device) if self._one_kernel is None else self._one_kernel
+    def _to_float8(self, dense: torch.Tensor, host: HostGroup | None) -> _Float8:
         codec, dtype, ops = codec_name(self.codec), dense.dtype, torch.ops.titan_ext
 
-        def restore(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            return ops.float8_dequantize(data, scales, codec, dtype, one_kernel)
+        def decode(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            return ops.float8_dequantize(data, scales, codec, dtype)
 
         # Two dimensions, so that the kernel does not depend on their number.
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
         if (stored := stored_as(matrix, self.codec)) is None:  # an exchange brings float8
-            stored = ops.float8_quantize(matrix, codec, one_kernel)
-        return _Float8(stored, restore, f"float8 {self.codec.dtype}", host)
+            stored = ops.float8_quantize(matrix, codec)
+        return _Float8.of(f"float8 {self.codec.dtype}", stored, decode, host)
 
     def _is_module_state(self, x: torch.Tensor) -> bool:
         # Looked up anew each time: FSDP puts other parameters in place before each forward.
@@ -334,113 +427,3 @@ class SavedTensorStore:
             for part in plain_tensors(tensor)
         }
         return any(part.untyped_storage()._cdata in state for part in plain_tensors(x))
-
-
-def compiles_for(device: torch.device) -> bool:
-    """True if the codec is compiled for ``device``: not for a CPU, which may lack a compiler."""
-    return device.type != "cpu"
-
-
-class Computed(StoredEntry):
-    """An entry that ``restore`` makes of ``tensors``, which wait on the host if it has room."""
-
-    def __init__(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        restore: Callable[..., torch.Tensor],
-        treatment: str,
-        host: HostGroup | None,
-    ) -> None:
-        self._tensors, self._restore, self.treatment = tensors, restore, treatment
-        if host is not None:
-            moved = [host.put(x) for x in tensors]
-            kept = [x for x in moved if x is not None]
-            if len(kept) < len(moved):
-                self.treatment += ", no room on the host"
-            else:
-                self.treatment += ", on the host"
-                self._tensors, self.on_host = (), kept
-
-    def restore(self) -> torch.Tensor:
-        return self._restore(*(self._tensors or (x.get() for x in self.on_host)))
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._tensors
-
-
-class _Float8(Computed):
-    """Values in float8, decoded once for all that packed them or views of them.
-
-    They stay decoded from a backward's first unpack to its last. ``start`` and ``end`` are their
-    ``extent``.
-    """
-
-    start = end = 0
-    _decoded: tuple[torch.Tensor, int] | None = None
-    _unpacks = 0
-
-    def restore(self) -> torch.Tensor:
-        self._unpacks += 1
-        x, version = self._decoded or (None, 0)
-        if x is None or x._version != version:  # a recompute may write to what it got
-            x = super().restore()
-        self._decoded = (x, x._version) if self._unpacks % self.packs else None
-        return x
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield from super().tensors()
-        if self._decoded is not None:
-            yield self._decoded[0]
-
-
-class _View(StoredEntry):
-    """A tensor whose values are among those of ``whole``."""
-
-    def __init__(
-        self,
-        whole: _Float8,
-        view: tuple[Sequence[int], Sequence[int], int],
-        wrap: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        self._whole, self._view, self._wrap = whole, view, wrap
-        self.treatment = whole.treatment
-
-    @property
-    def whole(self) -> StoredEntry:
-        return self._whole
-
-    def restore(self) -> torch.Tensor:
-        return self._wrap(self._whole.restore().as_strided(*self._view))
-
-
-class _Kept(StoredEntry):
-    def __init__(self, x: torch.Tensor, treatment: str, *, owns_bytes: bool = True) -> None:
-        # Without its graph, which may hold this entry. A subclass has its own idea of detach.
-        self.tensor = x.detach() if is_plain(x) or type(x) is nn.Parameter else x
-        self.treatment = treatment
-        self.owns_bytes = owns_bytes
-        self.version = x._version
-
-    def restore(self) -> torch.Tensor:
-        if (now := self.tensor._version) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at "
-                f"version {now}; expected version {self.version} instead."
-            )
-        return self.tensor
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield from plain_tensors(self.tensor)
-
-
-def _kept(
-    x: torch.Tensor, local: torch.Tensor, treatment: str, host: HostGroup | None
-) -> StoredEntry:
-    """``x`` exactly, by reference or on the host; ``local`` are its values."""
-    if host is not None:
-        away = Computed((local,), wrapping(x), treatment, host)
-        if away.on_host:
-            return away
-        treatment = away.treatment
-    return _Kept(x, treatment)

@@ -34,7 +34,6 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.base.tensors import out_of_sight_of_checkpointing
 from titan_ext.fp8.codec import ALIGNMENT, codec_name
-from titan_ext.fp8.saved_tensors import compiles_for
 from titan_ext.fsdp.plan import WIRE_CODEC, FSDPPlan
 from titan_ext.fsdp.units import param_groups
 
@@ -130,14 +129,13 @@ class Float8AllGather(DefaultAllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
         quantize, codec = torch.ops.titan_ext.float8_quantize, codec_name(WIRE_CODEC)
-        one_kernel = compiles_for(input_tensor.device)
         numel, ranks = input_tensor.numel(), group.size()
         total = sum(numel for numel, _ in self._runs)
         runs = [(size * numel // total, float8) for size, float8 in self._runs]
         exact, packed = [], []
         for values, (_, float8) in zip(input_tensor.split([n for n, _ in runs]), runs, strict=True):
             if float8:
-                packed += [t.view(torch.uint8) for t in quantize(values, codec, one_kernel)]
+                packed += [t.view(torch.uint8) for t in quantize(values, codec)]
             else:
                 exact.append(values.view(torch.uint8))
         sizes = _sizes(runs, input_tensor.element_size())
@@ -154,7 +152,7 @@ class Float8AllGather(DefaultAllGather):
         step = math.ceil(ranks / _PIECES)
         rows, targets = received.view(ranks, -1), output_tensor.view(ranks, numel)
         for piece, target in zip(rows.split(step), targets.split(step), strict=True):
-            values = _decoded(piece, runs, output_tensor.dtype, one_kernel)
+            values = _decoded(piece, runs, output_tensor.dtype)
             target.copy_(values[0] if len(values) == 1 else torch.cat(values, dim=1))
 
 
@@ -175,7 +173,7 @@ def _sizes(runs: Sequence[tuple[int, bool]], itemsize: int) -> list[int]:
 
 
 def _decoded(
-    rows: torch.Tensor, runs: Sequence[tuple[int, bool]], dtype: torch.dtype, one_kernel: bool
+    rows: torch.Tensor, runs: Sequence[tuple[int, bool]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """The values of ``runs`` in the bytes that some ranks sent, a row each."""
     parts = iter(rows.split_with_sizes(_sizes(runs, dtype.itemsize), dim=1))
@@ -186,7 +184,6 @@ def _decoded(
             next(parts),
             codec_name(WIRE_CODEC),
             dtype,
-            one_kernel,
         )
         for n, float8 in runs
         if float8
