@@ -58,6 +58,7 @@ def frontier(
     from titan_ext.base import no_accelerator
     from titan_ext.base.machines import MACHINES
     from titan_ext.components.early_scores import use_early_scores
+    from titan_ext.components.exchange_policy import Exchanges
     from titan_ext.config_registry.resolve import resolve
     from titan_ext.plan.dry_run import dry_run
     from titan_ext.plan.stand_ins import as_rank
@@ -80,7 +81,7 @@ def frontier(
 
     def price(preset: Any, saves: bool) -> list[float]:
         policy = FP8AC.Config(preset=preset)
-        plan = policy.policies_of(blocks.first, blocks.name, saves_all_to_all=saves)
+        plan = policy.policies_of(blocks.first, blocks.name, Exchanges(ep=ep, saved=saves))
         nbytes, ms = graph.price(graph.chosen_by(plan))
         return [nbytes / MIB, ms]
 

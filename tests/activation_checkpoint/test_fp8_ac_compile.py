@@ -488,9 +488,9 @@ def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
 def test_a_compiled_run_that_stores_nothing_in_float8_fails():
     policy = FP8AC(FP8AC.Config())
     run(policy, "block", layers=1, lengths=(L,))
-    policy.reporter.graphs.clear()
+    policy.memory_report.graphs.clear()
     with pytest.raises(RuntimeError, match="stores in float8, but nothing was stored in it"):
-        policy.reporter.check_graphs()
+        policy.memory_report.check_graphs()
 
 
 @pytest.mark.parametrize("mode", ["selective", "full", "no_recompute"])

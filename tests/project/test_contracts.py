@@ -779,7 +779,7 @@ def test_torch_gives_saved_outputs_to_the_hooks_around_a_checkpoint(monkeypatch)
 
 
 def test_titan_halves_the_token_counts_of_checkpointed_blocks():
-    """no_recompute.NoRecomputeBlock has no ``checkpoint_impl`` and so is not halved."""
+    """blocks.NoRecomputeBlock has no ``checkpoint_impl`` and so is not halved."""
     assert _Code(register_moe_load_balancing_hook).has(
         'getattr(module, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT'
     )

@@ -17,8 +17,8 @@ from tests.helpers.fp8_activations import debug_model
 from tests.helpers.toml_files import DEBUG, Loader
 from tests.helpers.training import Run, make_config, state_hash
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
+from titan_ext.activation_checkpoint.op_rules import Budget, releases
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
-from titan_ext.activation_checkpoint.solved import Budget, releases
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus
 from titan_ext.config_registry.resolve import load
 from titan_ext.run import budget as activation_budget

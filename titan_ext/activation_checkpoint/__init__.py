@@ -3,9 +3,9 @@
 
 ``policy`` is the configuration and the entry point. ``op_rules`` reads the rules of a table, and
 ``op_policies`` decides for each operation, by the names that ``locator`` gives them.
-``blocks`` checkpoints one block; ``no_recompute`` is a block that recomputes nothing. ``discards``
-proves that nothing reads what is discarded, and ``memory_report`` counts bytes. ``partition``
-stores in float8 what ``titan_ext.activation_checkpoint.compile`` compiles.
+``blocks`` runs one block under them. ``discards`` proves that nothing reads what is discarded, and
+``memory_report`` counts bytes. ``partition`` stores in float8 what ``compile`` compiles.
+``block_graph`` and ``solver`` find the table for a budget.
 """
 
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, memory_report_of

@@ -288,7 +288,7 @@ def compile_units(
     """
     float8_arguments = None
     if isinstance(policy, FP8AC):
-        partitioner = Float8Partitioner(policy.codec, report=policy.reporter.add_graph)
+        partitioner = Float8Partitioner(policy.codec, report=policy.memory_report.add_graph)
         float8_arguments = compile_arguments(partitioner, compile_config.backend)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         # A block may be compiled once while its inputs are still in flight (AsyncCollectiveTensor)

@@ -18,11 +18,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.op_rules import OpPolicy
+from titan_ext.activation_checkpoint.op_rules import KEY, OpPolicy
 from titan_ext.activation_checkpoint.partition import Saved
 from titan_ext.fp8 import Codec, MemoryRow, MemoryRows, memory_rows
 
-_KEY = "activation_checkpoint"
 _COULD_NOT = tuple(f"exact: {why}" for why in ("float", "small", "expanded", "would not shrink"))
 """First words of ``MemoryRow.treatment`` where float8 was asked for and not possible."""
 
@@ -92,8 +91,8 @@ class BlockMemoryReport:
 class MemoryReport:
     """The reports of the first forward of each block of a model, or of a pipeline stage's."""
 
-    def __init__(self, blocks: Iterable[BlockMemoryReport]) -> None:
-        self.blocks = tuple(blocks)
+    def __init__(self, blocks: Iterable[BlockMemoryReport] = ()) -> None:
+        self.blocks = list(blocks)
 
     def rows(self) -> MemoryRows:
         """Tensor classes over all blocks."""
@@ -124,7 +123,7 @@ class MemoryReport:
             "recomputed(GFLOP)": again / 1e9,
             "recomputed(%)": 100 * again / flops if flops else 0.0,
         }
-        return {f"{_KEY}/{name}": value for name, value in totals.items()}
+        return {f"{KEY}/{name}": value for name, value in totals.items()}
 
     def __str__(self) -> str:
         totals = [f"{name.partition('/')[2]}: {n:.4g}" for name, n in self.metrics().items()]
@@ -157,36 +156,34 @@ def _sums(items: Iterable[tuple[Any, Sequence[int]]]) -> dict[Any, list[int]]:
     return sums
 
 
-class MemoryReporter:
-    """Collects what one policy keeps: logged and written to the run's folder when it is complete.
+class PolicyReport(MemoryReport):
+    """The report of one policy: logged and written to the run's folder when it is complete.
 
-    ``dump_folder`` is that of the run, or ""; ``wants_float8`` tells whether the policy asks for
-    float8.
+    Attributes:
+        names: The blocks that will be in it.
+        is_compiled: Whether there are compiled blocks, whose ``graphs`` it has instead.
     """
 
     def __init__(self, codec: Codec, dump_folder: str, wants_float8: Callable[[], bool]) -> None:
+        """``dump_folder`` is "" for none; ``wants_float8``: True if the policy asks for float8."""
+        super().__init__()
         self._codec = codec
-        self._folder = Path(dump_folder) / _KEY if dump_folder else None
+        self._folder = Path(dump_folder) / KEY if dump_folder else None
         self._wants_float8 = wants_float8
+        self.names: list[str] = []
         self.is_compiled = False
-        self.blocks: dict[str, BlockMemoryReport | None] = {}
         self.graphs: list[list[GraphRow]] = []
-
-    @property
-    def report(self) -> MemoryReport:
-        """The reports of the blocks that have run."""
-        return MemoryReport(report for report in self.blocks.values() if report is not None)
 
     def add(self, report: BlockMemoryReport) -> bool:
         """Add the report of a block. If it is the last, log all of them and return True."""
-        self.blocks[report.block] = report
-        if any(waiting is None for waiting in self.blocks.values()):
+        self.blocks.append(report)
+        if len(self.blocks) < len(self.names):
             return False
-        run = self.report
-        logger.info(f"Kept for backward ({len(run.blocks)} blocks, one forward):\n{run}")
-        first = run.blocks[0].block.replace(".", "_")
-        blocks = [{**asdict(block), "nbytes": block.nbytes} for block in run.blocks]
-        self._write(f"rank{_rank()}_{first}.json", {"totals": run.metrics(), "blocks": blocks})
+        self.blocks.sort(key=lambda block: self.names.index(block.block))
+        logger.info(f"Kept for backward ({len(self.blocks)} blocks, one forward):\n{self}")
+        first = self.names[0].replace(".", "_")
+        blocks = [{**asdict(block), "nbytes": block.nbytes} for block in self.blocks]
+        self._write(f"rank{_rank()}_{first}.json", {"totals": self.metrics(), "blocks": blocks})
         return True
 
     def add_graph(self, saved: Sequence[Saved]) -> None:
@@ -228,10 +225,10 @@ class MemoryReporter:
         kept = sorted({row.treatment for row in rows})
         if self._wants_float8() and not any(kind.startswith("float8") for kind in kept):
             if kept and not any(kind.startswith(_COULD_NOT) for kind in kept):
-                logger.info(f"{_KEY}: of these blocks the policy keeps nothing in float8.")
+                logger.info(f"{KEY}: of these blocks the policy keeps nothing in float8.")
                 return
             raise RuntimeError(
-                f"{_KEY}: the policy stores in float8, but nothing was stored in it. Kept: "
+                f"{KEY}: the policy stores in float8, but nothing was stored in it. Kept: "
                 f"{', '.join(kept) or 'nothing'}. fp32 activations stay "
                 "exact. Expected training.mixed_precision_param = 'bfloat16', or policy "
                 "'selective', 'full' or 'none'."
@@ -245,21 +242,20 @@ class MemoryReporter:
 
 def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:
     """A report of what the first forward of each wrapped block stored, as far as it ran."""
-    found = [block for reporter in _reporters(model_parts) for block in reporter.report.blocks]
-    return MemoryReport(found)
+    return MemoryReport(block for report in _reports(model_parts) for block in report.blocks)
 
 
-def _reporters(model_parts: Iterable[nn.Module]) -> "list[MemoryReporter]":
-    found = (part.__dict__.get("_memory_reporter") for part in model_parts)
-    return [reporter for reporter in found if reporter is not None]
+def _reports(model_parts: Iterable[nn.Module]) -> list[PolicyReport]:
+    found = (part.__dict__.get("_memory_report") for part in model_parts)
+    return [report for report in found if report is not None]
 
 
 def log_memory_report(trainer: Any) -> None:
     """Add what our policies keep to the metrics of Titan's ``trainer``, and check graphs."""
-    reporters = _reporters(trainer.model_parts)
-    for reporter in reporters:
-        reporter.check_graphs()
-    if reporters:
+    reports = _reports(trainer.model_parts)
+    for report in reports:
+        report.check_graphs()
+    if reports:
         metrics = memory_report_of(trainer.model_parts).metrics()
         trainer.metrics_processor.logger.log(metrics, trainer.step)
 

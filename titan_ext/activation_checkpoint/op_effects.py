@@ -39,10 +39,8 @@ _STEPS = frozenset(
     """.split()  # noqa: SIM905  as above
 )
 """Operations that make floats of floats and jump: by name, or by overload where only that does."""
-_STEPPING: dict[int, bool] = {}  # by id, as ``_MUTABLE``
 _NO_CHOICE = ("attention", "attn", "aten.native_dropout", "aten.view", "deepep.", "hybridep.")
 """In the names of operations whose integers are random, counts of rows, or the same bytes."""
-_MUTABLE: dict[int, bool] = {}  # by id: operations are never freed, and slow to hash
 
 
 @functools.cache
@@ -60,10 +58,7 @@ def chooses(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     something new, and the bytes of a quantizer (any operation but torch's own) are no choices.
     """
     if isinstance(out, torch.Tensor) and out.is_floating_point():  # almost always
-        known = _STEPPING.get(id(func))
-        if known is None:
-            known = _STEPPING[id(func)] = not _STEPS.isdisjoint((op_name(func), str(func)))
-        return known
+        return _is_step(func)
     made = tensors_in(out)
     chosen = [x.dtype for x in made if not (x.is_floating_point() or x.is_complex())]
     if not chosen and (made or not isinstance(out, (bool, int, float))):
@@ -72,6 +67,11 @@ def chooses(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         return False
     given = tensors_in((args, kwargs))
     return any(x.is_floating_point() or x.is_complex() for x in given) and not _is_no_choice(func)
+
+
+@functools.cache
+def _is_step(func: Any) -> bool:
+    return not _STEPS.isdisjoint((op_name(func), str(func)))
 
 
 @functools.cache
@@ -112,13 +112,11 @@ def _makes_anew(func: Any) -> bool:
     return name.endswith("_like") or name.startswith("new_")
 
 
+@functools.cache
 def is_mutable(func: Any) -> bool:
     """True if an operation writes to any of its arguments."""
-    known = _MUTABLE.get(id(func))
-    if known is None:
-        schema = getattr(func, "_schema", None)  # higher-order operators have none
-        known = _MUTABLE[id(func)] = schema is not None and schema.is_mutable
-    return known
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    return schema is not None and schema.is_mutable
 
 
 def must_write(func: Any, out: Any, *, discarded: bool) -> bool:

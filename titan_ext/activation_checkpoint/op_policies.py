@@ -83,9 +83,10 @@ class BlockPolicies:
     recipe: BlockRecipe
     stock_policy: Callable[[], Callable[..., CheckpointPolicy]]
     stock_ops: frozenset[str]
-    _by_location: dict[OpLocation, _Candidates] = field(default_factory=dict, repr=False)
-    _fixed: dict[tuple[int, str], CheckpointPolicy | None] = field(default_factory=dict, repr=False)
-    _by_module: dict[str, tuple[OpPolicy, str]] = field(default_factory=dict, repr=False)
+    # Answers that were given: these are asked for each operation, on the host.
+    _by_location: dict[OpLocation, _Candidates] = field(default_factory=dict, init=False)
+    _by_module: dict[str, tuple[OpPolicy, str]] = field(default_factory=dict, init=False)
+    _fixed: dict[tuple[int, str], CheckpointPolicy | None] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def rounds(self) -> bool:

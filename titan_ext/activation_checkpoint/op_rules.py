@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rules of a table ``op_policies``: policies, patterns for operations, and their errors."""
+"""The rules of a table ``op_policies``: policies, patterns for operations, and their errors.
+
+A table that is solved for a ``budget`` names operations by their number ("aten.mul:*:2"). Another
+release of torch or of Titan may run others, and the same number then means another one. So it
+carries the releases that it was solved with, and no other run takes it.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from importlib import metadata
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
-from titan_ext.base.messages import did_you_mean, matches
+from titan_ext.base.messages import BYTES, did_you_mean, matches, parse_bytes
 
+KEY = "activation_checkpoint"
+FIT = "fit"
+_PACKAGES = ("torch", "torchtitan")
 GROUPED_GEMMS = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
 GEMMS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", *GROUPED_GEMMS)
 CHILDREN = ("attention", "attn", "moe", "feed_forward")
@@ -117,16 +126,17 @@ class Rule:
         return matches(module, self.module) or matches(join(block, module), self.module)
 
 
-def parse_rules(rules: Mapping[str, str], key: str = "op_policies") -> tuple[Rule, ...]:
-    """Parse the rules of a TOML table called ``key``, in its order.
+def parse_rules(rules: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Parse the rules of a table ``op_policies``, in its order.
 
     For example ``{"moe.routed_experts:aten._grouped_mm:w2*": "recompute", "input": "save"}``.
     Raises ValueError for a malformed pattern, or a policy, operation or input that there cannot be.
     """
-    return tuple(_parse(pattern, policy, key) for pattern, policy in rules.items())
+    return tuple(_parse(pattern, policy) for pattern, policy in rules.items())
 
 
-def _parse(pattern: str, policy: str, key: str) -> Rule:
+def _parse(pattern: str, policy: str) -> Rule:
+    key = f"{KEY}.op_policies"
     names = [p.value for p in OpPolicy]
     if policy not in names:
         raise ValueError(
@@ -167,9 +177,7 @@ def _is_view(op: str) -> bool:
     return any(getattr(packet, overload).is_view for overload in packet.overloads())
 
 
-def check_names(
-    section: str, rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module
-) -> None:
+def check_names(rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module) -> None:
     """Raise ValueError for names of modules that the blocks of a model do not have.
 
     ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a
@@ -189,7 +197,7 @@ def check_names(
             is_elsewhere = elsewhere.intersection(pattern.split("."))
             if not (is_elsewhere or any(matches(name, pattern) for name in inside | in_model)):
                 raise ValueError(
-                    f"{section}.{key}: no module of {where} is called {pattern!r}"
+                    f"{KEY}.{key}: no module of {where} is called {pattern!r}"
                     f"{did_you_mean(pattern, known)}"
                 )
 
@@ -206,3 +214,47 @@ def join(block: str, module: str) -> str:
 def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
     """True if ``module`` of ``block`` matches one of the globs ``exempt``."""
     return any(matches(join(block, module), pattern) for pattern in exempt)
+
+
+class Budget(NamedTuple):
+    """Bytes for activations; None is what a step leaves of ``memory``, or of the device's."""
+
+    nbytes: int | None
+    memory: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """The budget that "20GiB", "fit" or "fit 80GiB" means; raises ValueError for others."""
+        word, _, size = text.partition(" ")
+        if text == FIT:
+            return cls(None)
+        nbytes = parse_bytes(size if word == FIT else text)
+        if nbytes is None:
+            raise ValueError(
+                f'{KEY}.budget is {text!r}; expected a size such as "20GiB" (units '
+                f'{", ".join(BYTES)}), "fit" for what the device\'s memory leaves, or "fit 80GiB".'
+            )
+        return cls(None, nbytes) if word == FIT else cls(nbytes)
+
+
+def has_budget(config: Any) -> bool:
+    """True if a trainer's config has a budget to solve for."""
+    return bool(getattr(config.activation_checkpoint, "budget", ""))
+
+
+def releases() -> dict[str, str]:
+    """The releases that decide which operations a block runs: {"torch": "2.15", ...}."""
+    return {name: ".".join(metadata.version(name).split(".")[:2]) for name in _PACKAGES}
+
+
+def check_releases(solved_with: Mapping[str, str]) -> None:
+    """Raise ValueError if a table was solved with other releases than run here."""
+    here = releases() if solved_with else {}
+    for name, solved in solved_with.items():
+        if name in here and solved != here[name]:
+            raise ValueError(
+                f"{KEY}.op_policies was solved with {name} {solved}, and this is {here[name]}: "
+                "the numbers of its operations may mean others. Expected a table that is solved "
+                f"again (titan_ext dry-run --activations), or no {KEY}.solved_with: then nothing "
+                "is compared."
+            )

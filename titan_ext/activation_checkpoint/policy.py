@@ -16,18 +16,21 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import BlockCheckpoint
+from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, EagerBlock, NoRecomputeBlock
 from titan_ext.activation_checkpoint.locator import OpLocator
-from titan_ext.activation_checkpoint.memory_report import (
-    BlockMemoryReport,
-    MemoryReport,
-    MemoryReporter,
-)
-from titan_ext.activation_checkpoint.no_recompute import NoRecompute, NoRecomputeBlock
+from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, PolicyReport
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, BlockRecipe
-from titan_ext.activation_checkpoint.op_rules import Rule, check_names, is_exempt, join, parse_rules
+from titan_ext.activation_checkpoint.op_rules import (
+    KEY,
+    Budget,
+    Rule,
+    check_names,
+    check_releases,
+    is_exempt,
+    join,
+    parse_rules,
+)
 from titan_ext.activation_checkpoint.presets import Preset, block_policies, block_recipe
-from titan_ext.activation_checkpoint.solved import KEY, Budget, check_releases
 from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, set_known_key, table_flag
 from titan_ext.components.early_scores import has_early_scores
 from titan_ext.components.exchange_policy import Exchanges
@@ -166,7 +169,7 @@ class FP8AC(ActivationCheckpointing):
 
         def rules(self) -> tuple[Rule, ...]:
             """``op_policies``, parsed."""
-            return parse_rules(self.op_policies, f"{KEY}.op_policies")
+            return parse_rules(self.op_policies)
 
         def policies_of(
             self, block: nn.Module, name: str, exchanges: Exchanges | None = None
@@ -223,15 +226,11 @@ class FP8AC(ActivationCheckpointing):
         self._recipes = recipes
         self.codec = Codec()  # e4m3 by 128: e5m2 has twice the error (docs/fp8_codec.md)
         self.used_rules: set[Rule] = set()
-        self.reporter = MemoryReporter(self.codec, dump_folder, lambda: self._wants_float8())
+        self.memory_report = PolicyReport(self.codec, dump_folder, lambda: self._wants_float8())
         self._locators: list[OpLocator] = []
         limit = parse_bytes(config.offload_limit)
         self._offload = Offload(limit, f"{KEY}.offload_limit") if config.offloads() else None
         self._names: dict[nn.Module, str] = {}
-
-    @property
-    def memory_report(self) -> MemoryReport:
-        return self.reporter.report
 
     def apply(self, model: nn.Module) -> None:
         """Wrap every transformer block of ``model``, in place: the decoder first, then towers."""
@@ -248,13 +247,13 @@ class FP8AC(ActivationCheckpointing):
                 f"{KEY}.score_before_last_gemm: this model was not built for it; call "
                 "titan_ext.components.early_scores.use_early_scores on its spec first."
             )
-        check_names(KEY, config.rules(), config.exempt, model)
-        model.__dict__["_memory_reporter"] = self.reporter
+        check_names(config.rules(), config.exempt, model)
+        model.__dict__["_memory_report"] = self.memory_report
 
     def compiled_policies(self, block: nn.Module, name: str) -> BlockPolicies:
         """The policies for a block that is compiled (see ``compile``)."""
         self._config.check_compiled()
-        self.reporter.is_compiled = True
+        self.memory_report.is_compiled = True
         return self._policies_of(block, name)
 
     def _policies_of(self, block: nn.Module, name: str) -> BlockPolicies:
@@ -264,7 +263,7 @@ class FP8AC(ActivationCheckpointing):
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         name = self._names.get(module) or base_fqn or "block"
-        self.reporter.blocks[name] = None
+        self.memory_report.names.append(name)
         config = self._config
         locator = OpLocator(module)
         self._locators.append(locator)
@@ -276,7 +275,7 @@ class FP8AC(ActivationCheckpointing):
             "on_report": self._take_report,
         }
         if config.mode == "no_recompute":
-            return NoRecomputeBlock(module, NoRecompute(**common))
+            return NoRecomputeBlock(module, EagerBlock(**common))
         options = {
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
@@ -286,7 +285,7 @@ class FP8AC(ActivationCheckpointing):
 
     def _take_report(self, report: BlockMemoryReport) -> None:
         config = self._config
-        if not self.reporter.add(report):
+        if not self.memory_report.add(report):
             return
         for pattern, rule in zip(config.op_policies, config.rules(), strict=True):
             if rule not in self.used_rules and config.mode != "no_recompute":
@@ -294,12 +293,12 @@ class FP8AC(ActivationCheckpointing):
                     f"{KEY}.op_policies: {pattern!r} has no effect in these blocks: no operation "
                     "matches it, or an earlier pattern decides."
                 )
-        self.reporter.check(self.reporter.report.rows())
+        self.memory_report.check(self.memory_report.rows())
 
     def _wants_float8(self) -> bool:
         config = self._config
-        blocks = self.reporter.blocks
-        if blocks and all(is_exempt(config.exempt, name, "") for name in blocks):
+        names = self.memory_report.names
+        if names and all(is_exempt(config.exempt, name, "") for name in names):
             return False
         return config.wants_float8()
 

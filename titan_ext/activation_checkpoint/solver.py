@@ -335,10 +335,7 @@ def table_of(
 
 def _rules_as_user(plans: Sequence[BlockPolicies], table: Mapping[str, str]) -> list[BlockPolicies]:
     rules = parse_rules(table)
-    return [
-        replace(plan, recipe=replace(plan.recipe, user_rules=rules), _by_location={}, _fixed={})
-        for plan in plans
-    ]
+    return [replace(plan, recipe=replace(plan.recipe, user_rules=rules)) for plan in plans]
 
 
 def _patterns(call: Call, full: str, is_expensive: bool) -> Iterator[str]:

@@ -86,7 +86,7 @@ class DryRun:
             self.out.mkdir(parents=True, exist_ok=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
-        from titan_ext.activation_checkpoint.solved import has_budget
+        from titan_ext.activation_checkpoint.op_rules import has_budget
         from titan_ext.base import no_accelerator
         from titan_ext.config_registry.resolve import resolve
         from titan_ext.parallelize.limits import wrong_degrees

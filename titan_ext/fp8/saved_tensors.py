@@ -241,22 +241,20 @@ def memory_rows(entries: Iterable[StoredEntry]) -> MemoryRows:
 
     Each storage counts once, in the first row that has it: views share its bytes.
     """
-    classes: dict[tuple[str, str], list[StoredEntry]] = defaultdict(list)
-    for entry in {id(entry.whole): entry.whole for entry in entries}.values():
-        classes[entry.name, entry.treatment].append(entry)
-    counted: tuple[set[int], ...] = set(), set(), set()
-    rows = []
-    for (name, treatment), members in sorted(classes.items()):
-        owners = [entry for entry in members if entry.owns_bytes]
-        held = dict(s for entry in owners for part in entry.tensors() for s in storages_of(part))
-        original = dict(s for entry in owners for s in entry.original)
-        copies = {id(x.copy): x.copy.nbytes for entry in owners for x in entry.on_host}
-        totals = []
-        for nbytes, known in zip((held, original, copies), counted, strict=True):
-            totals.append(sum(n for storage, n in nbytes.items() if storage not in known))
-            known.update(nbytes)
-        rows.append(MemoryRow(name, treatment, len(members), *totals))
-    return MemoryRows(rows)
+    wholes = {id(entry.whole): entry.whole for entry in entries}.values()
+    rows: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    counted: set[tuple[int, int]] = set()
+    for entry in sorted(wholes, key=lambda entry: (entry.name, entry.treatment)):
+        row = rows[entry.name, entry.treatment]
+        row[0] += 1
+        held = [s for part in entry.tensors() for s in storages_of(part)]
+        copies = [(id(x.copy), x.copy.nbytes) for x in entry.on_host]
+        for column, storages in enumerate((held, entry.original, copies), start=1):
+            for storage, nbytes in storages if entry.owns_bytes else ():
+                if (column, storage) not in counted:
+                    counted.add((column, storage))
+                    row[column] += nbytes
+    return MemoryRows(MemoryRow(*key, *row) for key, row in rows.items())
 
 
 class SavedTensorStore:

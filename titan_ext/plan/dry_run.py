@@ -29,7 +29,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
-from titan_ext.activation_checkpoint.solved import has_budget
+from titan_ext.activation_checkpoint.op_rules import has_budget
 from titan_ext.base import no_accelerator
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import format_bytes, format_count

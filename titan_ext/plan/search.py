@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.solved import KEY
+from titan_ext.activation_checkpoint.op_rules import KEY
 from titan_ext.activation_checkpoint.solver import BudgetTooSmallError, Solution
 from titan_ext.base.messages import Mistakes
 from titan_ext.parallelize.limits import wrong_degrees

@@ -32,9 +32,16 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, trace
-from titan_ext.activation_checkpoint.op_rules import OpPolicy, is_exempt
+from titan_ext.activation_checkpoint.op_rules import (
+    FIT,
+    KEY,
+    Budget,
+    OpPolicy,
+    has_budget,
+    is_exempt,
+    releases,
+)
 from titan_ext.activation_checkpoint.presets import PRESET_NAMES
-from titan_ext.activation_checkpoint.solved import FIT, KEY, Budget, has_budget, releases
 from titan_ext.activation_checkpoint.solver import BlockKind, Host, Solution, solve, table_of
 from titan_ext.base import no_accelerator
 from titan_ext.base.agreement import this_job
