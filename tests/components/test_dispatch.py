@@ -23,7 +23,7 @@ from titan_ext.components.dispatch import (
     use_functional_all_to_all,
 )
 from titan_ext.components.exchange_policy import resolve_exchanges
-from titan_ext.components.shared_experts import overlap_shared_experts
+from titan_ext.components.overlap import overlap_shared_experts
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.passes import parallelize

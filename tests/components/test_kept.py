@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from titan_ext.components.kept import Kept
+from titan_ext.components.overlap import Kept
 
 ROWS, LENGTH = [2, 1], 4
 
@@ -22,7 +22,7 @@ class _Router(nn.Module):
 
 def _run(values: tuple[Any, Any], router: Any, name: str = "kept") -> Any:
     """A and B set ``values`` and pause; each then sees what it has set."""
-    kept = Kept("layers.1", nn.ModuleDict({"router": router}), "halves")
+    kept = Kept("layers.1", nn.ModuleDict({"router": router}))
     owner = router.aux if name == "z" else router.__dict__
     owner = router._buffers if name == "scores" else owner
     kept.begin()
@@ -88,12 +88,12 @@ def test_a_table_that_both_make_is_one():
 @pytest.mark.parametrize("name", ["kept", "z", "scores"])
 def test_what_nobody_can_put_together_is_refused_by_name(values: Any, name: str):
     where = r"layers\.1\.router\.aux" if name == "z" else r"layers\.1\.router"
-    with pytest.raises(ValueError, match=f"halves: {where} keeps '{name}'"):
+    with pytest.raises(ValueError, match=f'"halves": {where} keeps .{name}.'):
         _run(values, _Router(), name)
 
 
 def test_what_one_half_alone_sets_stays():
-    kept = Kept("layers.1", router := _Router(), "halves")
+    kept = Kept("layers.1", router := _Router())
     kept.begin()
     kept.give(0)
     router.kept = table = torch.ones(2)

@@ -189,7 +189,7 @@ def test_fsdp2_does_not_reshard_in_a_recompute():
 
 
 def test_fsdp2_keeps_of_a_forward_what_halves_of_a_batch_have_of_their_own():
-    """components.halves swaps these at a pause. B begins where its groups are in the forward."""
+    """components.overlap swaps these at a pause. B begins where its groups are in the forward."""
     state, group = _Code(FSDPState), _Code(FSDPParamGroup.pre_forward)
     assert state.has("self._training_state: TrainingState = TrainingState.IDLE")
     assert state.has("self._modules_to_run_forward: set[nn.Module] = set()")
@@ -206,7 +206,7 @@ def test_fsdp2_keeps_of_a_forward_what_halves_of_a_batch_have_of_their_own():
 
 
 def test_torch_runs_a_modules_compiled_call_in_place_of_its_hooks_and_forward():
-    """components.shared_experts: those that have run return what they returned."""
+    """components.overlap: those that have run return what they returned."""
     call = _Code(nn.Module._wrapped_call_impl)
     assert call.has("return self._compiled_call_impl(*args, **kwargs)")
     assert call.has("return self._call_impl(*args, **kwargs)")
@@ -507,7 +507,7 @@ def test_titan_tells_a_model_whose_head_the_chunked_loss_runs():
 
 
 def test_titan_calls_shared_experts_with_the_layers_tokens_after_the_routed_ones():
-    """components.shared_experts runs them earlier, on what the routed ones get."""
+    """components.overlap runs them earlier, on what the routed ones get."""
     layer = inspect.getsource(MoE.forward)
     calls = [layer.index(f"self.{name}(") for name in ("routed_experts", "shared_experts")]
     assert calls == sorted(calls)

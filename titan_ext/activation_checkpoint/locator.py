@@ -13,7 +13,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_rules import GEMMS, OpLocation
 from titan_ext.base.tensors import plain_tensors, storage_ids
-from titan_ext.components.halves import current_half
+from titan_ext.components.overlap import current_half
 
 
 class OpLocator:

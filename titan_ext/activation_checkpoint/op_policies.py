@@ -27,7 +27,7 @@ from titan_ext.activation_checkpoint.op_rules import (
     is_exempt,
 )
 from titan_ext.base.tensors import has_values
-from titan_ext.components.halves import current_half
+from titan_ext.components.overlap import current_half
 
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -201,7 +201,7 @@ class BlockPolicies:
 class Resolver:
     """Decides for one forward of a block. Ask in the order of its operations: some rules count.
 
-    Where the batch runs as two halves, each is counted by itself (``components.halves``).
+    Where the batch runs as two halves, each is counted by itself (``components.overlap``).
     ``used_rules`` collects the user's rules that decided an operation. A preset discards nothing at
     ``refused_discards``, which are read, nor under SPMD type checking, whose nodes hide readers.
     """

@@ -8,8 +8,8 @@ sends every token again. ``_c10d_functional.all_to_all_single`` does the same ex
 and is an op that gloo runs and a checkpoint policy can save. Titan itself uses it for its other
 backends and under torch.compile.
 
-While tokens travel something else may run: the other half of a batch (``halves``), and a layer's
-shared experts while the experts' outputs travel back (``shared_experts``).
+While tokens travel something else may run: the other half of a batch (``overlap``), and a layer's
+shared experts while the experts' outputs travel back.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.components.exchange import AddUp, Exchange, Finish, FinishSorted, Select, Start, Turn
-from titan_ext.components.halves import current_half, in_half, pause
+from titan_ext.components.overlap import current_half, in_half, pause
 from titan_ext.components.rows import Hops, TokenRows
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
@@ -55,7 +55,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """On which ranks tell each other how many tokens they send, where a batch runs as two halves
     (``pause_at_exchanges``); None: that of the tokens."""
     shared_experts: Any = None
-    """The shared experts, which run while routed outputs travel back (``shared_experts``)."""
+    """The shared experts, which run while routed outputs travel back."""
     sends_float8 = False
     """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
     sends_once: Hops | None = None
@@ -109,7 +109,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         return super().combine(routed_output_RD, metadata, x_TD)
 
     def pause_at_exchanges(self, counts: dist.ProcessGroup) -> None:
-        """Let the other half of a batch go on while tokens travel (``halves.overlap_in_halves``).
+        """Let the other half of a batch go on while tokens travel (``overlap.overlap_in_halves``).
 
         A compiler of a whole layer leaves out what pauses.
         """

@@ -17,9 +17,8 @@ from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan.parallelism import context_mesh, keep_frozen
 from titan_ext.components.dispatch import exchange_in_float8
 from titan_ext.components.float8_linears import make_scales_together
-from titan_ext.components.halves import overlap_in_halves
+from titan_ext.components.overlap import overlap_in_halves, overlap_shared_experts
 from titan_ext.components.rows import exchange_once, hops_across_nodes
-from titan_ext.components.shared_experts import overlap_shared_experts
 from titan_ext.fsdp.shard import shard
 from titan_ext.fsdp.units import decoder_blocks
 from titan_ext.fsdp.unmanaged import refuse_fsdp1

@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Two halves of a batch take turns at the exchanges of tokens, so that none of them waits.
+"""What computes while tokens travel: the shared experts, or the other half of a batch, too.
 
 Under expert parallelism a MoE block sends tokens to the ranks of their experts and back, and has
-nothing to compute meanwhile. With ``parallelism.overlap_exchanges = "halves"`` it runs its batch as
-two halves, A and B::
+nothing to compute meanwhile.
+
+**Shared experts** (``parallelism.overlap_exchanges = "shared_experts"``). Titan's layer calls its
+routed experts, and then its shared ones on the same tensor. The token dispatcher lets them run
+earlier (``run_ahead``), while outputs of the routed ones travel back: once, with their hooks, on
+the layer's own tensor, and in the contexts that the layer is in, whatever its routed experts have
+entered meanwhile. When the layer calls them it gets what they returned. In backward the same
+happens in reverse.
+
+**Halves** (``"halves"``). The block runs its batch as two halves, A and B, which take turns at the
+exchanges::
 
     attention A | router A | attention B | router B | experts A | experts B | shared A, B | sums
                 tokens of A travel ------>          tokens of B ->
@@ -22,12 +31,19 @@ Each FSDP unit runs twice: it stays gathered from A to B. Both halves are one gr
 weight gets its gradient once, of both, after A's backward, which comes last.
 
 Sums over tokens are sums of two halves: weight gradients round otherwise than those of one batch.
+
+A router that keeps its last logits for a loss runs once for each half. A half that goes on finds
+again what it has set itself. What the block leaves behind is of both, in the order of the batch, or
+refused by name: never of half a batch. A half sees what the other one has set, as a second
+microbatch sees the first one's: what a module makes once it makes once. What is appended to a list
+is there twice, first A's.
 """
 
 import contextvars
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,14 +51,18 @@ import torch.nn as nn
 from greenlet import getcurrent, greenlet
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
 
 from titan_ext.base.tensors import in_backward
 from titan_ext.base.thread_state import ThreadState
-from titan_ext.components.kept import Kept
 
 _HALVES = 'parallelism.overlap_exchanges = "halves"'
+_OF_TORCH = frozenset(nn.Module().__dict__)
+_NONE = object()
+_PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. B = batch, L = sequence, D = model
 # dimension.
@@ -192,7 +212,7 @@ class _BlockInHalves:
             return self._forward(x_BLD[part], masks[half], positions_BL)
 
         if not self._owns:  # by now FSDP has sharded the block
-            self._owns = _Contexts(), _Units(self._block), Kept(self._name, self._block, _HALVES)
+            self._owns = _Contexts(), _Units(self._block), Kept(self._name, self._block)
         for own in self._owns:
             own.begin()
         try:
@@ -268,3 +288,142 @@ class _Units:
     def end(self) -> None:
         for group, mesh_info in zip(self._groups, self._after, strict=True):
             group.post_forward_mesh_info = mesh_info
+
+
+class Kept:
+    """What modules of the block ``name`` set while it runs: attributes, also in dictionaries, and
+    buffers."""
+
+    def __init__(self, name: str, block: nn.Module) -> None:
+        self._places: list[tuple[str, dict[str, Any]]] = []
+        for path, module in block.named_modules():
+            own, owner = module.__dict__, f"{name}.{path}".rstrip(".")
+            inside = {k: v for k, v in own.items() if type(v) is dict and k not in _OF_TORCH}
+            self._places += [(owner, own), *((f"{owner}.{k}", v) for k, v in inside.items())]
+            if module._buffers:
+                self._places.append((owner, module._buffers))
+
+    def begin(self) -> None:
+        self._first = self._before = self._copies()
+        self._of: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+
+    def _copies(self) -> list[dict[str, Any]]:
+        return [values.copy() for _, values in self._places]
+
+    def give(self, half: int) -> None:
+        for (place, name), value in self._of[half].items():
+            self._places[place][1][name] = value
+        self._before = self._copies()
+
+    def take(self, half: int) -> None:
+        for place, ((_, now), before) in enumerate(zip(self._places, self._before, strict=True)):
+            if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+                continue
+            changed = [name for name in now if now[name] is not before.get(name, _NONE)]
+            self._of[half].update({(place, name): now[name] for name in changed})
+
+    def put_together(self, rows: list[int], length: int) -> None:
+        """Leave behind what both halves have set; ``rows`` are theirs, of ``length`` tokens."""
+        of_a, of_b = self._of
+        for (place, name), of_first in of_a.items():
+            if (place, name) not in of_b and type(of_first) is not int:
+                continue  # an integer that B has set may be the same object
+            owner, values = self._places[place]
+            parts = of_first, of_b.get((place, name), of_first)
+            (a, tree), (b, tree_of_b) = map(tree_flatten, parts)
+            first = self._first[place].get(name)
+            whole = [_together(x, y, first, rows, length) for x, y in zip(a, b, strict=False)]
+            if tree != tree_of_b or any(value is _NONE for value in whole):
+                raise ValueError(
+                    f"{_HALVES}: {owner} keeps {name!r} of its call, and what the two halves of "
+                    "a batch keep there is no tensor of sequences or tokens, so that nobody can "
+                    "put it together. Expected a tensor with the batch as its first dimension, a "
+                    'list to which each call appends, or "none".'
+                )
+            values[name] = tree_unflatten(whole, tree)
+
+    def end(self) -> None:
+        self._first = self._before = []
+        self._of = {}, {}
+
+
+def _together(a: Any, b: Any, first: Any, rows: list[int], length: int) -> Any:
+    """The values that A and B have kept, as one; ``_NONE`` if there is no such thing.
+
+    Of numbers, what B has counted on as A did from ``first``, and what is the same in both and does
+    not count a half's tokens.
+    """
+    tokens = [n * length for n in rows]
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        counted = type(a) is type(b) is int and isinstance(first, int | None)
+        if counted and b - a == a - (first or 0):
+            return b
+        same = a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
+        return b if same and not (type(a) is int and a in tokens) else _NONE
+    if a.dim() and b.dim() and a.shape[1:] == b.shape[1:] and [len(a), len(b)] in (rows, tokens):
+        return torch.cat((a, b))
+    same = a.shape == b.shape and not (a.requires_grad or b.requires_grad)
+    return b if same and torch.equal(a, b) else _NONE
+
+
+def overlap_shared_experts(model: nn.Module) -> None:
+    """Let shared experts run while routed ones' outputs travel back.
+
+    Results are the same, bit for bit: nothing is added up in another order. Call it after expert
+    parallelism. Layers with a forward or a dispatcher of their own stay as they are.
+    """
+    for layer in model.modules():
+        if not isinstance(layer, MoE) or type(layer).forward is not MoE.forward:
+            continue
+        dispatcher: Any = layer.routed_experts.token_dispatcher
+        if hasattr(dispatcher, "shared_experts") and layer.shared_experts:
+            dispatcher.shared_experts = _SharedExperts(layer)
+
+
+class _SharedExperts:
+    """Stands between a layer and two of its modules, where ``nn.Module.compile`` does.
+
+    There a call has not run any hook yet.
+    """
+
+    def __init__(self, layer: MoE) -> None:
+        self._layer, self._module = layer, cast(nn.Module, layer.shared_experts)
+        self._routed = layer.routed_experts
+        # Of each half of a batch.
+        self._called: dict[int, tuple[torch.Tensor, ThreadState]] = {}
+        self._ahead: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._routed._compiled_call_impl = self._note_call
+        self._module._compiled_call_impl = self._take
+
+    def _note_call(self, x_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # then the layer's other call does not pass here
+            return self._routed._call_impl(x_BLD, *args, **kwargs)
+        half = current_half()
+        self._ahead.pop(half, None)
+        self._called[half] = x_BLD, ThreadState.read()
+        try:
+            return self._routed._call_impl(x_BLD, *args, **kwargs)
+        finally:
+            self._called.pop(half, None)
+
+    def run_ahead(self) -> None:
+        """Call them as the layer will, and keep the result."""
+        if torch.compiler.is_compiling():
+            return
+        half, module = current_half(), self._module
+        called, replaced = self._called.pop(half, None), self._layer.shared_experts is not module
+        if called is None or replaced or module._compiled_call_impl != self._take:
+            return  # the layer will call something else, or somebody has compiled them
+        (x_BLD, contexts), inside = called, ThreadState.read()
+        contexts.write()
+        try:
+            self._ahead[half] = x_BLD, module._call_impl(x_BLD)
+        finally:
+            inside.write()
+
+    def _take(self, x_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            tokens, out = self._ahead.pop(current_half(), (None, None))
+            if tokens is x_BLD:
+                return out
+        return self._module._call_impl(x_BLD, *args, **kwargs)
