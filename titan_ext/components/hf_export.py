@@ -85,14 +85,25 @@ def _without_copies(tensor: DTensor) -> torch.Tensor:
     return replace(Layout.of(tensor), mesh=mesh, placements=placements).wrap(tensor.to_local())
 
 
-def hf_weights(model: nn.Module, adapter: Any) -> dict[str, torch.Tensor]:
-    """The weights of a whole model by their Hugging Face names; those that have none are left out.
+def hf_weights(model: nn.Module, adapter: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The weights of a whole model by their Hugging Face names, and the names that have none.
 
     In the same order on every rank, if ``model`` is on the meta device.
     """
-    lost = _lost_names(model, adapter)
-    weights = {n: t for n, t in model.state_dict().items() if n not in lost}
-    return adapter.to_hf(weights)
+    weights = model.state_dict()
+    exported, known = None, {}
+    try:
+        exported = adapter.to_hf(weights)
+        known = adapter.from_hf({**exported})  # adapters pass over some names without a word
+    except KeyError:  # names only the first that it does not know
+        for name, tensor in weights.items():
+            with contextlib.suppress(KeyError):
+                adapter.to_hf({name: tensor})
+                known[name] = tensor
+    lost = [name for name in weights if name not in known]
+    if exported is None or lost:
+        exported = adapter.to_hf({n: t for n, t in weights.items() if n in known})
+    return exported, lost
 
 
 def stored_weights(folder: Path, reader: HuggingFaceStorageReader | None = None) -> dict[str, Any]:
@@ -198,8 +209,7 @@ class HuggingFaceExport(RunCheck):
         adapter = _adapter_of(
             spec, config.hf_assets_path if config.checkpoint.last_save_in_hf else ""
         )
-        lost = _lost_names(model, adapter)
-        self._exported = hf_weights(model, adapter)
+        self._exported, lost = hf_weights(model, adapter)
         if config.checkpoint.last_save_in_hf and any(map(is_adapter_weight, lost)):
             raise ValueError(
                 f"{key} is on, and would leave out the LoRA adapters. Set it to false: "
@@ -272,18 +282,3 @@ def _asked_by(config: Trainer.Config) -> str:
         return ""
     asked = [key for key in ("last_save_in_hf", "initial_load_in_hf") if getattr(checkpoint, key)]
     return f"checkpoint.{asked[0]}" if asked else ""
-
-
-def _lost_names(model: nn.Module, adapter: Any) -> list[str]:
-    """Names that do not survive the conversion and back."""
-    weights = model.state_dict()
-    try:
-        returned = adapter.from_hf(adapter.to_hf(weights))
-        return [name for name in weights if name not in returned]
-    except KeyError:  # names only the first that it does not know
-        known = set()
-        for name, tensor in weights.items():
-            with contextlib.suppress(KeyError):
-                adapter.to_hf({name: tensor})
-                known.add(name)
-        return [name for name in weights if name not in known]

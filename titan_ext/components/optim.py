@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class OptimizersContainer(TitanOptimizersContainer):
     def _build_param_groups(
         model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
-        named: Any = _CanonicalNames(model)
+        named: Any = SimpleNamespace(named_parameters=lambda: _named_parameters(model))
         taken = resolve_groups(_trainable(model), param_group_configs)
         groups = [group for group, names in zip(param_group_configs, taken, strict=True) if names]
         for index, group in enumerate(groups):
@@ -86,20 +87,12 @@ class OptimizersContainer(TitanOptimizersContainer):
         return TitanOptimizersContainer._build_param_groups(named, groups, impl_kwargs)
 
 
-class _CanonicalNames:
-    """A model, as far as Titan's matching uses it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, param in self._model.named_parameters():
-            yield canonical_fqn(name), param
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((canonical_fqn(name), param) for name, param in model.named_parameters())
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    named = _CanonicalNames(model).named_parameters()
-    return {name: param for name, param in named if param.requires_grad}
+    return {name: param for name, param in _named_parameters(model) if param.requires_grad}
 
 
 def _muon_arguments(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def _read_safetensors(
     assert spec is not None
     assert spec.state_dict_adapter is not None
     adapter: Any = spec.state_dict_adapter(spec.model, None)
-    wanted = hf_weights(model, adapter)
+    wanted, _ = hf_weights(model, adapter)
     is_asked = config.checkpoint.initial_load_in_hf_quantized
     reader = adapter.get_hf_storage_reader(str(folder), is_asked)
     stored = stored_weights(folder, reader)
