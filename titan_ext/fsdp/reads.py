@@ -5,11 +5,7 @@ FSDP2 gathers a unit when one of its modules runs. Code outside of it that reads
 shard then: a DTensor, whose ``to_local()`` computes with the rows of this rank, and whose gradient
 FSDP2 sums over no rank. Smaller units than stock's make more code stand outside.
 
-**The head.** In stock Titan it is gathered from the last norm on, which is in its unit, so that a
-model may compute logits from ``lm_head.weight`` itself. Ours is apart (``units.with_norm_apart``).
-It does as stock's where the first forward reads it.
-
-**All others** are refused, by name, in the model's first forward. For that time the shards are of a
+Such a read is refused, by name, in the model's first forward. For that time the shards are of a
 class that says who reads them; FSDP2 takes what it gathers from a tensor of its own. Later steps
 cost nothing: a hook on each shard refuses a gradient, which only such a read can bring.
 """
@@ -17,113 +13,19 @@ cost nothing: a hook on each shard refuses a gradient, which only such a read ca
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.base.tensors import in_backward
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.units import param_groups, splits_blocks
-
-
-def serve_head(model: Decoder, plan: FSDPPlan) -> None:
-    """Let the forward of ``model``, which is sharded by ``plan``, read the head after the norm."""
-    for unit in plan.decoder_units:
-        if unit.is_head_alone and model.norm is not None:
-            head = _Head(unit.fsdp_module(model))
-            # After FSDP's own hooks: the norm is gathered first, and the root is done.
-            model.register_forward_pre_hook(head.begin)
-            model.norm.register_forward_pre_hook(head.before_norm, with_kwargs=True)
-            model.register_forward_hook(head.end, always_call=True)
-
-
-class _Head:
-    """The head, in the forward of a model that may read it.
-
-    Read, it does as a unit with the norm. FSDP2 gathers it before the norm, once more in the norm's
-    backward, and reduces its gradient after that. The first forward with gradients finds out
-    whether it is read, and gathers it then.
-    """
-
-    def __init__(self, module: FSDPModule) -> None:
-        self._module, self._state = cast(nn.Module, module), module._get_fsdp_state()
-        self._is_read: bool | None = None
-        self._is_after_norm = False
-        self._own: dict[nn.Module, dict[str, Any]] = {}
-        self._handles: list[RemovableHandle] = []
-
-    @torch._dynamo.disable
-    def begin(self, *_: Any) -> None:
-        if self._is_read is None and torch.is_grad_enabled():
-            self._is_read = self._is_after_norm = False
-            # What it reads itself does not count.
-            self._handles = [
-                self._module.register_forward_pre_hook(self._watch_no_more),
-                self._module.register_forward_hook(self._watch, always_call=True),
-            ]
-            self._watch()
-
-    @torch._dynamo.disable
-    def before_norm(self, norm: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._is_after_norm = True
-        if self._is_read is not False and not in_backward():
-            for group in self._state._fsdp_param_groups:
-                args, kwargs = group.pre_forward(norm, args, kwargs)
-        return args, kwargs
-
-    @torch._dynamo.disable
-    def end(self, model: nn.Module, args: Any, output: Any) -> Any:
-        if self._handles:
-            self._watch_no_more()
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-        groups = self._state._fsdp_param_groups
-        if output is not None and any(g._training_state is TrainingState.FORWARD for g in groups):
-            # It did not run, as FSDPState._force_complete_incomplete_states has it.
-            for group in groups:
-                output = group.post_forward(self._module, None, output)
-            output = self._state._register_pre_backward_hook(output)
-        return output
-
-    def _watch(self, *_: Any) -> None:
-        for module in self._module.modules():
-            self._own[module] = module._parameters
-            module._parameters = _Watched(module._parameters, self._gather)
-
-    def _watch_no_more(self, *_: Any) -> None:
-        for module, own in self._own.items():
-            own.update(module._parameters)  # FSDP has put others there
-            module._parameters = own
-        self._own.clear()
-
-    def _gather(self) -> None:
-        if self._is_after_norm and not self._is_read:
-            self._is_read = True
-            for group in self._state._fsdp_param_groups:
-                group.pre_forward(self._module, (), {})
-
-
-class _Watched(dict[str, Any]):
-    """The parameters of a module, which calls ``before_read`` when one is read as an attribute."""
-
-    def __init__(self, own: dict[str, Any], before_read: Callable[[], None]) -> None:
-        super().__init__(own)
-        self._before_read = before_read
-
-    def __getitem__(self, name: str) -> Any:
-        self._before_read()
-        return super().__getitem__(name)
 
 
 def refuse_reads_of_shards(model: nn.Module, plan: FSDPPlan) -> None:

@@ -52,6 +52,7 @@ from titan_ext.fsdp.units import (
     UnitKind,
     find_ignored,
     find_replicated,
+    has_titans_forward,
     innermost_first,
     plan_units,
     replicated_by_unit,
@@ -110,7 +111,9 @@ def resolve_sharding(
     others = {*ignored.values()}
     for name in replicated:
         others |= {*model.get_submodule(name).parameters(recurse=False)}
-    together = of.is_chunk or sizes.dense == 1  # over one rank nothing is gathered
+    # Over one rank nothing is gathered. A forward of the user's may read the head's weight after
+    # the norm, which gathers both in stock; Titan's forwards call the head.
+    together = of.is_chunk or sizes.dense == 1 or not has_titans_forward(model)
     apart = units if together else with_norm_apart(units)
     planned = _plan_units(of, apart, others)
     if apart != units and not _frees_blocks(planned):

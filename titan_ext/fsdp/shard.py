@@ -20,7 +20,7 @@ from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
 from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, count_units, set_plan
 from titan_ext.fsdp.prefetch import set_prefetch
-from titan_ext.fsdp.reads import refuse_reads_of_shards, serve_head
+from titan_ext.fsdp.reads import refuse_reads_of_shards
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (
@@ -67,7 +67,6 @@ def shard(model: Decoder, plan: FSDPPlan, parallel_dims: ParallelDims) -> None:
     meshes.sum_gradients(model)
     set_collectives(model, plan)
     set_prefetch(model, plan.decoder_units)
-    serve_head(model, plan)
     refuse_reads_of_shards(model, plan)
     for unit in plan.decoder_units:
         if not unit.gathers_in_backward:

@@ -222,7 +222,8 @@ def with_norm_apart(units: Sequence[Unit]) -> list[Unit]:
     Titan's chunked loss runs the head by itself, and frees it. So FSDP2 gathers a unit of both
     three times a step: for the norm, for the loss, and for the norm's backward. It gathers a head
     alone once. But it takes the backward of each chunk for the end of backward, and frees what
-    other units keep gathered for theirs.
+    other units keep gathered for theirs. Whatever reads the head's weight outside of the head would
+    get a shard.
     """
     split = []
     for unit in units:
@@ -232,6 +233,12 @@ def with_norm_apart(units: Sequence[Unit]) -> list[Unit]:
             unit = replace(unit, module_names=(head,))
         split.append(unit)
     return split
+
+
+def has_titans_forward(model: nn.Module) -> bool:
+    """True if the class of ``model`` has a forward of TorchTitan's."""
+    # Not the instance's, which ``Module.parallelize`` wraps (torchtitan/protocols/module.py).
+    return type(model).forward.__module__.startswith("torchtitan.models.")
 
 
 def splits_blocks(units: Sequence[Unit]) -> bool:
