@@ -26,15 +26,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
-from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.base.no_accelerator import reduce_without_premul_sum
 from titan_ext.base.titan.parallelism import dense_mesh, experts_mesh
-from titan_ext.fsdp.plan import FSDPPlan, GroupKind, ShardSizes
+from titan_ext.fsdp.plan import FSDPPlan, GroupKind, UnitPlan
 from titan_ext.fsdp.prefetch import open_range_in_forward, prefetch_nothing_in_backward
 from titan_ext.fsdp.settings import FSDPSettings
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult]
 
 
 class FSDPMeshes:
@@ -46,7 +45,6 @@ class FSDPMeshes:
     def __init__(self, parallel_dims: ParallelDims) -> None:
         self.dense, self.dense_axes = dense_mesh(parallel_dims)
         self.experts, self.experts_axes = experts_mesh(parallel_dims)
-        self._sizes = ShardSizes.of(parallel_dims)
 
     def mesh_and_axes(self, kind: GroupKind) -> tuple[DeviceMesh, DataParallelMeshDims | None]:
         """The mesh of a group of parameters of this kind."""
@@ -113,21 +111,20 @@ class FSDPMeshes:
             for ranks in dict.fromkeys(of_infos)
         }
 
-    def placement_fn(self, experts: GroupedExperts | None) -> ShardPlacementFn | None:
-        """FSDP2's ``shard_placement_fn`` for a unit with these; None where its default is right."""
-        if experts is None:
-            return None
-        expert_params = set(experts.parameters())
-        expert_shard = Shard(self._sizes.expert_shard_dim(experts.num_experts))
-        if self.experts is None:
-            if expert_shard == Shard(0):
-                return None
-            return lambda param: expert_shard if param in expert_params else None
+    def placement_fn(self, model: nn.Module, unit: UnitPlan) -> ShardPlacementFn:
+        """FSDP2's ``shard_placement_fn`` for the parameters of ``unit``, as they are planned."""
+        planned = {
+            model.get_parameter(param.name): (group.kind, Shard(param.shard_dim))
+            for group in unit.groups
+            for param in group.params
+        }
 
-        def place(param: nn.Parameter) -> ShardPlacementResult:
-            if param in expert_params:
-                return ShardPlacementResult(placement=expert_shard, mesh_info=self._experts_info)
-            return ShardPlacementResult(placement=Shard(0), mesh_info=self._dense_info)
+        def place(param: nn.Parameter) -> Shard | ShardPlacementResult:
+            kind, shard = planned[param]
+            if self.experts is None:
+                return shard
+            info = self._experts_info if kind == "experts" else self._dense_info
+            return ShardPlacementResult(placement=shard, mesh_info=info)
 
         return place
 

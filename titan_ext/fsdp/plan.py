@@ -41,7 +41,7 @@ class ShardSizes:
 
     @classmethod
     def of(cls, dims: ParallelDims) -> "ShardSizes":
-        """The sizes of ``fsdp.mesh.FSDPMeshes``, from degrees alone."""
+        """The sizes of the meshes that ``fsdp.mesh.FSDPMeshes`` has, from degrees alone."""
         dense = dims.dp_shard * dims.cp
         if dims.ep_enabled:
             experts = dense * dims.tp // dims.ep
@@ -65,15 +65,15 @@ class ParamPlan:
     Attributes:
         name: In the model ("layers.3.attention.wq.weight").
         shape: On this rank before FSDP shards it, after tensor and expert parallelism.
-        shard_dim: The dim that FSDP shards.
         dtype: The dtype in which it is gathered.
+        shard_dim: The dim that FSDP shards.
         float8: Whether it travels in float8.
     """
 
     name: str
     shape: tuple[int, ...]
-    shard_dim: int
     dtype: dtype
+    shard_dim: int = 0
     float8: bool = False
 
     def padded_numel(self, world: int) -> int:
@@ -113,18 +113,14 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicatedPlan:
+class ReplicatedPlan(GroupPlan):
     """Parameters that every rank holds whole; one all-reduce sums their gradients.
 
     Attributes:
-        kind: "dense", or "experts" (on the expert mesh, when EP > 1).
         module_names: The modules whose own parameters they are.
-        params: Those parameters.
     """
 
-    kind: GroupKind
     module_names: tuple[str, ...]
-    params: tuple[ParamPlan, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +199,6 @@ class FSDPPlan:
         """All units but vision towers."""
         return [unit for unit in self.units if unit.kind is not UnitKind.VISION]
 
-    @property
-    def replicated_nbytes(self) -> int:
-        """Bytes of the replicated parameters in the dtype that they are used in."""
-        params = [param for group in self.replicated for param in group.params]
-        return sum(p.padded_numel(1) * p.dtype.itemsize for p in params)
-
     def __getitem__(self, name: str) -> UnitPlan:
         return next(unit for unit in self.units if unit.name == name)
 
@@ -225,7 +215,7 @@ class FSDPPlan:
             rows.append((first.name + last, *treatment))
         if self.replicated:
             count = sum(len(group.params) for group in self.replicated)
-            nbytes = format_bytes(self.replicated_nbytes)
+            nbytes = format_bytes(sum(group.gathered_nbytes for group in self.replicated))
             rows.append((f"replicated ({count} parameters)", nbytes, "kept", "", ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(

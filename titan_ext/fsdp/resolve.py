@@ -259,7 +259,7 @@ def _frees_blocks(units: Sequence[UnitPlan]) -> bool:
 
 def _plan_groups(of: _Job, unit: Unit, owned: Mapping[str, _Owned]) -> tuple[GroupPlan, ...]:
     settings, sizes = of.settings, of.sizes
-    experts = unit.experts_in(of.model)
+    experts: Any = of.model.get_submodule(unit.experts) if unit.experts else None
     routed = set(experts.parameters()) if experts is not None else set()
     expert_dim = sizes.expert_shard_dim(experts.num_experts) if experts is not None else 0
     alone = sizes.experts is not None or unit.kind is UnitKind.EXPERTS
@@ -271,16 +271,17 @@ def _plan_groups(of: _Job, unit: Unit, owned: Mapping[str, _Owned]) -> tuple[Gro
     for name, (param, shape, _) in owned.items():
         is_routed = param in routed
         mesh: GroupKind = "experts" if is_routed and sizes.experts is not None else "dense"
-        plan = _plan_param(of, name, param, shape, expert_dim if is_routed else 0)
         # A bias is one value a row: its neighbours in a block of 128 are those of other rows.
-        is_matrix = len(plan.shape) == (3 if is_routed else 2) and ".router." not in name
+        is_matrix = len(shape) == (3 if is_routed else 2) and ".router." not in name
         float8 = is_matrix and (of_blocks or (is_routed and of_experts))
         if float8 and hasattr(param, "fsdp_pre_all_gather"):
             raise ValueError(
                 f"{ALL_GATHER} rounds what is gathered, and {name}, which a converter has made, "
                 "says itself what travels. Expected no such key."
             )
-        by_mesh.setdefault(mesh, []).append(replace(plan, float8=float8))
+        shard_dim = expert_dim if is_routed else 0
+        plan = _plan_param(of, name, param, shape, shard_dim=shard_dim, float8=float8)
+        by_mesh.setdefault(mesh, []).append(plan)
     return tuple(
         GroupPlan(
             kind=mesh,
@@ -315,6 +316,7 @@ def _plan_replicated(of: _Job, names: Sequence[str]) -> list[ReplicatedPlan]:
     return [
         ReplicatedPlan(
             kind=kind,
+            shard_world=1,
             module_names=tuple(modules),
             params=tuple(
                 _plan_param(of, f"{path}.{name}", param, _local_shape(of, module, name, param)[0])
@@ -327,11 +329,10 @@ def _plan_replicated(of: _Job, names: Sequence[str]) -> list[ReplicatedPlan]:
 
 
 def _plan_param(
-    of: _Job, name: str, param: nn.Parameter, shape: tuple[int, ...], shard_dim: int = 0
+    of: _Job, name: str, param: nn.Parameter, shape: tuple[int, ...], **how: Any
 ) -> ParamPlan:
-    is_float = param.is_floating_point()
-    dtype = of.settings.param_dtype if is_float else param.dtype
-    return ParamPlan(name=name, shape=shape, shard_dim=shard_dim, dtype=dtype)
+    dtype = of.settings.param_dtype if param.is_floating_point() else param.dtype
+    return ParamPlan(name=name, shape=shape, dtype=dtype, **how)
 
 
 def _local_shape(

@@ -110,8 +110,8 @@ def _fully_shard(model: Decoder, plan: FSDPPlan, meshes: FSDPMeshes) -> None:
         fully_shard(
             modules[0] if len(modules) == 1 else modules,
             **arguments,
-            reshard_after_forward=plan[unit.name].reshard_after_forward,
-            shard_placement_fn=meshes.placement_fn(unit.experts_in(model)),
+            reshard_after_forward=unit.reshard_after_forward,
+            shard_placement_fn=meshes.placement_fn(model, unit),
         )
     fully_shard(model, **arguments)
 

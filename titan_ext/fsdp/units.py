@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Literal, cast
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn as nn
@@ -34,7 +34,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.base.messages import did_you_mean, matches
 
@@ -123,10 +122,6 @@ class Unit:
     def modules(self, model: nn.Module) -> list[nn.Module]:
         """Its modules in ``model``, with the wrappers they have by now."""
         return [model.get_submodule(name) for name in self.module_names]
-
-    def experts_in(self, model: nn.Module) -> GroupedExperts | None:
-        """Its routed experts in ``model``, if it has any."""
-        return cast(GroupedExperts, model.get_submodule(self.experts)) if self.experts else None
 
     def fsdp_module(self, model: nn.Module) -> FSDPModule:
         """One of its modules, after FSDP; they share one FSDP state."""
@@ -246,7 +241,10 @@ def splits_blocks(units: Sequence[Unit]) -> bool:
     return any(unit.kind in SUBMODULE_KINDS for unit in units)
 
 
-def innermost_first(units: Sequence[Unit]) -> list[Unit]:
+_AnyUnit = TypeVar("_AnyUnit", bound=Unit)
+
+
+def innermost_first(units: Sequence[_AnyUnit]) -> list[_AnyUnit]:
     """The order for ``fully_shard``: inner units first, an outer one gets the rest."""
     return sorted(units, key=lambda unit: -unit.name.count("."))
 
