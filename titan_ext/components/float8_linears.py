@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_map_only
 from torchao.float8 import Float8LinearConfig
+from torchao.float8.float8_utils import amax_to_scale
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchtitan.components.quantization import float8 as titan_float8
 from torchtitan.components.quantization.float8 import Float8LinearConverter
@@ -35,7 +36,6 @@ from titan_ext.base.tensors import Layout, local_tensor, out_of_sight_of_checkpo
 from titan_ext.components.dispatch import replace_configs
 
 _Float8Linear: Any = titan_float8.Float8Linear  # None where there is no torchao
-_SMALLEST = 1e-12  # as torchao's EPS
 
 
 class GatheredWeight(WeightWithDynamicFloat8CastTensor):
@@ -139,9 +139,7 @@ class Float8Scales:
                 placements=[Replicate()] * mesh.ndim
             )
             for shard, amax in zip(shards, whole.to_local(), strict=True):
-                # In float64, so that compiled and eager code agree (torchao's amax_to_scale).
-                scale = torch.finfo(shard._dtype).max / amax.clamp(min=_SMALLEST).double()
-                shard._precomputed_scale = scale.float()
+                shard._precomputed_scale = amax_to_scale(amax, shard._dtype)
 
 
 def gathers_float8(model: Module.Config) -> bool:

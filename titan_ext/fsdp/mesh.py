@@ -30,7 +30,7 @@ from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from titan_ext.base.no_accelerator import reduce_without_premul_sum
 from titan_ext.base.titan.parallelism import dense_mesh, experts_mesh
 from titan_ext.fsdp.plan import FSDPPlan, GroupKind, UnitPlan
-from titan_ext.fsdp.prefetch import open_range_in_forward, prefetch_nothing_in_backward
+from titan_ext.fsdp.prefetch import prefetch_unplanned
 from titan_ext.fsdp.settings import FSDPSettings
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult]
@@ -84,8 +84,7 @@ class FSDPMeshes:
             names = tuple(name for name in mesh.mesh_dim_names or () if name in data_axes)
             axes = DataParallelMeshDims(replicate=names)
             fully_shard(list(modules), mesh=mesh, dp_mesh_dims=axes, **arguments)
-        prefetch_nothing_in_backward(modules)
-        open_range_in_forward(modules)
+        prefetch_unplanned(modules, gathers=False)
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Have FSDP2 sum gradients, not average them: Titan divides the loss by all tokens."""

@@ -115,41 +115,33 @@ def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
             hook = _BeforeForward(module, ahead, unit.frees_buffer)
             for part in unit.modules(model):
                 part.register_forward_pre_hook(hook, prepend=True)
-        if unit.kind is UnitKind.EXPERTS:
-            open_range_in_forward(unit.modules(model))
+                if unit.kind is UnitKind.EXPERTS:
+                    part.register_forward_pre_hook(_open_range, prepend=True)
 
 
-def prefetch_nothing_in_backward(modules: Sequence[nn.Module]) -> None:
-    """Stop FSDP2 from choosing what to prefetch for a group that is not in the plan."""
+def prefetch_unplanned(modules: Sequence[nn.Module], *, gathers: bool) -> None:
+    """Prepare a group inside of a block that is not in the plan: FSDP2 would choose for it.
+
+    Its backward prefetches nothing. If it ``gathers``, it does so in a recompute as those that are.
+    """
     for module in modules:
         if isinstance(module, FSDPModule):  # not one inside of another
             module.set_modules_to_backward_prefetch([module])  # gathered already
+            hook = _BeforeForward(module) if gathers else _open_range
+            module.register_forward_pre_hook(hook, prepend=True)
 
 
-def open_range_in_forward(modules: Sequence[nn.Module]) -> None:
+@torch._dynamo.disable
+def _open_range(module: nn.Module, args: Any) -> None:
     """Open a profiler range before each forward of a group inside of a block.
 
     In a recompute FSDP2 takes the first group of a block for a new forward's root, and opens a
     range for it (``FSDPState._root_pre_forward`` in torch's _fsdp_state.py). Selective
     checkpointing counts these as operations, and wants as many in the forward.
     """
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(_open_range, prepend=True)
-
-
-@torch._dynamo.disable
-def _open_range(module: nn.Module, args: Any) -> None:
     if not in_backward():
         with torch.profiler.record_function("titan_ext::before_forward"):
             pass
-
-
-def gather_unseen_in_recompute(modules: Sequence[nn.Module]) -> None:
-    """Gather a unit inside of a block, which is not in the plan, as those that are."""
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(_BeforeForward(module), prepend=True)
 
 
 def _set_chunks_prefetch(model: Decoder, head: FSDPModule) -> None:

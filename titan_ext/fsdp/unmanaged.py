@@ -40,7 +40,7 @@ from titan_ext.base.messages import and_more
 from titan_ext.base.titan.parallelism import keep_frozen, mesh_with_axes
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import GroupKind, plan_of
-from titan_ext.fsdp.prefetch import gather_unseen_in_recompute, prefetch_nothing_in_backward
+from titan_ext.fsdp.prefetch import prefetch_unplanned
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups
 
@@ -175,8 +175,7 @@ def synchronize_unmanaged_parameters(
             reshard_after_forward=False,
             **arguments,
         )
-        prefetch_nothing_in_backward(group)
-        gather_unseen_in_recompute(group)
+        prefetch_unplanned(group, gathers=True)
     meshes.sum_gradients(model)
     assert not unmanaged_parameters(model)
     return sorted(names)
