@@ -9,11 +9,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config
+from titan_ext.fsdp import prefetch
 
 REPLICATE = ("router", "norms", "layers.1.attention.wq")
 # Nothing is clipped: the norm of a whole tensor and that of its shards differ in the last bit.
@@ -158,6 +160,23 @@ def _train_rank(run: Run, late: bool, folder: Path) -> Trained:
 
 def _train(run: Run, folder: Path, *, late: bool = False) -> list[Trained]:
     return run_ranks(_train_rank, run.world, run, late, folder, log_folder=folder / "logs")
+
+
+def test_a_late_group_is_gathered_in_a_recompute(one_rank: None):
+    """FSDP2's own hook would gather where selective checkpointing counts it."""
+    import torch.nn as nn
+    from torch.distributed.fsdp import fully_shard
+
+    module: Any = fully_shard(nn.Linear(2, 2))
+    prefetch.prefetch_unplanned([module], gathers=True)
+    hook = next(iter(module._forward_pre_hooks.values()))
+    for recomputes in (False, True):
+        with (
+            patch.object(prefetch, "in_backward", lambda: recomputes),  # noqa: B023
+            patch.object(module, "unshard") as unshard,
+        ):
+            hook(module, ())
+        assert unshard.call_count == recomputes
 
 
 @pytest.mark.parametrize("run", [EXPERTS, pytest.param(REPLICAS, marks=pytest.mark.slow)], ids=str)
