@@ -5,7 +5,6 @@ Titan's token dispatcher) or by ours. Parameters in bf16, on the CPU, with atten
 """
 
 import contextlib
-import unittest.mock
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import set_default_dtype
 
 from benchmarks.fused_attention import observed_logits, use_fused_attention
-from tests.helpers.on_cpu import list_all_to_all
 from titan_ext.api import ParallelismConfig, extend_model_spec
 from titan_ext.base import no_accelerator
 from titan_ext.components.early_scores import use_early_scores
@@ -153,7 +151,7 @@ class BlockRun:
         """What surrounds forward and backward: the meshes, and gloo's missing all-to-all."""
         with contextlib.ExitStack() as stack:
             if self._parallel_dims is not None:
-                stack.enter_context(unittest.mock.patch.object(dist, "all_to_all", list_all_to_all))
+                stack.enter_context(no_accelerator.list_all_to_all())
                 meshes = dist_utils.get_spmd_context(parallel_dims=self._parallel_dims)
                 stack.enter_context(meshes())
             yield

@@ -13,6 +13,7 @@ _NAMED = {
     # It hides the accelerator from a dry run; ROCm reads it, too.
     ("config_registry/dry_run.py", "CUDA_VISIBLE_DEVICES"),
     ("config_registry/tune.py", "CUDA_VISIBLE_DEVICES"),
+    ("config_registry/verify.py", "CUDA_VISIBLE_DEVICES"),
     # The version of NCCL, or RCCL, where it is the backend; and how a trace names its operations.
     ("run/record.py", "nccl"),
     ("run/record.py", "cuda"),

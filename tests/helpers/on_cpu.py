@@ -1,6 +1,6 @@
 """What a CPU lacks, in plain torch: for stock Titan and for ours alike.
 
-FlexAttention's backward, gloo's all-to-all of uneven lists.
+FlexAttention's backward, and a quick initialisation.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 from torch.nn import init
@@ -38,22 +37,6 @@ def quick_initialisation() -> Iterator[None]:
 
     with unittest.mock.patch.object(init, "_no_grad_trunc_normal_", of_whole):
         yield
-
-
-def list_all_to_all(outputs, inputs, group=None, async_op=False):
-    """``dist.all_to_all`` for gloo, which has none for uneven lists: one flat exchange."""
-    assert not async_op
-    flat = torch.cat([chunk.reshape(-1) for chunk in inputs])
-    received = flat.new_empty(sum(chunk.numel() for chunk in outputs))
-    dist.all_to_all_single(
-        received,
-        flat,
-        [chunk.numel() for chunk in outputs],
-        [chunk.numel() for chunk in inputs],
-        group=group,
-    )
-    for chunk, piece in zip(outputs, received.split([o.numel() for o in outputs]), strict=True):
-        chunk.copy_(piece.view_as(chunk))
 
 
 # Shape suffixes: B = batch, N = heads, L = sequence of the queries, S = of the keys, H = head.

@@ -50,7 +50,7 @@ from tests.helpers.cluster import PATIENCE_S, run_ranks
 from tests.helpers.collectives import Collective, CollectiveTrace, recorded_as
 from tests.helpers.compiled_op_policies import OP_POLICIES
 from tests.helpers.converters import convert
-from tests.helpers.on_cpu import flex_on_cpu, list_all_to_all, quick_initialisation
+from tests.helpers.on_cpu import flex_on_cpu, quick_initialisation
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base import no_accelerator
 from titan_ext.base.run_folder import LOSS, read_scalar
@@ -531,7 +531,7 @@ def patched(run: Run) -> Iterator[None]:
     patch = unittest.mock.patch.object
     with contextlib.ExitStack() as stack:
         if run.parallelize == "stock":
-            stack.enter_context(patch(dist, "all_to_all", list_all_to_all))
+            stack.enter_context(no_accelerator.list_all_to_all())
             unpinned = functools.partial(CPUOffloadPolicy, pin_memory=False)
             stack.enter_context(patch(titan_fsdp, "CPUOffloadPolicy", unpinned))
         if run.attention == "flex":

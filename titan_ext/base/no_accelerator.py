@@ -17,6 +17,8 @@ the same two in the modules ``_HOLDERS_OF_A_COPY`` copied them at import
 ``has_cuda_capability``, ``has_rocm_capability``   ask this machine where the job of a dry run has
 of ``tools.utils`` and ``_ASK_THE_DEVICE``         another (``as_with_an_accelerator``, meanwhile)
 ``aten::mm``, ``bmm``, ``addmm``, ``baddbmm``      take 100 times as long without AVX-512 (bf16)
+``torch.distributed.all_to_all``                   gloo has none of uneven lists, as stock Titan
+                                                   sends tokens (``list_all_to_all``, meanwhile)
 =================================================  ===============================================
 
 No other module of titan_ext rebinds a name of torch's or Titan's. Elsewhere titan_ext sets only
@@ -51,6 +53,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import FSDPModule
@@ -334,6 +337,37 @@ def reduce_without_premul_sum(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+
+
+@contextlib.contextmanager
+def list_all_to_all() -> Iterator[None]:
+    """A context in which ``dist.all_to_all`` takes uneven lists over gloo, by one flat exchange.
+
+    For stock TorchTitan beside ours: the dispatcher of ours uses another collective.
+    """
+    before = dist.all_to_all
+    if needed():
+        dist.all_to_all = _flat_all_to_all
+    try:
+        yield
+    finally:
+        dist.all_to_all = before
+
+
+def _flat_all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> None:
+    assert not async_op
+    sent = torch.cat([chunk.reshape(-1) for chunk in input_tensor_list])
+    sizes = [chunk.numel() for chunk in output_tensor_list]
+    received = sent.new_empty(sum(sizes))
+    given = [chunk.numel() for chunk in input_tensor_list]
+    dist.all_to_all_single(received, sent, sizes, given, group=group)
+    for chunk, values in zip(output_tensor_list, received.split(sizes), strict=True):
+        chunk.copy_(values.view_as(chunk))
 
 
 def _with_one_backend(init_distributed: Callable[..., int]) -> Callable[..., int]:

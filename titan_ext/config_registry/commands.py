@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line tool: ``titan_ext show | dry-run | tune | peft | check``.
+"""The command line tool: ``titan_ext show | dry-run | tune | verify | peft | check``.
 
 Commands are dataclasses that tyro parses. What it does not know are Titan's flags, which tyro
 parses again over the config. Nothing here imports torch before a command needs it.
@@ -21,6 +21,7 @@ from titan_ext.base.messages import did_you_mean
 from titan_ext.config_registry.dry_run import DryRun
 from titan_ext.config_registry.terminal import quiet, working
 from titan_ext.config_registry.tune import Tune
+from titan_ext.config_registry.verify import Verify
 from titan_ext.toml.files import check_new_file, extends_in, listing, nearest, read_chain, to_toml
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ _COMMANDS = {
     "show": Show,
     "dry-run": DryRun,
     "tune": Tune,
+    "verify": Verify,
     "peft": Peft,
     "check": Check,
 }

@@ -146,6 +146,9 @@ class DryRun:
                 print(line, flush=True)
         elif not (fullest["fits"] or self.all_stages):
             print("            titan_ext tune, with the same options, finds what fits and is fast")
+        else:
+            ranks = f"{self.ranks}{' --stock' if self.stock else ''}"
+            print(f"{'numbers':12}not tried; titan_ext verify {self.config} --ranks {ranks}")
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
 

@@ -179,3 +179,4 @@ class Tune:
         tuned.write(search, self.out.parent, self.out.stem, title)
         picture = self.out.with_suffix(".png")
         print(f"\n{self.out} extends {extends}; {picture} has all that was tried")
+        print(f"titan_ext verify {self.out} --ranks {self.ranks} proves its numbers")

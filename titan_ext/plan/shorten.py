@@ -50,7 +50,7 @@ class Depths(NamedTuple):
         layers = getattr(config.model_spec.model, "layers", None)
         if config.parallelism.pipeline_parallel_degree > 1 or not isinstance(layers, list):
             return None
-        kinds = [_kind(layer) for layer in layers]
+        kinds = [kind_of(layer) for layer in layers]
         whole = len(kinds)
         for period in range(1, whole // 4 + 1):
             first = next(
@@ -82,13 +82,13 @@ def cut(config: Any, layers: int) -> None:
     config.checkpoint = replace(config.checkpoint, enable=False)
 
 
-def _kind(value: Any) -> Any:
+def kind_of(value: Any) -> Any:
     """Equal for layers that run alike: initialisers, which scale with depth, do not count."""
     if is_dataclass(value) and not isinstance(value, type):
         names = (f.name for f in fields(value) if f.name != "param_init")
-        return type(value), tuple(_kind(getattr(value, name)) for name in names)
+        return type(value), tuple(kind_of(getattr(value, name)) for name in names)
     if isinstance(value, list | tuple):
-        return tuple(map(_kind, value))
+        return tuple(map(kind_of, value))
     return repr(value) if isinstance(value, dict) else value
 
 

@@ -4,7 +4,7 @@
 A pass is one forward and backward of a data-parallel rank, with all microbatches of a pipeline.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 BATCH_KEYS = {
     "training": {"local_batch_size": False, "global_batch_size": True, "seq_len": False},
@@ -44,3 +44,30 @@ def wrong_global_batch(config: Any, ranks: int) -> str:
         f"{GLOBAL_BATCH} is {total}; expected a multiple of {local * ranks}: {LOCAL_BATCH} "
         f"{local} x {ranks} data-parallel ranks."
     )
+
+
+class Samples(NamedTuple):
+    """Sequences of a job: tokens of one, and how many a microbatch and a step of all ranks have."""
+
+    length: int
+    microbatch: int
+    step: int
+
+
+def make_small(
+    config: Any, data_ranks: int, *, length: int, sequences: int, passes: int
+) -> Samples:
+    """Leave at most so many sequences of a rank, each at most so long, in place.
+
+    With a pipeline each rank has two for each of its stages, in microbatches of one. A step has so
+    many passes on each of ``data_ranks`` ranks.
+    """
+    training, parallelism = config.training, config.parallelism
+    training.seq_len = min(training.seq_len, length)
+    training.local_batch_size = min(training.local_batch_size, sequences)
+    microbatch = training.local_batch_size
+    if parallelism.pipeline_parallel_degree > 1:
+        parallelism.pipeline_parallel_microbatch_size = microbatch = 1
+        training.local_batch_size = 2 * parallelism.pipeline_parallel_degree
+    training.global_batch_size = training.local_batch_size * data_ranks * passes
+    return Samples(training.seq_len, microbatch, training.global_batch_size)

@@ -58,6 +58,22 @@ def ranks_without_data(parallel_dims: ParallelDims, *, mine: bool, device: Any) 
     return int(dist_sum(torch.tensor(int(mine), device=device), batch)), batch.size()
 
 
+def data_rank(parallel_dims: ParallelDims) -> int:
+    """This rank among those that read different data."""
+    return parallel_dims.get_mesh("batch").get_local_rank() if parallel_dims.dp_enabled else 0
+
+
+def load_groups(parallel_dims: ParallelDims) -> Iterator[Any]:
+    """The process groups over which Titan sums the tokens of each expert, one after another.
+
+    As its hook on the optimizer does (torchtitan/components/optimizer/optimizer.py).
+    """
+    if parallel_dims.ep_enabled and parallel_dims.tp > 1:
+        yield parallel_dims.get_mesh("tp").get_group()
+    if (mesh := parallel_dims.get_optional_mesh("loss")) is not None:
+        yield mesh.get_group()
+
+
 def context_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     """The axis of context parallelism, which is on."""
     return parallel_dims.get_mesh("cp")

@@ -1,0 +1,246 @@
+"""Faults as users of MoE trainers report them, planted in one rank's trainer or in Titan's classes.
+
+Each is a context; inside of it a rank trains an arm. They go to the job only, never to the
+reference, but for those of ``IN_THE_MODEL``.
+"""
+
+import contextlib
+import functools
+import unittest.mock
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+
+from titan_ext.components import exchange
+from titan_ext.fsdp.units import param_groups
+from titan_ext.plan.verify import arm
+
+patch = unittest.mock.patch.object
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def _trainers(**changes: Callable[..., Any]) -> Iterator[None]:
+    """Trainers with other methods: each gets what the method was, bound, and its arguments."""
+
+    def changed(kind: Any) -> type:
+        def method(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+            real = getattr(kind, name)
+
+            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return change(self, functools.partial(real, self), *args, **kwargs)
+
+            return call
+
+        return type(kind.__name__, (kind,), {n: method(n, c) for n, c in changes.items()})
+
+    with (
+        patch(arm, "OurTrainer", changed(arm.OurTrainer)),
+        patch(arm, "StockTrainer", changed(arm.StockTrainer)),
+    ):
+        yield
+
+
+def _gradients(change: Callable[[str, torch.Tensor, Any], object]) -> Any:
+    """``change`` the local gradient of each parameter, by name, after backward and clipping."""
+
+    def step(trainer: Any, method: Any, iterator: Any) -> None:
+        def hook(*_: Any) -> None:
+            for part in trainer.parts:
+                for name, param in part.named_parameters():
+                    if param.grad is not None:
+                        change(name, local(param.grad), trainer)
+
+        handle = trainer.optimizers.register_step_pre_hook(hook)
+        method(iterator)
+        handle.remove()
+
+    return _trainers(train_step=step)
+
+
+def _is_expert(name: str) -> bool:
+    return "inner_experts" in name
+
+
+def experts_times_ep() -> Any:
+    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
+        if _is_expert(name):
+            grad.mul_(trainer.parallel_dims.ep)
+
+    return _gradients(change)
+
+
+def idle_expert() -> Any:
+    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
+        if _is_expert(name) and "layers.1." in name and dist.get_rank() == 0:
+            grad[0].zero_()
+
+    return _gradients(change)
+
+
+def not_synchronized() -> Any:
+    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
+        if name == "lm_head.weight":
+            grad.mul_(1 + dist.get_rank())
+
+    return _gradients(change)
+
+
+def last_microbatch() -> Any:
+    def once(trainer: Any, method: Any, **arguments: Any) -> Any:
+        trainer.optimizers.zero_grad()
+        return method(**arguments)
+
+    return _trainers(forward_backward_step=once)
+
+
+def scaled_twice() -> Any:
+    def halve(trainer: Any, method: Any, *, global_valid_tokens: Any, **arguments: Any) -> Any:
+        return method(global_valid_tokens=global_valid_tokens / 2, **arguments)
+
+    return _trainers(forward_backward_step=halve)
+
+
+def own_tokens() -> Any:
+    """Each microbatch is divided by its own tokens."""
+
+    def divided(trainer: Any, method: Any, *, labels: Any, **arguments: Any) -> Any:
+        counted = (labels != -100).sum() * trainer.job.layout.data_ranks * arm.MICROBATCHES
+        return method(labels=labels, **{**arguments, "global_valid_tokens": counted})
+
+    return _trainers(forward_backward_step=divided)
+
+
+@contextlib.contextmanager
+def wrong_norm() -> Iterator[None]:
+    real = dist_utils.clip_grad_norm_
+
+    def clip(parameters: Any, max_norm: float, **arguments: Any) -> torch.Tensor:
+        return 1.41 * real(parameters, max_norm / 1.41, **arguments)
+
+    with patch(dist_utils, "clip_grad_norm_", clip):
+        yield
+
+
+def _loads(counts: Callable[[], bool]) -> Any:
+    def build(trainer: Any, method: Any, *arguments: Any) -> None:
+        method(*arguments)
+        for part in trainer.parts:
+            for module in part.modules():
+                if isinstance(module, MoE) and counts():
+                    module.register_forward_hook(_twice)
+
+    return _trainers(__init__=build)
+
+
+def _twice(module: Any, args: Any, output: Any) -> None:
+    with torch.no_grad():
+        local(module.tokens_per_expert_E).mul_(2)
+
+
+def load_twice_on_one_rank() -> Any:
+    return _loads(lambda: dist.get_rank() == 0)
+
+
+def load_twice() -> Any:
+    return _loads(lambda: True)
+
+
+@contextlib.contextmanager
+def _router(change: Callable[..., Any]) -> Iterator[None]:
+    real = TokenChoiceTopKRouter.forward
+
+    def forward(self: Any, x: Any, bias: Any = None) -> Any:
+        return change(real, self, x, bias)
+
+    with patch(TokenChoiceTopKRouter, "forward", forward):
+        yield
+
+
+def detached_router() -> Any:
+    def detached(real: Any, self: Any, x: Any, bias: Any) -> Any:
+        scores, ids, every = real(self, x, bias)
+        return scores.detach(), ids, every
+
+    return _router(detached)
+
+
+def bias_in_scores() -> Any:
+    def biased(real: Any, self: Any, x: Any, bias: Any) -> Any:
+        scores, ids, every = real(self, x, bias)
+        return scores if bias is None else scores + local(bias)[ids], ids, every
+
+    return _router(biased)
+
+
+def bfloat16_before_reduction() -> Any:
+    def build(trainer: Any, method: Any, *arguments: Any) -> None:
+        method(*arguments)
+        if not trainer.arm.stock:
+            for part in trainer.parts:
+                for group in param_groups(part.modules()):
+                    group.mp_policy = replace(group.mp_policy, reduce_dtype=torch.bfloat16)
+
+    return _trainers(__init__=build)
+
+
+def _optimizer_keys(**factors: float) -> Any:
+    def build(trainer: Any, method: Any, *arguments: Any) -> None:
+        method(*arguments)
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                for key, factor in factors.items():
+                    group[key] *= factor
+        for scheduler in trainer.lr_schedulers.schedulers if "lr" in factors else ():
+            scheduler.base_lrs = [rate * factors["lr"] for rate in scheduler.base_lrs]
+
+    return _trainers(__init__=build)
+
+
+def no_weight_decay() -> Any:
+    return _optimizer_keys(weight_decay=0.0)
+
+
+def too_small_a_step() -> Any:
+    return _optimizer_keys(lr=0.9)
+
+
+def lost_scores() -> Any:
+    """Routing scores get no gradient where a rank sends sums: ours alone, and by a key."""
+    real = exchange.AddUp.backward
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        *others, scores = real(ctx, grad)
+        return (*others, torch.zeros_like(scores))
+
+    return patch(exchange.AddUp, "backward", staticmethod(backward))
+
+
+FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "experts times EP": (experts_times_ep, "grads", "inner_experts"),
+    "an idle expert": (idle_expert, "grads", "layers.1.moe.routed_experts.inner_experts"),
+    "a weight not synchronized": (not_synchronized, "grads", "lm_head.weight"),
+    "the last microbatch only": (last_microbatch, "grads", ""),
+    "loss scaled twice": (scaled_twice, "loss", "2.0000"),
+    "loss by own tokens": (own_tokens, "grads", ""),
+    "norm times 1.41": (wrong_norm, "norm", "1.4100"),
+    "load counted twice on one rank": (load_twice_on_one_rank, "load", ".moe"),
+    "load counted twice": (load_twice, "load", ".moe"),
+    "a detached router": (detached_router, "grads", "router.gate.weight"),
+    "bias in the scores": (bias_in_scores, "grads", ""),
+    "no weight decay": (no_weight_decay, "optimizer", ""),
+    "too small a step": (too_small_a_step, "optimizer", "0.9000"),
+    "bf16 before a reduction": (bfloat16_before_reduction, "grads", ""),
+}
+"""By name: the fault, the category that must be WRONG, and what its line must name."""
+IN_KEYS = ("bf16 before a reduction",)
+"""Faults that fp32 does not have."""

@@ -1,0 +1,157 @@
+"""The judge of ``titan_ext verify``, by tensors of a few values: no ranks, no models."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ext.plan.verify.judge import (
+    NEAR_TIE,
+    Verdict,
+    Wrong,
+    distance,
+    judge_equal,
+    judge_lossy,
+    judge_rounding,
+    judge_step,
+    judge_update,
+    try_canary,
+)
+from titan_ext.plan.verify.legs import Legs, apart
+from titan_ext.plan.verify.reference import Step
+
+RIGHT = torch.linspace(-1, 1, 100, dtype=torch.float64)
+SEEN = {"loss": [2.0], "norm": [3.0]}
+
+
+def _step(grad: torch.Tensor, without: tuple[str, ...] = ()) -> Step:
+    loads = {"moe": torch.tensor([3.0, 5.0])}
+    return Step({"w": grad}, loads, 2.0, 3.0, 1e-3, [], list(without))
+
+
+def _found(grad: torch.Tensor, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"grad:w": grad, "load:moe": torch.tensor([3.0, 5.0]), **others}
+
+
+def _judged(found: dict[str, torch.Tensor], seen: Any = SEEN, **changes: Any) -> dict[str, Any]:
+    verdict = Verdict()
+    step = _step(RIGHT, **changes)
+    judge_step(verdict, found, seen, 1, step, _step(RIGHT * (1 + 1e-7)))
+    return verdict.wrong
+
+
+def test_rounding_is_right_up_to_thirty_times_its_own():
+    assert _judged(_found(RIGHT * (1 + 2.9e-6))) == {}
+    (wrong,) = _judged(_found(RIGHT * (1 + 3.1e-6)))["grads"]
+    assert (wrong.name, wrong.factor) == ("w", pytest.approx(1 + 3.1e-6))
+
+
+@pytest.mark.parametrize(
+    ("found", "category", "name"),
+    [
+        ({"load:moe": torch.tensor([3.0, 5.0])}, "grads", "w (missing)"),
+        (_found(RIGHT[:-1]), "grads", "w (missing)"),
+        (_found(RIGHT, **{"grad:v": torch.ones(1)}), "grads", "v (needless)"),
+        (_found(RIGHT * torch.nan), "grads", "w"),
+        (_found(RIGHT, **{"load:moe": torch.tensor([6.0, 10.0])}), "load", "moe"),
+    ],
+)
+def test_what_is_missing_needless_or_no_number_is_wrong(found: Any, category: str, name: str):
+    (wrong,) = _judged(found)[category]
+    assert wrong.name == name
+
+
+def test_loss_and_norm():
+    wrong = _judged(_found(RIGHT), {"loss": [2.0 * (1 + 2e-5)], "norm": [3.0 * 1.41]})
+    assert str(wrong["norm"][0]) == "of step 1 is 1.4100 of the right one, off by 0.41"
+    assert wrong.keys() == {"loss", "norm"}
+
+
+def test_a_parameter_that_nothing_trains_is_named():
+    (wrong,) = _judged(_found(RIGHT), without=("gate",))["grads"]
+    assert wrong.name == "gate (without gradient in the model itself)"
+
+
+def test_a_factor_is_told_only_where_it_explains_the_difference():
+    assert distance(RIGHT * 0.5, RIGHT) == pytest.approx((0.5, 0.5))
+    assert str(Wrong("w", 0.5, 0.5)) == "w is 0.5000 of the right one, off by 0.5"
+    assert str(Wrong("w", 1.4, 1.01)) == "w is off by 1.4"
+    assert distance(RIGHT, RIGHT * 0) == (float(RIGHT.norm()), 1.0)
+
+
+def test_an_update_is_held_against_that_of_the_same_gradients():
+    before, after = {"w": RIGHT}, {"w": RIGHT - 1e-2}
+    for found, is_right in ((after["w"], True), (RIGHT - 0.9e-2, False)):
+        verdict = Verdict()
+        judge_update(verdict, before, {"w": found}, after)
+        assert verdict.is_right == is_right
+
+
+def test_the_other_two_comparisons():
+    exact, stock = _found(RIGHT), _found(RIGHT + 1e-2)
+    for off, is_right in ((1.9e-2, True), (2.1e-2, False)):
+        verdict = Verdict()
+        judge_rounding(verdict, _found(RIGHT + off), stock, exact)
+        assert verdict.is_right == is_right
+    small = {**exact, "grad:small": RIGHT[:3] * 1e-3}
+    for factor, of_small, wrong in (
+        (1.4, 1.9, []),
+        (1.6, 1, ["the whole gradient"]),
+        (1, 2.1, ["small"]),
+    ):
+        verdict = Verdict()
+        lost = _found(RIGHT * factor, **{"grad:small": RIGHT[:3] * 1e-3 * of_small})
+        judge_lossy(verdict, lost, small)
+        assert [each.name for each in verdict.wrong.get("lossy", ())] == wrong
+
+
+def test_the_canary_sings():
+    def skipped(verdict: Verdict, found: Any) -> None:
+        pass
+
+    def loose(verdict: Verdict, found: Any) -> None:
+        verdict.judge("grads", "w", found["grad:w"], RIGHT, 1e-2)
+
+    found = _found(RIGHT)
+    try_canary(lambda verdict, changed: judge_equal(verdict, changed, found), found, 1)
+    for judge in (skipped, loose):
+        with pytest.raises(AssertionError, match=r"does not see that grad:w is 1\.001"):
+            try_canary(judge, found, 1)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "draws", "is_right"),
+    [
+        ([NEAR_TIE / 2, 1.0], 2, True),
+        ([1.0], 1, False),
+        ([NEAR_TIE / 2] * 3, 3, False),
+    ],
+)
+def test_near_ties_are_drawn_again(gaps: list[float], draws: int, is_right: bool):
+    verdicts = [Verdict({"grads": [Wrong("w", 0.1)]}, gap=gap) for gap in gaps]
+    if is_right:
+        verdicts[-1].wrong.clear()
+
+    class Told(Legs):
+        def _run(self, arm: Any) -> Any:
+            seeds.append(arm.seed)
+            return Path(), {"apart": []}
+
+    seeds: list[int] = []
+    legs = Told(None, Path())  # type: ignore[arg-type]
+    legs._judge = type("Judge", (), {"call": lambda self, call: [verdicts[len(seeds) - 1]]})()
+    assert legs.axes().is_right == is_right
+    assert seeds == list(range(draws))
+
+
+def test_ranks_that_should_have_the_same():
+    """Pipeline stages have other tensors; a replica of HSDP has the same as the other."""
+    stages: list[dict[str, int]] = [{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"c": 4}, {"c": 4}]
+    assert apart(stages) == ["b"]
+    verdict = Verdict()
+    verdict.note_apart(apart(stages))
+    assert verdict.lines() == ["ranks     WRONG           b on some ranks is not as on others"]
+    whole = Verdict()
+    whole.note_apart(apart(stages[2:]))
+    assert whole.is_right

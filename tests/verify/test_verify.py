@@ -1,0 +1,168 @@
+"""``titan_ext verify``: right jobs are RIGHT, and planted faults are named."""
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.cluster import run_ranks
+from tests.verify.faults import FAULTS, IN_KEYS, lost_scores
+from titan_ext.plan.verify.small import differences
+
+QUICK = ("experts times EP", "load counted twice", "a detached router", "norm times 1.41")
+QUICK += ("too small a step",)
+
+
+def _small(flags: tuple[str, ...], ranks: int) -> Any:
+    from titan_ext.base.op_cost import Nodes
+    from titan_ext.config_registry.resolve import resolve
+    from titan_ext.plan.verify.small import layout_of, make_small
+
+    config = resolve("moe_debug.toml", flags).config
+    return make_small(config, layout_of(config, ranks, Nodes(8, 8)))
+
+
+def _train(job: Any, rank: int, call: Any) -> Any:
+    from titan_ext.plan.verify.arm import run_arm
+
+    torch.set_num_threads(1)
+    (arm, folder), fault = call
+    with FAULTS[fault][0]() if fault else contextlib.nullcontext():
+        return run_arm(job, arm, rank, folder)
+
+
+def _sweep(folder: Path, ranks: int, faults: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """Lines of a right job ("") and of each fault that a leg calls WRONG, by category."""
+    from titan_ext.plan.verify.legs import Legs
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    job = _small(("--parallelism.expert_parallel_degree", str(ranks)), ranks)
+    fault = ""
+
+    class Planted(Legs):
+        def _serve(self) -> Any:
+            return functools.partial(_train, job)
+
+        def _call(self, arm: Any, folder: Path) -> Any:
+            return (arm, folder), fault
+
+    found = {}
+    with Planted(job, folder) as legs:
+        for fault in ("", *faults):
+            wrong = (legs.keys if fault in IN_KEYS else legs.axes)().wrong
+            found[fault] = {kind: [str(each) for each in wrongs] for kind, wrongs in wrong.items()}
+    return found
+
+
+Swept = Callable[[int, tuple[str, ...]], dict[str, dict[str, list[str]]]]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
+    @functools.cache
+    def sweep(ranks: int, faults: tuple[str, ...]) -> dict[str, dict[str, list[str]]]:
+        folder = tmp_path_factory.mktemp("verify")
+        (found,) = run_ranks(_sweep, 1, folder, ranks, faults, log_folder=folder, timeout_s=900)
+        return found
+
+    return sweep
+
+
+def _check(fault: str, found: dict[str, dict[str, list[str]]]) -> None:
+    assert found[""] == {}
+    _, category, says = FAULTS[fault]
+    assert says in found[fault][category][0]
+
+
+@pytest.mark.parametrize("fault", QUICK)
+def test_a_fault_is_named(fault: str, swept: Swept):
+    _check(fault, swept(2, QUICK))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_faults_are_named(fault: str, swept: Swept):
+    """On four ranks, where the experts' degree is no other's."""
+    _check(fault, swept(4, tuple(FAULTS)))
+
+
+def _command(folder: Path, flags: list[str], fault: Any) -> tuple[int, str]:
+    """Exit code and output of the command, with a fault in this process and its forks."""
+    import io
+
+    from titan_ext.config_registry.commands import main
+
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), fault() if fault else contextlib.nullcontext():
+        try:
+            code = main(["verify", "moe_debug.toml", *flags])
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, said.getvalue()
+
+
+def _run_command(folder: Path, *flags: str, fault: Any = None) -> tuple[int, str]:
+    ((code, said),) = run_ranks(_command, 1, folder, list(flags), fault, log_folder=folder)
+    return code, said
+
+
+def test_the_key_to_blame_is_named(tmp_path: Path):
+    flags = ("--ranks", "2", "--parallelism.exchange_rows", "rank")
+    code, said = _run_command(tmp_path, *flags, fault=lost_scores)
+    assert code == 1
+    assert re.search(r"^  grads +WRONG +layers\.1\.", said, re.M)
+    assert "blame     stock TorchTitan is right on this layout\n" in said
+    assert re.findall(r"right with (.*)", said) == ['parallelism.exchange_rows = "expert"']
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--parallelism.context_parallel_degree", "2"), "context parallelism needs FlexAttention"),
+        (("--parallelism.tensor_parallel_degree", "3"), "expected degrees whose product divides 4"),
+    ],
+)
+def test_what_cannot_be_verified_ends_with_2(flags: tuple[str, ...], says: str, tmp_path: Path):
+    code, said = _run_command(tmp_path, *flags)
+    assert code == 2
+    assert said.startswith("NOT VERIFIED: ")
+    assert says in said
+
+
+SHIPPED = sorted(path.name for path in Path("train_configs").glob("*.toml"))
+
+
+def _decided(name: str) -> tuple[str, list[str], int]:
+    from titan_ext.base.op_cost import Nodes
+    from titan_ext.config_registry.resolve import resolve
+    from titan_ext.plan.verify.small import decisions, differences, layout_of, make_small
+    from titan_ext.toml.files import written_for
+
+    resolved = resolve(name)
+    ((_, ranks),) = written_for(resolved.files)
+    job = make_small(resolved.config, layout_of(resolved.config, ranks, Nodes(8, 8)))
+    changed = differences(job.decisions, decisions(job.config, job.layout))
+    return str(job.layout), changed, job.parameters
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_small_job_decides_as_the_large_one(name: str):
+    layout, changed, parameters = _decided(name)
+    assert changed == []
+    assert parameters < 80e6
+    if name == "deepseek_v3_671b.toml":
+        assert layout == "8 ranks, EP 4 x EDP 2"
+
+
+def test_a_decision_that_changed_is_said():
+    large = {"fsdp_wrap": "experts", "moe units": "reshard True"}
+    assert differences(large, {"fsdp_wrap": "submodule"}) == [
+        "fsdp_wrap: experts in the job, submodule in the small one",
+        "moe units: reshard True in the job, none in the small one",
+    ]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``titan_ext verify CONFIG``: are a job's numbers right, and if not, which key is to blame?"""
+
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from titan_ext.base.machines import machine_of
+from titan_ext.base.messages import Mistakes
+from titan_ext.toml.files import to_toml, written_for
+
+if TYPE_CHECKING:
+    from titan_ext.plan.verify.judge import Verdict
+    from titan_ext.plan.verify.legs import Legs
+    from titan_ext.plan.verify.small import SmallJob
+
+_WRONG, _NOT_VERIFIED = 1, 2
+_LEGS = {
+    "axes": "fp32 beside one process in which nothing is wrapped",
+    "keys": "the job's dtypes beside TorchTitan's own parallelize on the same ranks",
+}
+_NOT_HERE = (
+    "data, checkpoints, FlexAttention's kernel, compiled kernels, CUDA graphs, NCCL, streams, "
+    "drawing of first weights"
+)
+
+
+@dataclass
+class Verify:
+    """Prove a job's numbers on this machine: its layout and its keys, on a small copy of it.
+
+    The copy has every kind of block, every axis of the mesh and every decision of the job, and is
+    trained for two steps on two to eight processes: in fp32 beside one process, and in the job's
+    dtypes beside TorchTitan's own parallelize. Exit code 0 is RIGHT, 1 WRONG, 2 NOT VERIFIED.
+    """
+
+    config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
+    """The config to verify."""
+    ranks: int = 0
+    """Number of the job's GPUs; by default what the file's "# world size: N" says."""
+    stock: bool = False
+    """Verify stock TorchTitan on the same layout, without titan_ext and its keys."""
+    machine: str = "h100"
+    """The machine whose nodes the job has, as dry-run takes it."""
+    memory: str = "80GiB"
+    """Memory of each GPU, for activation_checkpoint.budget = "fit"."""
+    verbose: bool = False
+    """Print the log of the start, too."""
+
+    def run(self, flags: list[str]) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # forks are safe without threads
+        gc.disable()  # imports alone make it walk millions of objects
+        started = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory(prefix="titan_ext_verify_") as folder:
+                is_right = self._verify(flags, Path(folder))
+        except (ValueError, AssertionError, ImportError, NotImplementedError) as error:
+            print(f"NOT VERIFIED: {error or type(error).__name__}", flush=True)
+            raise SystemExit(_NOT_VERIFIED) from None
+        took = time.monotonic() - started
+        print(f"{'RIGHT' if is_right else 'WRONG'} ({took:.0f} s, {sum(os.times()[:4]):.0f} CPU s)")
+        if not is_right:
+            raise SystemExit(_WRONG)
+
+    def _verify(self, flags: list[str], folder: Path) -> bool:
+        from titan_ext.plan.verify.legs import Legs
+        from titan_ext.plan.verify.small import decisions, differences
+
+        job = self._small(flags)
+        if changed := differences(job.decisions, decisions(job.config, job.layout)):
+            raise ValueError(
+                f"the small job decides otherwise than the job does: {'; '.join(changed)}."
+            )
+        print(f"model     {job.summary}: {job.parameters / 1e6:.1f} M parameters")
+        print(f"layout    {job.large_layout} -> {job.layout}", flush=True)
+        with Legs(job, folder) as legs:
+            wrong: list[Callable[..., Verdict]] = []
+            for leg, what in _LEGS.items():
+                if leg == "keys" and self.stock:
+                    continue
+                compare = getattr(legs, leg)
+                verdict = compare(stock=True) if self.stock else compare()
+                print(f"{leg:10}{what}", *(f"  {line}" for line in verdict.lines()), sep="\n")
+                sys.stdout.flush()
+                wrong += [] if verdict.is_right else [compare]
+            if wrong and not self.stock:
+                _blame(legs, wrong[0])
+        print(f"decided   {', '.join(f'{key} {value}' for key, value in _told(job.decisions))}")
+        print(f"not verified here: {_NOT_HERE}")
+        return not wrong
+
+    def _small(self, flags: list[str]) -> "SmallJob":
+        from titan_ext.activation_checkpoint.op_rules import has_budget
+        from titan_ext.base import no_accelerator
+        from titan_ext.base.op_cost import Nodes
+        from titan_ext.config_registry.resolve import resolve
+        from titan_ext.parallelize.limits import wrong_degrees
+        from titan_ext.plan.stand_ins import as_rank
+        from titan_ext.plan.verify.small import layout_of, make_small, why_not
+        from titan_ext.run.budget import solve_in_dry_run
+
+        machine = machine_of(self.machine)
+        with no_accelerator.as_with_an_accelerator():
+            resolved = resolve(self.config, flags)
+        config = resolved.config
+        ranks = self.ranks or next((count for _, count in written_for(resolved.files)), 0)
+        if not ranks:
+            raise ValueError(
+                f'{self.config} does not say for how many ranks it is ("# world size: 64"); '
+                "expected --ranks."
+            )
+        Mistakes(wrong_degrees(config, ranks)).raise_all()
+        if reason := why_not(config):
+            raise ValueError(reason)
+        if has_budget(config):
+            with as_rank(ranks, 0, machine.ranks_per_node, machine.nvlink_domain):
+                # With a CPU's kernels, of which the table names operations.
+                solve_in_dry_run(config, ranks, ["--memory", self.memory], ["--on-cpu"])
+        nodes = Nodes(machine.ranks_per_node, machine.nvlink_domain or machine.ranks_per_node)
+        return make_small(config, layout_of(config, ranks, nodes))
+
+
+def _blame(legs: "Legs", compare: "Callable[..., Verdict]") -> None:
+    """Say whether stock is wrong, too, and with which other value of a key the job is right."""
+    if not legs.axes(stock=True).is_right:
+        print("blame     stock TorchTitan is wrong on this layout, too", flush=True)
+        return
+    print("blame     stock TorchTitan is right on this layout", flush=True)
+    for key, value in legs.other_values():
+        if compare(changes=((key, value),)).is_right:
+            print(f"          right with {key} = {to_toml(value)}", flush=True)
+
+
+def _told(decided: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    return ((key, value) for key, value in decided.items() if value not in ("none", "None"))

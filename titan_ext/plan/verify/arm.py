@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One training of the small job on this rank: ours or stock TorchTitan's, in fp32 or its dtypes.
+
+The trainer is the job's own. Its batches, its first weights and what is kept of each step are
+verify's. Nothing of the job is patched; that fp32 stays fp32 is a torch function mode's doing.
+"""
+
+import contextlib
+import copy
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.moe import MoE
+from torchtitan.trainer import Trainer as TitanTrainer
+
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base import no_accelerator
+from titan_ext.base.messages import checks_later
+from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
+from titan_ext.fsdp.units import decoder_blocks, param_groups
+from titan_ext.plan.stand_ins import as_rank, as_stock
+from titan_ext.plan.verify.small import MICROBATCHES, STEPS, VOCABULARY, SmallJob, set_key
+from titan_ext.run.trainer import Trainer
+
+LOSSY = {
+    "parallelism.exchange_dtype": None,
+    "parallelism.fsdp_float8_all_gather": "none",
+    "parallelism.fsdp_expert_reduce_scatter": None,
+    "parallelism.fsdp_quantize_frozen": [],
+}
+"""Keys that send or hold fewer bits, and their exact values."""
+ROUNDS = {
+    "parallelism.overlap_exchanges": "shared_experts",
+    "parallelism.exchange_rows": "expert",
+    "parallelism.fsdp_replicate": [],  # one all-reduce, whose order of ranks is the backend's
+    "activation_checkpoint.score_before_last_gemm": False,
+}
+"""Keys that change the order of sums, and values that do not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A training of the small job.
+
+    Attributes:
+        stock: Titan's own parallelize function and trainer, without titan_ext's keys.
+        fp32: All in fp32; else in the job's dtypes.
+        exact: Nothing in fewer bits than the job's dtypes.
+        table: With the job's ``op_policies``. They name operations, which other dtypes and other
+            keys do not have.
+        changes: Keys that differ from the job's.
+        seed: Of weights and tokens.
+    """
+
+    stock: bool = False
+    fp32: bool = True
+    exact: bool = True
+    table: bool = True
+    changes: tuple[tuple[str, Any], ...] = ()
+    seed: int = 0
+
+    def config_of(self, job: SmallJob) -> Any:
+        """The trainer's config of this arm; that of ``job`` stays as it is."""
+        config = copy.deepcopy(job.config)
+        changes = dict(self.changes)
+        if self.exact:
+            changes |= {key: value for key, value in LOSSY.items() if key not in changes}
+        for key, value in changes.items():
+            set_key(config, key, value)
+        if self.fp32:
+            config.training.mixed_precision_param = "float32"
+        policy = config.activation_checkpoint
+        if isinstance(policy, FP8AC.Config):
+            config.activation_checkpoint = self._checkpointing(policy)
+        no_accelerator.adapt_config(config)
+        if self.stock:
+            as_stock(config)
+        return config
+
+    def _checkpointing(self, policy: FP8AC.Config) -> FP8AC.Config:
+        """The job's policy, as far as this arm has it."""
+        changed: dict[str, Any] = {"exempt": ["*"]} if self.exact else {}
+        if self.fp32 or not self.table:
+            changed |= {"op_policies": {}, "offload_limit": ""}
+        with checks_later():  # "nothing would be stored in float8" is what is wanted here
+            return replace(policy, **changed)
+
+
+class KeepDtype(TorchDispatchMode):
+    """Leaves tensors in fp32 where a model asks for bfloat16 by name.
+
+    Titan's experts call ``Tensor.bfloat16`` (torchtitan/models/common/moe.py), whatever the job's
+    dtype is. A torch function mode would see that call, but not the one of a recompute: torch takes
+    it away around ``backward`` (torch/_tensor.py).
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
+            kwargs = kwargs | {"dtype": args[0].dtype}
+        return func(*args, **kwargs)
+
+
+# -- weights and tokens, by name and number: no layout changes them
+
+
+def fill(name: str, tensor: torch.Tensor, seed: int) -> None:
+    """Give a parameter or buffer, sharded or not, random values that its name decides."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+    shape = tensor.shape
+    is_scale = len(shape) == 1 and "norm" in name and not name.endswith("bias")
+    std = 0.1 if len(shape) < 2 else min(shape[-1] ** -0.5, 0.3)
+    values = torch.randn(shape, generator=generator, dtype=torch.float32) * std + is_scale
+
+    def copy_into(whole: torch.Tensor) -> None:
+        whole.copy_(values)
+
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            no_accelerator.fill_whole(tensor, copy_into)
+        else:
+            tensor.copy_(values)
+
+
+def fill_model(parts: list[Any], seed: int) -> None:
+    """``fill`` all that a model learns: biases, norms and experts' biases too."""
+    for part in parts:
+        for name, param in part.named_parameters():
+            fill(canonical_fqn(name), param, seed)
+        for name, buffer in part.named_buffers():
+            if name.endswith("expert_bias_E"):
+                fill(canonical_fqn(name), buffer, seed)
+
+
+def sample(
+    number: int, job: SmallJob, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and labels ``(L,)`` of one sample: packed documents, some tokens ignored.
+
+    As many tokens count as the number of the sample decides, so that no two ranks and microbatches
+    have equally many.
+    """
+    length = job.samples.length
+    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + number)
+    tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=generator)
+    first = int(torch.randint(1, length, (), generator=generator))  # of the second document
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+    labels = tokens[1:].clone()
+    counted = torch.rand(length, generator=generator) < 0.3 + 0.1 * (number % 7)
+    counted[0] = True
+    return tokens[:-1], positions, labels.masked_fill(~counted, IGNORE_INDEX)
+
+
+def batch(numbers: range, job: SmallJob, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Samples as Titan's loaders give them."""
+    tokens, positions, labels = zip(*(sample(n, job, seed) for n in numbers), strict=True)
+    return {"input": torch.stack(tokens), "positions": torch.stack(positions)}, torch.stack(labels)
+
+
+def samples_of_step(job: SmallJob, step: int) -> range:
+    """Numbers of the samples of a step of all ranks; steps count from 1."""
+    return range((step - 1) * job.samples.step, step * job.samples.step)
+
+
+# -- the trainers
+
+
+_dims: list[ParallelDims] = []
+"""The meshes of this process: Titan and FSDP2 find them by identity."""
+
+
+class _Watched:
+    """A trainer with verify's batches and first weights, of which each step's tensors are kept."""
+
+    job: SmallJob
+    arm: Arm
+    folder: Path
+
+    def __init__(self, job: SmallJob, arm: Arm, folder: Path) -> None:
+        self.job, self.arm, self.folder = job, arm, folder
+        self.counts: dict[str, torch.Tensor] = {}
+        self.kept: dict[str, Any] = {}
+        config = arm.config_of(job)
+        spec = config.model_spec
+        config.model_spec = replace(
+            spec,
+            parallelize_fn=_then(spec.parallelize_fn, sum_in_order, keep=arm.stock),
+            post_optimizer_build_fn=self._count_first(spec.post_optimizer_build_fn),
+        )
+        super().__init__(config)  # type: ignore[call-arg]
+        fill_model(self.parts, arm.seed)
+
+    @property
+    def parts(self) -> list[Any]:
+        """The model's parts on this rank."""
+        return cast(Any, self).model_parts
+
+    def init_distributed(self) -> ParallelDims:
+        if not _dims:
+            _dims.append(super().init_distributed())  # type: ignore[misc]
+        return _dims[0]
+
+    def _count_first(self, build: Callable[..., None] | None) -> Callable[..., None]:
+        """Read the experts' loads before Titan's hook on the optimizer clears them."""
+
+        def built(optimizers: Any, parts: Any, dims: ParallelDims) -> None:
+            self.kept["balances"] = build is not None
+            optimizers.register_step_pre_hook(lambda *_: self._count(parts, dims))
+            if build is not None:
+                build(optimizers, parts, dims)
+
+        return built
+
+    def _count(self, parts: Any, dims: ParallelDims) -> None:
+        """Tokens of each expert over all ranks, summed over the axes that Titan's hook sums."""
+        for part in parts:
+            for block_name, block in decoder_blocks(part):
+                for name, module in block.named_modules():
+                    if not isinstance(module, MoE):
+                        continue
+                    counts = whole(module.tokens_per_expert_E).clone()
+                    if getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT:
+                        counts //= 2  # as Titan's hook does
+                    for group in load_groups(dims):
+                        dist.all_reduce(counts, group=group)
+                    self.counts[f"load:{canonical_fqn(f'{block_name}.{name}')}"] = counts
+                    if not self.kept["balances"]:  # nobody clears them
+                        module.tokens_per_expert_E.zero_()
+
+    def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
+        ranks, size = self.job.layout.data_ranks, self.job.samples.microbatch
+        first = data_rank(_dims[0]) * size
+        while True:
+            yield batch(range(first, first + size), self.job, self.arm.seed)
+            first += ranks * size
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        super().train_step(data_iterator)  # type: ignore[misc]
+        step = cast(Any, self).step
+        tensors: dict[str, torch.Tensor] = dict(self.counts)
+        keeps, digests = _is_writer(_dims[0]), self.kept.setdefault("digests", {})
+        for part in self.parts:
+            for name, param in part.named_parameters():
+                name = canonical_fqn(name)
+                for kind, tensor in (("grad", param.grad), ("param", param)):
+                    if tensor is not None:
+                        full = whole(tensor)
+                        digests[f"{kind}:{name} of step {step}"] = _digest(full)
+                        if keeps:
+                            tensors[f"{kind}:{name}"] = full.clone()
+            for name, buffer in part.named_buffers():
+                if name.endswith("expert_bias_E"):
+                    tensors[f"bias:{canonical_fqn(name)}"] = whole(buffer).clone()
+        if keeps:
+            torch.save(tensors, self.folder / f"step{step}_rank{dist.get_rank()}.pt")
+        self._audit()
+
+    def _audit(self) -> None:
+        """Dtypes of what is trained, and of what the optimizer keeps."""
+        self.kept["dtypes"] = {
+            "parameters": _dtypes(p for part in self.parts for p in part.parameters()),
+            "gradients": _dtypes(
+                p.grad for part in self.parts for p in part.parameters() if p.grad is not None
+            ),
+            "optimizer": _dtypes(
+                value
+                for optimizer in cast(Any, self).optimizers
+                for state in optimizer.state.values()
+                for value in state.values()
+                if torch.is_tensor(value) and value.ndim
+            ),
+        }
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """A checksum of the bytes: equal on all ranks that have the whole tensor."""
+    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _dtypes(tensors: Any) -> str:
+    return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+
+
+class OurTrainer(_Watched, Trainer):
+    """titan_ext's trainer, without the checks of a run."""
+
+    run_checks = ()
+
+
+class StockTrainer(_Watched, TitanTrainer):
+    """TorchTitan's own."""
+
+
+def _is_writer(dims: ParallelDims) -> bool:
+    """True for one rank of each pipeline stage, which has all of the stage's tensors."""
+    per_stage = dist.get_world_size() // dims.pp
+    return dist.get_rank() % per_stage == 0
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of a sharded one, without its graph; ranks call it together."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _then(
+    function: Callable[..., Any], after: Callable[[nn.Module], None], *, keep: bool
+) -> Callable[..., Any]:
+    """``function``, and ``after`` with its result.
+
+    With ``keep`` what is frozen stays frozen: TorchTitan 0.3 trains it under ``spmd_types``.
+    """
+
+    def both(model: nn.Module, **arguments: Any) -> Any:
+        with keep_frozen(model) if keep else contextlib.nullcontext():
+            result = function(model, **arguments)
+        after(result)
+        return result
+
+    return both
+
+
+class RankOrder(DefaultReduceScatter):
+    """Sums rank 0's values first, then rank 1's, and so on.
+
+    gloo, as NCCL, adds in an order that depends on where in the bucket a value lies, which differs
+    between units and shows in the last bit from three ranks on.
+    """
+
+    def __call__(  # pyrefly: ignore[bad-override]
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        first, *others = received.chunk(dist.get_world_size(group))
+        output_tensor.copy_(first.view_as(output_tensor))
+        for values in others:
+            output_tensor.add_(values.view_as(output_tensor))
+
+
+def sum_in_order(model: nn.Module) -> None:
+    """Let FSDP sum gradients in one order wherever they lie, and over gloo, in place."""
+    no_accelerator.reduce_without_premul_sum(model)
+    for group in param_groups(model.modules()):
+        if type(group._reduce_scatter_comm) is DefaultReduceScatter:
+            group._reduce_scatter_comm = RankOrder()
+
+
+def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
+    """Train ``STEPS`` steps; the whole tensors of each are files in ``folder``.
+
+    Returns:
+        What was seen beside them: losses and gradient norms by step, dtypes, parameters without a
+        gradient.
+    """
+    no_accelerator.enable()
+    kind: Any = StockTrainer if arm.stock else OurTrainer
+    nodes, world = job.layout.nodes, job.layout.world
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(as_rank(world, rank, nodes.ranks, nodes.nvlink_domain))
+        if arm.stock:
+            stack.enter_context(no_accelerator.list_all_to_all())
+        if arm.fp32:
+            stack.enter_context(KeepDtype())
+        with no_accelerator.layout_independent_init():
+            trainer = kind(job, arm, folder)
+        seen = trainer.kept
+        seen["loss"], seen["norm"] = [], []
+
+        def log(step: int, loss: float, max_loss: float, norm: float, **_: Any) -> None:
+            seen["loss"].append(loss)
+            seen["norm"].append(norm)
+
+        trainer.metrics_processor.log = log
+        trainer.metrics_processor.should_log = lambda step: True
+        batches = trainer.batch_generator(None)
+        for step in range(1, STEPS + 1):  # Titan's train() sleeps two seconds at its end
+            trainer.step = step
+            trainer.train_step(batches)
+    assert trainer.gradient_accumulation_steps == MICROBATCHES
+    return seen

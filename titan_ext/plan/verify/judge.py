@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tensors of a job held against others: which are wrong, by which factor, and how far is rounding.
+
+Gradients are the witness, tensor by tensor in fp64: of nine faults that were planted, seven leave
+the loss equal to six digits, and Adam's update divides most factors out.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_ext.base.messages import and_more
+
+_TIMES, _LEAST = 30.0, 1e-6
+"""A gradient may be off by so many times its own rounding (fp32 against fp64), and by at least so
+much. A right job's are off by 5e-7 at most, the smallest planted fault by 0.2."""
+_LOSS = 1e-5
+_STEP = 1e-5
+_ULP = 4e-7
+MOST_LOST, MOST_TIMES = 0.5, 2.0
+"""Bounds of keys that keep fewer bits: a wrong scale shows, a coarse one does not."""
+NEAR_TIE = 1e-6
+"""Scores of experts that are nearer than this may be chosen otherwise by rounding alone."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A tensor that is not what it should be.
+
+    Attributes:
+        name: Of the parameter, or what else it is.
+        error: Norm of the difference, as a share of the right tensor's.
+        factor: Least-squares factor between the two; 1 where the difference is no factor.
+    """
+
+    name: str
+    error: float
+    factor: float = 1.0
+
+    def __str__(self) -> str:
+        if math.isnan(self.error):
+            return f"{self.name} is not as on others"
+        is_factor = abs(self.factor - 1) > 0.5 * self.error and self.error < 1e3
+        said = f"{self.factor:.4f} of the right one, " if is_factor else ""
+        return f"{self.name} is {said}off by {self.error:.2g}"
+
+
+@dataclass
+class Verdict:
+    """One comparison.
+
+    Attributes:
+        wrong: By category ("grads", "loss", ...), the worst first.
+        worst: The largest error by category, of right tensors too.
+        gap: The smallest distance between scores of a chosen expert and another.
+        notes: What else is worth a line.
+    """
+
+    wrong: dict[str, list[Wrong]] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
+    gap: float = float("inf")
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        """True if nothing is wrong."""
+        return not any(self.wrong.values())
+
+    @property
+    def may_be_a_tie(self) -> bool:
+        """True if rounding alone may have chosen another expert for a token."""
+        return self.gap < NEAR_TIE
+
+    def judge(
+        self,
+        category: str,
+        name: str,
+        found: torch.Tensor | None,
+        right: torch.Tensor,
+        limit: float,
+    ) -> None:
+        """Hold a tensor against the right one; None is missing."""
+        if found is None or found.shape != right.shape:
+            self.wrong.setdefault(category, []).append(Wrong(f"{name} (missing)", float("inf")))
+            return
+        self._note(category, name, *distance(found, right), limit)
+
+    def _note(self, category: str, name: str, error: float, factor: float, limit: float) -> None:
+        self.worst[category] = max(self.worst.get(category, 0.0), error)
+        if not error <= limit:  # NaN, too
+            self.wrong.setdefault(category, []).append(Wrong(name, error, factor))
+            self.wrong[category].sort(key=lambda each: -each.error)
+
+    def note_apart(self, names: Sequence[str]) -> None:
+        """Tensors that differ between ranks which should have the same are wrong on one of them."""
+        if names:
+            self.wrong["ranks"] = [Wrong(f"{name} on some ranks", float("nan")) for name in names]
+
+    def lines(self) -> list[str]:
+        """A line for each category."""
+        said = []
+        for category in dict.fromkeys([*self.worst, *self.wrong]):
+            worst = self.worst.get(category, 0.0)
+            if wrong := self.wrong.get(category):
+                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                said.append(f"{category:10}WRONG           {wrong[0]}{more}")
+            else:
+                said.append(
+                    f"{category:10}{'equal' if not worst else 'rounding only':16}"
+                    f"{f'at most {worst:.1g}' if worst else ''}".rstrip()
+                )
+        return said + self.notes
+
+
+def distance(found: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
+    """Norm of the difference as a share of the right norm, and the factor that explains most."""
+    found, right = found.double(), right.double()
+    size = float(right.norm())
+    if not size:
+        return float(found.norm()), 1.0
+    return float((found - right).norm()) / size, float((found * right).sum()) / size**2
+
+
+def read_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """The whole tensors that the ranks of an arm left of a step, of all pipeline stages."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob(f"step{step}_rank*.pt")):
+        tensors |= torch.load(file, weights_only=True)
+    return tensors
+
+
+def of_kind(tensors: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """Tensors of one kind ("grad", "param", "load", "bias"), by name."""
+    prefix = f"{kind}:"
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def judge_step(
+    verdict: Verdict,
+    found: Mapping[str, torch.Tensor],
+    seen: Mapping[str, Any],
+    step: int,
+    right: Any,
+    narrow: Any,
+) -> None:
+    """Hold a step of a job against the reference in fp64, and what fp32 makes of that.
+
+    Args:
+        found: Tensors that the job left (``read_step``).
+        seen: What it said: ``loss`` and ``norm`` by step.
+        right, narrow: ``reference.Step`` in fp64, and in fp32 with the same choices of experts.
+    """
+    grads = of_kind(found, "grad")
+    for name, grad in right.grads.items():
+        rounding, _ = distance(narrow.grads[name], grad)
+        limit = max(_TIMES * rounding, _LEAST)
+        verdict.judge("grads", name, grads.get(name), grad, limit)
+    for name in right.without:
+        said = f"{name} (without gradient in the model itself)"
+        verdict.wrong.setdefault("grads", []).append(Wrong(said, 0.0))
+    for name in grads.keys() - right.grads.keys():
+        verdict.judge(
+            "grads", f"{name} (needless)", grads[name], torch.zeros_like(grads[name]), 0.0
+        )
+    for name, load in right.loads.items():
+        verdict.judge("load", name, of_kind(found, "load").get(name), load, 0.0)
+    for category in ("loss", "norm"):
+        value = torch.tensor(seen[category][step - 1], dtype=torch.float64)
+        expected = torch.tensor(getattr(right, category), dtype=torch.float64)
+        verdict.judge(category, f"of step {step}", value, expected, _LOSS)
+    verdict.gap = min(verdict.gap, right.gap)
+
+
+def try_canary(judge: Callable[..., None], found: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Scale one gradient by 1.001, and see that ``judge`` names it.
+
+    Args:
+        judge: Called with a verdict and the tensors; it found nothing wrong with those as they are.
+        found: Tensors that a job left of a step.
+        seed: Draws the gradient.
+    """
+    names = [name for name, tensor in found.items() if name.startswith("grad:") and tensor.any()]
+    name = names[zlib.crc32(str(seed).encode()) % len(names)]
+    verdict = Verdict()
+    judge(verdict, {**found, name: found[name] * 1.001})
+    blamed = [wrong.name for wrong in verdict.wrong.get("grads", ())]
+    if blamed != [name.removeprefix("grad:")]:
+        raise AssertionError(f"verify does not see that {name} is 1.001 of what it was: {blamed}")
+
+
+def judge_update(
+    verdict: Verdict,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+) -> None:
+    """Hold an optimizer's step against the one that the same gradients make in one process."""
+    for name, right in expected.items():
+        update = (right - before[name]).double()
+        size = float(update.norm())
+        limit = max(_STEP, _ULP * float(right.double().norm()) / size) if size else 0.0
+        found = after.get(name)
+        change = None if found is None else (found - before[name])
+        verdict.judge("optimizer", name, change, update, limit)
+
+
+def judge_equal(
+    verdict: Verdict, found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]
+) -> None:
+    """Hold all tensors of one arm against those of another, bit for bit."""
+    for name, tensor in right.items():
+        kind, _, of = name.partition(":")
+        category = {"grad": "grads", "param": "weights"}.get(kind, kind)
+        verdict.judge(category, of, found.get(name), tensor, 0.0)
+    if needless := [name for name in found if name not in right]:
+        verdict.notes.append(f"only in one: {and_more(needless)}")
+
+
+def judge_rounding(
+    verdict: Verdict,
+    found: Mapping[str, torch.Tensor],
+    stock: Mapping[str, torch.Tensor],
+    right: Mapping[str, torch.Tensor],
+) -> None:
+    """Hold gradients in the job's dtypes against fp32's: at most twice as far as stock's."""
+    stocks = of_kind(stock, "grad")
+    for name, grad in of_kind(right, "grad").items():
+        own, _ = distance(stocks[name], grad)
+        verdict.judge("rounding", name, of_kind(found, "grad").get(name), grad, 2 * own)
+
+
+def judge_lossy(
+    verdict: Verdict, found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
+) -> None:
+    """Hold gradients with fewer bits against those of the same arm without.
+
+    All together by their distance, each by its norm. A router's gradient is a small difference, and
+    of a model that has learned nothing it may point anywhere.
+    """
+    grads, right = of_kind(found, "grad"), of_kind(exact, "grad")
+    together = [torch.cat([t[n].double().flatten() for n in right]) for t in (grads, right)]
+    verdict.judge("lossy", "the whole gradient", together[0], together[1], MOST_LOST)
+    for name, grad in right.items():
+        size, ratio = float(grad.norm()), float(grads[name].norm())
+        if size and not 1 / MOST_TIMES <= ratio / size <= MOST_TIMES:
+            verdict.wrong.setdefault("lossy", []).append(Wrong(name, 1.0, ratio / size))

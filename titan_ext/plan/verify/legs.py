@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The two comparisons that prove a job's numbers, and the search for the key that is to blame.
+
+*Axes*: the small job in fp32 against one process. *Keys*: the job's own dtypes against Titan's
+parallelize function on the same ranks, bit for bit.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.components.optim import MUON
+from titan_ext.plan.verify.arm import LOSSY, ROUNDS, Arm, run_arm
+from titan_ext.plan.verify.judge import (
+    Verdict,
+    judge_equal,
+    judge_lossy,
+    judge_rounding,
+    judge_step,
+    judge_update,
+    of_kind,
+    read_step,
+    try_canary,
+)
+from titan_ext.plan.verify.ranks import Processes
+from titan_ext.plan.verify.reference import Reference
+from titan_ext.plan.verify.small import STEPS, SmallJob, value_of
+
+_DRAWS = 3
+"""Weights and tokens are drawn again where a near-tie of experts may explain a difference."""
+
+
+_WITHOUT: dict[str, Any] = {
+    "parallelism.overlap_exchanges": "none",
+    "parallelism.exchange_rows": "expert",
+    "parallelism.save_all_to_all": "auto",
+    "parallelism.fsdp_wrap": "block",
+    "parallelism.fsdp_replicate": [],
+    "parallelism.fsdp_reshard_groups": {},
+    "parallelism.fsdp_reshard_after_forward": "default",
+    "parallelism.enable_sequence_parallel": True,
+    "activation_checkpoint.score_before_last_gemm": False,
+    "activation_checkpoint": None,
+    **LOSSY,
+}
+"""Keys of which a fault may be, and their values without a feature."""
+
+
+@dataclass
+class Legs:
+    """Ranks and a judge for one small job. A ``with`` starts and ends their processes.
+
+    Attributes:
+        job: The small job.
+        folder: For logs and tensors.
+    """
+
+    job: SmallJob
+    folder: Path
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _count: int = 0
+
+    def __enter__(self) -> "Legs":
+        judge = functools.partial(_judge, self.job)
+        for name in ("ranks", "judge"):
+            (self.folder / name).mkdir()
+        self._judge = self._stack.enter_context(Processes(1, judge, self.folder / "judge"))
+        world = self.job.layout.world
+        self._ranks = self._stack.enter_context(
+            Processes(world, self._serve(), self.folder / "ranks")
+        )
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def _serve(self) -> Callable[[int, Any], Any]:
+        """The function that ranks serve calls with; tests plant faults around it."""
+        return functools.partial(_train, self.job)
+
+    def _call(self, arm: Arm, folder: Path) -> Any:
+        return arm, folder
+
+    def axes(self, **choices: Any) -> Verdict:
+        """Hold an arm in fp32 against one process; ``choices`` are fields of ``Arm``."""
+        verdict = Verdict()
+        for seed in range(_DRAWS):
+            arm = Arm(fp32=True, exact=True, seed=seed, **choices)
+            folder, seen = self._run(arm)
+            (verdict,) = self._judge.call(("axes", arm, folder, seen))
+            if verdict.is_right or not verdict.may_be_a_tie:
+                break
+        if seed:
+            verdict.notes.append(f"{'':10}drawn {seed + 1} times: experts of nearly equal scores")
+        return verdict
+
+    def keys(self, **choices: Any) -> Verdict:
+        """Hold the job's own dtypes against Titan's own parallelize on the same ranks.
+
+        Keys that change no sum are compared bit for bit; those that do, by their distance from
+        fp32, which stock has, too; those that keep or send fewer bits, with the same job without.
+        """
+        config = self.job.config
+        rounding, lossy = rounding_keys(config), lossy_keys(config)
+        neutral = tuple((key, ROUNDS[key]) for key in rounding)
+        own = Arm(fp32=False, **choices)
+        plain = replace(
+            own, changes=(*own.changes, *neutral), table=not (rounding or lossy or own.changes)
+        )
+        exact, seen = self._run(plain)
+        stock, _ = self._run(Arm(fp32=False, stock=True))
+        calls: list[Any] = [("equal", exact, stock)]
+        if rounding:
+            exact, _ = self._run(replace(own, table=False))
+            right, _ = self._run(Arm(stock=True))
+            calls.append(("rounding", exact, stock, right))
+        has_table = not plain.table and value_of(config, "activation_checkpoint.op_policies")
+        if lossy or has_table:
+            whole, seen = self._run(replace(own, exact=False))
+            if lossy:
+                calls.append(("lossy", whole, exact))
+            if has_table and "activation_checkpoint.policy" not in lossy:
+                without, _ = self._run(replace(own, exact=False, table=False))
+                calls.append(("equal", whole, without))
+        (verdict,) = self._judge.call(("keys", calls))
+        verdict.note_apart(seen["apart"])
+        dtypes = ", ".join(f"{name} {dtype}" for name, dtype in seen["dtypes"].items())
+        verdict.notes.append(f"{'dtypes':10}{dtypes}")
+        return verdict
+
+    def other_values(self) -> Iterator[tuple[str, Any]]:
+        """Keys that may be to blame, each with a value that leaves their feature out."""
+        for key, value in _WITHOUT.items():
+            if value_of(self.job.config, key) not in (None, value):
+                yield key, value
+
+    def _run(self, arm: Arm) -> tuple[Path, dict[str, Any]]:
+        """Train an arm; the folder of its tensors, and what the last rank saw: it has losses."""
+        self._count += 1
+        folder = self.folder / f"arm{self._count}"
+        folder.mkdir()
+        seen = self._ranks.call(self._call(arm, folder))
+        return folder, seen[-1] | {"apart": apart([each["digests"] for each in seen])}
+
+
+def apart(digests: Sequence[Mapping[str, int]]) -> list[str]:
+    """Names of tensors that are not the same on all ranks of those that have them."""
+    first: dict[str, int] = {}
+    for of_rank in digests:
+        for name, digest in of_rank.items():
+            first.setdefault(name, digest)
+    differ = {n for of_rank in digests for n, digest in of_rank.items() if digest != first[n]}
+    return [name for name in first if name in differ]
+
+
+def _train(job: SmallJob, rank: int, call: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    arm, folder = call
+    return run_arm(job, arm, rank, folder)
+
+
+def _judge(job: SmallJob, rank: int, call: Any) -> Verdict:
+    torch.set_num_threads(1)
+    kind, *arguments = call
+    if kind == "axes":
+        return _judge_axes(job, *arguments)
+    verdict = Verdict()
+    for kind, found, *others in arguments[0]:
+        if kind == "equal":
+            for step in range(1, STEPS + 1):
+                tensors, right = read_step(found, step), read_step(others[0], step)
+                judge_equal(verdict, tensors, right)
+                if verdict.is_right:
+                    try_canary(functools.partial(judge_equal, right=right), tensors, step)
+        elif kind == "rounding":  # of the first step: then the weights are not the same
+            tensors = (read_step(folder, 1) for folder in (found, *others))
+            judge_rounding(verdict, *tensors)
+        else:
+            judge_lossy(verdict, read_step(found, 1), read_step(others[0], 1))
+    return verdict
+
+
+def rounding_keys(config: Any) -> list[str]:
+    """Keys of a config that change the order of sums."""
+    values = {key: value_of(config, key) for key in ROUNDS}
+    return [key for key, value in values.items() if value not in (None, "none", ROUNDS[key])]
+
+
+def lossy_keys(config: Any) -> list[str]:
+    """Keys of a config with which it keeps or sends fewer bits."""
+    found = [key for key, exact in LOSSY.items() if value_of(config, key) not in (None, exact)]
+    policy = config.activation_checkpoint
+    if isinstance(policy, FP8AC.Config) and policy.wants_float8():
+        found.append("activation_checkpoint.policy")
+    return found
+
+
+def _judge_axes(job: SmallJob, arm: Arm, folder: Path, seen: dict[str, Any]) -> Verdict:
+    verdict = Verdict()
+    verdict.note_apart(seen["apart"])
+    right = Reference(job, arm.seed, torch.float64)
+    narrow = Reference(job, arm.seed, torch.float32)
+    groups = narrow.config.optimizer.param_groups
+    updates = not any(group.optimizer_name == MUON for group in groups)
+    optimizer = narrow.optimizer() if updates else None
+    if not updates:
+        verdict.notes.append(f"{'optimizer':10}not verified: {MUON}")
+    for step in range(1, STEPS + 1):
+        found = read_step(folder, step)
+        expected = right.step(step)
+        rounded = narrow.step(step, expected)
+        judge = functools.partial(judge_step, seen=seen, step=step, right=expected, narrow=rounded)
+        judge(verdict, found)
+        if verdict.is_right:
+            try_canary(judge, found, arm.seed + step)
+        biases = right.expected_biases(expected) if seen["balances"] else {}
+        for name, bias in biases.items():
+            verdict.judge("bias", name, of_kind(found, "bias").get(name), bias, 1e-6)
+        after = of_kind(found, "param")
+        if optimizer is not None:
+            before = narrow.weights()
+            updated = narrow.update(optimizer, of_kind(found, "grad"))
+            judge_update(verdict, before, after, updated)
+        if after.keys() != right.weights().keys():
+            return verdict  # said by now
+        for model in (right, narrow):
+            model.take(found)
+    return verdict

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The same steps in one process, by a loop written by hand: no mesh, no trainer, no titan_ext.
+
+Forward sample by sample, one sum of losses over all tokens that count, one backward. It runs in
+fp32 and in fp64; the distance between the two is what rounding alone does to each tensor.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.overrides import TorchFunctionMode
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import derive
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.moe import MoE
+
+from titan_ext.base import no_accelerator
+from titan_ext.plan.verify.arm import Arm, fill_model, sample, samples_of_step
+from titan_ext.plan.verify.small import SmallJob
+
+_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
+
+
+@dataclass
+class Step:
+    """A step of the reference.
+
+    Attributes:
+        grads: Clipped gradients, by name of parameter.
+        loads: Tokens of each expert, by name of MoE layer.
+        loss, norm: The mean loss of a token, and the gradients' norm before it is clipped.
+        gap: The smallest distance between scores of which one was chosen, and the other was not.
+        choices: What each call of ``topk`` chose, in order.
+        without: Names of trained parameters that the model itself gives no gradient, or zeros.
+    """
+
+    grads: dict[str, torch.Tensor]
+    loads: dict[str, torch.Tensor]
+    loss: float
+    norm: float
+    gap: float
+    choices: list[torch.Tensor]
+    without: list[str]
+
+
+class OneProcess(TorchFunctionMode):
+    """Operations as the reference computes them: no narrower dtype, and experts one by one.
+
+    In fp64 ``Tensor.float`` does nothing either. It notes how near choices of experts were, and
+    makes those of ``choices`` again, if that has any.
+    """
+
+    def __init__(self, choices: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.gap = float("inf")
+        self.chosen: list[torch.Tensor] = []
+        self._again = iter(choices)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.bfloat16:
+            return args[0]
+        if func is torch.Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
+        if func is torch._grouped_mm:
+            return _one_by_one(*args, **kwargs)
+        if func in (nn.functional.softmax, torch.softmax) and args[0].dtype is torch.float64:
+            kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
+        result = func(*args, **kwargs)
+        if func in (torch.topk, torch.Tensor.topk):
+            return self._choose(args[0], result)
+        return result
+
+    def _choose(self, scores: torch.Tensor, result: Any) -> Any:
+        count = result.indices.shape[-1]
+        if count < scores.shape[-1]:
+            nearest = scores.detach().sort(dim=-1, descending=True).values
+            gaps = nearest[..., count - 1] - nearest[..., count]
+            self.gap = min(self.gap, float(gaps[gaps.isfinite()].min()))
+        indices = next(self._again, result.indices)
+        self.chosen.append(indices)
+        return type(result)((scores.gather(-1, indices), indices))
+
+
+def _one_by_one(
+    rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """The product of each expert's rows with its weights, ``(R, D) @ (E, D, F)``."""
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    products = [rows[a:b] @ weights[e] for e, (a, b) in enumerate(zip(starts, ends, strict=True))]
+    rest = rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])
+    return torch.cat([*products, rest])
+
+
+@dataclass
+class Reference:
+    """The model in one process."""
+
+    job: SmallJob
+    seed: int
+    dtype: torch.dtype
+    model: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = Arm(stock=True, seed=self.seed).config_of(self.job)
+        keys, spec = config.parallelism, config.model_spec
+        for axis in ("tensor", "context", "pipeline", "expert", "data_parallel_replicate"):
+            name = axis if axis.startswith("data") else f"{axis}_parallel"
+            setattr(keys, f"{name}_degree", 1)
+        keys.spmd_backend = "partial_dtensor"
+        keys.data_parallel_shard_degree = 1
+        dist_utils.set_spmd_backend(keys.spmd_backend)
+        spec.model.update_from_config(config=config)
+        self.config = config
+        self.model = spec.model.build()
+        ours = {type(m).__module__ for m in self.model.modules()} - {no_accelerator.__name__}
+        assert not [name for name in ours if name.startswith("titan_ext")], ours
+        with torch.no_grad():
+            self.model.init_weights()
+        fill_model([self.model], self.seed)
+        for param in self.model.parameters():  # buffers of rotary embeddings are complex
+            param.data = param.data.to(self.dtype)
+        self.model.train()
+
+    def step(self, number: int, like: Step | None = None) -> Step:
+        """Loss and clipped gradients of a step with the weights that the model has.
+
+        Tokens go to the experts of ``like``, if that is given.
+        """
+        model, job = self.model, self.job
+        model.zero_grad()
+        for moe in self._moes():
+            moe[1].tokens_per_expert_E.zero_()
+        with OneProcess(like.choices if like else []) as mode:
+            losses, count = [], 0
+            for index in samples_of_step(job, number):
+                tokens_L, positions_L, labels_L = sample(index, job, self.seed)
+                logits_BLV = model(tokens_L[None], positions=positions_L[None])
+                losses.append(_cross_entropy(logits_BLV[0], labels_L))
+                count += int((labels_L != IGNORE_INDEX).sum())
+            loss = torch.stack(losses).sum() / count
+            loss.backward()
+        grads = {
+            canonical_fqn(name): param.grad.detach().clone()
+            for name, param in model.named_parameters()
+            if param.grad is not None
+        }
+        trained = [canonical_fqn(n) for n, p in model.named_parameters() if p.requires_grad]
+        without = [name for name in trained if name not in grads or not grads[name].any()]
+        norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads.values()])))
+        factor = min(1.0, self.config.training.max_norm / (norm + _EPS))
+        loads = {name: moe.tokens_per_expert_E.clone() for name, moe in self._moes()}
+        grads = {name: grad * factor for name, grad in grads.items()}
+        return Step(grads, loads, loss.item(), norm, mode.gap, mode.chosen, without)
+
+    def expected_biases(self, step: Step) -> dict[str, torch.Tensor]:
+        """Experts' biases after a step: towards those with fewer tokens, by Titan's rule."""
+        expected = {}
+        for name, moe in self._moes():
+            if moe.load_balance_coeff is not None:
+                load_E = step.loads[name].double()
+                delta_E = moe.load_balance_coeff * torch.sign(load_E.mean() - load_E)
+                expected[f"{name}.expert_bias_E"] = moe.expert_bias_E + delta_E - delta_E.mean()
+        return expected
+
+    def optimizer(self) -> Any:
+        """Titan's optimizers and schedule for this model."""
+        config: Any = OptimizersContainer.Config
+        container = OptimizersContainer(
+            derive(self.config.optimizer, config), model_parts=[self.model]
+        )
+        steps = self.config.training.steps
+        schedule = self.config.lr_scheduler.build(optimizers=container, training_steps=steps)
+        return container, schedule
+
+    def update(self, optimizer: Any, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Step with these gradients; the parameters after it, by name."""
+        container, schedule = optimizer
+        for name, param in self.model.named_parameters():
+            grad = grads.get(canonical_fqn(name))
+            param.grad = None if grad is None else grad.clone()
+        container.step()
+        schedule.step()
+        return self.weights()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters, by name."""
+        named = self.model.named_parameters()
+        return {canonical_fqn(name): param.detach().clone() for name, param in named}
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from the job's own weights and experts' biases: ``param:`` and ``bias:`` names."""
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(tensors[f"param:{canonical_fqn(name)}"])
+            for name, buffer in self.model.named_buffers():
+                if name.endswith("expert_bias_E"):
+                    buffer.copy_(tensors[f"bias:{canonical_fqn(name)}"])
+
+    def _moes(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.model.named_modules():
+            if isinstance(module, MoE):
+                yield canonical_fqn(name), module
+
+
+def _cross_entropy(logits_LV: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
+    """The sum over tokens that count, by hand."""
+    counted_L = labels_L != IGNORE_INDEX
+    targets_L1 = labels_L.masked_fill(~counted_L, 0)[:, None]
+    losses_L = logits_LV.logsumexp(-1) - logits_LV.gather(-1, targets_L1)[:, 0]
+    return (losses_L * counted_L).sum()

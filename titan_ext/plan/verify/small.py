@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A job made small enough for a laptop, with what its layout and its keys can get wrong left in.
+
+A fault of a layout shows in two blocks as in sixty, and in eight ranks as in 4,096, as long as the
+small job has every kind of block, every axis of the mesh, and the decisions of the large one. So
+layers go, widths and vocabularies shrink, and degrees become 2 or 4. ``differences`` says what
+"auto" means otherwise in the small job: then nothing is verified.
+"""
+
+import copy
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from fnmatch import fnmatch
+from typing import Any, cast
+
+import torch
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
+
+from titan_ext.base.op_cost import Nodes
+from titan_ext.base.titan import batch
+from titan_ext.parallelize.recipe import Recipe, resolve
+from titan_ext.plan.shorten import kind_of
+from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer
+
+VOCABULARY = 256
+MICROBATCHES = 3
+STEPS = 2
+_SEQ_LEN = 64
+_WORLD = 8
+_EXPERTS = 4
+"""Experts that remain, for each that a token goes to."""
+_PER_KIND = 2
+"""Blocks of a kind that remain: the first begins a model, another one follows its like."""
+_FACTORS = (32, 16, 8, 4, 2)
+_LEAST_DIM = 64
+_WIDTHS = ("dim", "in_features", "out_features", "normalized_shape", "hidden_dim", "head_dim")
+_WIDTHS += ("embedding_dim", "embed_dim", "q_lora_rank", "kv_lora_rank")
+_WIDTHS += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Fields of Titan's model configs that are widths. All are divided by one factor, and numbers of
+heads stay, so that sums and products of widths stay right."""
+_LAYER = re.compile(r"(^|\.)layers\.([^.:]+)")
+_TABLES = (
+    ("parallelism", "fsdp_reshard_groups"),
+    ("parallelism", "fsdp_replicate"),
+    ("parallelism", "fsdp_quantize_frozen"),
+    ("activation_checkpoint", "op_policies"),
+    ("activation_checkpoint", "exempt"),
+)
+"""Keys with patterns for names of modules, in which layers have numbers."""
+
+
+_RESHARD, _GROUPS = "parallelism.fsdp_reshard_after_forward", "parallelism.fsdp_reshard_groups"
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value of a dotted key; None where the section does not have it."""
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def set_key(config: Any, key: str, value: Any) -> None:
+    """Give a dotted key a value; a section that does not have it stays as it is."""
+    *parents, name = key.split(".")
+    for parent in parents:
+        config = getattr(config, parent)
+    if hasattr(config, name):
+        setattr(config, name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of a job, and its nodes.
+
+    Attributes:
+        dp_replicate, dp_shard, cp, tp, pp, ep: Degrees by axis, as ``ParallelDims`` has them.
+        nodes: Ranks of a node, and of an NVLink domain.
+    """
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    ep: int
+    nodes: Nodes
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which dense parameters are sharded, and experts spread."""
+        return self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def dims(self, backend: Any) -> ParallelDims:
+        """The degrees as Titan's object, without meshes."""
+        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+        sizes: Any = {name: getattr(self, name) for name in names}
+        return ParallelDims(**sizes, world_size=self.world, spmd_backend=backend)
+
+    def __str__(self) -> str:
+        names = {"dp_replicate": "HSDP", "tp": "TP", "cp": "CP", "pp": "PP"}
+        parts = [f"{x} {getattr(self, n)}" for n, x in names.items() if getattr(self, n) > 1]
+        if self.ep > 1:
+            parts.append(f"EP {self.ep} x EDP {self.shards // self.ep}")
+        return ", ".join([f"{self.world} ranks", *parts])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallJob:
+    """A small copy of a job, as ``make_small`` makes it.
+
+    Attributes:
+        config: The small trainer's config. ``config_of`` makes the one of a run of it.
+        layout, large_layout: Degrees of the small job, and of the job itself.
+        layers: The job's layers that remain, by number.
+        samples: Its sequences.
+        decisions: Those of the job itself, by key (``decisions``).
+        summary: What shrank, in words.
+        parameters: Parameter count of the small model.
+    """
+
+    config: Any
+    layout: Layout
+    large_layout: Layout
+    layers: tuple[int, ...]
+    samples: batch.Samples
+    decisions: Mapping[str, str]
+    summary: str
+    parameters: int
+
+
+def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
+    """The layout of a trainer's config on ``ranks``, which its degrees divide."""
+    keys = config.parallelism
+    others = {
+        "dp_replicate": keys.data_parallel_replicate_degree,
+        "cp": keys.context_parallel_degree,
+        "tp": keys.tensor_parallel_degree,
+        "pp": keys.pipeline_parallel_degree,
+    }
+    dp_shard = ranks // math.prod(others.values())
+    return Layout(**others, dp_shard=dp_shard, ep=keys.expert_parallel_degree, nodes=nodes)
+
+
+def small_layout(large: Layout) -> Layout:
+    """Degrees of 1, 2 and 4 that stand in the same relations as those of ``large``.
+
+    The experts' degree is 4 where it can be, other degrees 2, so that a degree taken for another
+    one shows. What shards the experts beside expert parallelism (EDP) stays an axis.
+    """
+    two = {name: min(getattr(large, name), 2) for name in ("dp_replicate", "cp", "tp", "pp")}
+    if 1 < large.ep < large.tp:
+        two["tp"] = 4  # and the experts' degree stays below it
+    inner = two["cp"] * two["tp"]
+    room = max(_WORLD // (inner * two["dp_replicate"] * two["pp"]), 1)
+    dp_shard, ep = min(large.dp_shard, room), 1
+    if large.ep == 1:
+        dp_shard = min(dp_shard, 4)
+    elif large.ep == large.shards:  # no EDP
+        dp_shard = min(dp_shard, max(4 // inner, 2 if large.dp_shard > 1 else 1))
+        ep = dp_shard * inner
+    elif 1 < large.ep <= large.tp:
+        ep = 2
+    else:
+        ep = min(dp_shard * inner // 2, 4)
+    small = Layout(**two, dp_shard=dp_shard, ep=ep, nodes=large.nodes)
+    return replace(small, nodes=_small_nodes(large, small))
+
+
+def _small_nodes(large: Layout, small: Layout) -> Nodes:
+    """Nodes that lie between the small ranks as the job's do between its own."""
+    joined = large.nodes.nvlink_domain
+    if large.shards <= large.nodes.ranks and large.ep <= joined:
+        ranks = domain = small.world
+    elif large.ep > joined:  # tokens cross nodes
+        ranks = domain = max(small.ep // 2, 1) if large.nodes.among(large.ep) else 1
+    else:  # only the experts' gathers do
+        ranks = domain = max(small.shards // 2, small.ep if small.ep < small.shards else 1)
+    return Nodes(ranks, domain)
+
+
+def why_not(config: Any) -> str:
+    """The reason why a trainer's config cannot be verified; "" if it can."""
+    model, keys = config.model_spec.model, config.parallelism
+    if keys.context_parallel_degree > 1:
+        return "context parallelism needs FlexAttention, whose kernels a CPU does not have."
+    if has_quantization(config.model_spec.model):
+        return "linears or experts in fewer bits (a converter) differ from one process by design."
+    if getattr(model, "vision_encoder", None) is not None:
+        return "a model with a vision encoder needs images."
+    if getattr(model, "mtp_layers", None):
+        return "the loss of multi-token prediction is not in the reference."
+    if not getattr(model, "layers", None):
+        return f"the blocks of a {type(model).__qualname__} are unknown."
+    return ""
+
+
+def make_small(config: Any, large: Layout) -> SmallJob:
+    """Make a small copy of the job of ``config``, which stays as it is.
+
+    Raises:
+        ValueError: for a model whose layers are unknown, or that cannot be made small.
+    """
+    layout = small_layout(large)
+    small = copy.deepcopy(config)
+    model = small.model_spec.model
+    kept = _kept_layers(config)
+    count = len(model.layers)
+    kinds = len({repr(kind) for kind in map(kind_of, model.layers)})
+    model.layers = [model.layers[index] for index in kept]
+    said = [f"{count} -> {len(kept)} blocks ({kinds} kinds)", *_shrink_model(small)]
+    _set_degrees(small, layout)
+    _rename_layers(small, kept)
+    samples = _set_batch(small, layout)
+    _silence(small)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in model.build().parameters())
+    return SmallJob(
+        config=small,
+        layout=layout,
+        large_layout=large,
+        layers=kept,
+        samples=samples,
+        decisions=decisions(config, large),
+        summary=", ".join(said),
+        parameters=parameters,
+    )
+
+
+def _kept_layers(config: Any) -> tuple[int, ...]:
+    """Numbers of the layers that remain: the first two of each kind and set of patterns."""
+    patterns = [pattern for *_, names in _patterns(config) for pattern in names]
+
+    def kind(index: int, layer: Any) -> str:
+        matched = [fnmatch(str(index), part) for p in patterns for _, part in _LAYER.findall(p)]
+        return repr((kind_of(layer), matched))
+
+    kinds = [kind(index, layer) for index, layer in enumerate(config.model_spec.model.layers)]
+    stages = min(config.parallelism.pipeline_parallel_degree, 2)
+    least = 2 * stages * (2 if _is_looped(config) else 1) if stages > 1 else 1
+    kept = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < _PER_KIND]
+    for index in range(len(kinds)):
+        if len(kept) >= least:
+            break
+        if index not in kept:
+            kept.append(index)
+    return tuple(sorted(kept))
+
+
+def _is_looped(config: Any) -> bool:
+    """True if each rank of the pipeline has several stages."""
+    schedule = config.parallelism.pipeline_parallel_schedule.lower()
+    return any(word in schedule for word in ("interleaved", "looped", "zbv", "dualpipev"))
+
+
+def _patterns(config: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Section, key and value of each key that has patterns for names."""
+    for section, key in _TABLES:
+        if value := getattr(getattr(config, section), key, None):
+            yield getattr(config, section), key, value
+
+
+def _rename_layers(config: Any, kept: Sequence[int]) -> None:
+    """Give numbers of layers in patterns the places that those layers have now."""
+    for section, key, value in list(_patterns(config)):
+        if isinstance(value, Mapping):
+            items = {new: v for name, v in value.items() for new in _renamed(name, kept)}
+            setattr(section, key, items)
+        else:
+            setattr(section, key, [new for name in value for new in _renamed(name, kept)])
+
+
+def _renamed(pattern: str, kept: Sequence[int]) -> list[str]:
+    found = _LAYER.search(pattern)
+    if found is None or found[2] == "*":
+        return [pattern]
+    places = [place for place, index in enumerate(kept) if fnmatch(str(index), found[2])]
+    return [_LAYER.sub(rf"\g<1>layers.{place}", pattern) for place in places]
+
+
+def configs_in(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[Any]:
+    """Path and object of each config that ``value`` holds, itself included."""
+    seen = set() if seen is None else seen
+    if is_dataclass(value) and not isinstance(value, type):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        yield path, value
+        for field in fields(value):
+            yield from configs_in(getattr(value, field.name, None), f"{path}.{field.name}", seen)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from configs_in(item, f"{path}.{index}", seen)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from configs_in(item, f"{path}.{key}", seen)
+
+
+def _shrink_model(config: Any) -> list[str]:
+    """Divide widths, and leave fewer experts and words, in place; say what shrank."""
+    model = config.model_spec.model
+    said = []
+    vocabulary = model.vocab_size
+    routers = {moe.num_experts for _, moe, *_ in model.traverse(MoE.Config)}
+    widths = [
+        (path, part, name, size)
+        for path, part in configs_in(model)
+        for name in _WIDTHS
+        if type(size := getattr(part, name, None)) is int
+        and size > 1
+        and not _is_vocabulary(path, name)
+        and not (".gate" in path and name == "out_features" and size in routers)
+    ]
+    common = math.gcd(*(size for *_, size in widths))
+    wide = [
+        size
+        for path, _, name, size in widths
+        if name in ("dim", "hidden_dim") and not path.endswith(".rope")
+    ]
+    # Grouped GEMMs take strides of 16 bytes, and rotary embeddings pairs of an even width.
+    fits = (f for f in _FACTORS if not common % (4 * f) and model.dim >= _LEAST_DIM * f)
+    factor = next((f for f in fits if not any(size % (8 * f) for size in wide)), 1)
+    for _, part, name, size in widths:
+        setattr(part, name, size // factor)
+    said.append(f"widths / {factor}")
+    few = VOCABULARY + vocabulary % 64  # what the ranks do not divide keeps its remainder
+    if few < vocabulary:
+        for part in (config.loss, model):
+            for path, found in configs_in(part):
+                for field in fields(found):
+                    has = getattr(found, field.name, None)
+                    if has == vocabulary and _is_vocabulary(path, field.name):
+                        setattr(found, field.name, few)
+        said.append(f"vocabulary {few}")
+    for moe in [moe for _, moe, *_ in model.traverse(MoE.Config)]:
+        before, after = moe.num_experts, _few_experts(moe)
+        if before != after:
+            _set_experts(moe, before, after)
+            said.append(f"{before} -> {after} experts")
+    for _, part in configs_in(model):  # functions of the large sizes, as for Qwen3's fused QKV
+        if isinstance(initial := getattr(part, "param_init", None), dict):
+            part.param_init = {name: _initial(function) for name, function in initial.items()}
+    return list(dict.fromkeys(said))
+
+
+def _is_vocabulary(path: str, name: str) -> bool:
+    """True for a field that counts words, of embedding, head, model and loss."""
+    is_head = name == "out_features" and path.endswith(".lm_head")
+    return is_head or name == "num_embeddings" or "vocab" in name
+
+
+def _few_experts(moe: Any) -> int:
+    """A number of experts with the remainders and groups of ``moe``'s own."""
+    top_k, groups = moe.router.top_k, moe.router.num_expert_groups or 1
+    few = max(_EXPERTS * top_k, 2 * groups)
+    few += -few % math.lcm(groups, 8) + moe.num_experts % 8
+    return min(few, moe.num_experts)
+
+
+def _set_experts(moe: Any, before: int, after: int) -> None:
+    for path, part in configs_in(moe):
+        for name in ("num_experts", "out_features"):
+            is_gate = name == "num_experts" or ".gate" in path
+            if is_gate and getattr(part, name, None) == before:
+                setattr(part, name, after)
+
+
+def _initial(function: Any) -> Any:
+    module = getattr(getattr(function, "func", function), "__module__", "")
+    return function if module == "torch.nn.init" else _normal
+
+
+_normal = functools.partial(torch.nn.init.normal_, std=0.02)
+
+
+def _set_degrees(config: Any, layout: Layout) -> None:
+    keys = config.parallelism
+    keys.data_parallel_replicate_degree = layout.dp_replicate
+    keys.data_parallel_shard_degree = layout.dp_shard
+    keys.context_parallel_degree = layout.cp
+    keys.tensor_parallel_degree = layout.tp
+    keys.pipeline_parallel_degree = layout.pp
+    keys.expert_parallel_degree = layout.ep
+    half = max(layout.dp_shard // 2, 1)  # of the shards, where a key says a number of ranks
+    if isinstance(value_of(config, _RESHARD), int):
+        set_key(config, _RESHARD, half)
+    groups = value_of(config, _GROUPS) or {}
+    numbers = {name: half for name, when in groups.items() if isinstance(when, int)}
+    set_key(config, _GROUPS, groups | numbers)
+
+
+def _set_batch(config: Any, layout: Layout) -> batch.Samples:
+    samples = batch.make_small(
+        config, layout.data_ranks, length=_SEQ_LEN, sequences=2, passes=MICROBATCHES
+    )
+    training = config.training
+    training.steps = STEPS
+    config.lr_scheduler = replace(config.lr_scheduler, warmup_steps=0)  # an update to be seen
+    training.max_norm = 0.1  # it acts: the gradients of a random model are larger
+    for _, part in configs_in(config.model_spec.model):
+        for name in ("window", "sliding_window_size"):
+            if type(getattr(part, name, None)) is int:
+                setattr(part, name, min(getattr(part, name), samples.length // 4))
+    return samples
+
+
+def _silence(config: Any) -> None:
+    """Leave out what reads data, or writes files and metrics, and what a CPU does not have."""
+    config.checkpoint = replace(config.checkpoint, enable=False)
+    config.metrics = replace(
+        config.metrics, enable_tensorboard=False, enable_wandb=False, log_freq=1
+    )
+    config.validator = replace(config.validator, enable=False)
+    config.debug = replace(config.debug, print_config=False, save_config_file=None, seed=42)
+    config.debug.enable_structured_logging = False
+    config.profiler = copy.deepcopy(config.profiler)
+    config.dataloader, config.tokenizer = NoDataLoader.Config(), NoTokenizer.Config()
+    config.hf_assets_path = "."
+    config.compile = replace(config.compile, enable=False)
+    config.training.disable_cuda_graphs = True
+    config.training.enable_cpu_offload = False
+
+
+def decisions(config: Any, layout: Layout) -> dict[str, str]:
+    """Decisions of a job's recipe that may depend on its size, by key, in words."""
+    spec = config.model_spec
+    with torch.device("meta"):
+        model = cast(Decoder, spec.model.build())
+    recipe: Recipe = resolve(
+        model,
+        parallel_dims=layout.dims(config.parallelism.spmd_backend),
+        nodes=layout.nodes,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+    )
+    plan, exchanges = recipe.fsdp, recipe.exchanges
+    found = {
+        "fsdp_wrap": plan.wrap,
+        "reduce-scatter buffers": str(plan.reduce_scatter_buffers),
+        "overlap_exchanges": exchanges.overlap,
+        "exchange_rows": exchanges.rows,
+        "exchange_dtype": str(exchanges.dtype),
+        "save_all_to_all": str(exchanges.saved),
+    }
+    for unit in plan.units:
+        kind = f"{unit.kind_name} units"
+        said = f"reshard {_freed(unit.reshard_after_forward)}"
+        found.setdefault(kind, "")
+        if said not in found[kind].split(", "):
+            found[kind] = ", ".join(filter(None, [found[kind], said]))
+    return found
+
+
+def _freed(when: bool | int) -> str:
+    return str(when) if isinstance(when, bool) else "to a number of ranks"
+
+
+def differences(large: Mapping[str, str], small: Mapping[str, str]) -> list[str]:
+    """Decisions that are not the same in the small job, in words."""
+    return [
+        f"{key}: {large.get(key, 'none')} in the job, {small.get(key, 'none')} in the small one"
+        for key in dict.fromkeys([*large, *small])
+        if large.get(key) != small.get(key)
+    ]
