@@ -105,12 +105,14 @@ class BlockCheckpoint(EagerBlock):
         if not torch.is_grad_enabled():
             return module(*args, **kwargs)
         call = _Call(self, counting=not self.is_reported)
+        # Around the call: hooks that ``context_fn`` enters bypass checkpointing, in silence.
         with torch.autograd.graph.saved_tensors_hooks(call.pack, restore):
             out = checkpoint(
                 module,
                 *args,
                 use_reentrant=False,
                 early_stop=False,  # with it, full checkpointing under EP leaks (PR 1580 of Titan)
+                # Else hooks see the inputs only, none of the outputs that the policy saves.
                 respect_saved_tensors_hooks=True,
                 context_fn=call.contexts,
                 **self.options,
@@ -133,6 +135,8 @@ class _BlocksOperations(TorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+# Subclasses of torch's private modes: its checkpoint passes ``respect_saved_tensors_hooks`` to no
+# other class (torch/utils/checkpoint.py), and ``base.tensors`` knows checkpointing by them.
 class _Forward(_BlocksOperations, _CachingTorchDispatchMode):
     pass
 
@@ -163,6 +167,7 @@ class _Call:
 
     def contexts(self) -> tuple[Any, Any]:
         """Torch's, for the forward and the recompute; they share what is saved."""
+        # As create_selective_checkpoint_contexts makes it, but ours to change (``_run_again``).
         self._saved: dict[Any, dict[int, Any]] = defaultdict(dict)
         locator = self._locator
         return _Forward(self.decide, self._saved, locator), _Recompute(None, self._saved, locator)
@@ -172,6 +177,7 @@ class _Call:
         out = ctx.op_output
         if func is _TO_COPY:
             self._locator.see_cast(args[0], out)
+        # It has waited for what arrives: to store that now waits for nothing.
         if self._arriving and (func is _WAIT or _waits(args)):
             self._store_arrived(args)
         policy = OpPolicy.RECOMPUTE
@@ -252,6 +258,7 @@ class _Call:
             for index, saved in calls.items():
                 leaves = tree_leaves(saved)
                 if any(isinstance(x, _VersionWrapper) and id(x.val) in ids for x in leaves):
+                    # Torch asks in the forward only: this is what the answer would have left.
                     calls[index] = _RECOMPUTE
         if self._counting:
             self._entries = [
@@ -320,6 +327,7 @@ def _reason(location: OpLocation) -> str:
     return "attention" if "attention" in location.module.split(".") else "by policy"
 
 
+# torch's base class takes the wrapper's name out of the names of parameters and of state dicts.
 class NoRecomputeBlock(ActivationWrapper):
     """A block in mode "no_recompute": what autograd saves in it goes through the store.
 

@@ -59,7 +59,9 @@ from titan_ext.activation_checkpoint.partition import (
 from titan_ext.base.tensors import parts_in, plain_tensors
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks, vision_modules
 
+# Titan's number for gpt_oss, needed until pytorch issue 187073 is closed.
 _RECOMPILE_LIMIT = 12
+# PREFER_SAVE is float8 to our partitioner, since torch's gives it no meaning (``partition``).
 _ANSWERS = {
     OpPolicy.SAVE: CheckpointPolicy.MUST_SAVE,
     OpPolicy.SAVE_FLOAT8: CheckpointPolicy.PREFER_SAVE,
@@ -89,8 +91,10 @@ def checkpoint_blocks(
                 compiled_checkpoint(part.modules, part.child, policies, policy.used_rules)
             )
     elif compiled and splits_blocks(units) and isinstance(policy, SelectiveAC):
+        # For what it sets in Dynamo: a workaround for checkpoints in pipelines (pytorch 166926).
         policy.apply(_Layers({}))
         for part in parts(model, units):
+            # Titan makes the checkpoint inside of this private method: we take it off the wrapper.
             wrapper = policy._wrap_block(part.main, base_fqn=part.name)
             part.checkpoint(cast(Any, wrapper).checkpoint_fn)
     else:
@@ -106,6 +110,7 @@ def _checkpoint_inside(model: Decoder) -> None:
     """Let blocks that will be compiled checkpoint themselves, in place of what wraps them."""
     for name, wrapper in model.layers.items():
         if isinstance(wrapper, CheckpointWrapper):
+            # Torch's wrapper has no public name for what it wraps.
             block = wrapper._checkpoint_wrapped_module
             model.layers.register_module(name, block)
             part = CompiledPart(block, f"layers.{name}", {"": block}, "")
@@ -268,6 +273,7 @@ def _fake_mode() -> FakeTensorMode:
 
 def _storages(values: Any) -> Iterator[int]:
     for part in parts_in(values):
+        # AOTAutograd wraps what it traces, to take writes out of it; the fake tensor is inside.
         if isinstance(part, FunctionalTensor):
             part = torch._from_functional_tensor(part.elem)
         yield part.untyped_storage()._cdata
@@ -301,6 +307,7 @@ def compile_units(
     for target in targets:
         apply_compile(target, compile_config=compile_config, parallel_dims=parallel_dims)
         if float8_arguments is not None:
+            # Once more: ``apply_compile`` takes no options, and nothing has compiled yet.
             for module in target.get_submodule("layers").children():
                 module.compile(fullgraph=True, **float8_arguments)
 

@@ -57,7 +57,7 @@ from titan_ext.base.tensors import (
 from titan_ext.fp8.saved_tensors import StoredEntry
 
 # Where custom Functions are defined that only relabel or exchange tensors, or whose operations are
-# dispatched and so judged by name (torch.library's).
+# dispatched and so known by name (torch.library's).
 _HARMLESS_FUNCTIONS = (
     "spmd_types.",
     "titan_ext.components.exchange.",
@@ -82,6 +82,7 @@ _PASSING_FUNCTIONS = (
 _SAVED_OUTPUTS = ("_saved_result", "_saved_output", "_saved_out")
 _NOT_FOUND = "a custom autograd Function that does not lead to the block's outputs"
 _COLLECTIVE = "_c10d_functional."
+# Not measured: a thread holds it for a moment. Who waits in vain refuses the discard, once.
 _LETS_GO_S = 10.0
 """Seconds that a process group's own thread may hold what it has sent, once it has arrived."""
 _UNREAD = "discarded"
@@ -240,6 +241,7 @@ class DiscardTracker:
         for kept in lost:
             if not _is_exchange(kept.location.op):
                 _blame(kept.sources, f"{kept.location}, to which {kept.writer} writes,")
+        # The last first: each passes its reader on to what it was made of.
         for entry in reversed(self.discarded):
             if entry.reader and not entry.is_exchange:
                 _blame(entry.sources, entry.reader)
@@ -280,6 +282,7 @@ class DiscardTracker:
         expected: Counter[int] = Counter()
         parts = parts_in(outputs)
         tensors = [t for entry in self.discarded for t in entry.tensors()]
+        # The base of a view holds the storage once more.
         tensors += parts + [part._base for part in parts if part._base is not None]
         for tensor in tensors:
             expected[tensor.untyped_storage()._cdata] += 1
@@ -375,6 +378,7 @@ def _saves_its_output(kind: type) -> bool:
 
 def last_node() -> int:
     """The number of autograd's newest node; inside a dispatched operation, that operation's."""
+    # As torch/fx/proxy.py does. Python sees a node only if some output leads to it.
     return torch._C._autograd._get_sequence_nr() - 1
 
 
@@ -384,8 +388,10 @@ def _nodes_of(outputs: Any) -> list[Any]:
 
 def _custom_function(node: Any, known: tuple[str, ...]) -> str:
     """The name of ``node`` if it is of a custom Function that is not defined in ``known``."""
+    # One in C++ has no class in Python (CppNode, torch/csrc/autograd/custom_function.h).
     if "CppNode" in node.name():
         return f"{node.name()}, a custom autograd Function in C++"
+    # Torch makes a class of nodes for each Function; this names the Function's own class.
     function = getattr(node, "_forward_cls", None)  # of Python's Functions
     if function is None or f"{function.__module__}.{function.__qualname__}".startswith(known):
         return ""
@@ -413,10 +419,13 @@ def _user_hook(module: nn.Module) -> str:
 
 def _references(storage: int) -> int:
     """Number of tensors that hold a storage, for one that Python has seen; 0 if it is gone."""
+    # ``sys.getrefcount`` misses what C++ holds. CUDA graph trees count so, too
+    # (torch/_inductor/cudagraph_trees.py).
     return torch._C._storage_Use_Count(storage) - _own_references()
 
 
 @functools.cache
 def _own_references() -> int:
+    # What Python itself adds, seen on a storage that one tensor holds.
     x = torch.empty(1, device="cpu")
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1

@@ -42,14 +42,18 @@ class OpLocator:
         self._names: dict[int, str] = {}
         self._storages: list[StorageWeakRef] = []
         for name, module in block.named_modules():
+            # Rules name modules without the segments that torch's wrappers add.
             public = canonical_fqn(name)
+            # The dictionary, not its tensors: FSDP puts other parameters into it before a forward.
             tensors = module._parameters
             slots = [(tensors, key, f"{public}.{key}".lstrip(".")) for key in tensors]
             self._slots += slots
+            # The block itself has no hooks: the bottom of the stacks stands for it.
             if name:
                 enter, leave = self._hooks(public, slots)
                 self._handles += [
                     module.register_forward_pre_hook(enter),
+                    # Also where a forward raises: what runs next would have this module's name.
                     module.register_forward_hook(leave, always_call=True),
                 ]
 
@@ -113,6 +117,8 @@ class OpLocator:
 
     def _watch_fsdp(self, hooks: dict[int, Any]) -> None:
         """Call FSDP's among ``hooks`` so that ``is_fsdp`` knows."""
+        # In a group of one rank FSDP casts its shard by an operation that a block has, too.
+        # Counted, it took another's place in the recompute: gradients were not finite.
         for key, hook in hooks.items():
             if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
                 hooks[key] = functools.wraps(hook)(functools.partial(self._run_fsdp, hook))

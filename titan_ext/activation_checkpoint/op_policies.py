@@ -29,6 +29,7 @@ from titan_ext.activation_checkpoint.op_rules import (
 from titan_ext.base.tensors import has_values
 from titan_ext.components.overlap import current_half
 
+# Titan's list of what to save (_get_default_save_ops) lacks the kernel of CPUs.
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
@@ -120,6 +121,7 @@ class BlockPolicies:
 
     def is_expensive(self, op: str) -> bool:
         """True if a rule without an operation applies to ``op``."""
+        # Titan saves these for their values (a scale, the experts' choice), not for what they cost.
         if op in ("aten.max", "aten.topk"):
             return False
         return op in self.stock_ops or op in GROUPED_GEMMS or op == _CPU_ATTENTION
@@ -143,7 +145,7 @@ class BlockPolicies:
                     for rule in self.recipe.rules
                 )
             ) and not _is_view(func)
-            # "Must" spares torch a search for side effects, a tenth of the host's time.
+            # "Must" spares torch (2.15) a search for side effects, a tenth of the host's time.
             plain = op.startswith("aten.")
             again = CheckpointPolicy.MUST_RECOMPUTE if plain else CheckpointPolicy.PREFER_RECOMPUTE
             self._fixed[key] = None if may_be_saved else again

@@ -22,6 +22,7 @@ KEY = "activation_checkpoint"
 FIT = "fit"
 _PACKAGES = ("torch", "torchtitan")
 GROUPED_GEMMS = ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
+# ``aten.linear`` stays whole on some backends (PrivateUse1), says Titan's SelectiveAC.
 GEMMS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", *GROUPED_GEMMS)
 CHILDREN = ("attention", "attn", "moe", "feed_forward")
 INPUT = "input"
@@ -187,6 +188,7 @@ def check_names(rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module) 
     inside = {name for block in layers.children() for name, _ in block.named_modules()} - {""}
     if not inside:
         return
+    # A pipeline stage has some of the blocks; a rule may name a block of another stage.
     whole = getattr(getattr(model, "config", None), "layers", None) or list(layers.children())
     blocks = [f"layers.{index}" for index in range(len(whole))]
     in_model = {*blocks, *(f"{block}.{name}" for block in blocks for name in inside)}
@@ -225,16 +227,16 @@ class Budget(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Budget":
         """The budget that "20GiB", "fit" or "fit 80GiB" means; raises ValueError for others."""
-        word, _, size = text.partition(" ")
+        keyword, _, size = text.partition(" ")
         if text == FIT:
             return cls(None)
-        nbytes = parse_bytes(size if word == FIT else text)
+        nbytes = parse_bytes(size if keyword == FIT else text)
         if nbytes is None:
             raise ValueError(
                 f'{KEY}.budget is {text!r}; expected a size such as "20GiB" (units '
                 f'{", ".join(BYTES)}), "fit" for what the device\'s memory leaves, or "fit 80GiB".'
             )
-        return cls(None, nbytes) if word == FIT else cls(nbytes)
+        return cls(None, nbytes) if keyword == FIT else cls(nbytes)
 
 
 def has_budget(config: Any) -> bool:

@@ -193,6 +193,7 @@ def _aot_eager(partitioner: Float8Partitioner) -> Callable[..., Any]:
     def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
         return partitioner(gm, joint_inputs, compiler="aot_eager", **kwargs)
 
+    # As torch's own backend aot_eager (_dynamo/backends/debugging.py), but for the partitioner.
     return aot_autograd(
         fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
     )
@@ -207,13 +208,14 @@ def _decompositions(compiler: str) -> dict[Any, Any] | None:
 
 
 def _read_tags(graph: fx.Graph) -> None:
-    """Turn ``PREFER_SAVE`` into a save that the min-cut obeys, plus a mark of ours."""
+    """Turn ``PREFER_SAVE`` into a save that the min-cut obeys, plus a tag of ours."""
     for node in list(graph.nodes):
         if "recompute" in node.meta and isinstance(node.meta.get("val"), torch.SymInt):
             # To read a size again would run again what has it, even a collective.
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.meta.get("recompute") is not CheckpointPolicy.PREFER_SAVE:
             continue
+        # The min-cut (torch/_functorch/partitioners.py) heeds MUST_SAVE, and not PREFER_SAVE.
         waits = [user for user in node.users if op_name(user.target) == _WAIT]
         for target in waits or [node]:
             target.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -223,7 +225,7 @@ def _read_tags(graph: fx.Graph) -> None:
 
 
 def _forget_checkpoints(graph: fx.Graph) -> None:
-    """Let the min-cut choose what is saved, but for choices; keep our marks, but not on weights.
+    """Let the min-cut choose what is saved, but for choices; keep our tags, but not on weights.
 
     Else it would make a choice again, from what is in float8.
     """
@@ -238,6 +240,7 @@ def _forget_checkpoints(graph: fx.Graph) -> None:
             of_state.add(node)
             node.meta.pop(_FLOAT8, None)
         was_tagged = node.meta.pop("recompute", None) is not None  # in the forward
+        # By this key torch saves where one checkpoint follows another (cleanup_recompute_tags).
         node.meta.pop("ac_graph_id", None)
         if was_tagged and node.op == "call_function" and isinstance(value, torch.Tensor):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
@@ -342,6 +345,7 @@ def _nodes(output: fx.Node) -> list[fx.Node]:
 
 
 def _memory_order(x: torch.Tensor) -> list[int]:
+    # To compare sizes that only the run knows would raise; such axes stay in their order.
     def compare(a: int, b: int) -> int:
         if guard_or_false(x.stride(a) > x.stride(b)):
             return -1

@@ -226,6 +226,7 @@ class FP8AC(ActivationCheckpointing):
         self._recipes = recipes
         self.codec = Codec()  # e4m3 by 128: e5m2 has twice the error (docs/fp8_codec.md)
         self.used_rules: set[Rule] = set()
+        # The last argument is asked later: which blocks there are is known once they are wrapped.
         self.memory_report = PolicyReport(self.codec, dump_folder, lambda: self._wants_float8())
         self._locators: list[OpLocator] = []
         limit = parse_bytes(config.offload_limit)
@@ -261,6 +262,7 @@ class FP8AC(ActivationCheckpointing):
             return self._config.policies_of(block, name)
         return block_policies(block, name, self._recipes[name])
 
+    # Private in Titan, but what its ``apply`` calls for each block, and its policies override.
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         name = self._names.get(module) or base_fqn or "block"
         self.memory_report.names.append(name)
@@ -281,6 +283,8 @@ class FP8AC(ActivationCheckpointing):
             "determinism_check": config.determinism_check,
         }
         checkpoint = BlockCheckpoint(options=options, used_rules=self.used_rules, **common)
+        # By the ``checkpoint_impl`` of torch's wrapper Titan's optimizer.py knows that the block
+        # counts its tokens twice.
         return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
 
     def _take_report(self, report: BlockMemoryReport) -> None:

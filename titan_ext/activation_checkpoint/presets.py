@@ -55,6 +55,7 @@ def block_recipe(block: nn.Module, config: Any, exchanges: Exchanges | None = No
 def block_policies(block: nn.Module, name: str, recipe: BlockRecipe) -> BlockPolicies:
     """The policies of a block by its recipe, with what Titan's selective policy does in it."""
     stock = SelectiveAC(SelectiveAC.Config())
+    # Titan makes its policy inside of this private method, and shows it nowhere else.
     # The wrapper is not used, its policy is.
     wrapper = cast(CheckpointWrapper, stock._wrap_block(block, base_fqn=name))
     contexts = wrapper.checkpoint_fn.keywords["context_fn"]
@@ -82,6 +83,7 @@ _UNREAD = (
     Rule(OpPolicy.DISCARD, "moe.shared_experts.w2"),
     Rule(OpPolicy.DISCARD, "feed_forward.w2"),
     Rule(OpPolicy.DISCARD, "(moe)", "aten.add"),
+    # After ``x + attention(..)`` the second sum of a block is its output, ``x + moe(..)``.
     Rule(OpPolicy.DISCARD, ROOT, "aten.add", occurrence=2),
 )
 _UNREAD_SUM_OF_EXPERTS = (
@@ -100,6 +102,7 @@ _UNREAD_BY_SCORES = (
     Rule(OpPolicy.DISCARD, _ROUTED, "aten.index_put_"),
 )
 # Nor does anything read what the exchange brings back, if scores are applied before it.
+# Exchanges in order: counts (1), tokens to their experts (2) and back (3).
 _UNREAD_TOKENS = (
     Rule(OpPolicy.DISCARD, _ROUTED, "*all_to_all_single", occurrence=3),
     Rule(OpPolicy.DISCARD, _SECOND_HOP, "*all_to_all_single", occurrence=2),

@@ -26,6 +26,7 @@ from titan_ext.base.messages import and_more, ranks_in_words
 
 _TAIL_NBYTES = 1 << 18
 """A record with the splits of 8,192 ranks fits into it."""
+# Not measured, nor is the next: a report must not grow with the job.
 _SHOWN = 5
 _MOST_COMPARED = 8
 """Groups of one kind that are compared, and states that are told."""
@@ -93,6 +94,7 @@ class RankInfo:
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.with_suffix(".tmp")
         staging.write_text(json.dumps(self.__dict__))
+        # Whole or not at all: a report may read while the run writes.
         os.replace(staging, path)
 
     @classmethod
@@ -127,6 +129,7 @@ def read_trace(folder: Path, rank: int) -> list[Record]:
 
 def newest_record(folder: Path, rank: int) -> Record | None:
     """The last whole record of a rank, from the end of its trace; None if there is none."""
+    # The newer file is empty, or not there, just after a writer has begun a new one.
     for path in reversed(trace_files(folder, rank)):
         if lines := _whole_lines(path, _TAIL_NBYTES):
             return Record(**json.loads(lines[-1]))
@@ -202,17 +205,17 @@ class Comparison:
     def states(self) -> str:
         """The states of the ranks, a line for all that are alike."""
         alike: dict[str, list[int]] = defaultdict(list)
-        words: dict[str, str] = {}
+        first: dict[str, str] = {}
         for rank, info in self.infos.items():
             state = _state(info)
             key = re.sub(r"\d+", "", state)  # ports, addresses, indices
-            words.setdefault(key, state)
+            first.setdefault(key, state)
             alike[key].append(rank)
         lines = []
         for key, ranks in alike.items():
             pids = and_more([self.infos[rank].pid for rank in ranks])
             process = f" (process {pids})" if key.startswith(("died", "stopped")) else ""
-            lines.append(f"{ranks_in_words(ranks)}: {words[key]}{process}")
+            lines.append(f"{ranks_in_words(ranks)}: {first[key]}{process}")
         return "\n".join(lines[:_MOST_COMPARED])
 
     def parts(self) -> list[str]:
@@ -327,11 +330,13 @@ def _process_state(pid: int) -> str:
     """The letter of ps(1); "" if the process has ended; "?" where the system does not say."""
     try:
         os.kill(pid, 0)
+        # After the name of the process, which may itself have spaces and parentheses (proc(5)).
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return ""
     except OSError:
         return "?"
+    # A zombie has ended, though ``os.kill`` still finds it.
     return "" if letter in "ZX" else letter
 
 

@@ -168,6 +168,7 @@ def dequantize(quantized: Quantized, codec: Codec, dtype: torch.dtype) -> torch.
     return values.clamp(-largest, largest).to(dtype).reshape(data.shape).contiguous()
 
 
+# By storage: the store asks with a view of what was decoded.
 _decoded: dict[int, tuple[weakref.ref, int, Quantized, Codec]] = {}
 
 
@@ -233,6 +234,7 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 _BACKEND = "inductor"
 _warned: list[str] = []
 _not_compiled: set[Callable[..., Any]] = set()
+# Not measured; a block of DeepSeek-V3 16B has tensors of six widths (benchmarks/LOG.md).
 _MOST_KINDS = 32
 ALIGNMENT = 16
 """Bytes that a thread reads at once, where a tensor, and each of its rows, begins at a multiple."""
@@ -326,6 +328,7 @@ def _compile_and_run(
     if function in _not_compiled:
         return function(*tensors, *settings)
     for tensor in tensors:
+        # "Maybe": ``mark_dynamic`` raises where the compiler settles on one number of rows.
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     constant = tuple((t.shape[1:], t.stride(), t.dtype) for t in tensors), settings
     kinds = _kinds[function]
@@ -334,6 +337,7 @@ def _compile_and_run(
     try:
         compiled = _compiled(function, constant if constant in kinds else None)
         return compiled(*tensors, *settings)
+    # On an A100, for example: Triton does not convert to or from e4m3 there.
     except torch._dynamo.exc.TorchDynamoException as error:
         _not_compiled.add(function)
         _warn_of_eager(str(error))

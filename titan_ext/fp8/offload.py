@@ -35,7 +35,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _logger = logging.getLogger(__name__)
 
+# A tensor views its region in its own dtype, so that must begin at a multiple of its item size.
 _ALIGNMENT = 256
+# Not fitted. Measured: 1.3 to 1.6 times what lives is pinned, as a slab is reused whole.
 SLAB = 64 * 2**20
 """Bytes that are pinned at once, at least. A power of two, to which torch would round."""
 
@@ -52,6 +54,7 @@ class Lane:
         if self._stream is None:
             target.copy_(source)
             return None
+        # The source may not be written yet, or the target still be read by what came before.
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)
@@ -164,6 +167,7 @@ class _Copy:
         """
         if self.state == "source":
             self._check()
+            # In place of ``record_stream``: memory is freed in the computation's order.
             self._memory.out.join(self._event)
         if self.state in ("source", "back"):
             self.state, self._flat = "away", None
@@ -225,6 +229,7 @@ class HostGroup:
     def __init__(self, offload: "Offload", block: str, previous: "HostGroup | None") -> None:
         self.block = block
         self._offload = offload
+        # Weak: else each group would keep all groups before it.
         self._previous = weakref.ref(previous) if previous is not None else lambda: None
         self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
         self._task: int | None = None
@@ -249,6 +254,7 @@ class HostGroup:
 
     def begin_backward(self) -> None:
         """Start the copies back of this group and of the one before it, once in a backward."""
+        # Torch's number of the running backward: a second backward of the same graph has another.
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return

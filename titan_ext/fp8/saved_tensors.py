@@ -51,6 +51,7 @@ from titan_ext.fp8.offload import HostGroup, HostTensor
 Policy = Callable[[torch.Tensor], str | None]
 """Takes a plain tensor (the local shard); returns why it must stay exact, or None for float8."""
 
+# Not measured: at most 4 KiB of bf16 would be saved.
 SMALL = 4096
 """Tensors with fewer values stay exact, and on the device."""
 
@@ -348,6 +349,7 @@ class SavedTensorStore:
             return passed
         local = local_tensor(x)
         # Where a collective is still writing to it. On an accelerator the stream waits.
+        # The size is asked first, since the wait costs the host time for every tensor.
         if _get_work_registry_size():
             torch.ops._c10d_functional.wait_tensor(local)
         if local.numel() < SMALL:
