@@ -83,6 +83,7 @@ class Job:
             if index <= _CLASSES:
                 store.set(f"value {index}", value)
                 store.set(f"digest {index}", digest)
+        # Before the count below, so that whoever counts last finds every rank in its list.
         store.append(f"with {digest}", f"{self.rank} ")  # pyrefly: ignore[missing-attribute]
         if store.add("ranks", 1) == self.ranks:  # the last one: all values are there
             count = store.add("values", 0)
@@ -173,6 +174,7 @@ class LastStep:
         if self._store.add("ranks", 1) < self._job.ranks:
             return
         latest = self._store.get("latest").decode()
+        # compare_set returns what is there: another rank may have raised the step meanwhile.
         while not latest.endswith("closed"):
             latest = self._store.compare_set("latest", latest, f"{latest} closed").decode()
 
@@ -214,6 +216,7 @@ def this_job() -> Job:
             # torchrun may start a job again with the same store, with the keys of the last attempt.
             name = [uuid.uuid4().hex]
             dist.broadcast_object_list(name, src=0)
+            # torch has no public name for the store by which the default group met.
             store = dist.PrefixStore(f"titan_ext {name[0]}", _get_default_store())
             _of_group = group, Job(store, dist.get_rank(), dist.get_world_size())
     return _of_group[1]

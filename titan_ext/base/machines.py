@@ -65,6 +65,9 @@ class Machine:
     memory: float
     in_node: float
     in_node_all_to_all: float
+    # network, collective and host are assumed, and timed on no GPU; so is launch, which
+    # benchmarks/rates.py fits, but no log has its figure. half_rate_rows is fitted to torchao PR
+    # 2490's two figures. float8 is from FBGEMM's; it was 1.89 on one H100 (gpu_receipts.md).
     network: float = 45e9
     half_rate_rows: float = 160.0
     float8: float = 1.9
@@ -84,6 +87,10 @@ class Machine:
 # by theirs: reasoned, not measured. In GB200's and GB300's racks a node is a tray of 4, and NVLink
 # joins 72. torch's grouped kernels for Blackwell are CUTLASS's of the same PR; a profile of
 # gpt-oss 120B at 2,048 rows an expert shows 0.36 of the peak, 0.39 without what few rows cost.
+# An H100's fp32, memory and in_node rates are assumed. One card was fitted afterwards: memory
+# 3.03e12, GEMM 6.3e14, grouped 7.5e14, attention 5.7e14, fp32 4.9e13. By these, GEMMs and grouped
+# ones that were held out are off by more, 0.15 and 0.27 in place of 0.12 and 0.13, all other
+# kinds by less (benchmarks/gpu_receipts.md).
 _H100 = Machine(
     gemm=798e12,
     grouped=704e12,
@@ -118,6 +125,7 @@ _GB200 = replace(
 )
 # MI300X: 1.3 PFLOP/s, 5.3 TB/s, seven links of 64 GB/s each way. Its peak is out of reach of its
 # power; MI355X: 2.5 PFLOP/s, 8 TB/s, seven links of 76.8 GB/s.
+# Both are assumed: no run of ours, and none in benchmarks/published.toml, is on an AMD card.
 _MI300X = Machine(
     gemm=700e12,
     grouped=490e12,

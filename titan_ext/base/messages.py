@@ -220,6 +220,8 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         message = f"{_source}: {message}"
     error_file = os.environ.get(_ERROR_FILE)
     if error_file:
+        # As torch.distributed.elastic's error_handler.py writes it, whose file with a traceback
+        # this replaces: torchrun prints what it finds.
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(error_file, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)

@@ -82,6 +82,7 @@ _HOLDERS_OF_A_COPY = (
 _QUANTIZATION = "torchtitan.components.quantization"
 _ASK_THE_DEVICE = tuple(f"{_QUANTIZATION}.{name}" for name in ("float8", "mx", "nvfp4"))
 
+# A library's kernels are gone once it is collected (torch/library.py).
 _overrides: list[torch.library.Library] = []
 
 _EXPECTED_WARNINGS = (
@@ -102,6 +103,7 @@ def fast_bfloat16_matmul() -> None:
         return
     library = torch.library.Library("aten", "IMPL")
     for name in ("mm", "bmm", "addmm", "baddbmm"):
+        # Taken before ours are in their place, which would otherwise call themselves.
         functional = torch.library.get_kernel(f"aten::{name}", "CPU")
         into = torch.library.get_kernel(f"aten::{name}.out", "CPU")
 
@@ -217,6 +219,7 @@ def adapt_spec(spec: ModelSpec) -> None:
     for kind in (FlexAttention, VarlenAttention):
         # A subclass with a forward of its own stays (a dry run's); LoRA's has none.
         configs = list(spec.traverse(kind.Config))
+        # _owner is the class of the module that a config of Titan's builds.
         found = [at for at in configs if cast(Any, at[1])._owner.forward is kind.forward]
         for _, _, attention, key in found:
             setattr(attention, str(key), _cpu_attention(attention))
@@ -409,6 +412,7 @@ class CPUDeviceModule:
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         with contextlib.suppress(OSError):  # the figure is then the peak since the process started
+            # "5" resets the peak resident set size, VmHWM (proc(5)).
             Path("/proc/self/clear_refs").write_text("5")
 
     def __getattr__(self, name: str) -> Any:

@@ -26,6 +26,8 @@ from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
 
 NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
 """Variable with the domain of the job that a dry run stands for (``plan.stand_ins.as_rank``)."""
+# The next three lines are assumed. Nobody has timed a GPU's collectives here: the card of
+# benchmarks/gpu_receipts.md was one, and benchmarks/cpu.toml is fitted to gloo.
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
 _TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
 SYNC_MS = 0.05  # the host reads how many tokens each expert gets
@@ -49,11 +51,14 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
     if moves_nothing(func):
         return OpCost(0, 0, 0.0)
     made, read = _traffic(func, args, kwargs, out)
+    # The schema has the name without the overload; func.name() is "aten::add.Tensor".
     if func._schema.name.endswith("all_to_all_single"):
         ranks = next(map(dist.get_process_group_ranks, groups_of(args)), [0])
         ms, _ = group_ms(machine, max(made, read), ranks, is_exchange=True)
         return OpCost(0, made + read, ms * machine.slower.get("exchanges", 1.0))
     flops = count_flops(func, args, kwargs, out)
+    # The weakest estimate: one H100 took 1.40 times it for elementwise kernels, 1.43 for copies
+    # (benchmarks/LOG.md). Held-out shapes have a mean error of 0.95 (benchmarks/gpu_receipts.md).
     seconds = max((made + read) / machine.memory, machine.launch)
     if flops:
         first = tensors_in(args)[0]
@@ -63,6 +68,8 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
         if func.overloadpacket is _ops._grouped_mm:
             rows = _rows_of_a_group(*args)
             rate = machine.grouped * rows / (rows + machine.half_rate_rows)
+        # An H100 took 0.44 of it, where masks of packed documents hide more than causality does
+        # (benchmarks/LOG.md).
         if func.overloadpacket in _ATTENTION:
             rate = 2 * machine.attention  # causal: half of the products are not computed
             rate /= max(1 - _share_masked(func, args), 1e-3)
@@ -72,6 +79,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
 
 
 _KERNELS = {
+    # The first kind that matches counts: a copy inside of the codec is the codec's.
     "codec": r"titan_ext::float8_",
     "collectives": r"c10d",  # of a fake process group: copies in place of messages
     "grouped GEMM": r"_grouped_mm",
@@ -134,6 +142,8 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
 
 def _rows_of_a_group(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *_: Any) -> float:
     """On average; also where it is rows that are summed over, for gradients of the weights."""
+    # a is (rows, k) and b (experts, k, n), or for gradients of weights (m, rows) and (rows, n);
+    # offs is (experts,).
     return max((a.shape[-1] if b.ndim == 2 else a.shape[-2]) / max(offs.numel(), 1), 1)
 
 
@@ -156,6 +166,7 @@ def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
 @functools.cache
 def _arguments(func: Any) -> tuple[Sequence[str], Collection[str], Collection[str]]:
     """Names of an operation's arguments: all, those that it writes, those that it does not read."""
+    # Only the schema says which arguments an operation writes.
     arguments = func._schema.arguments
     written = [a.name for a in arguments if a.is_write]
     overwrites = func.overloadpacket in _OVERWRITE
@@ -187,6 +198,8 @@ def collective_kind(name: str) -> str:
 def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
     """The process groups of more than one rank in the arguments of a collective."""
     for value in args:
+        # c10d's operations get the group itself, boxed. Functional ones get its name, as their last
+        # argument; an all-reduce has another string before it, the kind of its sum.
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             group = dist.ProcessGroup.unbox(value)
         elif value is args[-1] and isinstance(value, str):
@@ -208,6 +221,7 @@ def ranks_per_node() -> int:
     if group is None:
         return here
     here = min(here, group.size())
+    # A fake group reduces nothing, and every rank of a dry run is on the nodes that it was told.
     if dist.get_backend() == "fake":
         return here
     if group not in _smallest_node:
@@ -277,6 +291,7 @@ def collective_ms(
     in_node_ms = share / (machine.in_node_all_to_all if is_exchange else machine.in_node) * 1e3
     if nodes == 1:
         return machine.collective * 1e3 + (world - 1) * _HOP_IN_NODE_MS + in_node_ms, "node"
+    # Each rank of a node sends its share of what the node has added up or still lacks.
     sharing = 1 if is_exchange else per_node
     network_ms = nbytes * (nodes - 1) / nodes / sharing / machine.network * 1e3
     latency = nodes * _HOP_MS + (world - nodes) * _HOP_IN_NODE_MS

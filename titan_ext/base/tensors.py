@@ -22,6 +22,7 @@ PACKED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of rows that travel packed (``components.exchange``)."""
 _FLOAT8_WEIGHT = "WeightWithDynamicFloat8CastTensor"
 """torchao's, by name: to import torchao takes long. Its ``__tensor_flatten__`` reads a scale."""
+# One is pushed in the forward, the other in the recompute (torch/utils/checkpoint.py).
 _OF_CHECKPOINTING = _CachedTorchDispatchMode, _CachingTorchDispatchMode
 _NO_NEST = (type(None), int, float, str, torch.dtype, torch.device)
 
@@ -68,6 +69,7 @@ def may_wrap(x: torch.Tensor) -> bool:
 def local_tensor(x: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, or the tensor itself; waits for async tensors."""
     if isinstance(x, DTensor):
+        # to_local() is an operation that autograd records where gradients are on (torch's _api.py).
         x = x._local_tensor
     if isinstance(x, AsyncCollectiveTensor):
         x = x.trigger_wait()
@@ -81,6 +83,7 @@ def is_plain(x: torch.Tensor) -> bool:
 
 def storages_of(x: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """(id, bytes) of the storages behind ``x``; an id is good while a reference to it is held."""
+    # Not data_ptr(): it is 0 for fake and meta tensors, and for what FSDP has freed.
     storages = [part.untyped_storage() for part in plain_tensors(x)]
     return tuple((storage._cdata, storage.nbytes()) for storage in storages)
 

@@ -99,5 +99,6 @@ class ThreadState(NamedTuple):
                 pop()
             for item in then[same:]:
                 push(item)
+        # In place: these are the lists that Titan and spmd_types read, one for each thread.
         _spmd_mesh_stack()[:] = self.meshes
         _spmd_thread.__dict__.setdefault("mesh_stack", [])[:] = self.typed_meshes

@@ -121,7 +121,8 @@ class DryRun(Trainer):
 
     def init_distributed(self) -> ParallelDims:
         self.device = torch.device("cpu")  # not "cpu:0": to a fake tensor that is another device
-        # As Titan does, for every mode.
+        # As Titan does, for every mode: a thread of autograd's would not find the meshes of
+        # spmd_types in a recompute (torchtitan/distributed/utils.py).
         torch.autograd.set_multithreading_enabled(False)
         dims = ParallelDims.from_config(self.config.parallelism, self.ranks)
         names = (field.name for field in dataclasses.fields(dims))
@@ -155,6 +156,8 @@ class DryRun(Trainer):
                 output_args=logits.requires_grad_() if is_head else hidden,
                 group=stage.group,
             )
+            # torch takes shapes as a stage is made, and Titan makes its stages without them
+            # (torchtitan/distributed/pipeline_parallel.py).
             stage._user_meta = told._user_meta
 
     @property
@@ -173,6 +176,7 @@ class DryRun(Trainer):
         if not self.parallel_dims.pp_enabled:
             return ()
         schedule: Any = self.pp_schedule
+        # Schedules of several stages a rank have a list, the others one; neither name is public.
         return getattr(schedule, "_stages", None) or [schedule._stage]
 
     def run_step(self, at: Callable[[str], None] = lambda phase: None) -> None:
@@ -238,6 +242,7 @@ class DryRun(Trainer):
         self.optimizers.zero_grad()
         head = getattr(self.loss_fn, "lm_head", None)
         if isinstance(head, FSDPModule):
+            # ChunkedLossWrapper switches it off before its chunks and on behind them.
             head.set_reshard_after_forward(True)
 
     def _step_time(self, clock: StepClock, machine: str) -> StepTime:
@@ -421,6 +426,7 @@ def dry_run(
     config = with_early_scores(config)  # the trainer's part, of experts that have no stand-ins yet
     dispatchers = use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance)
     no_accelerator.adapt_config(config)
+    # What a compiler would fuse is taken out by rule (plan.pools).
     torch.compiler.set_stance("force_eager")
     run = DryRun(config, ranks, rank)
     run.imbalance, run.dispatchers, run.weights = imbalance, dispatchers, weights

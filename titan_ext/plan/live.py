@@ -73,6 +73,8 @@ class _Storage:
 
 
 _MAKERS = {
+    # FSDP2 has no hook where it allocates, so its functions are looked for on the stack. Decorators
+    # such as torch.no_grad would otherwise stand for all that they wrap.
     # The cast of the local shards, which is copied into the buffer and freed.
     inspect.unwrap(_fsdp_collectives._get_param_all_gather_inputs).__code__: MemoryKind.TEMPORARY,
     inspect.unwrap(FSDPParamGroup.unshard).__code__: MemoryKind.UNSHARDED,
@@ -91,6 +93,7 @@ _MADE_BY = {
 }
 _PLAIN_TYPES = {torch.Tensor, nn.Parameter, FakeTensor}
 _PASSING = (MemoryKind.TEMPORARY, MemoryKind.LOSS)
+# FSDP2's copy of unsharded gradients into the reduce-scatter's input.
 _TAKES_GRADIENTS = "fsdp::chunk_cat"
 
 
@@ -153,6 +156,7 @@ class LiveBytes(TorchDispatchMode):
         self.events: list[Event] = []
         self.compiled = frozenset(compiled)
         self._fusion = Fusion()
+        # torch.cpu's streams, which FSDP2 enters here as it enters a GPU's.
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         for part in parts:
             self.own([*part.parameters(), *part.buffers()], MemoryKind.PARAMETERS)
@@ -196,6 +200,7 @@ class LiveBytes(TorchDispatchMode):
         pools, at = Pools(), self.step_at
         parameters, states = self.events[: self.states_at], self.events[self.states_at : at]
         step = self._fusion.apply(self.events)[at:] if self.compiled else self.events[at:]
+        # What a step leaves is freed before the next: both have the same numbers for storages.
         left = {event.storage: event._replace(nbytes=0) for event in step}
         for events in (parameters, step, states, left.values(), step, left.values(), step):
             pools.replay(events)
@@ -294,6 +299,7 @@ class LiveBytes(TorchDispatchMode):
         storage = self._live.get(key)
         if storage is None:
             self._see_full()
+            # torch keeps a storage's Python object while it lives, so this tells of its end.
             ref = weakref.ref(untyped, lambda _: self._end(key))
             stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
             return self._begin(key, _Storage(kind, nbytes, self._operations, ref, stream))
@@ -360,6 +366,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _watch(self, part: nn.Module) -> None:
         def begin(name: str, *_: Any) -> None:
+            # In backward a forward is a recompute. Titan's chunked loss calls the head outside of
+            # the model's forward, once a chunk (torchtitan/components/loss.py).
             if not in_backward() and (self._depth or name != "lm_head"):
                 self.begin("loss" if name == "lm_head" else f"forward of {name}")
 
@@ -387,6 +395,7 @@ class LiveBytes(TorchDispatchMode):
         ]
         for name, module in modules.items():
             self._handles += [
+                # Prepended after FSDP's, and so run before it: a unit is gathered in its own phase.
                 module.register_forward_pre_hook(functools.partial(begin, name), prepend=True),
                 module.register_forward_hook(functools.partial(end, name)),
             ]

@@ -78,8 +78,8 @@ def _phase(peak: Peak) -> dict[str, Any]:
 def _time(time: StepTime) -> dict[str, Any]:
     keys = ("machine", "step_ms", "tokens_per_second", "mfu")
     keys += ("expected_ms", "expected_tokens_per_second")
-    by_part = {category.name.lower(): ms for category, ms in time.ms.items()}
-    return {key: getattr(time, key) for key in keys} | {"ms": by_part, "kernels": {**time.kernels}}
+    times = {category.name.lower(): ms for category, ms in time.ms.items()}
+    return {key: getattr(time, key) for key in keys} | {"ms": times, "kernels": {**time.kernels}}
 
 
 def write(plan: Mapping[str, Any], folder: Path) -> None:

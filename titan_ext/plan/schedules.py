@@ -45,6 +45,7 @@ def actions_of(schedule: Any) -> dict[int, list[Action]]:
     # torch 2.15 has the order of these two for display; 1F1B's last rank starts at microbatch 1.
     return one_stage_actions(
         "GPipe" if isinstance(schedule, ScheduleGPipe) else "1F1B",
+        # Neither has a public name.
         schedule._stage.num_stages,
         schedule._n_microbatches,
     )
@@ -65,6 +66,7 @@ def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
     """Idle time of a rank, over the busy time of the busiest one. ``forward`` is its share of a
     microbatch's time in a stage. Raises ValueError for actions that wait for each other."""
     backward = 1 - forward
+    # That both halves of a backward take as long as each other is assumed.
     cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
     places = {
         (action.kind == "F", action.stage, action.microbatch): Item(rank, place)

@@ -16,6 +16,8 @@ from titan_ext.plan.memory import MemoryPlan, Peak
 from titan_ext.plan.time import StepTime
 
 _LAYER = re.compile(r"\blayers\.(\d+)")
+# Planned: two periods of 16B gave a peak of 46.4 GiB for 38.38 of the whole model, three gave
+# 38.38 (benchmarks/LOG.md, 2026-11-24).
 _PERIODS, _MORE = 3, 2
 """Periods of the short model, and how many more the longer one has: with fewer than three, not all
 of FSDP's buffers of neighbours live at once."""

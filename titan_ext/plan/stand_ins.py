@@ -231,6 +231,7 @@ class _OneKernel:
         **_: Any,
     ) -> torch.Tensor:
         q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        # The fifth argument is dropout_p, the sixth is_causal.
         fused: Any = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
         masked = self._share_masked(q_BNLH.shape[-2])
         out_BNLH, lse_BNL = fused(q_BNLH, k_BNLH, v_BNLH, None, masked, True, scale=scale)[:2]

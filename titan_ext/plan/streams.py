@@ -101,6 +101,7 @@ class Streams:
         """Let the next item of ``queue`` wait for ``items``."""
         waited = self._waited.setdefault(queue, {})
         for item in items:
+            # A queue is in order: who has waited for an item has waited for all before it.
             if item.queue != queue and item.index > waited.get(item.queue, -1):
                 waited[item.queue] = item.index
                 self._next.setdefault(queue, []).append((item, why))

@@ -72,6 +72,8 @@ WAITS = (
     Category.OFFLOAD,
 )
 """Categories in which the compute stream of this rank waits for its links or its host."""
+# An eager step of one H100 took 1.50 times its planned kernels, since its host was late: kernels
+# alone took 1.18 of the plan (benchmarks/gpu_receipts.md and LOG.md).
 KERNELS, COMPILED_KERNELS, SPREAD = 1.62, 1.17, 0.32
 """Factors by which kernels take longer than the ideal in published runs, eager and compiled, and
 how far nine of ten others are from that: fitted on a random half by benchmarks/published.py."""
@@ -125,6 +127,8 @@ class StepClock:
         self.passes: list[Pass] = []
         """Passes, in the order in which they ran."""
         self._parts, self._live, self._machine = parts, live, machine
+        # Without an accelerator FSDP2 takes its streams from torch.cpu. They run nothing, and tell
+        # which one is current (torch/cpu/__init__.py).
         self.compute = torch.cpu.current_stream()
         self.streams = Streams()
         self._host: tuple[Item, ...] = ()
@@ -145,6 +149,8 @@ class StepClock:
 
         for module in (module for part in self._parts for module in part.modules()):
             self._handles += [
+                # Before FSDP's pre-hook, prepended as this is, so that what it runs in a recompute
+                # counts as one; always_call, since a forward may raise.
                 module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
@@ -191,6 +197,7 @@ class StepClock:
                 self.passes.append(Pass())
             self._phase = phase
         name, stream = func._schema.name, torch.cpu.current_stream()
+        # Asked first, since the name of a wait has c10d in it, too.
         if name.endswith("wait_tensor"):
             self._wait_for(stream, tensors_in(args))
         elif "c10d" in name:
@@ -234,6 +241,7 @@ class StepClock:
         """A copy to or from the host runs beside the computation."""
         to_host = self._live.kind_of(target) is MemoryKind.OFFLOADED
         lane = "to the host" if to_host else "from the host"
+        # As fp8/offload.py does: its stream waits for the one that computes.
         self.streams.wait(lane, self.streams.last(self.compute))
         end = self._add(lane, Category.OFFLOAD, target.nbytes / self._machine.host * 1e3)
         buffer = self._buffer(source if to_host else target, made_on=self.compute)
@@ -254,11 +262,13 @@ class StepClock:
         self._wait_for(stream, sent)
         # Stock exchanges lists.
         nbytes = max(sum(x.nbytes for x in tensors_in(sides)) for sides in (*args[:2], out))
+        # An all-reduce sends twice what a reduce-scatter sends: it gathers the sums as well.
         ranks, times = dist.get_process_group_ranks(group), 2 if kind == "all_reduce" else 1
         cost = functools.partial(group_ms, self._machine, ranks=ranks, is_exchange=is_exchange)
         (ms, link), (latency_ms, _) = cost(nbytes), cost(0)
         times *= self._machine.slower.get(why.name.lower(), 1.0)
         communicator = f"communicator {group.group_name}"
+        # A collective starts behind what its stream has been given, as NCCL's do.
         self.streams.wait(communicator, (*self._host, *self.streams.last(stream)))
         if not is_functional and not all(self._known(x) for x in sent):
             # It made what is sent.
@@ -280,6 +290,7 @@ class StepClock:
         if why is Category.EXCHANGES and not has_values(sent[0]):
             # The host reads the counts, and gives out nothing before.
             self.streams.wait("host", [end])
+            # SYNC_MS is assumed (base/op_cost.py).
             self._host = (self._add("host", Category.HOST, SYNC_MS),)
             self.streams.wait(stream, self._host, Category.HOST)
 
@@ -318,6 +329,7 @@ class StepClock:
         if (buffer := self._known(tensor)) is None:
             untyped = tensor.untyped_storage()
             key = untyped._cdata
+            # A reference would keep the storage, and its end is what the clock waits for.
             ref = weakref.ref(untyped, functools.partial(self._freed, key))
             buffer = self._buffers[key] = _Buffer(made_on, ref)
         return buffer
@@ -384,6 +396,7 @@ class StepTime:
     def expected_ms(self) -> float:
         """Time of a step whose kernels are as far from ideal as those of published runs."""
         waits = sum(self.ms.get(category, 0.0) for category in WAITS)
+        # Waits get no factor: published rows do not tell how far links are from their rates.
         usual = COMPILED_KERNELS if self.is_compiled else KERNELS
         factor = 1.0 if self.is_measured else usual
         return waits + factor * (self.step_ms - waits)
@@ -401,6 +414,7 @@ class StepTime:
 
     @property
     def peak(self) -> float:
+        # Titan looks for names such as "H100" in this text (torchtitan/tools/utils.py).
         return get_peak_flops(machine_of(self.machine).name.upper())
 
     def verdict(self) -> str:

@@ -114,6 +114,7 @@ class _Blocks:
         """Forward hook of a block that stands for ``times`` blocks."""
         self.waiting += times
         self.most = max(self.most, self.waiting)
+        # Its gradient comes as the block's backward begins, and then it waits no longer.
         out.register_hook(partial(self._end_forward, times))
 
     def _end_forward(self, times: int, _gradient: torch.Tensor) -> None:

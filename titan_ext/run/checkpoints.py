@@ -275,7 +275,7 @@ def verify_checksums(config: Trainer.Config) -> None:
     folder = Path(name)
 
     def verdict_of(classes: list[tuple[str, list[int]]]) -> str:
-        corrupt = dict(ChainMap(*(json.loads(word) for word, _ in classes)))
+        corrupt = dict(ChainMap(*(json.loads(found) for found, _ in classes)))
         files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
         newest = _newest_whole(config, but=folder)
         return f"{folder} is corrupt ({files}). {newest}" if corrupt else ""
@@ -354,7 +354,7 @@ def _is_sound(stored: io.BytesIO) -> bool:
 def check_resume(trainer: Trainer) -> None:
     """Raise ValueError if the checkpoint that ``trainer`` is about to load lacks what it needs.
 
-    On every rank, by the word of rank 0: all load the same one, and its list is long.
+    On every rank, as rank 0 finds: all load the same one, and its list is long.
 
     States may be missing. Another number of data-parallel ranks may have saved the data position,
     or it may be one in other data. ``run.weights`` has compared the model.

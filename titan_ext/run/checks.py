@@ -105,6 +105,7 @@ class FiniteGradients(RunCheck):
                     f"taken and nothing was saved since the last checkpoint.{source}"
                 )
 
+        # Once gradients are reduced and clipped, and the last place before weights change.
         trainer.optimizers.register_step_pre_hook(check)
 
     @contextmanager
@@ -169,6 +170,7 @@ def _first_that_is_not_finite(trainer: Any, passes: Sequence[Mapping[str, Any]])
         hook.remove()
     rank, ranks, stages = dist.get_rank(), dist.get_world_size(), trainer.parallel_dims.pp
     stages_after = stages - 1 - rank * stages // ranks
+    # Stage, count and rank in one number, so that one MIN finds the first on all ranks.
     order = (stages_after * _NEVER + found[0]) * ranks + rank
     first = torch.tensor(order if found[1] else _NEVER**2, device=trainer.device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
@@ -252,6 +254,7 @@ class Progress(RunCheck):
             )
 
 
+# The record is the outermost: errors of all others end up in it.
 # Contexts are entered in this order: the collectives of all others are recorded.
 RUN_CHECKS: tuple[type[RunCheck], ...] = (
     RunRecord,

@@ -103,6 +103,7 @@ def _measure(device: torch.device, nbytes: int, per_node: int) -> Iterator[Link]
             ):
                 work.wait()
             if device.type != "cpu":
+                # NCCL's wait holds the stream back, and not the host.
                 torch.accelerator.synchronize()
             best_s = min(best_s, time.perf_counter() - since_s)
         if rank < other:

@@ -43,6 +43,7 @@ from titan_ext.toml.convert import dump, identity
 CONFIG = "config.toml"
 _PACKAGES = ("titan_ext", "torchtitan", "torch", "torchao", "triton")
 _GIB = 2**30
+# c10d keeps hooks of a group by number; debug.watchdog's is 0x7E47, so that both can be there.
 _HOOK_ID = 0x7E48
 _COUNTED_STEP = 2
 """The counted step of this start: the first one makes the optimizer's states."""
@@ -55,6 +56,7 @@ _HELD = {
     "states": "optimizer states",
 }
 """Categories that last between steps, as a plan's file names them, and in words."""
+# A child with these variables would take itself for a rank of this job.
 _OF_TORCHRUN = (
     "RANK",
     "LOCAL_RANK",
@@ -184,6 +186,7 @@ class Receipts(RunCheck):
                 self._measured = peaks
 
         if _peaks(trainer.device):
+            # Not at the end of around_step: Titan has logged by then, and reset the peak.
             trainer.optimizers.register_step_post_hook(note)
 
     @contextlib.contextmanager
@@ -201,6 +204,7 @@ class Receipts(RunCheck):
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
+        # No public name of torch's lists the groups of a process.
         groups = _world.pg_map if dist.is_initialized() else ()
         hooked = [g for g in groups if g.size() > 1 and hasattr(g, "register_pre_hook")]
         for group in hooked:

@@ -38,6 +38,7 @@ from titan_ext.run.record import versions
 
 LOCK = "run.lock"
 _PROBE_NBYTES = 2**20
+# POSIX lets a lock that another process holds answer with either (fcntl(2)).
 _HELD_ELSEWHERE = (errno.EACCES, errno.EAGAIN)
 _held: dict[Path, IO[str]] = {}
 """Locks of this process. Closing any file of the name would give its lock back."""
@@ -120,6 +121,7 @@ def lock_folder(folder: str) -> None:
     path = Path(folder).resolve() / LOCK
     if path in _held:
         return
+    # Not "w", which would empty the line of the run that has the lock.
     file = path.open("a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,8 +179,8 @@ class RanksAgree(RunCheck):
         if config.comm.mode in ONE_PROCESS_MODES:
             return
         mine = describe(config) | {"ranks of the smallest node": str(ranks_per_node())}
-        word = json.dumps(mine, sort_keys=True)
-        if difference := this_job().compare("what to run", word, ranks_differ):
+        facts = json.dumps(mine, sort_keys=True)
+        if difference := this_job().compare("what to run", facts, ranks_differ):
             raise ValueError(difference)
 
 
@@ -194,10 +196,10 @@ def describe(config: Trainer.Config) -> dict[str, str]:
 
 
 def ranks_differ(classes: list[tuple[str, list[int]]]) -> str:
-    """The facts that differ, and on which ranks; "" if none do. The words are facts in JSON."""
+    """The facts that differ, and on which ranks; "" if none do. ``classes`` has them in JSON."""
     if len(classes) == 1:
         return ""
-    descriptions = [(json.loads(word), ranks) for word, ranks in classes]
+    descriptions = [(json.loads(facts), ranks) for facts, ranks in classes]
     lines = []
     for key in sorted({key for description, _ in descriptions for key in description}):
         ranks_by_value: dict[str, set[int]] = defaultdict(set)

@@ -127,6 +127,8 @@ class StopOnSignal(RunCheck):
         if _can_save(trainer) and trainer.step:
             if trainer.step != self._loaded_step and not is_saved_anyway(trainer):
                 check_weights(trainer, name)
+                # Not last_step=True: by its default Titan then saves weights only, and nobody can
+                # resume from those.
                 checkpointer.interval = 1  # whichever step it is
                 checkpointer.save(trainer.step)
             checkpointer.maybe_wait_for_saving()
@@ -201,12 +203,12 @@ def check_weights(trainer: Any, why: str) -> None:
     Gradients are checked in steps that are logged or saved, and this step was to be neither.
     """
     parameters = (param for part in trainer.model_parts for param in part.parameters())
-    word = "" if are_finite(p for p in parameters if p.requires_grad) else "not finite"
+    said = "" if are_finite(p for p in parameters if p.requires_grad) else "not finite"
 
-    def verdict_of(words: list[tuple[str, list[int]]]) -> str:
-        return " and ".join(ranks_in_words(ranks) for said, ranks in words if said)
+    def verdict_of(classes: list[tuple[str, list[int]]]) -> str:
+        return " and ".join(ranks_in_words(ranks) for wrong, ranks in classes if wrong)
 
-    if ranks := this_job().compare("weights", word, verdict_of):
+    if ranks := this_job().compare("weights", said, verdict_of):
         raise RuntimeError(
             f"{why}: stopped after step {trainer.step}, whose weights are not finite on "
             f"{ranks}. Nothing was saved since the last checkpoint."

@@ -160,6 +160,7 @@ class Trainer(TitanTrainer):
         def _leave_out_cuda_graphs(self) -> None:
             """Switch CUDA graphs off where Titan refuses them: they are on by default there."""
             try:
+                # Titan's own method, so that its reasons are not written down a second time.
                 self._validate_cuda_graphs()
             except ValueError as error:
                 # The section may belong to other configs, too.
@@ -193,6 +194,8 @@ class Trainer(TitanTrainer):
 
     def __init__(self, config: Config) -> None:
         Mistakes(wrong_degrees(config, world_size(config))).raise_all()
+        # All of this comes before Titan's __init__, which asks for the device, for the data set by
+        # its name and for the tokenizer's files.
         has_no_accelerator = no_accelerator.enable()
         register_stdlib_corpus()
         loaders = config.dataloader, config.validator.dataloader
@@ -218,6 +221,7 @@ class Trainer(TitanTrainer):
             check.before_build(self.config)
         return parallel_dims
 
+    # Titan's train has it, too, but not around our checks: torchrun's summary names their errors.
     @record
     def train(self) -> None:
         with contextlib.ExitStack() as stack:

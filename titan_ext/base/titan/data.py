@@ -73,6 +73,7 @@ def _keep_share(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
     for part in _titans_text(info.dataset):
+        # Both: Titan shuffles the one into the other for each epoch (its text_datasets.py).
         share = split_dataset_by_node(part._original_data, worker, info.num_workers)
         part._data = part._original_data = share
     for part in getattr(info.dataset, "_datasets", [info.dataset]):
