@@ -157,6 +157,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     def receive(self, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
         """The rest of ``dispatch``: tokens by expert ``(R, D)``, and counts ``(e,)``."""
         exchange = turn.exchange
+        # The context in which Titan's dispatch exchanges and permutes.
         assert exchange is not None, "send() has run"
         with maybe_set_sparse_mesh():
             if turn.rows is not None:
@@ -197,6 +198,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         finally:
             self._turn = None
 
+    # The steps of Titan's dispatch and combine, which it calls by these private names
+    # (torchtitan/models/common/token_dispatcher.py).
     def _local_reorder(self, x_TD, topk_scores_TK, topk_expert_ids_TK):
         turn = self._turn
         if turn is not None and self.sends_once is not None:
@@ -304,6 +307,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         """As Titan's: waits for the counts, and reads how many rows to send and to expect."""
         received_EP_e = num_global_tokens_per_local_expert_EP_e
         if self.meter is not None:
+            # Here, so that the wait alone is timed: Titan's function then finds the counts there.
             with self.meter.timing("wait"):
                 received_EP_e = wait_tensor(received_EP_e)
         rows = None if self._turn is None else self._turn.rows
@@ -314,6 +318,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         else:
             counts = rows.counts_to_read(wait_tensor(received_EP_e))
             counts_E, sends = received_EP_e, []
+            # Spelled as in Titan, whose selective policy knows by this call the
+            # copies to the host that it saves.
             expects = [rows.read(counts.to(torch.device("cpu")).tolist())]
         if self.meter is not None:
             self.meter.tokens = sum(expects)
@@ -336,6 +342,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 routed_input_ND, output_splits, input_splits, self._ep_mesh
             )
             if self.meter is not None:
+                # The collective returns at once: the time that it takes ends here.
                 received_RD = wait_tensor(received_RD)
         return _typed_like(routed_input_ND, received_RD)
 

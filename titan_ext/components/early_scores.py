@@ -54,6 +54,7 @@ class EarlyScoreExperts(GroupedExperts):
                 A=tokens, B_t=local.bfloat16().transpose(-2, -1), offs=offsets_E
             )
 
+        # In bf16, whatever the parameters are, as GroupedExperts (torchtitan/models/common/moe.py).
         tokens_RD = x_RD.bfloat16()
         h_RF = nnf.silu(gemm(tokens_RD, self.w1_EFD)) * gemm(tokens_RD, self.w3_EFD)
         if order_R is not None:

@@ -92,6 +92,7 @@ class Exchange:
         """The tensor that ``start`` sent last, as it has arrived here; waits for it."""
         arriving, self._arriving = self._arriving, None
         assert arriving is not None, "start() has run"
+        # Before anything reads it: to pack what had not come gave NaN, and no error.
         return wait_tensor(arriving)
 
 
@@ -180,6 +181,7 @@ class FinishSorted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
         (indices_R,) = ctx.saved_tensors
+        # Without copies each row is written once, and a buffer of zeros would be written twice.
         adds = ctx.rows < len(grad_RD)
         grad_MD = (grad_RD.new_zeros if adds else grad_RD.new_empty)(ctx.rows, grad_RD.shape[1])
         grad_MD.index_put_((indices_R,), grad_RD, accumulate=adds)
@@ -219,6 +221,7 @@ class AddUp(torch.autograd.Function):
 
 
 def _placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:
+    # One element, expanded: autograd wants the shape, and nobody reads the values.
     return like.new_zeros(()).expand(rows, like.shape[-1])
 
 

@@ -98,6 +98,7 @@ def resolve_exchanges(
         notes.append(f'parallelism.exchange_rows = "node" does as "rank": {why}.')
         rows = "rank"
     if rows != "expert" and not any(
+        # _owner is the class that a config builds; of Titan's dispatchers ours alone has this.
         hasattr(config._owner, "sends_once")
         and sends_fewer(config.top_k, config.num_experts, among or ep)
         for _, config, *_ in cast(Any, model).traverse(AllToAllTokenDispatcher.Config)
@@ -131,6 +132,7 @@ def cost_of_saving(exchanges: Exchanges, model: Decoder.Config, nodes: Nodes) ->
     once = exchanges.rows != "expert"
     count = 1 if exchanges.early_scores or once else 2
     rows = ranks_of_token(moe.router, exchanges.ep) if once else moe.router.top_k
+    # Values of 2 bytes (bf16), for 1024 tokens: a figure for the log, from shapes and not measured.
     mib = count * rows * cast(Any, model).dim * 2 * 1024 / 2**20
     where = "on one node" if exchanges.ep <= nodes.ranks else "across nodes"
     does = (

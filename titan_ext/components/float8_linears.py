@@ -139,6 +139,8 @@ class Float8Scales:
                 placements=[Replicate()] * mesh.ndim
             )
             for shard, amax in zip(shards, whole.to_local(), strict=True):
+                # torchao's fsdp_pre_all_gather reads it. Where it is None, each weight has
+                # an all-reduce of its own.
                 shard._precomputed_scale = amax_to_scale(amax, shard._dtype)
 
 
@@ -160,6 +162,7 @@ def wrong_float8(model: Module.Config, tp: int, ep: int, backend: str) -> Iterat
             f"parallelism.tensor_parallel_degree = 1, not {tp}: TorchTitan's sharding by tensor "
             "parallelism takes torchao's weights for plain ones. Expected false."
         )
+    # Titan makes a class of float8 experts for each class of experts, and keeps them here alone.
     experts: Any = titan_float8._float8_experts_cache.values()
     axis, degree = ("expert", ep) if ep > 1 else ("tensor", tp)
     is_lost = degree > 1 and backend == "spmd_types"

@@ -129,9 +129,9 @@ def stored_weights(folder: Path, reader: HuggingFaceStorageReader | None = None)
         )
     # A reader of codes may have given a weight its size, and left the dims of its codes.
     pieces = {n: t for n, t in stored.items() if len(t.chunks[0].sizes) == len(t.size)}
-    if part := [name for name, item in pieces.items() if not is_whole(item)]:
+    if torn := [name for name, item in pieces.items() if not is_whole(item)]:
         raise ValueError(
-            f"{folder} has {and_more(part)} in part, and torch would leave the rest of them as it "
+            f"{folder} has {and_more(torn)} in part, and torch would leave the rest of them as it "
             "was: expected the files of all ranks that exported them."
         )
     return stored

@@ -30,6 +30,7 @@ from titan_ext.base.messages import and_more, did_you_mean
 from titan_ext.base.run_folder import whole_checkpoint_steps
 
 _PREFIX = "base_model.model."
+# The two cases of Titan's _lora_adapter_sharding, which asserts that there is no third.
 _ADAPTABLE = (dense_param_placement(tp=spmd.S(0)), dense_param_placement(tp=spmd.S(1)))
 
 

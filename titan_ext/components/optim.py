@@ -43,6 +43,7 @@ MUON = "DistMuon"
 """The ``optimizer_name`` of Titan's Muon."""
 
 _OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, MUON: DistMuon}
+# Arguments that torch, Titan or _muon_arguments give, and no file.
 _NOT_KEYS = ("self", "params", "compute_sharding_by_fqn", "bucket_configs")
 _IMPLEMENTATION = ("fused", "foreach")
 _CATCH_ALL = (".*", "")
@@ -77,6 +78,7 @@ class OptimizersContainer(TitanOptimizersContainer):
     def _build_param_groups(
         model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
+        # Titan's function asks a model for named_parameters alone, and matches raw names.
         named: Any = SimpleNamespace(named_parameters=lambda: _named_parameters(model))
         taken = resolve_groups(_trainable(model), param_group_configs)
         groups = [group for group, names in zip(param_group_configs, taken, strict=True) if names]
@@ -230,9 +232,9 @@ def _takes_nothing(index: int, groups: Sequence[ParamGroupConfig], names: list[s
     said = f"optimizer.param_groups.{index}.pattern is {groups[index].pattern!r}, which takes no "
     (alone,) = resolve_groups(names, [groups[index]])
     if not alone:
-        words = re.sub(r"\\d[+*]?", "0", groups[index].pattern)
-        words = re.sub(r"[\\^$()?*+|\[\]]", "", words)
-        hint = get_close_matches(words, names, n=1, cutoff=0.0)[0]
+        literal = re.sub(r"\\d[+*]?", "0", groups[index].pattern)
+        literal = re.sub(r"[\\^$()?*+|\[\]]", "", literal)
+        hint = get_close_matches(literal, names, n=1, cutoff=0.0)[0]
         return f"{said}trainable parameter; names are as in {hint}, without names of wrappers."
     earlier = next(i for i, taken in enumerate(resolve_groups(names, groups)) if alone[0] in taken)
     return (

@@ -69,9 +69,13 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
 
 
 class _Half(greenlet):
+    # Not a thread: that sees no hooks or modes of this one, and numbers its autograd nodes from 0,
+    # so that backward runs in another order. A generator cannot pause inside of Titan's frames.
+
     def __init__(self, run: Callable[[], torch.Tensor], half: int) -> None:
         super().__init__(run)
         self.half, self.inference = half, torch.is_inference_mode_enabled()
+        # A greenlet starts with an empty context otherwise.
         self.gr_context = contextvars.copy_context()
 
 
@@ -165,6 +169,7 @@ def overlap_in_halves(model: Decoder, parallel_dims: ParallelDims) -> None:
         for dispatcher in dispatchers:
             dispatcher.pause_at_exchanges(counts)
         if dispatchers:
+            # On the instance: the block's hooks run once, around both halves, and no name changes.
             block.forward = _BlockInHalves(f"layers.{name}", block, masks)
 
 
@@ -207,9 +212,9 @@ class _BlockInHalves:
         masks = self._masks(attention_masks, positions, halves)
 
         def run(half: int) -> torch.Tensor:
-            part = halves[half]
-            positions_BL = None if positions is None else positions[part]
-            return self._forward(x_BLD[part], masks[half], positions_BL)
+            own = halves[half]
+            positions_BL = None if positions is None else positions[own]
+            return self._forward(x_BLD[own], masks[half], positions_BL)
 
         if not self._owns:  # by now FSDP has sharded the block
             self._owns = _Contexts(), _Units(self._block), Kept(self._name, self._block)
@@ -264,6 +269,7 @@ class _Units:
         self._of = [(states, groups), (states, groups_of_b)]
 
     def _read(self) -> tuple[list[Any], list[TrainingState]]:
+        # Private to FSDP2, and nothing public tells them (tests/project/test_contracts.py).
         states = [(s._training_state, set(s._modules_to_run_forward)) for s in self._states]
         return states, [group._training_state for group in self._groups]
 
@@ -278,8 +284,10 @@ class _Units:
             group._training_state = training
         if half:
             self.end()
+        # A recompute frees nothing by itself (FSDPParamGroup.post_forward).
         elif not in_backward():
             for group in self._groups:
+                # As reshard_after_forward = False: A's end frees nothing (FSDPParamGroup.reshard).
                 group.post_forward_mesh_info = None
 
     def take(self, half: int) -> None:
@@ -329,8 +337,8 @@ class Kept:
             if (place, name) not in of_b and type(of_first) is not int:
                 continue  # an integer that B has set may be the same object
             owner, values = self._places[place]
-            parts = of_first, of_b.get((place, name), of_first)
-            (a, tree), (b, tree_of_b) = map(tree_flatten, parts)
+            both = of_first, of_b.get((place, name), of_first)
+            (a, tree), (b, tree_of_b) = map(tree_flatten, both)
             first = self._first[place].get(name)
             whole = [_together(x, y, first, rows, length) for x, y in zip(a, b, strict=False)]
             if tree != tree_of_b or any(value is _NONE for value in whole):
@@ -392,6 +400,7 @@ class _SharedExperts:
         # Of each half of a batch.
         self._called: dict[int, tuple[torch.Tensor, ThreadState]] = {}
         self._ahead: dict[int, tuple[torch.Tensor, Any]] = {}
+        # nn.Module.__call__ runs it where it is set, and else _call_impl, which runs the hooks.
         self._routed._compiled_call_impl = self._note_call
         self._module._compiled_call_impl = self._take
 

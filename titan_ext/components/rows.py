@@ -81,6 +81,7 @@ class _Copies:
 
     def make(self, copies: int) -> torch.Tensor:
         """The source row of each copy ``(M,)``; M = ``copies``, which the host has to know."""
+        # The last slot takes what does not go, and is cut off: the host would wait for a mask.
         starts_P = self.counts_P.cumsum(0) - self.counts_P
         slot_TP = (starts_P - 1 + self._goes_TP.cumsum(0)).where(self._goes_TP.bool(), copies)
         source_TP = torch.arange(slot_TP.numel(), device=slot_TP.device)

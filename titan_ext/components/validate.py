@@ -35,6 +35,7 @@ class Validator(TitanValidator):
         super().__init__(config, **built_with)
         self._titan_loss, self.loss_fn = self.loss_fn, self._loss
         self._data = self.dl_config
+        # Titan's validate(), one long function, builds its loader from dl_config each time.
         made: Any = SimpleNamespace(build=self._batches)
         self.dl_config = made
 

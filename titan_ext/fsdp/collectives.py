@@ -45,6 +45,8 @@ def set_collectives(model: nn.Module, plan: FSDPPlan) -> None:
     for unit in plan.decoder_units:
         module = unit.fsdp_module(model)
         for planned, group in zip(unit.groups, param_groups([module]), strict=True):
+            # Float8AllGather finds parameters by their place. Without paths, since
+            # FSDPParam._param_fqn is not set before the first forward (FSDPState._init_fqns).
             names = [p._module_info.param_name for p in group.fsdp_params]
             assert names == [p.name.rpartition(".")[2] for p in planned.params], unit.name
             if plan.copies_out_directly and any(p.shard_dim for p in planned.params):
@@ -60,6 +62,8 @@ def set_collectives(model: nn.Module, plan: FSDPPlan) -> None:
                 modules = [param._module_info.module for param in group.fsdp_params]
                 assert all(isinstance(module, GroupedExperts) for module in modules)
                 group._reduce_scatter_comm = BFloat16ReduceScatter()
+                # Titan's divide factor of 1.0 makes the operation PREMUL_SUM otherwise
+                # (_get_gradient_divide_factors in _fsdp_collectives.py), which ours does not do.
                 module.set_force_sum_reduction_for_comms(True)
 
 
@@ -122,6 +126,7 @@ class Float8AllGather(DefaultAllGather):
         ``input_tensor`` may be a part of ``output_tensor``; ``async_op`` is ignored. Returning
         ``None`` tells FSDP2 that there is nothing to wait for.
         """
+        # Not all of FSDP2's hook: hooks of two halves of a batch (components.overlap) interleave.
         with out_of_sight_of_checkpointing():
             self._gather(output_tensor, input_tensor, group)
 
@@ -141,8 +146,8 @@ class Float8AllGather(DefaultAllGather):
         sizes = _sizes(runs, input_tensor.element_size())
         sent = torch.cat(
             [
-                part if len(part) == size else nn.functional.pad(part, (0, size - len(part)))
-                for part, size in zip(exact + packed, sizes, strict=True)
+                piece if len(piece) == size else nn.functional.pad(piece, (0, size - len(piece)))
+                for piece, size in zip(exact + packed, sizes, strict=True)
             ]
         )
         received = output_tensor.view(torch.uint8)[-ranks * sent.numel() :]
@@ -176,12 +181,12 @@ def _decoded(
     rows: torch.Tensor, runs: Sequence[tuple[int, bool]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """The values of ``runs`` in the bytes that some ranks sent, a row each."""
-    parts = iter(rows.split_with_sizes(_sizes(runs, dtype.itemsize), dim=1))
-    whole = [next(parts)[:, : n * dtype.itemsize].view(dtype) for n, float8 in runs if not float8]
+    pieces = iter(rows.split_with_sizes(_sizes(runs, dtype.itemsize), dim=1))
+    whole = [next(pieces)[:, : n * dtype.itemsize].view(dtype) for n, float8 in runs if not float8]
     rounded = [
         torch.ops.titan_ext.float8_dequantize(
-            next(parts)[:, :n].view(WIRE_CODEC.float8),
-            next(parts),
+            next(pieces)[:, :n].view(WIRE_CODEC.float8),
+            next(pieces),
             codec_name(WIRE_CODEC),
             dtype,
         )
@@ -198,7 +203,7 @@ class BFloat16ReduceScatter(DefaultReduceScatter):
     nothing. The sum over two ranks is the same to the bit; over more its order may differ.
     """
 
-    _next_is_output = False  # FSDP2 allocates the input first
+    _next_is_output = False  # FSDP2 allocates the input first (foreach_reduce)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device

@@ -77,6 +77,8 @@ class FSDPMeshes:
         ``arguments`` are ``mp_policy``, ``offload_policy`` and ``ignored_params``.
         """
         mesh, axes = self.mesh_and_axes(kind)
+        # Without names of axes fully_shard shards over any mesh (_get_mesh_info); torch's private
+        # replicate does not. With names fully_shard replicates over the axes that are named so.
         if axes is None:
             replicate(list(modules), mesh=mesh, **arguments)
         else:
@@ -104,7 +106,11 @@ class FSDPMeshes:
             ranks: cast(
                 dist.ProcessGroup,
                 dist.new_group(
-                    list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+                    # As torch does it (FSDPParamGroup._set_separate_reduce_scatter_group): under
+                    # HSDP a rank makes its own shards' group alone, and waits for no other.
+                    list(ranks),
+                    use_local_synchronization=True,
+                    group_desc="fsdp_reduce_scatter",
                 ),
             )
             for ranks in dict.fromkeys(of_infos)
@@ -137,6 +143,7 @@ class FSDPMeshes:
         return _mesh_info(self.experts, self.experts_axes)
 
 
+# Private, as in Titan's apply_fsdp_to_decoder: a ShardPlacementResult takes this object, no mesh.
 def _mesh_info(mesh: Any, axes: DataParallelMeshDims | None) -> FSDPMeshInfo:
     info = _get_mesh_info(mesh, axes)
     assert isinstance(info, FSDPMeshInfo), "the FSDP mesh always has a shard axis"

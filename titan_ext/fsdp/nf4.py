@@ -22,6 +22,8 @@ from titan_ext.base.tensors import Layout
 from titan_ext.fsdp.settings import QUANTIZE_FROZEN
 from titan_ext.fsdp.units import before_first_forward
 
+# to_nf4's defaults for block_size and scaler_block_size; a shard has to hold whole blocks, as
+# torchao splits each inner tensor by itself (nf4_split in its nf4_tensor.py).
 _BLOCK = 64 * 256  # elements whose scales have one scale of their own
 
 
@@ -129,6 +131,7 @@ def _quantize(linear: nn.Module) -> tuple[int, int]:
     shard = _copy(whole.chunk(mesh.size(axis))[mesh.get_local_rank(axis)])
     dtype, nbytes = local.dtype, local.nbytes
     # Free it for good: FSDP2 and the checkpointer still hold the old tensor.
+    # Without bytes its data_ptr() is 0, and FSDPParam.reset_sharded_param compares none with NF4's.
     local.untyped_storage().resize_(0)
 
     sharded = Layout.of(weight).wrap  # FSDP2 takes contiguous parameters only

@@ -110,13 +110,15 @@ def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
         behind = [modules[name] for name in unit.backward_prefetch] or [module]
         module.set_modules_to_backward_prefetch(behind)
         if unit.is_head_alone:
+            # Not now: Titan's trainer sets _skip_lm_head once the model is parallelized.
             before_first_forward(model, functools.partial(_set_chunks_prefetch, model, module))
         if unit.kind in SUBMODULE_KINDS or unit.frees_buffer:
+            # Prepended after fully_shard, and so ahead of FSDP2's hook, which reads these lists.
             hook = _BeforeForward(module, ahead, unit.frees_buffer)
-            for part in unit.modules(model):
-                part.register_forward_pre_hook(hook, prepend=True)
+            for member in unit.modules(model):
+                member.register_forward_pre_hook(hook, prepend=True)
                 if unit.kind is UnitKind.EXPERTS:
-                    part.register_forward_pre_hook(_open_range, prepend=True)
+                    member.register_forward_pre_hook(_open_range, prepend=True)
 
 
 def prefetch_unplanned(modules: Sequence[nn.Module], *, gathers: bool) -> None:
@@ -159,7 +161,7 @@ class _BeforeForward:
     frees_buffer: bool = False
 
     @torch._dynamo.disable
-    def __call__(self, part: nn.Module, args: Any) -> None:
+    def __call__(self, member: nn.Module, args: Any) -> None:
         backward = in_backward()
         self.module.set_modules_to_forward_prefetch([] if backward else self.ahead)
         if backward or self.frees_buffer:

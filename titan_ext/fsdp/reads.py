@@ -44,6 +44,7 @@ def refuse_reads_of_shards(model: nn.Module, plan: FSDPPlan) -> None:
         name = canonical_fqn(param._param_fqn or param._module_info.param_name)
         shard._refuse = functools.partial(_refuse, name, names, splits)
         shard._is_whole = group.mesh_info.mesh.size() == 1
+        # The same object: FSDP2 swaps it in by name, and an optimizer holds it.
         shard.__class__ = _Shard
         shards.append(shard)
 
@@ -60,7 +61,7 @@ def refuse_reads_of_shards(model: nn.Module, plan: FSDPPlan) -> None:
                 arm(param.sharded_param, param, group)
             if group._use_post_forward_mesh:
                 hook = torch._dynamo.disable(functools.partial(arm_smaller, group))
-                handles.extend(part.register_forward_hook(hook) for part in group.modules)
+                handles.extend(m.register_forward_hook(hook) for m in group.modules)
 
     @torch._dynamo.disable
     def end(*_: Any) -> None:
@@ -77,6 +78,7 @@ def refuse_reads_of_shards(model: nn.Module, plan: FSDPPlan) -> None:
 
     # After FSDP's own, which may replace parameters. Gone after the first forward with gradients.
     handles.append(model.register_forward_pre_hook(begin))
+    # Always: an error in the forward would leave shards that refuse to be read.
     model.register_forward_hook(end, always_call=True)
 
 
@@ -115,6 +117,7 @@ class _Shard(DTensor):
 
 def _refuse(name: str, names: dict[int, str], splits: bool, *_: Any) -> NoReturn:
     """Raise ValueError: something reads the parameter ``name`` where FSDP has not gathered it."""
+    # An operation on a tensor does not know its module, but a method of that is on the stack.
     frame, reader = sys._getframe(1), "the model"
     while frame := frame.f_back:
         if (found := names.get(id(frame.f_locals.get("self")))) is not None:

@@ -115,6 +115,7 @@ def resolve_sharding(
     # the norm, which gathers both in stock; Titan's forwards call the head.
     together = of.is_chunk or sizes.dense == 1 or not has_titans_forward(model)
     apart = units if together else with_norm_apart(units)
+    # Whether blocks are freed is known from a plan alone, so the units are planned apart first.
     planned = _plan_units(of, apart, others)
     if apart != units and not _frees_blocks(planned):
         planned = _plan_units(of, units, others)

@@ -146,9 +146,9 @@ class FSDPSettings:
         }
 
 
-def read_reshard(word: str) -> str | int:
+def read_reshard(text: str) -> str | int:
     """Parse a reshard setting of the command line: a number of ranks, or a name."""
-    return int(word) if word.isdecimal() else word
+    return int(text) if text.isdecimal() else text
 
 
 def _check_choice(key: str, value: object, known: Sequence[str]) -> None:

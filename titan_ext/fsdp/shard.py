@@ -62,6 +62,7 @@ def shard(model: Decoder, plan: FSDPPlan, parallel_dims: ParallelDims) -> None:
         replicate_undeclared(model, parallel_dims, plan.ignored)
     _fully_shard(model, plan, meshes)
     quantize_at_first_forward(model, plan.quantized)
+    # These two walk the FSDP modules that exist, so they come after the last fully_shard.
     if plan.symm_mem:
         enable_fsdp_symm_mem(model)
     meshes.sum_gradients(model)
@@ -90,6 +91,7 @@ def shard(model: Decoder, plan: FSDPPlan, parallel_dims: ParallelDims) -> None:
 def _fully_shard(model: Decoder, plan: FSDPPlan, meshes: FSDPMeshes) -> None:
     """The calls of ``fully_shard``, innermost modules first."""
     _ignore_view_warning(model)
+    # Before the root, which takes every parameter that is in no unit yet.
     for tower in (unit for unit in plan.units if unit.kind is UnitKind.VISION):
         apply_fsdp_to_vision_encoder(
             model.get_submodule(tower.name),
@@ -113,6 +115,8 @@ def _fully_shard(model: Decoder, plan: FSDPPlan, meshes: FSDPMeshes) -> None:
             reshard_after_forward=unit.reshard_after_forward,
             shard_placement_fn=meshes.placement_fn(model, unit),
         )
+    # The root, even if it owns nothing: the state that runs first becomes the root, and torch
+    # refuses a root of several modules (FSDPState._lazy_init).
     fully_shard(model, **arguments)
 
 
@@ -124,7 +128,9 @@ def _ignore_view_warning(model: Decoder) -> None:
     (tests/fp8/test_view_warning.py). Of other blocks we cannot know.
     """
     blocks = [
-        getattr(block, "_checkpoint_wrapped_module", block) for _, block in decoder_blocks(model)
+        # The class of a CheckpointWrapper says nothing of the block inside.
+        getattr(block, "_checkpoint_wrapped_module", block)
+        for _, block in decoder_blocks(model)
     ]
     if all(type(block).__module__.startswith("torchtitan.models.") for block in blocks):
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")

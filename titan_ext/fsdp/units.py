@@ -133,6 +133,7 @@ class Unit:
 def param_groups(modules: Iterable[nn.Module | FSDPModule]) -> list[FSDPParamGroup]:
     """FSDP2's parameter groups of those of ``modules`` that it shards, each once."""
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    # Private: nothing public lists the groups, and FSDPState._fsdp_param_group raises for two.
     groups = (g for module in sharded for g in module._get_fsdp_state()._fsdp_param_groups)
     return list(dict.fromkeys(groups))
 
@@ -327,7 +328,10 @@ def replicated_by_unit(units: Sequence[Unit], replicated: Iterable[str]) -> list
     groups = []
     for unit in innermost_first(units):
         inside = [
-            name for part in unit.module_names for name in left if f"{name}.".startswith(f"{part}.")
+            name
+            for outer in unit.module_names
+            for name in left
+            if f"{name}.".startswith(f"{outer}.")
         ]
         groups.append(inside)
         left = [name for name in left if name not in inside]

@@ -131,6 +131,8 @@ def synchronize_unmanaged_parameters(
     if not names:
         return []
     assert isinstance(model, FSDPModule)
+    # Set by the first forward (FSDPState._lazy_init), which hands its streams to the states that
+    # exist: one made later would lack them.
     if model._get_fsdp_state()._is_root is not None:
         raise ValueError(
             "synchronize_unmanaged_parameters: the model has run already; expected a call before "
@@ -185,6 +187,7 @@ def _managed_places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Module and attribute of every parameter that FSDP2 swaps; tied ones once per module."""
     for group in param_groups(model.modules()):
         for param in group.fsdp_params:
+            # The modules and attributes on which FSDPParam.to_sharded sets its tensors.
             info = param._module_info
             yield info.module, info.param_name
             yield from zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -207,6 +210,7 @@ def _check_place(
             "expected new parameters in a module of their own inside it."
         )
     for parent in _path_and_parents(path):
+        # What nn.Module.compile sets; nothing public tells that a module is compiled.
         if by_path[parent]._compiled_call_impl is not None:
             raise ValueError(
                 f"{path} was added to {parent or 'the model'}, which is compiled already: "
@@ -228,6 +232,7 @@ def _place_on_model_axes(modules: dict[str, nn.Module], parallel_dims: ParallelD
         return
     for path, module in modules.items():
         if isinstance(module, Module) and module._sharding_config is not None:
+            # Titan's Module.parallelize() raises for a second call.
             if not module._parallelized:
                 with keep_frozen(module):
                     module.parallelize(parallel_dims)

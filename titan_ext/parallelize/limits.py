@@ -446,6 +446,7 @@ def shard_axis(parallelism: ParallelismConfig) -> int | None:
     cp = parallelism.context_parallel_degree
     if shard > 0:
         return shard * cp
+    # torchrun sets it; without it a degree of -1 has no value yet.
     if "WORLD_SIZE" not in os.environ:
         return None
     others = (

@@ -51,6 +51,7 @@ def balance_all_blocks(
     lists = []
     for part in model_parts:
         lists.append(nn.Module())
+        # A module's name has no dots, and Titan's hook ignores these names.
         blocks = {name.replace(".", "_"): block for name, block in decoder_blocks(part)}
         lists[-1].layers = nn.ModuleDict(blocks)
     register_moe_load_balancing_hook(optimizers, lists, parallel_dims)
