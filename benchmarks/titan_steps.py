@@ -42,10 +42,10 @@ from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.tools import utils as titan_utils
 
 from benchmarks.activation_bytes import ARMS
-from tests.helpers.cluster import free_port
 from tests.helpers.training import Run, make_config, patched
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
+from titan_ext.plan.verify.ranks import free_port
 
 STOCK = "stock-selective"
 GIB = 2**30

@@ -14,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.helpers.cluster import free_port
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.debug.hang_report import Comparison
+from titan_ext.plan.verify.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")

@@ -13,9 +13,7 @@ import multiprocessing.resource_tracker
 import os
 import resource
 import runpy
-import secrets
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-_PORTS = range(12_000, 32_000)  # below Linux' own, which begin at 32768
+from titan_ext.plan.verify.ranks import free_port
+
 _ROOT = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).parent / "titan_ext"
 """As pip installs it."""
@@ -230,18 +229,6 @@ def _tail(log: Path, lines: int = 80) -> str:
     if not log.exists():
         return ""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def free_port() -> int:
-    """A port that is free, and not of those that the kernel gives to whoever connects next.
-
-    It is bound seconds later, by a process that starts first.
-    """
-    while True:
-        port = secrets.choice(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
 
 
 def _fork_server():

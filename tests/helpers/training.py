@@ -64,6 +64,7 @@ from titan_ext.base.tensors import in_backward
 from titan_ext.fsdp import auto, prefetch, resolve
 from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.parallelize.model_spec import balance_all_blocks
+from titan_ext.plan.verify.arm import RankOrder
 from titan_ext.run.checkpoints import CheckpointManager
 from titan_ext.run.trainer import extend_config
 
@@ -479,18 +480,9 @@ def _stock_config(config: TitanTrainer.Config) -> TitanTrainer.Config:
     return config
 
 
-def _reduce_scatter_in_rank_order(
-    self, output_tensor, input_tensor, group, op, async_op=False
-) -> None:
-    """FSDP2's default reduce-scatter, but rank 0's values come first, then rank 1's, ..."""
-    assert not async_op
-    received = torch.empty_like(input_tensor)
+def _reduce_scatter_in_rank_order(self, *args: Any, **kwargs: Any) -> None:
     with recorded_as("reduce_scatter"):
-        dist.all_to_all_single(received, input_tensor, group=group)
-    first, *others = received.chunk(dist.get_world_size(group))
-    output_tensor.copy_(first.view_as(output_tensor))
-    for values in others:
-        output_tensor.add_(values.view_as(output_tensor))
+        RankOrder.__call__(self, *args, **kwargs)
 
 
 def planned_config(run: Run, folder: Path) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from titan_ext.plan.verify.arm import Arm
 from titan_ext.plan.verify.judge import (
     NEAR_TIE,
     Verdict,
@@ -18,7 +19,7 @@ from titan_ext.plan.verify.judge import (
     judge_update,
     try_canary,
 )
-from titan_ext.plan.verify.legs import Legs, apart
+from titan_ext.plan.verify.legs import Legs, Trained, apart
 from titan_ext.plan.verify.reference import Step
 
 RIGHT = torch.linspace(-1, 1, 100, dtype=torch.float64)
@@ -106,6 +107,32 @@ def test_the_other_two_comparisons():
         assert [each.name for each in verdict.wrong.get("lossy", ())] == wrong
 
 
+def test_what_only_one_arm_has_is_wrong():
+    """A gradient of what stock leaves frozen, or none of what it trains."""
+    one, other = _found(RIGHT), _found(RIGHT, **{"grad:v": RIGHT})
+    for found, right, name in ((one, other, "v (missing)"), (other, one, "v (needless)")):
+        verdict = Verdict()
+        judge_equal(verdict, found, right)
+        assert [wrong.name for wrong in verdict.wrong["grads"]] == [name]
+    verdict = Verdict()
+    judge_lossy(verdict, one, other)
+    assert [wrong.name for wrong in verdict.wrong["lossy"]] == ["v (missing)"]
+
+
+def test_an_arm_is_trained_once(tmp_path: Path):
+    class Ranks:
+        def call(self, call: Any) -> list[dict[str, Any]]:
+            trained.append(call)
+            return [{"digests": {}}]
+
+    trained: list[Any] = []
+    legs = Legs(None, tmp_path)  # type: ignore[arg-type]
+    legs._ranks = Ranks()  # type: ignore[assignment]
+    for changes in ((), (("parallelism.fsdp_replicate", []),), ()):
+        legs._run(Arm(changes=changes))
+    assert [len(arm.changes) for arm, _ in trained] == [0, 1]
+
+
 def test_the_canary_sings():
     def skipped(verdict: Verdict, found: Any) -> None:
         pass
@@ -136,7 +163,7 @@ def test_near_ties_are_drawn_again(gaps: list[float], draws: int, is_right: bool
     class Told(Legs):
         def _run(self, arm: Any) -> Any:
             seeds.append(arm.seed)
-            return Path(), {"apart": []}
+            return Trained(Path(), {"apart": []})
 
     seeds: list[int] = []
     legs = Told(None, Path())  # type: ignore[arg-type]

@@ -2,18 +2,20 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import re
+import unittest.mock
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.cluster import run_ranks
 from tests.verify.faults import FAULTS, IN_KEYS, lost_scores
-from titan_ext.plan.verify.small import differences
+from titan_ext.base.op_cost import Nodes
+from titan_ext.plan.verify.small import Layout, differences, small_layout
 
 QUICK = ("experts times EP", "load counted twice", "a detached router", "norm times 1.41")
 QUICK += ("too small a step",)
@@ -28,35 +30,28 @@ def _small(flags: tuple[str, ...], ranks: int) -> Any:
     return make_small(config, layout_of(config, ranks, Nodes(8, 8)))
 
 
-def _train(job: Any, rank: int, call: Any) -> Any:
-    from titan_ext.plan.verify.arm import run_arm
-
-    torch.set_num_threads(1)
-    (arm, folder), fault = call
-    with FAULTS[fault][0]() if fault else contextlib.nullcontext():
-        return run_arm(job, arm, rank, folder)
-
-
 def _sweep(folder: Path, ranks: int, faults: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """Lines of a right job ("") and of each fault that a leg calls WRONG, by category."""
-    from titan_ext.plan.verify.legs import Legs
+    from titan_ext.plan.verify import legs
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     job = _small(("--parallelism.expert_parallel_degree", str(ranks)), ranks)
-    fault = ""
+    planted, train = folder / "planted", legs._train
 
-    class Planted(Legs):
-        def _serve(self) -> Any:
-            return functools.partial(_train, job)
-
-        def _call(self, arm: Any, folder: Path) -> Any:
-            return (arm, folder), fault
+    def train_with_fault(job: Any, rank: int, call: Any) -> Any:
+        fault = planted.read_text()
+        with FAULTS[fault][0]() if fault else contextlib.nullcontext():
+            return train(job, rank, call)
 
     found = {}
-    with Planted(job, folder) as legs:
+    patched = unittest.mock.patch.object(legs, "_train", train_with_fault)
+    with patched, legs.Legs(job, folder) as comparison:
         for fault in ("", *faults):
-            wrong = (legs.keys if fault in IN_KEYS else legs.axes)().wrong
-            found[fault] = {kind: [str(each) for each in wrongs] for kind, wrongs in wrong.items()}
+            planted.write_text(fault)
+            comparison._trained.clear()  # the same arms, with another fault
+            leg = comparison.keys if fault in IN_KEYS else comparison.axes
+            wrong = leg().wrong
+            found[fault] = {kind: [*map(str, each)] for kind, each in wrong.items()}
     return found
 
 
@@ -125,6 +120,7 @@ def test_the_key_to_blame_is_named(tmp_path: Path):
     ("flags", "says"),
     [
         (("--parallelism.context_parallel_degree", "2"), "context parallelism needs FlexAttention"),
+        (("--compile.enable",), "Expected --compile.no-enable"),
         (("--parallelism.tensor_parallel_degree", "3"), "expected degrees whose product divides 4"),
     ],
 )
@@ -158,6 +154,27 @@ def test_a_small_job_decides_as_the_large_one(name: str):
     assert parameters < 80e6
     if name == "deepseek_v3_671b.toml":
         assert layout == "8 ranks, EP 4 x EDP 2"
+
+
+def test_a_small_layout_loses_no_axis():
+    """Each axis stays, expert parallelism below, at or above tensor parallelism, and EDP; or no."""
+    refused = []
+    sizes = (1, 2, 4), (1, 2, 8, 512), (1, 2, 8), (1, 4), (1, 2, 4, 16, 64)
+    for copies, shard, tp, pp, ep in itertools.product(*sizes):
+        if shard * tp % ep:
+            continue
+        degrees = {"dp_replicate": copies, "dp_shard": shard, "cp": 1, "tp": tp, "pp": pp}
+        large = Layout(**degrees, ep=ep, nodes=Nodes(8, 8))
+        try:
+            small = small_layout(large)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        assert small.relations == large.relations
+        assert small.world <= min(16, large.world)
+        assert small.shards % small.ep == 0
+    assert refused
+    assert all(" need 32 processes here: " in each for each in refused)
 
 
 def test_a_decision_that_changed_is_said():

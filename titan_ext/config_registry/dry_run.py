@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -147,8 +148,9 @@ class DryRun:
         elif not (fullest["fits"] or self.all_stages):
             print("            titan_ext tune, with the same options, finds what fits and is fast")
         else:
-            ranks = f"{self.ranks}{' --stock' if self.stock else ''}"
-            print(f"{'numbers':12}not tried; titan_ext verify {self.config} --ranks {ranks}")
+            stock = ["--stock"] if self.stock else []
+            line = ["titan_ext", "verify", self.config, "--ranks", str(self.ranks), *stock, *flags]
+            print(f"{'numbers':12}not tried; {shlex.join(line)}")
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
 

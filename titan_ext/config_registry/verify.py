@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +27,7 @@ _LEGS = {
     "axes": "fp32 beside one process in which nothing is wrapped",
     "keys": "the job's dtypes beside TorchTitan's own parallelize on the same ranks",
 }
+_NOTHING = ("none", "None")
 _NOT_HERE = (
     "data, checkpoints, FlexAttention's kernel, compiled kernels, CUDA graphs, NCCL, streams, "
     "drawing of first weights"
@@ -38,7 +39,7 @@ class Verify:
     """Prove a job's numbers on this machine: its layout and its keys, on a small copy of it.
 
     The copy has every kind of block, every axis of the mesh and every decision of the job, and is
-    trained for two steps on two to eight processes: in fp32 beside one process, and in the job's
+    trained for two steps on at most 16 processes: in fp32 beside one process, and in the job's
     dtypes beside TorchTitan's own parallelize. Exit code 0 is RIGHT, 1 WRONG, 2 NOT VERIFIED.
     """
 
@@ -94,7 +95,8 @@ class Verify:
                 wrong += [] if verdict.is_right else [compare]
             if wrong and not self.stock:
                 _blame(legs, wrong[0])
-        print(f"decided   {', '.join(f'{key} {value}' for key, value in _told(job.decisions))}")
+        told = (f"{k} {value}" for k, value in job.decisions.items() if value not in _NOTHING)
+        print(f"decided   {', '.join(told)}")
         print(f"not verified here: {_NOT_HERE}")
         return not wrong
 
@@ -138,7 +140,3 @@ def _blame(legs: "Legs", compare: "Callable[..., Verdict]") -> None:
     for key, value in legs.other_values():
         if compare(changes=((key, value),)).is_right:
             print(f"          right with {key} = {to_toml(value)}", flush=True)
-
-
-def _told(decided: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    return ((key, value) for key, value in decided.items() if value not in ("none", "None"))

@@ -98,12 +98,14 @@ _LIMITS = {
 _OF_OPTIMIZER = {"lr": _FINITE, "betas": _BETAS, "eps": _FINITE, "weight_decay": _FINITE}
 
 
+def value_of(config: Any, key: str) -> Any:
+    """The value of a dotted key; None where there is no such section or key."""
+    return functools.reduce(lambda at, name: getattr(at, name, None), key.split("."), config)
+
+
 def wrong_values(config: Any) -> list[str]:
     """A message for every value that is out of its range; a key that is not there passes."""
-    rows = []
-    for key, limit in _LIMITS.items():
-        value = functools.reduce(lambda at, name: getattr(at, name, None), key.split("."), config)
-        rows.append((key, limit, value))
+    rows = [(key, limit, value_of(config, key)) for key, limit in _LIMITS.items()]
     groups = getattr(getattr(config, "optimizer", None), "param_groups", None) or ()
     for index, group in enumerate(groups):
         of_group = f"optimizer.param_groups.{index}.optimizer_kwargs"

@@ -9,6 +9,7 @@ up once, so that a plan with other degrees needs another fork.
 """
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -102,11 +103,7 @@ class Forks:
         if len(self._running) + len(self._idle) == self.processes:
             self._idle.pop(0).end()
         at, call = next(iter(waiting.items()))
-        context = multiprocessing.get_context("fork")
-        line, its_line = context.Pipe()
-        process = context.Process(target=_serve, args=(its_line, line, self.function), daemon=True)
-        process.start()
-        its_line.close()
+        process, line = start_fork(functools.partial(_called, self.function))
         return _Fork(process, line, self.alike(*call)), at
 
 
@@ -117,21 +114,51 @@ def _received(line: Connection) -> Any:
         return FailedError("its process ended without a result; is the machine out of memory?")
 
 
-def _serve(line: Connection, other: Connection, function: Callable[..., Any]) -> None:
-    """Loop of a fork: its output goes nowhere, and no exit handler of the parent runs."""
-    other.close()  # or the end of the parent would not end this
+def _called(function: Callable[..., Any], call: Sequence[Any]) -> Any:
+    try:
+        return function(*call)
+    except _ON_PURPOSE as error:
+        return FailedError(str(error) or type(error).__name__)
+
+
+def start_fork(
+    answer: Callable[[Any], Any],
+    others: Sequence[Connection] = (),
+    output: str | os.PathLike[str] = os.devnull,
+) -> tuple[BaseProcess, Connection]:
+    """A fork of this process, and the line on which it answers what it is sent, one by one.
+
+    Args:
+        answer: Called in the fork with what was sent; its result is pickled.
+        others: Lines of this process to other forks, which the fork closes: it would keep them open
+            after the end of this process.
+        output: File for what it prints.
+    """
+    context = multiprocessing.get_context("fork")
+    line, its_line = context.Pipe()
+    arguments = its_line, [*others, line], answer, output
+    process = context.Process(target=_serve, args=arguments, daemon=True)
+    process.start()
+    its_line.close()
+    return process, line
+
+
+def _serve(
+    line: Connection,
+    others: Sequence[Connection],
+    answer: Callable[[Any], Any],
+    output: str | os.PathLike[str],
+) -> None:
+    """Loop of a fork: no exit handler of the parent runs, and none of gloo's threads is joined."""
+    for other in others:
+        other.close()  # or the end of the parent would not end this
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
-    nothing = os.open(os.devnull, os.O_WRONLY)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
-        os.dup2(nothing, stream)
+        os.dup2(file, stream)
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             gc.freeze()  # what lives is kept: imports and caches, which take long to walk
-            call = line.recv()
-            try:
-                result = function(*call)
-            except _ON_PURPOSE as error:
-                result = FailedError(str(error) or type(error).__name__)
-            line.send(result)
+            line.send(answer(line.recv()))
             gc.collect()  # models are cycles, and the parent may have switched this off
     os._exit(0)

@@ -2,7 +2,7 @@
 """One training of the small job on this rank: ours or stock TorchTitan's, in fp32 or its dtypes.
 
 The trainer is the job's own. Its batches, its first weights and what is kept of each step are
-verify's. Nothing of the job is patched; that fp32 stays fp32 is a torch function mode's doing.
+verify's. Nothing of the job is patched: a dispatch mode keeps fp32 what the model would cast.
 """
 
 import contextlib
@@ -31,8 +31,16 @@ from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fsdp.units import decoder_blocks, param_groups
+from titan_ext.parallelize.limits import value_of
 from titan_ext.plan.stand_ins import as_rank, as_stock
-from titan_ext.plan.verify.small import MICROBATCHES, STEPS, VOCABULARY, SmallJob, set_key
+from titan_ext.plan.verify.small import (
+    MICROBATCHES,
+    RESHARD,
+    STEPS,
+    VOCABULARY,
+    SmallJob,
+    set_key,
+)
 from titan_ext.run.trainer import Trainer
 
 LOSSY = {
@@ -87,6 +95,8 @@ class Arm:
             config.activation_checkpoint = self._checkpointing(policy)
         no_accelerator.adapt_config(config)
         if self.stock:
+            if isinstance(value_of(config, RESHARD), int):  # ours; Titan has three words
+                set_key(config, RESHARD, "default")
             as_stock(config)
         return config
 
@@ -100,7 +110,7 @@ class Arm:
 
 
 class KeepDtype(TorchDispatchMode):
-    """Leaves tensors in fp32 where a model asks for bfloat16 by name.
+    """Leaves tensors in fp32 where anything asks for bfloat16; the job's own dtypes see the rest.
 
     Titan's experts call ``Tensor.bfloat16`` (torchtitan/models/common/moe.py), whatever the job's
     dtype is. A torch function mode would see that call, but not the one of a recompute: torch takes
@@ -150,8 +160,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, positions and labels ``(L,)`` of one sample: packed documents, some tokens ignored.
 
-    As many tokens count as the number of the sample decides, so that no two ranks and microbatches
-    have equally many.
+    The number of the sample decides how many tokens count, so that ranks and microbatches have
+    unequally many.
     """
     length = job.samples.length
     generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + number)
@@ -266,15 +276,13 @@ class _Watched:
                     tensors[f"bias:{canonical_fqn(name)}"] = whole(buffer).clone()
         if keeps:
             torch.save(tensors, self.folder / f"step{step}_rank{dist.get_rank()}.pt")
-        self._audit()
 
-    def _audit(self) -> None:
+    def dtypes(self) -> dict[str, str]:
         """Dtypes of what is trained, and of what the optimizer keeps."""
-        self.kept["dtypes"] = {
-            "parameters": _dtypes(p for part in self.parts for p in part.parameters()),
-            "gradients": _dtypes(
-                p.grad for part in self.parts for p in part.parameters() if p.grad is not None
-            ),
+        params = [param for part in self.parts for param in part.parameters()]
+        return {
+            "parameters": _dtypes(params),
+            "gradients": _dtypes(p.grad for p in params if p.grad is not None),
             "optimizer": _dtypes(
                 value
                 for optimizer in cast(Any, self).optimizers
@@ -348,6 +356,7 @@ class RankOrder(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
+        assert not async_op
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         first, *others = received.chunk(dist.get_world_size(group))
@@ -368,8 +377,7 @@ def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
     """Train ``STEPS`` steps; the whole tensors of each are files in ``folder``.
 
     Returns:
-        What was seen beside them: losses and gradient norms by step, dtypes, parameters without a
-        gradient.
+        What was seen beside them: losses and gradient norms by step, checksums of tensors, dtypes.
     """
     no_accelerator.enable()
     kind: Any = StockTrainer if arm.stock else OurTrainer
@@ -396,4 +404,4 @@ def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
             trainer.step = step
             trainer.train_step(batches)
     assert trainer.gradient_accumulation_steps == MICROBATCHES
-    return seen
+    return seen | {"dtypes": trainer.dtypes()}

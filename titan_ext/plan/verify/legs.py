@@ -7,15 +7,17 @@ parallelize function on the same ranks, bit for bit.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.optim import MUON
+from titan_ext.parallelize.limits import value_of
 from titan_ext.plan.verify.arm import LOSSY, ROUNDS, Arm, run_arm
 from titan_ext.plan.verify.judge import (
     Verdict,
@@ -30,7 +32,7 @@ from titan_ext.plan.verify.judge import (
 )
 from titan_ext.plan.verify.ranks import Processes
 from titan_ext.plan.verify.reference import Reference
-from titan_ext.plan.verify.small import STEPS, SmallJob, value_of
+from titan_ext.plan.verify.small import STEPS, SmallJob
 
 _DRAWS = 3
 """Weights and tokens are drawn again where a near-tie of experts may explain a difference."""
@@ -52,6 +54,13 @@ _WITHOUT: dict[str, Any] = {
 """Keys of which a fault may be, and their values without a feature."""
 
 
+class Trained(NamedTuple):
+    """The folder with an arm's tensors, and what its last rank saw: that one has the losses."""
+
+    folder: Path
+    seen: dict[str, Any]
+
+
 @dataclass
 class Legs:
     """Ranks and a judge for one small job. A ``with`` starts and ends their processes.
@@ -64,7 +73,7 @@ class Legs:
     job: SmallJob
     folder: Path
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _count: int = 0
+    _trained: dict[str, Trained] = field(default_factory=dict)
 
     def __enter__(self) -> "Legs":
         judge = functools.partial(_judge, self.job)
@@ -73,27 +82,19 @@ class Legs:
         self._judge = self._stack.enter_context(Processes(1, judge, self.folder / "judge"))
         world = self.job.layout.world
         self._ranks = self._stack.enter_context(
-            Processes(world, self._serve(), self.folder / "ranks")
+            Processes(world, functools.partial(_train, self.job), self.folder / "ranks")
         )
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
-    def _serve(self) -> Callable[[int, Any], Any]:
-        """The function that ranks serve calls with; tests plant faults around it."""
-        return functools.partial(_train, self.job)
-
-    def _call(self, arm: Arm, folder: Path) -> Any:
-        return arm, folder
-
     def axes(self, **choices: Any) -> Verdict:
         """Hold an arm in fp32 against one process; ``choices`` are fields of ``Arm``."""
         verdict = Verdict()
         for seed in range(_DRAWS):
             arm = Arm(fp32=True, exact=True, seed=seed, **choices)
-            folder, seen = self._run(arm)
-            (verdict,) = self._judge.call(("axes", arm, folder, seen))
+            (verdict,) = self._judge.call(("axes", arm, *self._run(arm)))
             if verdict.is_right or not verdict.may_be_a_tie:
                 break
         if seed:
@@ -110,27 +111,27 @@ class Legs:
         rounding, lossy = rounding_keys(config), lossy_keys(config)
         neutral = tuple((key, ROUNDS[key]) for key in rounding)
         own = Arm(fp32=False, **choices)
-        plain = replace(
-            own, changes=(*own.changes, *neutral), table=not (rounding or lossy or own.changes)
-        )
-        exact, seen = self._run(plain)
-        stock, _ = self._run(Arm(fp32=False, stock=True))
-        calls: list[Any] = [("equal", exact, stock)]
+        with_table = not (rounding or lossy or own.changes)
+        exact = self._run(replace(own, changes=(*own.changes, *neutral), table=with_table))
+        stock = self._run(Arm(fp32=False, stock=True))
+        ours = [exact]
+        calls: list[Any] = [("equal", exact.folder, stock.folder)]
         if rounding:
-            exact, _ = self._run(replace(own, table=False))
-            right, _ = self._run(Arm(stock=True))
-            calls.append(("rounding", exact, stock, right))
-        has_table = not plain.table and value_of(config, "activation_checkpoint.op_policies")
+            exact, right = self._run(replace(own, table=False)), self._run(Arm(stock=True))
+            ours.append(exact)
+            calls.append(("rounding", exact.folder, stock.folder, right.folder))
+        has_table = not with_table and value_of(config, "activation_checkpoint.op_policies")
         if lossy or has_table:
-            whole, seen = self._run(replace(own, exact=False))
+            whole = self._run(replace(own, exact=False))
+            ours.append(whole)
             if lossy:
-                calls.append(("lossy", whole, exact))
+                calls.append(("lossy", whole.folder, exact.folder))
             if has_table and "activation_checkpoint.policy" not in lossy:
-                without, _ = self._run(replace(own, exact=False, table=False))
-                calls.append(("equal", whole, without))
+                without = self._run(replace(own, exact=False, table=False))
+                calls.append(("equal", whole.folder, without.folder))
         (verdict,) = self._judge.call(("keys", calls))
-        verdict.note_apart(seen["apart"])
-        dtypes = ", ".join(f"{name} {dtype}" for name, dtype in seen["dtypes"].items())
+        verdict.note_apart([name for arm in ours for name in arm.seen["apart"]])
+        dtypes = ", ".join(f"{name} {dtype}" for name, dtype in ours[-1].seen["dtypes"].items())
         verdict.notes.append(f"{'dtypes':10}{dtypes}")
         return verdict
 
@@ -140,13 +141,15 @@ class Legs:
             if value_of(self.job.config, key) not in (None, value):
                 yield key, value
 
-    def _run(self, arm: Arm) -> tuple[Path, dict[str, Any]]:
-        """Train an arm; the folder of its tensors, and what the last rank saw: it has losses."""
-        self._count += 1
-        folder = self.folder / f"arm{self._count}"
-        folder.mkdir()
-        seen = self._ranks.call(self._call(arm, folder))
-        return folder, seen[-1] | {"apart": apart([each["digests"] for each in seen])}
+    def _run(self, arm: Arm) -> Trained:
+        """Train an arm, unless that has been done."""
+        if (done := self._trained.get(repr(arm))) is not None:
+            return done
+        folder = Path(tempfile.mkdtemp(prefix="arm_", dir=self.folder))
+        seen = self._ranks.call((arm, folder))
+        of_last = seen[-1] | {"apart": apart([each["digests"] for each in seen])}
+        self._trained[repr(arm)] = done = Trained(folder, of_last)
+        return done
 
 
 def apart(digests: Sequence[Mapping[str, int]]) -> list[str]:

@@ -7,18 +7,20 @@ The meshes of a layout are made once, so all arms of one set of ranks have the s
 """
 
 import contextlib
+import functools
 import gc
-import multiprocessing
 import os
 import secrets
-import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from titan_ext.plan.forks import start_fork
 
 _PORTS = range(12_000, 32_000)  # below those that Linux gives to whoever connects
 _PATIENCE_S = 600.0
@@ -40,26 +42,26 @@ class Processes:
 
     def __init__(self, count: int, serve: Callable[[int, Any], Any], folder: Path) -> None:
         self.folder = folder
-        port = _free_port()
-        context = multiprocessing.get_context("fork")
-        self._lines: list[Connection] = []
-        self._processes = []
+        self._forks: list[tuple[BaseProcess, Connection]] = []
+        names = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(count):
-            line, theirs = context.Pipe()
-            arguments = rank, count, port, serve, theirs, [*self._lines, line], self._log(rank)
-            process = context.Process(target=_loop, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._lines.append(line)
-            self._processes.append(process)
+            environment = {
+                k: str(v) for k, v in {**names, "RANK": rank, "LOCAL_RANK": rank}.items()
+            }
+            answer = functools.partial(_answer, serve, rank, environment)
+            self._forks.append(start_fork(answer, self._lines, self._log(rank)))
+
+    @property
+    def _lines(self) -> list[Connection]:
+        return [line for _, line in self._forks]
 
     def __enter__(self) -> "Processes":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self._processes:
+        for process, _ in self._forks:
             process.kill()
-        for process, line in zip(self._processes, self._lines, strict=True):
+        for process, line in self._forks:
             process.join()
             line.close()
 
@@ -100,44 +102,23 @@ class Processes:
         return f"; its log ends with: {lines[-1]}" if lines else "; is the machine out of memory?"
 
 
-def _loop(
-    rank: int,
-    count: int,
-    port: int,
-    serve: Callable[[int, Any], Any],
-    line: Connection,
-    others: list[Connection],
-    log: Path,
-) -> None:
-    for other in others:
-        other.close()  # or the end of the parent would not end this
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    gc.freeze()  # imports, which take long to walk
-    gc.enable()
-    for call in _calls(line):
-        try:
-            result = True, serve(rank, call)
-        except BaseException as error:
-            traceback.print_exc()
-            result = False, f"{type(error).__name__}: {error}"
-        line.send(result)
-        gc.collect()  # models are cycles
-    os._exit(0)  # without an interpreter's shutdown, which waits for gloo's threads
+def _answer(
+    serve: Callable[[int, Any], Any], rank: int, environment: dict[str, str], call: Any
+) -> tuple[bool, Any]:
+    os.environ.update(environment)
+    gc.enable()  # the parent has switched it off
+    try:
+        return True, serve(rank, call)
+    except BaseException as error:
+        traceback.print_exc()
+        return False, f"{type(error).__name__}: {error}"
 
 
-def _calls(line: Connection) -> Iterator[Any]:
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        while True:
-            yield line.recv()
+def free_port() -> int:
+    """A port that is free, and not of those that the kernel gives to whoever connects next.
 
-
-def _free_port() -> int:
+    It is bound seconds later, by a process that starts first.
+    """
     while True:
         port = secrets.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -3,12 +3,13 @@
 
 A fault of a layout shows in two blocks as in sixty, and in eight ranks as in 4,096, as long as the
 small job has every kind of block, every axis of the mesh, and the decisions of the large one. So
-layers go, widths and vocabularies shrink, and degrees become 2 or 4. ``differences`` says what
+layers go, widths and vocabularies shrink, and degrees become 2, 4 or 8. ``differences`` says what
 "auto" means otherwise in the small job: then nothing is verified.
 """
 
 import copy
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
+from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan import batch
+from titan_ext.parallelize.limits import value_of
 from titan_ext.parallelize.recipe import Recipe, resolve
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer
@@ -32,7 +35,9 @@ VOCABULARY = 256
 MICROBATCHES = 3
 STEPS = 2
 _SEQ_LEN = 64
-_WORLD = 8
+_WORLD, _MOST_RANKS = 8, 16
+"""Processes that it takes willingly, and where a job has axes that need more."""
+_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 _EXPERTS = 4
 """Experts that remain, for each that a token goes to."""
 _PER_KIND = 2
@@ -45,24 +50,15 @@ _WIDTHS += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Fields of Titan's model configs that are widths. All are divided by one factor, and numbers of
 heads stay, so that sums and products of widths stay right."""
 _LAYER = re.compile(r"(^|\.)layers\.([^.:]+)")
+RESHARD, _GROUPS = "parallelism.fsdp_reshard_after_forward", "parallelism.fsdp_reshard_groups"
 _TABLES = (
-    ("parallelism", "fsdp_reshard_groups"),
-    ("parallelism", "fsdp_replicate"),
-    ("parallelism", "fsdp_quantize_frozen"),
-    ("activation_checkpoint", "op_policies"),
-    ("activation_checkpoint", "exempt"),
+    _GROUPS,
+    "parallelism.fsdp_replicate",
+    "parallelism.fsdp_quantize_frozen",
+    "activation_checkpoint.op_policies",
+    "activation_checkpoint.exempt",
 )
 """Keys with patterns for names of modules, in which layers have numbers."""
-
-
-_RESHARD, _GROUPS = "parallelism.fsdp_reshard_after_forward", "parallelism.fsdp_reshard_groups"
-
-
-def value_of(config: Any, key: str) -> Any:
-    """The value of a dotted key; None where the section does not have it."""
-    for name in key.split("."):
-        config = getattr(config, name, None)
-    return config
 
 
 def set_key(config: Any, key: str, value: Any) -> None:
@@ -106,10 +102,17 @@ class Layout:
         """Ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def relations(self) -> tuple[Any, ...]:
+        """The axes that there are, and how the experts' degree stands to the others."""
+        has = [getattr(self, axis) > 1 for axis in (*_AXES, "ep")]
+        both = self.ep > 1 and self.tp > 1
+        beside_tp = (self.ep > self.tp) - (self.ep < self.tp) if both else 0
+        return *has, beside_tp, self.ep == self.shards
+
     def dims(self, backend: Any) -> ParallelDims:
         """The degrees as Titan's object, without meshes."""
-        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-        sizes: Any = {name: getattr(self, name) for name in names}
+        sizes: Any = {axis: getattr(self, axis) for axis in (*_AXES, "ep")}
         return ParallelDims(**sizes, world_size=self.world, spmd_backend=backend)
 
     def __str__(self) -> str:
@@ -117,7 +120,7 @@ class Layout:
         parts = [f"{x} {getattr(self, n)}" for n, x in names.items() if getattr(self, n) > 1]
         if self.ep > 1:
             parts.append(f"EP {self.ep} x EDP {self.shards // self.ep}")
-        return ", ".join([f"{self.world} ranks", *parts])
+        return ", ".join([f"{self.world} rank{'s' * (self.world > 1)}", *parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +128,8 @@ class SmallJob:
     """A small copy of a job, as ``make_small`` makes it.
 
     Attributes:
-        config: The small trainer's config. ``config_of`` makes the one of a run of it.
+        config: The small trainer's config. ``Arm.config_of`` makes the one of a run of it.
         layout, large_layout: Degrees of the small job, and of the job itself.
-        layers: The job's layers that remain, by number.
         samples: Its sequences.
         decisions: Those of the job itself, by key (``decisions``).
         summary: What shrank, in words.
@@ -137,7 +139,6 @@ class SmallJob:
     config: Any
     layout: Layout
     large_layout: Layout
-    layers: tuple[int, ...]
     samples: batch.Samples
     decisions: Mapping[str, str]
     summary: str
@@ -158,27 +159,34 @@ def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
 
 
 def small_layout(large: Layout) -> Layout:
-    """Degrees of 1, 2 and 4 that stand in the same relations as those of ``large``.
+    """Degrees of 1, 2, 4 and 8 that stand in the same relations as those of ``large``.
 
-    The experts' degree is 4 where it can be, other degrees 2, so that a degree taken for another
-    one shows. What shards the experts beside expert parallelism (EDP) stays an axis.
+    No axis of the job is lost, and expert parallelism stays below, equal to or above tensor
+    parallelism. What shards the experts beside it (EDP) stays an axis. Its degree is 4 where it can
+    be, so that a degree taken for another one shows.
+
+    Raises:
+        ValueError: if that takes more ranks than a laptop has room for.
     """
-    two = {name: min(getattr(large, name), 2) for name in ("dp_replicate", "cp", "tp", "pp")}
-    if 1 < large.ep < large.tp:
-        two["tp"] = 4  # and the experts' degree stays below it
-    inner = two["cp"] * two["tp"]
-    room = max(_WORLD // (inner * two["dp_replicate"] * two["pp"]), 1)
-    dp_shard, ep = min(large.dp_shard, room), 1
-    if large.ep == 1:
-        dp_shard = min(dp_shard, 4)
-    elif large.ep == large.shards:  # no EDP
-        dp_shard = min(dp_shard, max(4 // inner, 2 if large.dp_shard > 1 else 1))
-        ep = dp_shard * inner
-    elif 1 < large.ep <= large.tp:
-        ep = 2
-    else:
-        ep = min(dp_shard * inner // 2, 4)
-    small = Layout(**two, dp_shard=dp_shard, ep=ep, nodes=large.nodes)
+    sizes = [[size for size in (1, 2, 4, 8) if size <= getattr(large, axis)] for axis in _AXES]
+    found = []
+    for degrees in itertools.product(*sizes):
+        shards = math.prod(degrees[1:4])
+        for ep in (size for size in (1, 2, 4, 8) if size <= large.ep and shards % size == 0):
+            small = Layout(**dict(zip(_AXES, degrees, strict=True)), ep=ep, nodes=large.nodes)
+            if small.relations == large.relations:
+                found.append(small)
+    least = min(found, key=lambda small: small.world)
+    if least.world > _MOST_RANKS:
+        raise ValueError(f"all axes of {large} need {least.world} processes here: {least}.")
+    room = max(least.world, _WORLD)
+    in_room = [small for small in found if small.world <= room]
+
+    def preference(small: Layout) -> tuple[Any, ...]:
+        """Experts over four ranks, or without them shards, on as few ranks as that takes."""
+        return small.ep not in (1, 4), small.ep == 1 and small.dp_shard != 4, small.world
+
+    small = min(in_room, key=preference)
     return replace(small, nodes=_small_nodes(large, small))
 
 
@@ -199,7 +207,12 @@ def why_not(config: Any) -> str:
     model, keys = config.model_spec.model, config.parallelism
     if keys.context_parallel_degree > 1:
         return "context parallelism needs FlexAttention, whose kernels a CPU does not have."
-    if has_quantization(config.model_spec.model):
+    if compiles_model(config.compile):
+        return (
+            "compile.enable is true: compiled kernels are not verified, and a compiled job decides "
+            "otherwise. Expected --compile.no-enable, which verifies the job without it."
+        )
+    if has_quantization(model):
         return "linears or experts in fewer bits (a converter) differ from one process by design."
     if getattr(model, "vision_encoder", None) is not None:
         return "a model with a vision encoder needs images."
@@ -234,7 +247,6 @@ def make_small(config: Any, large: Layout) -> SmallJob:
         config=small,
         layout=layout,
         large_layout=large,
-        layers=kept,
         samples=samples,
         decisions=decisions(config, large),
         summary=", ".join(said),
@@ -244,7 +256,7 @@ def make_small(config: Any, large: Layout) -> SmallJob:
 
 def _kept_layers(config: Any) -> tuple[int, ...]:
     """Numbers of the layers that remain: the first two of each kind and set of patterns."""
-    patterns = [pattern for *_, names in _patterns(config) for pattern in names]
+    patterns = [pattern for key in _TABLES for pattern in value_of(config, key) or ()]
 
     def kind(index: int, layer: Any) -> str:
         matched = [fnmatch(str(index), part) for p in patterns for _, part in _LAYER.findall(p)]
@@ -268,21 +280,15 @@ def _is_looped(config: Any) -> bool:
     return any(word in schedule for word in ("interleaved", "looped", "zbv", "dualpipev"))
 
 
-def _patterns(config: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Section, key and value of each key that has patterns for names."""
-    for section, key in _TABLES:
-        if value := getattr(getattr(config, section), key, None):
-            yield getattr(config, section), key, value
-
-
 def _rename_layers(config: Any, kept: Sequence[int]) -> None:
     """Give numbers of layers in patterns the places that those layers have now."""
-    for section, key, value in list(_patterns(config)):
+    for key in _TABLES:
+        value = value_of(config, key) or ()
         if isinstance(value, Mapping):
             items = {new: v for name, v in value.items() for new in _renamed(name, kept)}
-            setattr(section, key, items)
-        else:
-            setattr(section, key, [new for name in value for new in _renamed(name, kept)])
+            set_key(config, key, items)
+        elif value:
+            set_key(config, key, [new for name in value for new in _renamed(name, kept)])
 
 
 def _renamed(pattern: str, kept: Sequence[int]) -> list[str]:
@@ -397,8 +403,8 @@ def _set_degrees(config: Any, layout: Layout) -> None:
     keys.pipeline_parallel_degree = layout.pp
     keys.expert_parallel_degree = layout.ep
     half = max(layout.dp_shard // 2, 1)  # of the shards, where a key says a number of ranks
-    if isinstance(value_of(config, _RESHARD), int):
-        set_key(config, _RESHARD, half)
+    if isinstance(value_of(config, RESHARD), int):
+        set_key(config, RESHARD, half)
     groups = value_of(config, _GROUPS) or {}
     numbers = {name: half for name, when in groups.items() if isinstance(when, int)}
     set_key(config, _GROUPS, groups | numbers)
@@ -428,7 +434,6 @@ def _silence(config: Any) -> None:
     config.validator = replace(config.validator, enable=False)
     config.debug = replace(config.debug, print_config=False, save_config_file=None, seed=42)
     config.debug.enable_structured_logging = False
-    config.profiler = copy.deepcopy(config.profiler)
     config.dataloader, config.tokenizer = NoDataLoader.Config(), NoTokenizer.Config()
     config.hf_assets_path = "."
     config.compile = replace(config.compile, enable=False)
