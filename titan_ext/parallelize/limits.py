@@ -54,7 +54,7 @@ class _Limit(NamedTuple):
 
 _FROM_ONE = _Limit("1 or more", lambda value: value >= 1 and value % 1 == 0)
 _OR_AUTO = _Limit("1 or more, or -1", lambda value: value == -1 or _FROM_ONE.holds(value))
-_FROM_ZERO = _Limit("0 or more", lambda value: value >= 0)
+_FROM_ZERO = _Limit("0 or more", lambda value: value >= 0 and value % 1 == 0)
 _FINITE = _Limit("0 or more, and finite", lambda value: 0 <= value < math.inf)
 _SHARE = _Limit("0 to 1", lambda value: 0 <= value <= 1)
 _BETAS = _Limit(
@@ -70,7 +70,9 @@ _DEGREES = (
 _EXPERT = "expert_parallel_degree"
 _SHARD = "data_parallel_shard_degree"
 _LIMITS = {
-    "dump_folder": _Limit("the name of a folder", bool),
+    "dump_folder": _Limit(
+        "the name of a folder", lambda value: isinstance(value, str) and value != ""
+    ),
     **{
         f"{section}.{key}": _OR_AUTO if or_auto else _FROM_ONE
         for section, keys in BATCH_KEYS.items()
@@ -89,7 +91,7 @@ _LIMITS = {
     "lr_scheduler.min_lr_factor": _SHARE,
     "checkpoint.interval": _FROM_ONE,
     "checkpoint.keep_latest_k": _FROM_ZERO,
-    "checkpoint.verify_checksums_up_to_gib": _FROM_ZERO,
+    "checkpoint.verify_checksums_up_to_gib": _Limit("0 or more", lambda value: value >= 0),
     "metrics.log_freq": _FROM_ONE,
     "validator.freq": _FROM_ONE,
     "comm.init_timeout_seconds": _FROM_ONE,
