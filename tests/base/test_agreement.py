@@ -2,7 +2,8 @@
 
 import os
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -101,6 +102,19 @@ def test_description_has_versions_and_no_addresses():
     assert description["training.seq_len"] == "2048"
     assert not any("0x" in value for value in description.values())
     assert description == describe(extend_config(titan_config("qwen3")))
+
+
+class _Span(NamedTuple):
+    first: int
+    last: int
+
+
+def test_a_named_tuple_and_an_empty_list_of_a_users_config_are_described():
+    config: Any = SimpleNamespace(to_dict=lambda: {"span": _Span(2, 5), "converters": [{}]})
+    description = describe(config)
+    assert description["span"] == "_Span(first=2, last=5)"
+    config.to_dict = lambda: {"span": _Span(2, 5), "converters": []}
+    assert describe(config) != description
 
 
 def _train(odd_rank: int) -> None:

@@ -187,12 +187,17 @@ class RanksAgree(RunCheck):
 def describe(config: Trainer.Config) -> dict[str, str]:
     """Facts that must be equal on every rank: package versions and config values, by dotted key."""
     description = {f"version of {name}": version for name, version in versions().items()}
-    values: Any = tree_flatten_with_path(config.to_dict())[0]
+    values: Any = tree_flatten_with_path(config.to_dict(), is_leaf=_is_whole)[0]
     for path, value in values:
         key = ".".join(str(at.key if isinstance(at, MappingKey) else at.idx) for at in path)
         # A function is shown with its address, which differs from process to process.
         description[key] = _ADDRESS.sub("", str(value))
     return description
+
+
+def _is_whole(value: Any) -> bool:
+    """True for a value that is compared as one: an empty list, too, and a named tuple."""
+    return type(value) not in (dict, list, tuple) or not value
 
 
 def ranks_differ(classes: list[tuple[str, list[int]]]) -> str:
