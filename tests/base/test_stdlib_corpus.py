@@ -50,6 +50,7 @@ def test_two_containers_on_one_disk_do_not_meet(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(stdlib_corpus, "_stdlib_pieces", lambda: iter(rows))
     other = tmp_path / f"corpus.{os.getpid()}"
     (other / "tokenizer").mkdir(parents=True)
+    (tmp_path / "corpus").mkdir()  # an empty folder is no corpus
     assert _content(make_corpus(tmp_path / "corpus"))[0] == [rows[0]["text"]]
     assert (other / "tokenizer").is_dir()
 

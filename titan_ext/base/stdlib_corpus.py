@@ -66,7 +66,7 @@ def make_corpus(folder: Path | None = None) -> Path:
     finish moves it into place, with ``dataset/`` and ``tokenizer/``.
     """
     folder = folder or default_folder()
-    if folder.exists():
+    if (folder / "dataset").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Containers that share a disk may have the same process ids, and even host names.
@@ -79,7 +79,7 @@ def make_corpus(folder: Path | None = None) -> Path:
     try:
         staging.rename(folder)
     except OSError:
-        if not folder.exists():
+        if not (folder / "dataset").exists():
             raise
         shutil.rmtree(staging)  # another process was first, with the same content
     return folder
