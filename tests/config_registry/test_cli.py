@@ -17,7 +17,7 @@ from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.convert import leaves
 from titan_ext.toml.files import find, shipped_configs
 
-COMMANDS = ("show", "dry-run", "tune", "peft", "check")
+COMMANDS = ("show", "dry-run", "tune", "verify", "peft", "check")
 ROOT = Path(__file__).parents[2]
 RICH = (
     DEBUG
