@@ -326,7 +326,14 @@ def _price(values: Mapping[str, Any], keys: Mapping[str, Any], solved: Any = _SO
     return Plan(MemoryPlan(60 * GIB + CONTEXT, peak, [peak], 0, frozenset()), time)
 
 
-def _search(changed: Mapping[str, Any] | None = None, *, exact: bool = False) -> Search:
+def _search(
+    changed: Mapping[str, Any] | None = None,
+    *,
+    exact: bool = False,
+    depths: Depths | None = None,
+    whole: FailedError | None = None,
+) -> Search:
+    """``whole`` is what comes of a whole model, if not its plan."""
     values = with_defaults(_VALUES) | dict(changed or {})
     job = Job(
         make=lambda keys: None,
@@ -335,10 +342,13 @@ def _search(changed: Mapping[str, Any] | None = None, *, exact: bool = False) ->
         memory=60 * GIB,
         machine="h100",
         exact=exact,
+        depths=depths,
     )
 
     def plan(keys: Mapping[str, Any], room: int | None, at_most: float, is_whole: bool) -> Any:
         found = _price(values, keys)
+        if is_whole and whole is not None:
+            return whole
         if room is None or isinstance(found, FailedError):
             return found
         local = {**values, **keys}[LOCAL]
@@ -403,6 +413,14 @@ def test_what_does_not_fit_is_made_to(tmp_path: Path):
     assert not search.own.fits
     assert search.best.fits
     assert any("does not fit" in line for line in tuned.table(search))
+
+
+def test_a_config_that_does_not_start_as_a_whole_model_is_refused_with_its_reason():
+    """A shortened one reads no checkpoint."""
+    depths = _depths("m" * 48)
+    assert _search(depths=depths).own.plan is not None
+    with pytest.raises(ValueError, match="of another model"):
+        _search(depths=depths, whole=FailedError("the checkpoint is of another model"))
 
 
 def _planned(room: int, at_most: float = float("inf"), spare: int = 20 * GIB) -> list[float]:

@@ -500,6 +500,8 @@ class Search:
         self.say("whole models")
         found = self.evaluate([self.best.choices], _near(self.best), is_whole=True)
         (self.own,) = self.evaluate([{}], None, is_whole=True)
+        if self.own.plan is None:  # a shortened model reads no checkpoint, and needs less memory
+            raise ValueError(self.own.reason)
         self.winner = min([*found, self.own], key=lambda one: one.order)
 
 
