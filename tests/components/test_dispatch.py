@@ -183,6 +183,17 @@ def _moe_layer(overlaps: bool, checkpoints: bool) -> dict[str, Any]:
     return result
 
 
+def test_a_dispatcher_of_the_users_keeps_its_own_shared_experts():
+    spec = titan_config("deepseek_v3").model_spec
+    assert spec is not None
+    layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
+    dispatcher, own = layer.routed_experts.token_dispatcher, object()
+    dispatcher.shared_experts = own
+    overlap_shared_experts(layer)
+    assert dispatcher.shared_experts is own
+    assert layer.shared_experts._compiled_call_impl is None
+
+
 def _between(names: list[str]) -> list[int]:
     """GEMMs between each all-to-all and a wait that follows them."""
     exchanges = " ".join(names).split("all_to_all_single")[1:]

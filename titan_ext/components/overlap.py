@@ -384,7 +384,8 @@ def overlap_shared_experts(model: nn.Module) -> None:
         if not isinstance(layer, MoE) or type(layer).forward is not MoE.forward:
             continue
         dispatcher: Any = layer.routed_experts.token_dispatcher
-        if hasattr(dispatcher, "shared_experts") and layer.shared_experts:
+        # Ours, by an attribute of its own: one of the user's may have shared experts, too.
+        if hasattr(dispatcher, "counts_group") and layer.shared_experts:
             dispatcher.shared_experts = _SharedExperts(layer)
 
 
