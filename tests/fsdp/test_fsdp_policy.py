@@ -1,5 +1,6 @@
 """Reshard and prefetch settings: what is decided for each unit, and what the collectives show."""
 
+import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,22 @@ def test_a_unit_that_stays_gathered_keeps_the_norm_with_the_head():
     assert _plan(reshard_groups={"head": 2}).units[-1].module_names == ("norm", "lm_head")
     apart = _plan(reshard_groups={"embedding": "never", "head": "never"})
     assert [unit.module_names for unit in apart.units[-2:]] == [("norm",), ("lm_head",)]
+
+
+def _wrapped(forward: Any) -> Any:
+    return functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_forward_of_the_users_keeps_the_norm_with_the_head(
+    wraps: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also one that goes by the name of TorchTitan's."""
+    assert _plan().units[-1].module_names == ("lm_head",)
+    mine: Any = lambda *args, **kwargs: None  # noqa: E731
+    mine = _wrapped(DeepSeekV3Model.forward) if wraps else mine
+    monkeypatch.setattr(DeepSeekV3Model, "forward", mine)
+    assert _plan().units[-1].module_names == ("norm", "lm_head")
 
 
 def test_tied_weights_are_the_head():

@@ -233,8 +233,10 @@ def with_norm_apart(units: Sequence[Unit]) -> list[Unit]:
 
 def has_titans_forward(model: nn.Module) -> bool:
     """True if the class of ``model`` has a forward of TorchTitan's."""
-    # Not the instance's, which ``Module.parallelize`` wraps (torchtitan/protocols/module.py).
-    return type(model).forward.__module__.startswith("torchtitan.models.")
+    # Not the instance's, which ``Module.parallelize`` wraps (torchtitan/protocols/module.py). By
+    # its globals: functools.wraps gives a user's wrapper of it the name of Titan's module.
+    inside = getattr(type(model).forward, "__globals__", {})
+    return inside.get("__name__", "").startswith("torchtitan.models.")
 
 
 def splits_blocks(units: Sequence[Unit]) -> bool:
