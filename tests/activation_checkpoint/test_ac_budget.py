@@ -16,7 +16,7 @@ from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import BlockRun, Layout
 from tests.helpers.cluster import run_ranks
 from tests.helpers.fp8_activations import debug_model, tokens
-from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint import FP8AC, solver
 from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Node, trace
 from titan_ext.activation_checkpoint.op_rules import OpLocation, OpPolicy, parse_rules
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
@@ -347,6 +347,19 @@ def test_a_budget_that_cannot_be_met(block):
         BudgetTooSmallError, match=r"100\.0 KiB .* the least possible is \d+\.\d KiB"
     ):
         solve(block.kinds, 100 * KIB)
+
+
+def test_a_solver_that_runs_out_of_time_calls_no_budget_too_small(monkeypatch):
+    kinds = [BlockKind(BlockGraph(_some_nodes(1, count=200), (), 0))]
+    with pytest.raises(BudgetTooSmallError) as error:
+        solve(kinds, 0)
+    budget = 2 * error.value.least
+    assert solve(kinds, budget).nbytes <= budget
+    monkeypatch.setattr(solver, "_TIME_LIMIT_S", 0.0)
+    why = r"stopped before .* Time limit reached.* not prove"
+    with pytest.raises(ValueError, match=why) as late:
+        solve(kinds, budget)
+    assert not isinstance(late.value, BudgetTooSmallError)
 
 
 def test_a_table_of_other_blocks_is_said(block, caplog):

@@ -44,6 +44,8 @@ _A_RULE_US = 1e-3
 _GAP = 1e-4
 # Not measured: a solve takes seconds (docs/fp8_ac.md).
 _TIME_LIMIT_S = 60.0
+_INFEASIBLE = 2
+"""SciPy's ``status`` of a proof that there is no solution."""
 
 
 class BudgetTooSmallError(ValueError):
@@ -115,6 +117,7 @@ def solve(
 
     Raises:
         BudgetTooSmallError: if nothing holds so little.
+        ValueError: if the solver stops before it knows.
     """
     program = _Program(
         kinds,
@@ -248,7 +251,10 @@ class _Program:
                     self._row(terms, 0, 0)
 
     def minimum(self, budget: int | None) -> list[list[OpPolicy]] | None:
-        """None if there is no solution; without ``budget`` the one with the fewest bytes."""
+        """None if there is no solution; without ``budget`` the one with the fewest bytes.
+
+        Raises ValueError if the solver stops without a solution and without a proof.
+        """
         # Here, since a run imports this file for the key: SciPy takes each rank 0.2 s.
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
@@ -271,8 +277,15 @@ class _Program:
                 constraints=LinearConstraint(matrix, low, high),
                 options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": _GAP},
             )
-        if found.x is None:
+        if found.status == _INFEASIBLE:
             return None
+        if found.x is None:
+            wanted = "the fewest bytes" if budget is None else format_bytes(budget)
+            raise ValueError(
+                f"activation_checkpoint: the solver stopped before it found policies for {wanted}: "
+                f"{found.message} It did not prove that there are none. Expected another budget, "
+                "or op_policies of your own."
+            )
         return [
             [max(columns, key=lambda policy: found.x[columns[policy]]) for columns in policies]
             for policies in self._policies
