@@ -191,6 +191,25 @@ def test_what_came_back_is_used_again_until_it_is_written_to_or_another_block_ru
     assert kept.copy.state == "away"
 
 
+def test_a_region_that_is_freed_while_another_is_taken_is_no_part_of_it():
+    slab: Any = host._Slab(4096, pinned=False)
+    slab.take(256)
+    memory, views = slab._memory, []
+
+    class Collecting:
+        def __getitem__(self, part: slice) -> torch.Tensor:
+            slab.give_back()  # as garbage does that is collected now
+            views.append(part)
+            return memory[part]
+
+    slab._memory = Collecting()
+    slab.take(512)
+    slab._memory = memory
+    assert slab.end >= views[0].stop
+    slab.give_back()
+    assert slab.regions == slab.end == 0
+
+
 def test_the_limit(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     small = HostMemory(torch.device("cpu"))
     monkeypatch.setattr(host, "host_memory", lambda device: small)

@@ -78,10 +78,10 @@ class _Slab:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Bytes to use until ``give_back``."""
-        region = self._memory[self.end : self.end + nbytes]
-        self.end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        # First: to make a view may collect garbage, and the last other region with it.
         self.regions += 1
-        return region
+        start, self.end = self.end, self.end + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return self._memory[start : start + nbytes]
 
     def give_back(self) -> None:
         self.regions -= 1
