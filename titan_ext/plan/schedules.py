@@ -74,16 +74,18 @@ def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
         for place, action in enumerate(order)
         if action.kind != "W"
     }
+    last = max(action.stage for order in orders.values() for action in order)
     streams = Streams()
-    for rank, order in orders.items():
-        for kind, stage, microbatch in order:
-            # The first forward and the last stage's backward wait for nothing but their queue.
-            before = kind == "F", stage + (-1 if kind == "F" else 1), microbatch
-            streams.wait(rank, [places[before]] if before in places else [])
-            streams.add(rank, Work(cost[kind]))
     try:
+        for rank, order in orders.items():
+            for kind, stage, microbatch in order:
+                # The first forward and the last stage's backward wait for nothing but their queue.
+                if stage != (0 if kind == "F" else last):
+                    before = kind == "F", stage + (-1 if kind == "F" else 1), microbatch
+                    streams.wait(rank, [places[before]])
+                streams.add(rank, Work(cost[kind]))
         streams.run()
-    except AssertionError:
+    except (KeyError, AssertionError):  # for what nobody does, or for each other
         raise ValueError("the stages of this pipeline schedule wait for each other.") from None
     busiest = max(sum(cost[action.kind] for action in order) for order in orders.values())
     return max(works[-1].end or 0.0 for works in streams.queues.values()) / busiest - 1
