@@ -122,9 +122,9 @@ def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
 
 
 def prefetch_unplanned(modules: Sequence[nn.Module], *, gathers: bool) -> None:
-    """Prepare a group inside of a block that is not in the plan: FSDP2 would choose for it.
+    """Prepare a group that is in no unit of the plan: FSDP2 would choose what it prefetches.
 
-    Its backward prefetches nothing. If it ``gathers``, it does so in a recompute as those that are.
+    Its backward prefetches nothing. If it ``gathers``, it does so in a recompute as units do.
     """
     for module in modules:
         if isinstance(module, FSDPModule):  # not one inside of another
