@@ -21,10 +21,10 @@ from tests.helpers.cluster import RankError, run_ranks
 from tests.helpers.training import Run, Runs, degrees, make_config, observed, titan_config, train
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.op_cost import Nodes
-from titan_ext.components import exchange
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.components.exchange_policy import ranks_of_token, resolve_exchanges
 from titan_ext.components.rows import exchange_once, hops_across_nodes
+from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher
 from titan_ext.run.trainer import extend_config
@@ -95,9 +95,6 @@ def _layer(
     With ``rows`` "node" the ranks are two nodes. With ``float8`` "lossless" rows travel packed as
     those in float8 do, by a codec that changes nothing.
     """
-    if float8 == "lossless":
-        exchange.pack = lambda x_TD: x_TD.contiguous().view(torch.uint8)
-        exchange.unpack = lambda packed_RW, width, dtype: packed_RW.view(dtype)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
@@ -120,7 +117,8 @@ def _layer(
         parts = x_RD.split(counts_e.tolist())
         return torch.cat([torch.tanh(x @ w) for x, w in zip(parts, w_eDD, strict=True)])
 
-    with set_current_spmd_mesh(mesh), _Exchanges() as exchanges:
+    codec = Codec("exact" if float8 == "lossless" else "e4m3")
+    with set_current_spmd_mesh(mesh), use_codec(codec), _Exchanges() as exchanges:
         given = (x_TD, scores_TK, inputs.ids_TK, counts_E)
         if in_steps:  # as halves do
             turn = dispatcher.send(*given)

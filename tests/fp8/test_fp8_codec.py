@@ -516,3 +516,17 @@ def test_torchao_loses_the_block_of_a_nan():
     assert scales.view(torch.uint8).tolist()[0][0] == 255
     with pytest.raises(AssertionError, match="divisible"):
         to_mx(normal(1, 200), torch.float8_e4m3fn, 128, ScaleCalculationMode.RCEIL)
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES)
+def test_the_exact_codec_changes_nothing(dtype: torch.dtype):
+    """Not NaN, infinity or what is smaller than a scale, in rows of a larger tensor neither."""
+    values = torch.tensor([float("nan"), float("-inf"), 1e-40, -0.0, 3.0e38, 1 / 3, 7.0, 0.1])
+    for x in (values.to(dtype), values.view(4, 2).to(dtype).T, values[:0].to(dtype)):
+        stored = quantize(x, Codec("exact"))
+        before = x.clone()
+        x.add_(1)  # what is stored is a copy
+        back = dequantize(stored, Codec("exact"), dtype)
+        assert back.shape == x.shape
+        assert back.dtype == dtype
+        assert torch.equal(back.view(torch.uint8), before.contiguous().view(torch.uint8))

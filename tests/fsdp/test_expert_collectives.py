@@ -16,9 +16,9 @@ from torchtitan.models.common.moe import GroupedExperts
 from tests.helpers.cluster import run_ranks
 from tests.helpers.limits import check_parallelism
 from tests.helpers.training import Run, Runs, make_config, observed
-from titan_ext.fp8 import dequantize, quantize
+from titan_ext.fp8 import Codec, dequantize, quantize
 from titan_ext.fsdp.collectives import BFloat16ReduceScatter, Float8AllGather
-from titan_ext.fsdp.plan import WIRE_CODEC, ShardSizes, plan_of
+from titan_ext.fsdp.plan import ShardSizes, plan_of
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import ParallelismConfig
 
@@ -92,7 +92,7 @@ def test_a_rank_sums_what_every_rank_sends(ranks: int, numel: int):
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
-    return dequantize(quantize(x, WIRE_CODEC), WIRE_CODEC, x.dtype)
+    return dequantize(quantize(x, Codec()), Codec(), x.dtype)
 
 
 def _gathered_experts(run: Run, shard_dim: int, folder: Path) -> list[tuple[str, bool, float]]:

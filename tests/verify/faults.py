@@ -18,6 +18,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 
 from titan_ext.components import exchange
+from titan_ext.fp8 import saved_tensors
+from titan_ext.fsdp import collectives
 from titan_ext.fsdp.units import param_groups
 from titan_ext.plan.verify import arm
 
@@ -225,6 +227,34 @@ def lost_scores() -> Any:
     return patch(exchange.AddUp, "backward", staticmethod(backward))
 
 
+def _one_off(values: torch.Tensor) -> torch.Tensor:
+    values = values.clone()
+    if values.is_floating_point() and values.dim() and len(values):
+        values[-1] *= 1.01
+    return values
+
+
+@contextlib.contextmanager
+def gathered_wrong() -> Iterator[None]:
+    real = collectives._decoded
+
+    def decoded(*arguments: Any) -> list[torch.Tensor]:
+        return [_one_off(values.flatten()).view_as(values) for values in real(*arguments)]
+
+    with patch(collectives, "_decoded", decoded):
+        yield
+
+
+def _in_ours(where: Any, name: str, change: Callable[..., torch.Tensor]) -> Callable[[], Any]:
+    """A fault in a function of titan_ext that ends with a tensor."""
+    real = getattr(where, name)
+
+    def changed(*arguments: Any) -> torch.Tensor:
+        return change(real(*arguments))
+
+    return lambda: patch(where, name, changed)
+
+
 FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "experts times EP": (experts_times_ep, "grads", "inner_experts"),
     "an idle expert": (idle_expert, "grads", "layers.1.moe.routed_experts.inner_experts"),
@@ -240,7 +270,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "no weight decay": (no_weight_decay, "optimizer", ""),
     "too small a step": (too_small_a_step, "optimizer", "0.9000"),
     "bf16 before a reduction": (bfloat16_before_reduction, "grads", ""),
+    # One value of each: far below what float8 itself does to them.
+    "a stored tensor": (_in_ours(saved_tensors._View, "restore", _one_off), "grads", ""),
+    "rows in float8": (_in_ours(exchange, "unpack", _one_off), "grads", ""),
+    "a gathered weight": (gathered_wrong, "grads", ""),
 }
 """By name: the fault, the category that must be WRONG, and what its line must name."""
-IN_KEYS = ("bf16 before a reduction",)
+IN_KEYS = ("bf16 before a reduction", "a stored tensor")
 """Faults that fp32 does not have."""

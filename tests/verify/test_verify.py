@@ -18,7 +18,7 @@ from titan_ext.base.op_cost import Nodes
 from titan_ext.plan.verify.small import Layout, differences, small_layout
 
 QUICK = ("experts times EP", "load counted twice", "a detached router", "norm times 1.41")
-QUICK += ("too small a step",)
+QUICK += ("too small a step", "a stored tensor", "rows in float8", "a gathered weight")
 
 
 def _small(flags: tuple[str, ...], ranks: int) -> Any:
@@ -35,7 +35,10 @@ def _sweep(folder: Path, ranks: int, faults: Sequence[str]) -> dict[str, dict[st
     from titan_ext.plan.verify import legs
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    job = _small(("--parallelism.expert_parallel_degree", str(ranks)), ranks)
+    flags = ("--parallelism.expert_parallel_degree", str(ranks))
+    flags += ("--parallelism.exchange_dtype", "float8")
+    flags += ("--parallelism.fsdp_float8_all_gather", "blocks", "activation_checkpoint:fp8")
+    job = _small(flags, ranks)
     planted, train = folder / "planted", legs._train
 
     def train_with_fault(job: Any, rank: int, call: Any) -> Any:

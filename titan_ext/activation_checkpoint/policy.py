@@ -34,7 +34,8 @@ from titan_ext.activation_checkpoint.presets import Preset, block_policies, bloc
 from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, set_known_key, table_flag
 from titan_ext.components.early_scores import has_early_scores
 from titan_ext.components.exchange_policy import Exchanges
-from titan_ext.fp8 import Codec, SavedTensorStore
+from titan_ext.fp8 import SavedTensorStore
+from titan_ext.fp8.codec import default_codec
 from titan_ext.fp8.offload import Offload
 from titan_ext.fsdp.units import vision_modules
 
@@ -224,7 +225,7 @@ class FP8AC(ActivationCheckpointing):
             )
         self._config = config
         self._recipes = recipes
-        self.codec = Codec()  # e4m3 by 128: e5m2 has twice the error (docs/fp8_codec.md)
+        self.codec = default_codec()
         self.used_rules: set[Rule] = set()
         # The last argument is asked later: which blocks there are is known once they are wrapped.
         self.memory_report = PolicyReport(self.codec, dump_folder, lambda: self._wants_float8())

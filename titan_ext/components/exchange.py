@@ -26,11 +26,10 @@ import torch.nn.functional as nnf
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_ext.fp8.codec import ALIGNMENT, Codec, Quantized, codec_name, note_decoded
+from titan_ext.fp8.codec import ALIGNMENT, Quantized, codec_name, default_codec, note_decoded
 
 ExchangeDtype = Literal["float8"]
 ExchangeRows = Literal["expert", "rank", "node"]
-_CODEC = Codec()
 
 # Shape suffixes, as in dispatch.py: T = tokens, N = routed tokens that are sent, R = that arrive,
 # D = model dimension, W = bytes of a packed row, M = rows that are sent or arrive, if fewer.
@@ -231,7 +230,7 @@ def pack(x_TD: torch.Tensor) -> torch.Tensor:
 
     With each row at a multiple of 16 bytes, copies and the decoder move 16 bytes at once.
     """
-    data, scales = torch.ops.titan_ext.float8_quantize(x_TD, codec_name(_CODEC))
+    data, scales = torch.ops.titan_ext.float8_quantize(x_TD, codec_name(default_codec()))
     scales = nnf.pad(scales, (0, -(data.shape[1] + scales.shape[1]) % ALIGNMENT))
     return torch.cat((data.view(torch.uint8), scales), dim=-1)
 
@@ -239,8 +238,10 @@ def pack(x_TD: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def unpack(packed_RW: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """The rows ``(R, D)``, D = ``width``, that ``pack`` packed; a store keeps them as they came."""
-    quantized = Quantized(packed_RW[:, :width].view(_CODEC.float8), packed_RW[:, width:])
+    codec = default_codec()
+    columns = codec.width(width, dtype)
+    quantized = Quantized(packed_RW[:, :columns].view(codec.float8), packed_RW[:, columns:])
     dequantize = torch.ops.titan_ext.float8_dequantize
-    rows_RD = dequantize(*quantized, codec_name(_CODEC), dtype)
-    note_decoded(rows_RD, quantized, _CODEC)
+    rows_RD = dequantize(*quantized, codec_name(codec), dtype)
+    note_decoded(rows_RD, quantized, codec)
     return rows_RD

@@ -22,13 +22,14 @@ docs/fp8_codec.md has special values, errors, and a comparison with torchao's co
 compares ``to_mx`` with RCEIL scales bit for bit.
 """
 
+import contextlib
 import functools
 import logging
 import math
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -43,7 +44,7 @@ _logger = logging.getLogger(__name__)
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes that can be quantized. fp64 cannot: its range is not that of the scales."""
 
-_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "exact": torch.uint8}
 _VALUES: dict[str, tuple[object, ...]] = {"dtype": tuple(_FLOAT8), "block": (64, 128, 256)}
 
 # fp32: sign, 8 bits of exponent (biased by 127), 23 bits of mantissa.
@@ -56,12 +57,14 @@ class Codec:
     """The form in which a tensor is stored. Immutable and hashable.
 
     Attributes:
-        dtype: "e4m3" (3 bits of mantissa) or "e5m2" (2 bits, more range).
+        dtype: "e4m3" (3 bits of mantissa) or "e5m2" (2 bits, more range). "exact" changes nothing:
+            ``data`` has the bytes of each row, and there are no scales. With it whatever stores and
+            sends float8 can be held bit for bit against what does not (titan_ext verify).
         block: How many neighbours along the last dimension share a scale: 64, 128 or 256. It
             confines an outlier. The last of a row may be short.
     """
 
-    dtype: Literal["e4m3", "e5m2"] = "e4m3"
+    dtype: Literal["e4m3", "e5m2", "exact"] = "e4m3"
     block: Literal[64, 128, 256] = 128
 
     def __post_init__(self) -> None:
@@ -83,19 +86,41 @@ class Codec:
 
     def scales_shape(self, shape: torch.Size) -> tuple[int, ...]:
         """The shape of the scales of a tensor of ``shape``."""
-        last = shape[-1] if shape else 1
+        last = 0 if self.dtype == "exact" else shape[-1] if shape else 1
         return (*shape[:-1], -(-last // max(self.block_size(shape), 1)))
 
+    def width(self, values: int, dtype: torch.dtype) -> int:
+        """Elements of ``data`` that a row of so many values of ``dtype`` has."""
+        return values * dtype.itemsize if self.dtype == "exact" else values
+
     def nbytes(self, shape: torch.Size) -> int:
-        """Bytes that a stored tensor of ``shape`` takes."""
+        """Bytes that a stored tensor of ``shape`` takes; of an exact one as if it were float8."""
         return shape.numel() + torch.Size(self.scales_shape(shape)).numel()
+
+
+_default = [Codec()]  # e4m3 by 128: e5m2 has twice the error (docs/fp8_codec.md)
+
+
+def default_codec() -> Codec:
+    """The codec of saved tensors, of tokens between ranks, and of weights that are gathered."""
+    return _default[-1]
+
+
+@contextlib.contextmanager
+def use_codec(codec: Codec) -> Iterator[None]:
+    """Let ``default_codec`` be ``codec``, on all threads: models are built and trained inside."""
+    _default.append(codec)
+    try:
+        yield
+    finally:
+        _default.pop()
 
 
 class Quantized(NamedTuple):
     """A stored tensor, contiguous, in storages of its own.
 
     Attributes:
-        data: float8, of the shape of the original. A DTensor if that was one.
+        data: ``Codec.float8``, of the shape of the original. A DTensor if that was one.
         scales: uint8, of ``Codec.scales_shape``, always plain (of this rank's shard of a DTensor).
             scale = 2^(byte - 127), readable as ``torch.float8_e8m0fnu``.
     """
@@ -121,6 +146,10 @@ def quantize(x: torch.Tensor, codec: Codec) -> Quantized:
 
     x = x.detach()
     scales_shape = codec.scales_shape(x.shape)
+    if codec.dtype == "exact":
+        # A copy, as float8 is one: what is stored must not change with ``x``.
+        copy = x.clone(memory_format=torch.contiguous_format)
+        return Quantized(copy.view(codec.float8), copy.new_empty(scales_shape, dtype=torch.uint8))
     if _is_empty(x):
         empty = torch.zeros(scales_shape, dtype=torch.uint8, device=x.device)
         return Quantized(torch.empty(x.shape, dtype=codec.float8, device=x.device), empty)
@@ -150,6 +179,8 @@ def dequantize(quantized: Quantized, codec: Codec, dtype: torch.dtype) -> torch.
     if isinstance(data, DTensor):
         local = dequantize(Quantized(local_tensor(data), scales), codec, dtype)
         return Layout.of(data).wrap(local)
+    if codec.dtype == "exact":
+        return data.view(dtype).clone(memory_format=torch.contiguous_format)
     if _is_empty(data):
         return torch.empty(data.shape, dtype=dtype, device=data.device)
 
@@ -188,7 +219,8 @@ def stored_as(x: torch.Tensor, codec: Codec) -> Quantized | None:
     _, version, quantized, its_codec = _decoded.get(x.untyped_storage()._cdata, _NOT_DECODED)
     if quantized is None or version != x._version or its_codec != codec:
         return None
-    return quantized if quantized.data.shape == x.shape else None
+    is_whole = quantized.data.shape == (*x.shape[:-1], codec.width(x.shape[-1], x.dtype))
+    return quantized if is_whole else None
 
 
 _NOT_DECODED = None, 0, None, None
@@ -259,7 +291,7 @@ def compiles_for(device: torch.device) -> bool:
 
 def _quantize(x: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
     settings = _codec_called(codec)
-    if not compiles_for(x.device) or x.numel() == 0:
+    if settings.dtype == "exact" or not compiles_for(x.device) or x.numel() == 0:
         return tuple(quantize(x, settings))
     blocks = _whole_blocks(x, settings)
     data, scales = _compile_and_run(_encode, [x.view(blocks, -1) if blocks else x], settings)
@@ -271,7 +303,7 @@ def _dequantize(
 ) -> torch.Tensor:
     settings = _codec_called(codec)
     scales = scales[..., : settings.scales_shape(data.shape)[-1]]  # behind them may be padding
-    if not compiles_for(data.device) or data.numel() == 0:
+    if settings.dtype == "exact" or not compiles_for(data.device) or data.numel() == 0:
         return dequantize(Quantized(data, scales), settings, dtype)
     if blocks := _whole_blocks(data, settings):
         tensors = [data.view(blocks, -1), scales.reshape(blocks, 1)]
@@ -394,9 +426,11 @@ torch.library.impl("titan_ext::float8_dequantize", "default", _dequantize)
 def _(x: Any, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
     settings = _codec_called(codec)
     scales = x.new_empty(settings.scales_shape(x.shape), dtype=torch.uint8)
-    return x.new_empty(x.shape, dtype=settings.float8), scales
+    shape = (*x.shape[:-1], settings.width(x.shape[-1], x.dtype)) if x.dim() else x.shape
+    return x.new_empty(shape, dtype=settings.float8), scales
 
 
 @torch.library.register_fake("titan_ext::float8_dequantize")
 def _(data: Any, scales: Any, codec: str, dtype: torch.dtype) -> torch.Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
+    is_exact = _codec_called(codec).dtype == "exact"
+    return data.new_empty(data.view(dtype).shape if is_exact else data.shape, dtype=dtype)

@@ -45,7 +45,7 @@ from titan_ext.base.tensors import (
     view_key,
     wrapping,
 )
-from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name, stored_as
+from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name, default_codec, stored_as
 from titan_ext.fp8.offload import HostGroup, HostTensor
 
 Policy = Callable[[torch.Tensor], str | None]
@@ -275,7 +275,7 @@ class SavedTensorStore:
         modules: Iterable[nn.Module] = (),
         policy: Policy = keep_exact,
     ) -> None:
-        self.codec = codec or Codec()
+        self.codec = codec or default_codec()
         self._policy = policy
         self._slots = [
             (tensors, name)

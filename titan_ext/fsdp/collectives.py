@@ -33,8 +33,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torchtitan.models.common.moe import GroupedExperts
 
 from titan_ext.base.tensors import out_of_sight_of_checkpointing
-from titan_ext.fp8.codec import ALIGNMENT, codec_name
-from titan_ext.fsdp.plan import WIRE_CODEC, FSDPPlan
+from titan_ext.fp8.codec import ALIGNMENT, codec_name, default_codec
+from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.units import param_groups
 
 _PIECES = 8
@@ -95,7 +95,7 @@ def _copy_out(params: list[FSDPParam], result: Any, world: int) -> None:
 class Float8AllGather(DefaultAllGather):
     """An all-gather of float8 that fills FSDP2's buffer with the values that float8 stands for.
 
-    Every rank sends its shard in one collective: what stays exact, then ``WIRE_CODEC``'s data and
+    Every rank sends its shard in one collective: what stays exact, then the codec's data and
     scales. They arrive in the end of the buffer that they are decoded into, so that they need no
     buffer of their own.
 
@@ -107,9 +107,10 @@ class Float8AllGather(DefaultAllGather):
 
     def __init__(self, params: Sequence[tuple[int, bool]]) -> None:
         self._runs: list[tuple[int, bool]] = []
+        block = default_codec().block
         for numel, float8 in params:
             before, before_too = self._runs[-1] if self._runs else (0, None)
-            if float8 == before_too and (not float8 or before % WIRE_CODEC.block == 0):
+            if float8 == before_too and (not float8 or before % block == 0):
                 self._runs[-1] = before + numel, float8
             else:
                 self._runs.append((numel, float8))
@@ -133,7 +134,7 @@ class Float8AllGather(DefaultAllGather):
     def _gather(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
-        quantize, codec = torch.ops.titan_ext.float8_quantize, codec_name(WIRE_CODEC)
+        quantize, codec = torch.ops.titan_ext.float8_quantize, codec_name(default_codec())
         numel, ranks = input_tensor.numel(), group.size()
         total = sum(numel for numel, _ in self._runs)
         runs = [(size * numel // total, float8) for size, float8 in self._runs]
@@ -143,7 +144,7 @@ class Float8AllGather(DefaultAllGather):
                 packed += [t.view(torch.uint8) for t in quantize(values, codec)]
             else:
                 exact.append(values.view(torch.uint8))
-        sizes = _sizes(runs, input_tensor.element_size())
+        sizes = _sizes(runs, input_tensor.dtype)
         sent = torch.cat(
             [
                 piece if len(piece) == size else nn.functional.pad(piece, (0, size - len(piece)))
@@ -161,19 +162,20 @@ class Float8AllGather(DefaultAllGather):
             target.copy_(values[0] if len(values) == 1 else torch.cat(values, dim=1))
 
 
-def _sizes(runs: Sequence[tuple[int, bool]], itemsize: int) -> list[int]:
+def _sizes(runs: Sequence[tuple[int, bool]], dtype: torch.dtype) -> list[int]:
     """Bytes of what a rank sends: exact runs, then data and scales of each other one.
 
     Padded, so that each begins where the codec reads 16 bytes at once; but not in tiny shards,
     which would then take more bytes than they have values.
     """
-    sizes = [numel * itemsize for numel, float8 in runs if not float8]
+    codec = default_codec()
+    sizes = [numel * dtype.itemsize for numel, float8 in runs if not float8]
     for numel in (numel for numel, float8 in runs if float8):
-        sizes += [numel, math.ceil(numel / WIRE_CODEC.block)]
+        sizes += [codec.width(numel, dtype), *codec.scales_shape(torch.Size([numel]))]
     padded = [size + -size % ALIGNMENT for size in sizes]
-    if sum(padded) <= sum(numel for numel, _ in runs) * itemsize:
+    if sum(padded) <= sum(numel for numel, _ in runs) * dtype.itemsize:
         return padded
-    sizes[-1] += -sum(sizes) % itemsize
+    sizes[-1] += -sum(sizes) % dtype.itemsize
     return sizes
 
 
@@ -181,13 +183,14 @@ def _decoded(
     rows: torch.Tensor, runs: Sequence[tuple[int, bool]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """The values of ``runs`` in the bytes that some ranks sent, a row each."""
-    pieces = iter(rows.split_with_sizes(_sizes(runs, dtype.itemsize), dim=1))
+    codec = default_codec()
+    pieces = iter(rows.split_with_sizes(_sizes(runs, dtype), dim=1))
     whole = [next(pieces)[:, : n * dtype.itemsize].view(dtype) for n, float8 in runs if not float8]
     rounded = [
         torch.ops.titan_ext.float8_dequantize(
-            next(pieces)[:, :n].view(WIRE_CODEC.float8),
+            next(pieces)[:, : codec.width(n, dtype)].view(codec.float8),
             next(pieces),
-            codec_name(WIRE_CODEC),
+            codec_name(codec),
             dtype,
         )
         for n, float8 in runs

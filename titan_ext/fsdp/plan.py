@@ -17,12 +17,9 @@ from torch import dtype
 from torchtitan.distributed import ParallelDims
 
 from titan_ext.base.messages import format_bytes
-from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Unit, UnitKind, Wrap
 
 GroupKind = Literal["dense", "experts"]
-WIRE_CODEC = Codec()
-"""The codec of weights that travel in float8: e4m3, and a byte of scale for 128 neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)

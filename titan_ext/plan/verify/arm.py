@@ -26,10 +26,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer as TitanTrainer
 
-from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
+from titan_ext.fp8.codec import Codec, use_codec
+from titan_ext.fsdp.collectives import Float8AllGather
 from titan_ext.fsdp.units import decoder_blocks, param_groups
 from titan_ext.parallelize.limits import value_of
 from titan_ext.plan.stand_ins import as_rank, as_stock
@@ -43,13 +45,16 @@ from titan_ext.plan.verify.small import (
 )
 from titan_ext.run.trainer import Trainer
 
-LOSSY = {
+FLOAT8 = {
     "parallelism.exchange_dtype": None,
     "parallelism.fsdp_float8_all_gather": "none",
+}
+"""Keys that send float8, and values that do not. An exact arm has them, with an exact codec."""
+NARROW = {
     "parallelism.fsdp_expert_reduce_scatter": None,
     "parallelism.fsdp_quantize_frozen": [],
 }
-"""Keys that send or hold fewer bits, and their exact values."""
+"""Keys that send or hold fewer bits by another way, and their exact values."""
 ROUNDS = {
     "parallelism.overlap_exchanges": "shared_experts",
     "parallelism.exchange_rows": "expert",
@@ -66,7 +71,8 @@ class Arm:
     Attributes:
         stock: Titan's own parallelize function and trainer, without titan_ext's keys.
         fp32: All in fp32; else in the job's dtypes.
-        exact: Nothing in fewer bits than the job's dtypes.
+        exact: Nothing in fewer bits than the job's dtypes: what stores or sends float8 does so with
+            a codec that changes nothing.
         table: With the job's ``op_policies``. They name operations, which other dtypes and other
             keys do not have.
         changes: Keys that differ from the job's.
@@ -85,7 +91,7 @@ class Arm:
         config = copy.deepcopy(job.config)
         changes = dict(self.changes)
         if self.exact:
-            changes |= {key: value for key, value in LOSSY.items() if key not in changes}
+            changes |= {key: value for key, value in NARROW.items() if key not in changes}
         for key, value in changes.items():
             set_key(config, key, value)
         if self.fp32:
@@ -102,7 +108,7 @@ class Arm:
 
     def _checkpointing(self, policy: FP8AC.Config) -> FP8AC.Config:
         """The job's policy, as far as this arm has it."""
-        changed: dict[str, Any] = {"exempt": ["*"]} if self.exact else {}
+        changed: dict[str, Any] = {"exempt": ["*"]} if self.fp32 else {}  # fp32 stays exact
         if self.fp32 or not self.table:
             changed |= {"op_policies": {}, "offload_limit": ""}
         with checks_later():  # "nothing would be stored in float8" is what is wanted here
@@ -278,28 +284,50 @@ class _Watched:
             torch.save(tensors, self.folder / f"step{step}_rank{dist.get_rank()}.pt")
 
     def dtypes(self) -> dict[str, str]:
-        """Dtypes of what is trained, and of what the optimizer keeps."""
+        """Dtypes of what is trained, of what FSDP sends, and of what the optimizer keeps."""
         params = [param for part in self.parts for param in part.parameters()]
+        policies = [group.mp_policy for group in self._groups()]
+        states = [
+            value
+            for optimizer in cast(Any, self).optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if torch.is_tensor(value) and value.ndim
+        ]
+        found = {
+            "parameters": [param.dtype for param in params],
+            "gathered in": [policy.param_dtype for policy in policies],
+            "gradients": [param.grad.dtype for param in params if param.grad is not None],
+            "reduced in": [policy.reduce_dtype for policy in policies],
+            "optimizer": [state.dtype for state in states],
+        }
+        said = {
+            name: sorted({str(d).removeprefix("torch.") for d in found[name]}) for name in found
+        }
+        return {name: ", ".join(dtypes) for name, dtypes in said.items() if dtypes}
+
+    def engaged(self) -> dict[str, int]:
+        """In how many places of this rank there is what a key asks for, by its name."""
+        modules = [module for part in self.parts for module in part.modules()]
+        moes = [module for module in modules if isinstance(module, MoE)]
+        ways = [moe.routed_experts.token_dispatcher for moe in moes]
+        gathers = [isinstance(group._all_gather_comm, Float8AllGather) for group in self._groups()]
+        stored = memory_report_of(self.parts).rows()
         return {
-            "parameters": _dtypes(params),
-            "gradients": _dtypes(p.grad for p in params if p.grad is not None),
-            "optimizer": _dtypes(
-                value
-                for optimizer in cast(Any, self).optimizers
-                for state in optimizer.state.values()
-                for value in state.values()
-                if torch.is_tensor(value) and value.ndim
+            "parallelism.exchange_dtype": sum(getattr(way, "sends_float8", False) for way in ways),
+            "parallelism.fsdp_float8_all_gather": sum(gathers),
+            "activation_checkpoint.policy": sum(
+                row.entries for row in stored if row.treatment.startswith("float8")
             ),
         }
+
+    def _groups(self) -> list[Any]:
+        return [group for part in self.parts for group in param_groups(part.modules())]
 
 
 def _digest(tensor: torch.Tensor) -> int:
     """A checksum of the bytes: equal on all ranks that have the whole tensor."""
     return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def _dtypes(tensors: Any) -> str:
-    return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
 
 
 class OurTrainer(_Watched, Trainer):
@@ -386,6 +414,8 @@ def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
         stack.enter_context(as_rank(world, rank, nodes.ranks, nodes.nvlink_domain))
         if arm.stock:
             stack.enter_context(no_accelerator.list_all_to_all())
+        if arm.exact:
+            stack.enter_context(use_codec(Codec("exact")))
         if arm.fp32:
             stack.enter_context(KeepDtype())
         with no_accelerator.layout_independent_init():
@@ -404,4 +434,4 @@ def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
             trainer.step = step
             trainer.train_step(batches)
     assert trainer.gradient_accumulation_steps == MICROBATCHES
-    return seen | {"dtypes": trainer.dtypes()}
+    return seen | {"dtypes": trainer.dtypes(), "engaged": trainer.engaged()}

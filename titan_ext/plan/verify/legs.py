@@ -18,7 +18,7 @@ import torch
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.optim import MUON
 from titan_ext.parallelize.limits import value_of
-from titan_ext.plan.verify.arm import LOSSY, ROUNDS, Arm, run_arm
+from titan_ext.plan.verify.arm import FLOAT8, NARROW, ROUNDS, Arm, run_arm
 from titan_ext.plan.verify.judge import (
     Verdict,
     judge_equal,
@@ -49,7 +49,8 @@ _WITHOUT: dict[str, Any] = {
     "parallelism.enable_sequence_parallel": True,
     "activation_checkpoint.score_before_last_gemm": False,
     "activation_checkpoint": None,
-    **LOSSY,
+    **FLOAT8,
+    **NARROW,
 }
 """Keys of which a fault may be, and their values without a feature."""
 
@@ -124,6 +125,9 @@ class Legs:
         if lossy or has_table:
             whole = self._run(replace(own, exact=False))
             ours.append(whole)
+            for key in lossy:
+                if not whole.seen["engaged"].get(key, 1):
+                    raise ValueError(f"{key} did nothing in the small copy.")
             if lossy:
                 calls.append(("lossy", whole.folder, exact.folder))
             if has_table and "activation_checkpoint.policy" not in lossy:
@@ -133,6 +137,10 @@ class Legs:
         verdict.note_apart([name for arm in ours for name in arm.seen["apart"]])
         dtypes = ", ".join(f"{name} {dtype}" for name, dtype in ours[-1].seen["dtypes"].items())
         verdict.notes.append(f"{'dtypes':10}{dtypes}")
+        counts = {k.rpartition(".")[2]: n for k, n in ours[-1].seen["engaged"].items() if n}
+        if counts:
+            said = ", ".join(f"{key} in {count} places" for key, count in counts.items())
+            verdict.notes.append(f"{'engaged':10}float8: {said}")
         return verdict
 
     def other_values(self) -> Iterator[tuple[str, Any]]:
@@ -147,7 +155,9 @@ class Legs:
             return done
         folder = Path(tempfile.mkdtemp(prefix="arm_", dir=self.folder))
         seen = self._ranks.call((arm, folder))
+        engaged = {key: sum(each["engaged"][key] for each in seen) for key in seen[0]["engaged"]}
         of_last = seen[-1] | {"apart": apart([each["digests"] for each in seen])}
+        of_last["engaged"] = engaged
         self._trained[repr(arm)] = done = Trained(folder, of_last)
         return done
 
@@ -197,7 +207,8 @@ def rounding_keys(config: Any) -> list[str]:
 
 def lossy_keys(config: Any) -> list[str]:
     """Keys of a config with which it keeps or sends fewer bits."""
-    found = [key for key, exact in LOSSY.items() if value_of(config, key) not in (None, exact)]
+    exact = FLOAT8 | NARROW
+    found = [key for key, value in exact.items() if value_of(config, key) not in (None, value)]
     policy = config.activation_checkpoint
     if isinstance(policy, FP8AC.Config) and policy.wants_float8():
         found.append("activation_checkpoint.policy")
