@@ -123,7 +123,7 @@ def test_an_arm_is_trained_once(tmp_path: Path):
     class Ranks:
         def call(self, call: Any) -> list[dict[str, Any]]:
             trained.append(call)
-            return [{"digests": {}}]
+            return [{"digests": {}, "engaged": {}}]
 
     trained: list[Any] = []
     legs = Legs(None, tmp_path)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
 from tests.helpers.cluster import run_ranks
 from tests.verify.faults import FAULTS, IN_KEYS, lost_scores
@@ -96,6 +97,7 @@ def _command(folder: Path, flags: list[str], fault: Any) -> tuple[int, str]:
 
     from titan_ext.config_registry.commands import main
 
+    os.chdir(folder)  # a file for the next try is written there
     said, code = io.StringIO(), 0
     with contextlib.redirect_stdout(said), fault() if fault else contextlib.nullcontext():
         try:
@@ -106,7 +108,9 @@ def _command(folder: Path, flags: list[str], fault: Any) -> tuple[int, str]:
 
 
 def _run_command(folder: Path, *flags: str, fault: Any = None) -> tuple[int, str]:
-    ((code, said),) = run_ranks(_command, 1, folder, list(flags), fault, log_folder=folder)
+    ((code, said),) = run_ranks(
+        _command, 1, folder, list(flags), fault, log_folder=folder, timeout_s=300
+    )
     return code, said
 
 
@@ -116,7 +120,37 @@ def test_the_key_to_blame_is_named(tmp_path: Path):
     assert code == 1
     assert re.search(r"^  grads +WRONG +layers\.1\.", said, re.M)
     assert "blame     stock TorchTitan is right on this layout\n" in said
+    assert re.findall(r"wrong with (.*)", said) == ['parallelism.exchange_rows = "rank"']
     assert re.findall(r"right with (.*)", said) == ['parallelism.exchange_rows = "expert"']
+    again = "titan_ext verify wrong_moe_debug.toml --ranks 2 --parallelism.exchange_rows rank"
+    assert f"again:    {again}\n" in said
+    written = tomli.loads((tmp_path / "wrong_moe_debug.toml").read_text())
+    assert written["activation_checkpoint"] == {"policy": "none"}
+    assert "exchange_rows" not in written["parallelism"]
+
+
+_KEYS = {f"parallelism.key{n}": "off" for n in range(6)}
+
+
+@pytest.mark.parametrize("faulty", [(), (3,), (0, 5), (2, 3)])
+def test_the_fewest_keys_are_found(faulty: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    """In twelve runs; without any one of them the job is right."""
+    from titan_ext.plan.verify import legs
+    from titan_ext.plan.verify.judge import Verdict, Wrong
+
+    need, runs = {f"parallelism.key{n}" for n in faulty}, []
+
+    def axes(self: Any, *, stock: bool = False, changes: Any = (), steps: int) -> Any:
+        runs.append(changes)
+        is_right = stock or bool(need & {key for key, _ in changes})
+        return Verdict({} if is_right else {"grads": [Wrong("w", 1.0)]}, step=steps)
+
+    monkeypatch.setattr(legs.Legs, "axes", axes)
+    monkeypatch.setattr(legs.Legs, "other_values", lambda self: iter(_KEYS.items()))
+    blame = legs.Legs(job=None, folder=Path()).blame("axes", Verdict(step=1))  # type: ignore[arg-type]
+    assert set(blame.keys) == set(blame.cures) == need
+    assert set(blame.off) == _KEYS.keys() - need
+    assert len(runs) <= 1 + 12 + len(faulty)
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,26 @@
 """``titan_ext verify CONFIG``: are a job's numbers right, and if not, which key is to blame?"""
 
 import gc
+import itertools
 import os
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes
-from titan_ext.toml.files import to_toml, written_for
+from titan_ext.toml.files import find, to_toml, written_for
 
 if TYPE_CHECKING:
     from titan_ext.plan.verify.judge import Verdict
-    from titan_ext.plan.verify.legs import Legs
+    from titan_ext.plan.verify.legs import Blame
     from titan_ext.plan.verify.small import SmallJob
 
 _WRONG, _NOT_VERIFIED = 1, 2
@@ -84,17 +86,20 @@ class Verify:
         print(f"model     {job.summary}: {job.parameters / 1e6:.1f} M parameters")
         print(f"layout    {job.large_layout} -> {job.layout}", flush=True)
         with Legs(job, folder) as legs:
-            wrong: list[Callable[..., Verdict]] = []
+            wrong: dict[str, Verdict] = {}
             for leg, what in _LEGS.items():
                 if leg == "keys" and self.stock:
                     continue
-                compare = getattr(legs, leg)
-                verdict = compare(stock=True) if self.stock else compare()
+                verdict = getattr(legs, leg)(**({"stock": True} if self.stock else {}))
                 print(f"{leg:10}{what}", *(f"  {line}" for line in verdict.lines()), sep="\n")
                 sys.stdout.flush()
-                wrong += [] if verdict.is_right else [compare]
+                wrong |= {} if verdict.is_right else {leg: verdict}
             if wrong and not self.stock:
-                _blame(legs, wrong[0])
+                try:
+                    said = self._say(legs.blame(*next(iter(wrong.items()))), job, flags)
+                except ValueError as error:  # a key that the job cannot be without
+                    said = iter([f"blame     not found: {error}"])
+                print("\n".join(said), flush=True)
         told = (f"{k} {value}" for k, value in job.decisions.items() if value not in _NOTHING)
         print(f"decided   {', '.join(told)}")
         print(f"not verified here: {_NOT_HERE}")
@@ -130,13 +135,37 @@ class Verify:
         nodes = Nodes(machine.ranks_per_node, machine.nvlink_domain or machine.ranks_per_node)
         return make_small(config, layout_of(config, ranks, nodes))
 
+    def _say(self, blame: "Blame", job: "SmallJob", flags: list[str]) -> Iterator[str]:
+        """Say who is to blame, and write the smallest file with which the job is wrong."""
+        from titan_ext.parallelize.limits import value_of
 
-def _blame(legs: "Legs", compare: "Callable[..., Verdict]") -> None:
-    """Say whether stock is wrong, too, and with which other value of a key the job is right."""
-    if not legs.axes(stock=True).is_right:
-        print("blame     stock TorchTitan is wrong on this layout, too", flush=True)
-        return
-    print("blame     stock TorchTitan is right on this layout", flush=True)
-    for key, value in legs.other_values():
-        if compare(changes=((key, value),)).is_right:
-            print(f"          right with {key} = {to_toml(value)}", flush=True)
+        if blame.stock:
+            yield "blame     stock TorchTitan is wrong on this layout, too: its code or the model's"
+            return
+        yield "blame     stock TorchTitan is right on this layout"
+        keys = [_setting(key, value_of(job.config, key)) for key in blame.keys]
+        yield f"{'':10}wrong with {' and '.join(keys) or 'none of our keys'}"
+        for key, value in blame.cures.items():
+            yield f"{'':10}right with {_setting(key, value)}"
+        if not blame.keys:
+            return
+        again = self.config
+        if self.config.endswith(".toml"):
+            again = f"wrong_{Path(self.config).name}"
+            lines = [
+                f"# The fewest keys of {self.config} with which titan_ext verify says WRONG.",
+                f"# world size: {job.large_layout.world}",
+                f"extends = {to_toml(str(Path(find(self.config)).resolve()))}",
+                *itertools.starmap(_setting, blame.off.items()),
+            ]
+            Path(again).write_text("\n".join(lines) + "\n")
+        command = ["titan_ext", "verify", again, "--ranks", str(job.large_layout.world), *flags]
+        yield f"again:    {shlex.join(command)}"
+
+
+def _setting(key: str, value: Any) -> str:
+    """A line of TOML; a section is there by its policy."""
+    if key == "activation_checkpoint":
+        policy = "none" if value is None else value._owner.__name__.removesuffix("AC").lower()
+        return f"{key}.policy = {to_toml(policy)}"
+    return f"{key} = {to_toml(value)}"

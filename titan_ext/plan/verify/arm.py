@@ -77,6 +77,7 @@ class Arm:
             keys do not have.
         changes: Keys that differ from the job's.
         seed: Of weights and tokens.
+        steps: How many it trains: a fault that is in the first needs no second.
     """
 
     stock: bool = False
@@ -85,6 +86,7 @@ class Arm:
     table: bool = True
     changes: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
+    steps: int = STEPS
 
     def config_of(self, job: SmallJob) -> Any:
         """The trainer's config of this arm; that of ``job`` stays as it is."""
@@ -402,7 +404,7 @@ def sum_in_order(model: nn.Module) -> None:
 
 
 def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
-    """Train ``STEPS`` steps; the whole tensors of each are files in ``folder``.
+    """Train the arm's steps; the whole tensors of each are files in ``folder``.
 
     Returns:
         What was seen beside them: losses and gradient norms by step, checksums of tensors, dtypes.
@@ -430,7 +432,7 @@ def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
         trainer.metrics_processor.log = log
         trainer.metrics_processor.should_log = lambda step: True
         batches = trainer.batch_generator(None)
-        for step in range(1, STEPS + 1):  # Titan's train() sleeps two seconds at its end
+        for step in range(1, arm.steps + 1):  # Titan's train() sleeps two seconds at its end
             trainer.step = step
             trainer.train_step(batches)
     assert trainer.gradient_accumulation_steps == MICROBATCHES

@@ -20,6 +20,8 @@ much. Right jobs are off by 5e-6 at most, planted faults by 0.24 and more (bench
 _LOSS = 1e-5
 _STEP = 1e-5
 _ULP = 4e-7
+_NAMED = 5
+"""Wrong tensors of a category that are named."""
 MOST_LOST, MOST_TIMES = 0.5, 2.0
 """Bounds of keys that keep fewer bits: a wrong scale shows, a coarse one does not."""
 NEAR_TIE = 1e-6
@@ -56,12 +58,14 @@ class Verdict:
         wrong: By category ("grads", "loss", ...), the worst first.
         worst: The largest error by category, of right tensors too.
         gap: The smallest distance between scores of a chosen expert and another.
+        step: The last step that was judged; none is after one that is wrong.
         notes: What else is worth a line.
     """
 
     wrong: dict[str, list[Wrong]] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
     gap: float = float("inf")
+    step: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -109,8 +113,10 @@ class Verdict:
         for category in dict.fromkeys([*self.worst, *self.wrong]):
             worst = self.worst.get(category, 0.0)
             if wrong := self.wrong.get(category):
-                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-                said.append(f"{category:10}WRONG           {wrong[0]}{more}")
+                said.append(f"{category:10}WRONG           {wrong[0]}")
+                said += [f"{'':26}{each}" for each in wrong[1:_NAMED]]
+                if len(wrong) > _NAMED:
+                    said.append(f"{'':26}and {len(wrong) - _NAMED} more")
             else:
                 said.append(
                     f"{category:10}{'equal' if not worst else 'rounding only':16}"

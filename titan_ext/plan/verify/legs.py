@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from titan_ext.plan.verify.ranks import Processes
 from titan_ext.plan.verify.reference import Reference
 from titan_ext.plan.verify.small import STEPS, SmallJob
 
+_MOST_RUNS = 12
 _DRAWS = 3
 """Weights and tokens are drawn again where a near-tie of experts may explain a difference."""
 
@@ -60,6 +62,22 @@ class Trained(NamedTuple):
 
     folder: Path
     seen: dict[str, Any]
+
+
+class Blame(NamedTuple):
+    """Who is to blame for a job that is WRONG.
+
+    Attributes:
+        stock: True if stock TorchTitan is wrong on this layout, too.
+        keys: The fewest of the job's keys with which it is wrong.
+        off: The others, and values that leave their features out.
+        cures: Keys without any one of which the job is right, and values that leave it out.
+    """
+
+    stock: bool = False
+    keys: Sequence[str] = ()
+    off: Mapping[str, Any] = MappingProxyType({})
+    cures: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass
@@ -109,16 +127,21 @@ class Legs:
         fp32, which stock has, too; those that keep or send fewer bits, with the same job without.
         """
         config = self.job.config
-        rounding, lossy = rounding_keys(config), lossy_keys(config)
+        off = {key for key, _ in choices.get("changes", ())}
+        rounding = [key for key in rounding_keys(config) if key not in off]
+        lossy = [key for key in lossy_keys(config) if not {key, key.partition(".")[0]} & off]
         neutral = tuple((key, ROUNDS[key]) for key in rounding)
         own = Arm(fp32=False, **choices)
         with_table = not (rounding or lossy or own.changes)
         exact = self._run(replace(own, changes=(*own.changes, *neutral), table=with_table))
-        stock = self._run(Arm(fp32=False, stock=True))
+        stock = self._run(Arm(fp32=False, stock=True, steps=own.steps))
         ours = [exact]
         calls: list[Any] = [("equal", exact.folder, stock.folder)]
         if rounding:
-            exact, right = self._run(replace(own, table=False)), self._run(Arm(stock=True))
+            exact, right = (
+                self._run(replace(own, table=False)),
+                self._run(Arm(stock=True, steps=own.steps)),
+            )
             ours.append(exact)
             calls.append(("rounding", exact.folder, stock.folder, right.folder))
         has_table = not with_table and value_of(config, "activation_checkpoint.op_policies")
@@ -148,6 +171,36 @@ class Legs:
         for key, value in _WITHOUT.items():
             if value_of(self.job.config, key) not in (None, value):
                 yield key, value
+
+    def blame(self, leg: str, verdict: Verdict) -> Blame:
+        """Find the fewest keys with which ``leg``, whose ``verdict`` is WRONG, still is.
+
+        Keys are left out by halves, at most ``_MOST_RUNS`` times, of the steps that show it.
+        """
+        if not self.axes(stock=True, steps=verdict.step).is_right:
+            return Blame(stock=True)
+        values = dict(self.other_values())
+        runs = 0
+
+        def is_wrong(on: Sequence[str]) -> bool:
+            nonlocal runs
+            runs += 1
+            changes = tuple((key, value) for key, value in values.items() if key not in on)
+            return not getattr(self, leg)(changes=changes, steps=verdict.step).is_right
+
+        keys, parts = [] if is_wrong(()) else list(values), 2
+        while len(keys) > 1 and runs < _MOST_RUNS:
+            size = -(-len(keys) // parts)
+            without = [keys[:at] + keys[at + size :] for at in range(0, len(keys), size)]
+            if (fewer := next(filter(is_wrong, without[: _MOST_RUNS - runs]), None)) is not None:
+                keys, parts = fewer, max(parts - 1, 2)
+            elif size == 1:
+                break
+            else:
+                parts = min(2 * parts, len(keys))
+        off = {key: value for key, value in values.items() if key not in keys}
+        cures = {key: values[key] for key in keys if not is_wrong([k for k in values if k != key])}
+        return Blame(keys=keys, off=off, cures=cures)
 
     def _run(self, arm: Arm) -> Trained:
         """Train an arm, unless that has been done."""
@@ -188,8 +241,10 @@ def _judge(job: SmallJob, rank: int, call: Any) -> Verdict:
         if kind == "equal":
             for step in range(1, STEPS + 1):
                 tensors, right = read_step(found, step), read_step(others[0], step)
-                judge_equal(verdict, tensors, right)
-                if verdict.is_right:
+                if verdict.is_right and right:
+                    verdict.step = step
+                    judge_equal(verdict, tensors, right)
+                if verdict.is_right and right:
                     try_canary(functools.partial(judge_equal, right=right), tensors, step)
         elif kind == "rounding":  # of the first step: then the weights are not the same
             tensors = (read_step(folder, 1) for folder in (found, *others))
@@ -215,6 +270,10 @@ def lossy_keys(config: Any) -> list[str]:
     return found
 
 
+_first_steps: dict[int, Any] = {}
+"""What the reference computes in the first step, by seed: arms of other keys need it again."""
+
+
 def _judge_axes(job: SmallJob, arm: Arm, folder: Path, seen: dict[str, Any]) -> Verdict:
     verdict = Verdict()
     verdict.note_apart(seen["apart"])
@@ -225,10 +284,15 @@ def _judge_axes(job: SmallJob, arm: Arm, folder: Path, seen: dict[str, Any]) -> 
     optimizer = narrow.optimizer() if updates else None
     if not updates:
         verdict.notes.append(f"{'optimizer':10}not verified: {MUON}")
-    for step in range(1, STEPS + 1):
+    for step in range(1, arm.steps + 1):
+        verdict.step = step
         found = read_step(folder, step)
-        expected = right.step(step)
-        rounded = narrow.step(step, expected)
+        if step > 1 or (known := _first_steps.get(arm.seed)) is None:
+            expected = right.step(step)
+            known = expected, narrow.step(step, expected)
+        if step == 1:
+            _first_steps[arm.seed] = known
+        expected, rounded = known
         judge = functools.partial(judge_step, seen=seen, step=step, right=expected, narrow=rounded)
         judge(verdict, found)
         if verdict.is_right:
@@ -241,8 +305,8 @@ def _judge_axes(job: SmallJob, arm: Arm, folder: Path, seen: dict[str, Any]) -> 
             before = narrow.weights()
             updated = narrow.update(optimizer, of_kind(found, "grad"))
             judge_update(verdict, before, after, updated)
-        if after.keys() != right.weights().keys():
-            return verdict  # said by now
+        if not verdict.is_right:
+            break
         for model in (right, narrow):
             model.take(found)
     return verdict
