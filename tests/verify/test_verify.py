@@ -7,11 +7,13 @@ import os
 import re
 import unittest.mock
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli
+import torch
 
 from tests.helpers.cluster import run_ranks
 from tests.verify.faults import FAULTS, IN_KEYS, lost_scores
@@ -158,6 +160,10 @@ def test_the_fewest_keys_are_found(faulty: tuple[int, ...], monkeypatch: pytest.
     [
         (("--parallelism.context_parallel_degree", "2"), "context parallelism needs FlexAttention"),
         (("--compile.enable",), "Expected --compile.no-enable"),
+        (
+            ("--keep", "training.seqlen"),
+            "--keep training.seqlen: expected some of",
+        ),
         (("--parallelism.tensor_parallel_degree", "3"), "expected degrees whose product divides 4"),
     ],
 )
@@ -212,6 +218,22 @@ def test_a_small_layout_loses_no_axis():
         assert small.shards % small.ep == 0
     assert refused
     assert all(" need 32 processes here: " in each for each in refused)
+
+
+@pytest.mark.parametrize(("routing", "load"), [("idle", 0), ("skewed", 768), ("balanced", None)])
+def test_all_tokens_go_to_an_expert_or_none(routing: str, load: int | None):
+    """Of two ranks with two sequences of 64 tokens in each of three microbatches."""
+    from titan_ext.plan.verify.legs import _check_routing
+    from titan_ext.plan.verify.reference import Reference
+
+    job = replace(_small((), 2), routing=routing)
+    found = Reference(job, 0, torch.float32).step(1).loads
+    _check_routing(job, found)
+    of_first = {int(load_E[0]) for load_E in found.values()}
+    assert (of_first == {load}) == (load is not None)
+    if load is not None:
+        with pytest.raises(ValueError, match=f"--routing {routing} needs a bias"):
+            _check_routing(job, {"layers.1.moe": torch.ones(8)})
 
 
 def test_a_decision_that_changed_is_said():

@@ -9,9 +9,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -55,6 +55,12 @@ class Verify:
     """The machine whose nodes the job has, as dry-run takes it."""
     memory: str = "80GiB"
     """Memory of each GPU, for activation_checkpoint.budget = "fit"."""
+    quick: bool = False
+    """Hold it in fp32 against one process only. If that is right, the exit code is 2."""
+    keep: tuple[str, ...] = ()
+    """Of training.seq_len, training.max_norm and lr_scheduler.warmup_steps: those of the job."""
+    routing: Literal["balanced", "skewed", "idle"] = "balanced"
+    """Send all tokens to the first expert of each layer, too ("skewed"), or none ("idle")."""
     verbose: bool = False
     """Print the log of the start, too."""
 
@@ -88,7 +94,7 @@ class Verify:
         with Legs(job, folder) as legs:
             wrong: dict[str, Verdict] = {}
             for leg, what in _LEGS.items():
-                if leg == "keys" and self.stock:
+                if leg == "keys" and (self.stock or self.quick):
                     continue
                 verdict = getattr(legs, leg)(**({"stock": True} if self.stock else {}))
                 print(f"{leg:10}{what}", *(f"  {line}" for line in verdict.lines()), sep="\n")
@@ -103,6 +109,8 @@ class Verify:
         told = (f"{k} {value}" for k, value in job.decisions.items() if value not in _NOTHING)
         print(f"decided   {', '.join(told)}")
         print(f"not verified here: {_NOT_HERE}")
+        if self.quick and not wrong:
+            raise ValueError("the job's dtypes were not looked at (--quick); in fp32 it is right.")
         return not wrong
 
     def _small(self, flags: list[str]) -> "SmallJob":
@@ -133,7 +141,8 @@ class Verify:
                 # With a CPU's kernels, of which the table names operations.
                 solve_in_dry_run(config, ranks, ["--memory", self.memory], ["--on-cpu"])
         nodes = Nodes(machine.ranks_per_node, machine.nvlink_domain or machine.ranks_per_node)
-        return make_small(config, layout_of(config, ranks, nodes))
+        job = make_small(config, layout_of(config, ranks, nodes), keep=self.keep)
+        return replace(job, routing=self.routing)
 
     def _say(self, blame: "Blame", job: "SmallJob", flags: list[str]) -> Iterator[str]:
         """Say who is to blame, and write the smallest file with which the job is wrong."""
@@ -159,7 +168,10 @@ class Verify:
                 *itertools.starmap(_setting, blame.off.items()),
             ]
             Path(again).write_text("\n".join(lines) + "\n")
-        command = ["titan_ext", "verify", again, "--ranks", str(job.large_layout.world), *flags]
+        command = ["titan_ext", "verify", again, "--ranks", str(job.large_layout.world)]
+        command += ["--routing", self.routing] if self.routing != "balanced" else []
+        command += ["--keep", *self.keep] if self.keep else []
+        command += flags
         yield f"again:    {shlex.join(command)}"
 
 

@@ -12,6 +12,8 @@ BATCH_KEYS = {
 }
 """The keys that count a batch, by section, and whether -1 means "as many as there are"."""
 
+SEQUENCE = "training.seq_len"
+"""Dotted key of the tokens of a sequence."""
 LOCAL_BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
 """Dotted keys of a rank's batch and of a step's, both in sequences."""
 

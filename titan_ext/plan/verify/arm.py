@@ -64,6 +64,10 @@ ROUNDS = {
 """Keys that change the order of sums, and values that do not."""
 
 
+_FAR = 64.0
+"""A bias of an expert that no score can make up for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """A training of the small job.
@@ -153,14 +157,21 @@ def fill(name: str, tensor: torch.Tensor, seed: int) -> None:
             tensor.copy_(values)
 
 
-def fill_model(parts: list[Any], seed: int) -> None:
-    """``fill`` all that a model learns: biases, norms and experts' biases too."""
+def fill_model(parts: list[Any], seed: int, routing: str) -> None:
+    """``fill`` all that a model learns: biases, norms and experts' biases too.
+
+    With ``routing`` "idle" no token goes to the first expert, and with "skewed" all do.
+    """
+    first = {"idle": -_FAR, "skewed": _FAR}.get(routing)
     for part in parts:
         for name, param in part.named_parameters():
             fill(canonical_fqn(name), param, seed)
         for name, buffer in part.named_buffers():
             if name.endswith("expert_bias_E"):
                 fill(canonical_fqn(name), buffer, seed)
+                if first is not None:
+                    with torch.no_grad():
+                        buffer[0] = first
 
 
 def sample(
@@ -219,7 +230,7 @@ class _Watched:
             post_optimizer_build_fn=self._count_first(spec.post_optimizer_build_fn),
         )
         super().__init__(config)  # type: ignore[call-arg]
-        fill_model(self.parts, arm.seed)
+        fill_model(self.parts, arm.seed, job.routing)
 
     @property
     def parts(self) -> list[Any]:

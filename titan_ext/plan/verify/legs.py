@@ -270,6 +270,15 @@ def lossy_keys(config: Any) -> list[str]:
     return found
 
 
+def _check_routing(job: SmallJob, loads: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError if the first experts do not get what ``job.routing`` says."""
+    tokens = {"idle": 0, "skewed": job.samples.step * job.samples.length}.get(job.routing)
+    if tokens is not None and {int(load_E[0]) for load_E in loads.values()} != {tokens}:
+        raise ValueError(
+            f"--routing {job.routing} needs a bias for each expert (load_balance_coeff)."
+        )
+
+
 _first_steps: dict[int, Any] = {}
 """What the reference computes in the first step, by seed: arms of other keys need it again."""
 
@@ -293,6 +302,7 @@ def _judge_axes(job: SmallJob, arm: Arm, folder: Path, seen: dict[str, Any]) -> 
         if step == 1:
             _first_steps[arm.seed] = known
         expected, rounded = known
+        _check_routing(job, expected.loads)
         judge = functools.partial(judge_step, seen=seen, step=step, right=expected, narrow=rounded)
         judge(verdict, found)
         if verdict.is_right:

@@ -123,7 +123,7 @@ class Reference:
         assert not [name for name in ours if name.startswith("titan_ext")], ours
         with torch.no_grad():
             self.model.init_weights()
-        fill_model([self.model], self.seed)
+        fill_model([self.model], self.seed, self.job.routing)
         for param in self.model.parameters():  # buffers of rotary embeddings are complex
             param.data = param.data.to(self.dtype)
         self.model.train()

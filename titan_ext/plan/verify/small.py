@@ -24,6 +24,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint.compile import compiles_model
+from titan_ext.base.messages import did_you_mean
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan import batch
 from titan_ext.parallelize.limits import value_of
@@ -35,6 +36,9 @@ VOCABULARY = 256
 MICROBATCHES = 3
 STEPS = 2
 _SEQ_LEN = 64
+_WARMUP, _MAX_NORM = "lr_scheduler.warmup_steps", "training.max_norm"
+_KEEPS = (batch.SEQUENCE, _WARMUP, _MAX_NORM)
+"""Keys that are another's in the small copy, unless they are to stay as they are."""
 _WORLD, _MOST_RANKS = 8, 16
 """Processes that it takes willingly, and where a job has axes that need more."""
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
@@ -134,6 +138,8 @@ class SmallJob:
         decisions: Those of the job itself, by key (``decisions``).
         summary: What shrank, in words.
         parameters: Parameter count of the small model.
+        routing: "balanced": what random weights make; "skewed": all tokens go to the first expert
+            of a layer, too; "idle": none goes to it.
     """
 
     config: Any
@@ -143,6 +149,7 @@ class SmallJob:
     decisions: Mapping[str, str]
     summary: str
     parameters: int
+    routing: str = "balanced"
 
 
 def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
@@ -223,12 +230,21 @@ def why_not(config: Any) -> str:
     return ""
 
 
-def make_small(config: Any, large: Layout) -> SmallJob:
+def make_small(config: Any, large: Layout, *, keep: Sequence[str] = ()) -> SmallJob:
     """Make a small copy of the job of ``config``, which stays as it is.
 
+    Args:
+        config: A trainer's.
+        large: Its layout.
+        keep: Those of ``_KEEPS`` that stay as they are in the job.
+
     Raises:
-        ValueError: for a model whose layers are unknown, or that cannot be made small.
+        ValueError: for a model that cannot be made small, or a key that is none of those.
     """
+    if wrong := next((key for key in keep if key not in _KEEPS), None):
+        expected = ", ".join(_KEEPS)
+        near = did_you_mean(wrong, _KEEPS)
+        raise ValueError(f"--keep {wrong}: expected some of {expected}{near}")
     layout = small_layout(large)
     small = copy.deepcopy(config)
     model = small.model_spec.model
@@ -239,7 +255,7 @@ def make_small(config: Any, large: Layout) -> SmallJob:
     said = [f"{count} -> {len(kept)} blocks ({kinds} kinds)", *_shrink_model(small)]
     _set_degrees(small, layout)
     _rename_layers(small, kept)
-    samples = _set_batch(small, layout)
+    samples = _set_batch(small, layout, keep)
     _silence(small)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model.build().parameters())
@@ -410,14 +426,17 @@ def _set_degrees(config: Any, layout: Layout) -> None:
     set_key(config, _GROUPS, groups | numbers)
 
 
-def _set_batch(config: Any, layout: Layout) -> batch.Samples:
+def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Samples:
+    length = value_of(config, batch.SEQUENCE) if batch.SEQUENCE in keep else _SEQ_LEN
     samples = batch.make_small(
-        config, layout.data_ranks, length=_SEQ_LEN, sequences=2, passes=MICROBATCHES
+        config, layout.data_ranks, length=length, sequences=2, passes=MICROBATCHES
     )
     training = config.training
     training.steps = STEPS
-    config.lr_scheduler = replace(config.lr_scheduler, warmup_steps=0)  # an update to be seen
-    training.max_norm = 0.1  # it acts: the gradients of a random model are larger
+    if _WARMUP not in keep:
+        config.lr_scheduler = replace(config.lr_scheduler, warmup_steps=0)  # an update to be seen
+    if _MAX_NORM not in keep:
+        training.max_norm = 0.1  # it acts: the gradients of a random model are larger
     for _, part in configs_in(config.model_spec.model):
         for name in ("window", "sliding_window_size"):
             if type(getattr(part, name, None)) is int:
