@@ -19,6 +19,7 @@ import sysconfig
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,6 +58,15 @@ def default_tokenizer_path() -> Path:
 def register_stdlib_corpus() -> None:
     """Add the corpus to Titan's table of data sets, the way its docs/datasets.md describes."""
     register_dataset(STDLIB_CORPUS, str(default_folder()), _load)
+
+
+def prepare_corpus(config: Any) -> None:
+    """Register the corpus, and make it if a trainer's config names it: before anyone looks."""
+    register_stdlib_corpus()
+    loaders = config.dataloader, config.validator.dataloader
+    data = [getattr(loader, "dataset", "") for loader in loaders]
+    if STDLIB_CORPUS in data or config.hf_assets_path == str(default_tokenizer_path()):
+        make_corpus()
 
 
 def make_corpus(folder: Path | None = None) -> Path:

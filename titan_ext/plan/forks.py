@@ -125,6 +125,8 @@ def start_fork(
     answer: Callable[[Any], Any],
     others: Sequence[Connection] = (),
     output: str | os.PathLike[str] = os.devnull,
+    *,
+    daemon: bool = True,
 ) -> tuple[BaseProcess, Connection]:
     """A fork of this process, and the line on which it answers what it is sent, one by one.
 
@@ -133,11 +135,12 @@ def start_fork(
         others: Lines of this process to other forks, which the fork closes: it would keep them open
             after the end of this process.
         output: File for what it prints.
+        daemon: Without processes of its own, which a data loader with workers has.
     """
     context = multiprocessing.get_context("fork")
     line, its_line = context.Pipe()
     arguments = its_line, [*others, line], answer, output
-    process = context.Process(target=_serve, args=arguments, daemon=True)
+    process = context.Process(target=_serve, args=arguments, daemon=daemon)
     process.start()
     its_line.close()
     return process, line

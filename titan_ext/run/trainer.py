@@ -32,8 +32,7 @@ from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.stdlib_corpus import (
     STDLIB_CORPUS,
     default_tokenizer_path,
-    make_corpus,
-    register_stdlib_corpus,
+    prepare_corpus,
 )
 from titan_ext.base.titan.data import data_facts, may_end, split_among_workers, together
 from titan_ext.base.titan.parallelism import ranks_without_data
@@ -197,11 +196,7 @@ class Trainer(TitanTrainer):
         # All of this comes before Titan's __init__, which asks for the device, for the data set by
         # its name and for the tokenizer's files.
         has_no_accelerator = no_accelerator.enable()
-        register_stdlib_corpus()
-        loaders = config.dataloader, config.validator.dataloader
-        data = [getattr(loader, "dataset", "") for loader in loaders]
-        if STDLIB_CORPUS in data or config.hf_assets_path == str(default_tokenizer_path()):
-            make_corpus()  # before anyone looks for the tokenizer
+        prepare_corpus(config)
         self.checks = [check() for check in self.run_checks]
         for check in self.checks:
             check.before_start(config)

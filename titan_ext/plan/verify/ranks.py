@@ -38,10 +38,20 @@ class Processes:
         count: Number of processes.
         serve: Called with the rank and what was sent; its results are pickled.
         folder: Of their logs.
+        patience_s: What takes longer hangs.
+        daemon: As ``start_fork`` takes it.
     """
 
-    def __init__(self, count: int, serve: Callable[[int, Any], Any], folder: Path) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        count: int,
+        serve: Callable[[int, Any], Any],
+        folder: Path,
+        *,
+        patience_s: float = _PATIENCE_S,
+        daemon: bool = True,
+    ) -> None:
+        self.folder, self._patience_s = folder, patience_s
         self._forks: list[tuple[BaseProcess, Connection]] = []
         names = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(count):
@@ -49,7 +59,7 @@ class Processes:
                 k: str(v) for k, v in {**names, "RANK": rank, "LOCAL_RANK": rank}.items()
             }
             answer = functools.partial(_answer, serve, rank, environment)
-            self._forks.append(start_fork(answer, self._lines, self._log(rank)))
+            self._forks.append(start_fork(answer, self._lines, self._log(rank), daemon=daemon))
 
     @property
     def _lines(self) -> list[Connection]:
@@ -78,13 +88,13 @@ class Processes:
             with contextlib.suppress(BrokenPipeError):  # it died: its line has ended
                 line.send(argument)
         results: dict[int, Any] = {}
-        ends = time.monotonic() + _PATIENCE_S
+        ends = time.monotonic() + self._patience_s
         while len(results) < len(self._lines):
             missing = {line: r for r, line in enumerate(self._lines) if r not in results}
             ready = wait(list(missing), timeout=max(ends - time.monotonic(), 0))
             if not ready:
                 raise RunError(
-                    f"rank {min(missing.values())} did not answer for {_PATIENCE_S:.0f} s"
+                    f"rank {min(missing.values())} did not answer for {self._patience_s:.0f} s"
                 )
             for line in ready:
                 rank = missing[line]  # type: ignore[index]
