@@ -31,7 +31,7 @@ _LEGS = {
 }
 _NOTHING = ("none", "None")
 _NOT_HERE = (
-    "data, checkpoints, FlexAttention's kernel, compiled kernels, CUDA graphs, NCCL, streams, "
+    "checkpoints, FlexAttention's kernel, compiled kernels, CUDA graphs, NCCL, streams, "
     "drawing of first weights"
 )
 
@@ -42,7 +42,8 @@ class Verify:
 
     The copy has every kind of block, every axis of the mesh and every decision of the job, and is
     trained for two steps on at most 16 processes: in fp32 beside one process, and in the job's
-    dtypes beside TorchTitan's own parallelize. Exit code 0 is RIGHT, 1 WRONG, 2 NOT VERIFIED.
+    dtypes beside TorchTitan's own parallelize. The job's own data are read at its real number of
+    data ranks. Exit code 0 is RIGHT, 1 WRONG, 2 NOT VERIFIED.
     """
 
     config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
@@ -106,12 +107,26 @@ class Verify:
                 except ValueError as error:  # a key that the job cannot be without
                     said = iter([f"blame     not found: {error}"])
                 print("\n".join(said), flush=True)
+        is_right, not_here = self._look_at_data(job, folder)
         told = (f"{k} {value}" for k, value in job.decisions.items() if value not in _NOTHING)
         print(f"decided   {', '.join(told)}")
-        print(f"not verified here: {_NOT_HERE}")
-        if self.quick and not wrong:
-            raise ValueError("the job's dtypes were not looked at (--quick); in fp32 it is right.")
-        return not wrong
+        print(f"not verified here: {not_here}")
+        if self.quick and is_right and not wrong:
+            raise ValueError("the job's dtypes were not looked at (--quick); all else is right.")
+        return is_right and not wrong
+
+    def _look_at_data(self, job: "SmallJob", folder: Path) -> tuple[bool, str]:
+        """Whether nothing is wrong with the job's data, and the list of what is not verified."""
+        from titan_ext.plan.verify.data import look_at_data
+        from titan_ext.plan.verify.ranks import RunError
+
+        try:
+            verdict = look_at_data(job.large_config, job.large_layout, folder, stock=self.stock)
+        except RunError as error:
+            print(f"data      not verified: {error}")
+            return True, f"data, {_NOT_HERE}"
+        print(*verdict.lines(), sep="\n")
+        return verdict.is_right, _NOT_HERE
 
     def _small(self, flags: list[str]) -> "SmallJob":
         from titan_ext.activation_checkpoint.op_rules import has_budget

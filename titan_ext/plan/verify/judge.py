@@ -34,7 +34,7 @@ class Wrong:
 
     Attributes:
         name: Of the parameter, or what else it is.
-        error: Norm of the difference, as a share of the right tensor's.
+        error: Norm of the difference, as a share of the right tensor's; 0 if the name says it all.
         factor: Least-squares factor between the two; 1 where the difference is no factor.
     """
 
@@ -43,6 +43,8 @@ class Wrong:
     factor: float = 1.0
 
     def __str__(self) -> str:
+        if not self.error:
+            return self.name
         if math.isnan(self.error):
             return f"{self.name} is not as on others"
         is_factor = abs(self.factor - 1) > 0.5 * self.error and self.error < 1e3

@@ -133,6 +133,7 @@ class SmallJob:
 
     Attributes:
         config: The small trainer's config. ``Arm.config_of`` makes the one of a run of it.
+        large_config: The job's own.
         layout, large_layout: Degrees of the small job, and of the job itself.
         samples: Its sequences.
         decisions: Those of the job itself, by key (``decisions``).
@@ -143,6 +144,7 @@ class SmallJob:
     """
 
     config: Any
+    large_config: Any
     layout: Layout
     large_layout: Layout
     samples: batch.Samples
@@ -261,6 +263,7 @@ def make_small(config: Any, large: Layout, *, keep: Sequence[str] = ()) -> Small
         parameters = sum(p.numel() for p in model.build().parameters())
     return SmallJob(
         config=small,
+        large_config=config,
         layout=layout,
         large_layout=large,
         samples=samples,
