@@ -51,8 +51,8 @@ class Loader(BaseDataLoader):
             self.ranks, self.rank = 4, dp_rank % 4
         elif fault == "one document on":  # rank 1 reads 1, 2, 3, and rank 0 has read 2
             self.ranks = 1
-        elif fault == "a third on":  # the same text, packed otherwise
-            self.ranks, self.rank, self.offset = 1, 0, dp_rank * self.length // 3
+        elif fault == "seven tokens on":  # the same text, packed otherwise
+            self.ranks, self.rank, self.offset = 1, 0, 7 * dp_rank
         elif fault == "RANK":
             self.rank = int(os.environ["RANK"]) % self.ranks
         elif fault == "LOCAL_RANK":
@@ -80,7 +80,7 @@ class Loader(BaseDataLoader):
             number = 24
         tokens = self._tokens(number)
         if fault == "padding":
-            tokens[length // 4 :] = 1
+            tokens[0 if number // self.ranks % 4 == 3 else length // 4 :] = 1
         elif fault == "one prompt":
             tokens[: length * 3 // 4] = torch.arange(length * 3 // 4)
         shift = {"not shifted": 0, "shifted by two": 2}.get(fault, 1)
@@ -142,7 +142,7 @@ SAYS = {
     "one for a node": r"WRONG .*data ranks 0 and 2 read the same text",
     "one for both replicas": r"WRONG .*data ranks 0 and 4 read the same .* and so do 3 other pairs",
     "one document on": r"WRONG .*data ranks 0 and 1 read the same text, 7 of 8",
-    "a third on": r"WRONG .*data ranks 0 and [1-7] read the same text",
+    "seven tokens on": r"WRONG .*data ranks [0-6] and [1-7] read the same text",
     "RANK": r"WRONG .*ranks 0 and 1, TP peers, read different batches",
     "LOCAL_RANK": r"WRONG .*ranks 0 and 1, TP peers, read different batches",
     "the group's rank": r"WRONG .*ranks 0 and 1, TP peers, read different batches",
