@@ -92,6 +92,7 @@ class Verify:
             )
         print(f"model     {job.summary}: {job.parameters / 1e6:.1f} M parameters")
         print(f"layout    {job.large_layout} -> {job.layout}", flush=True)
+        is_right, not_here = self._look_at_data(job, folder)
         with Legs(job, folder) as legs:
             wrong: dict[str, Verdict] = {}
             for leg, what in _LEGS.items():
@@ -107,7 +108,6 @@ class Verify:
                 except ValueError as error:  # a key that the job cannot be without
                     said = iter([f"blame     not found: {error}"])
                 print("\n".join(said), flush=True)
-        is_right, not_here = self._look_at_data(job, folder)
         told = (f"{k} {value}" for k, value in job.decisions.items() if value not in _NOTHING)
         print(f"decided   {', '.join(told)}")
         print(f"not verified here: {not_here}")

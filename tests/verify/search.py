@@ -1,0 +1,226 @@
+"""``make search SECONDS=600``: draw jobs over all keys, verify each, and shrink what is WRONG.
+
+``titan_ext verify`` is the judge, in a fork of this process for each job, since a new one would
+need 4 CPU seconds to import torch and Titan. Jobs are drawn so that each covers many pairs of
+values that no job before it has had: where two features cross, numbers go wrong.
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RIGHT, WRONG, NOT_VERIFIED = 0, 1, 2
+_CANDIDATES = 40
+
+Job = Mapping[str, str]
+"""A job's TOML: keys and values as they are written. "extends" is one; "ranks" is its world."""
+
+_LORA = """
+[[model.converters]]
+component = "torchtitan.components.lora.LoRAConverter"
+rank = 8
+alpha = 16.0
+target_modules = ["wo"]
+"""
+VALUES: dict[str, tuple[str, ...]] = {
+    "extends": (
+        '"deepseek_v3.deepseek_v3_debugmodel"',
+        '"qwen3.qwen3_moe_debug"',
+        '"gpt_oss.gpt_oss_debugmodel_flex"',
+        '"deepseek_v3.deepseek_v3_debugmodel_mtp"',
+        '"llama3.llama3_debugmodel"',
+    ),
+    "ranks": ("2", "4", "8"),
+    "parallelism.tensor_parallel_degree": ("1", "1", "2"),
+    "parallelism.pipeline_parallel_degree": ("1", "1", "2"),
+    "parallelism.context_parallel_degree": ("1", "1", "2"),
+    "parallelism.data_parallel_replicate_degree": ("1", "1", "2"),
+    "parallelism.expert_parallel_degree": ("1", "2", "4", "8"),
+    "parallelism.pipeline_parallel_schedule": ('"1F1B"', '"Interleaved1F1B"', '"ZBVZeroBubble"'),
+    "parallelism.enable_sequence_parallel": ("true", "false"),
+    "parallelism.spmd_backend": ('"spmd_types"', '"partial_dtensor"'),
+    "parallelism.fsdp_wrap": ('"auto"', '"block"', '"submodule"', '"experts"'),
+    "parallelism.fsdp_reshard_after_forward": ('"default"', '"always"', '"never"', "2"),
+    "parallelism.fsdp_reshard_groups": ("{}", '{embedding = "never"}', '{head = "always"}'),
+    "parallelism.fsdp_prefetch": ('"auto"', "0", "2", '"1MiB"'),
+    "parallelism.save_all_to_all": ('"auto"', '"always"', '"never"'),
+    "parallelism.overlap_exchanges": ('"shared_experts"', '"halves"', '"none"'),
+    "parallelism.exchange_rows": ('"expert"', '"rank"', '"node"'),
+    "parallelism.exchange_dtype": ('"None"', '"float8"'),
+    "parallelism.fsdp_replicate": ("[]", '["router", "norms"]', '["layers.0.*"]'),
+    "parallelism.fsdp_float8_all_gather": ('"none"', '"experts"', '"blocks"'),
+    "parallelism.fsdp_expert_reduce_scatter": ('"None"', '"bfloat16"'),
+    "activation_checkpoint.policy": ('"none"', '"selective"', '"full"', '"fp8"'),
+    "activation_checkpoint.preset": ('"stock"', '"speed"', '"memory"'),
+    "activation_checkpoint.mode": ('"selective"', '"full"', '"no_recompute"'),
+    "activation_checkpoint.score_before_last_gemm": ("false", "true"),
+    "training.mixed_precision_param": ('"bfloat16"', '"float32"'),
+    "routing": ("balanced", "balanced", "skewed", "idle"),
+    "converters": ("", "", "lora"),
+}
+"""Values of each key, the first of which leaves it out where it is a key of titan_ext."""
+_NOT_KEYS = ("extends", "ranks", "routing", "converters")
+_OF_FP8 = ("preset", "mode", "score_before_last_gemm")
+
+
+class Verified(NamedTuple):
+    """Exit code of ``titan_ext verify``, and all that it said."""
+
+    code: int
+    said: str
+
+
+def draw(generator: random.Random, covered: set[Any]) -> dict[str, str]:
+    """Draw a job that has many pairs of values that are not in ``covered``, and add those."""
+    candidates = [
+        _sensible({key: generator.choice(values) for key, values in VALUES.items()})
+        for _ in range(_CANDIDATES)
+    ]
+    job = max(candidates, key=lambda each: len(_pairs(each) - covered))
+    covered |= _pairs(job)
+    return job
+
+
+def _pairs(job: Job) -> set[Any]:
+    return set(itertools.combinations(job.items(), 2))
+
+
+def _sensible(job: dict[str, str]) -> dict[str, str]:
+    """``job`` without what its other values have no use for; its degrees fit its ranks."""
+    degree = "parallelism.{}_degree".format
+    room = int(job["ranks"])
+    for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
+        job[degree(axis)] = str(min(int(job[degree(axis)]), room))
+        room //= int(job[degree(axis)])
+    replicas = degree("data_parallel_replicate")
+    job[replicas] = str(min(int(job[replicas]), room))
+    room //= int(job[replicas])
+    shards = room * int(job[degree("tensor_parallel")]) * int(job[degree("context_parallel")])
+    has_experts = "llama" not in job["extends"]
+    expert = degree("expert_parallel")
+    job[expert] = str(min(int(job[expert]), shards if has_experts else 1))
+    if not has_experts:
+        job["routing"] = "balanced"
+    if not has_experts or "gpt_oss" in job["extends"]:
+        job["activation_checkpoint.score_before_last_gemm"] = "false"
+    if job[degree("pipeline_parallel")] == "1":
+        del job["parallelism.pipeline_parallel_schedule"]
+    if job["activation_checkpoint.policy"] != '"fp8"':
+        for key in _OF_FP8:
+            del job[f"activation_checkpoint.{key}"]
+    elif job["activation_checkpoint.mode"] != '"selective"':
+        del job["activation_checkpoint.preset"]
+    return job
+
+
+def toml_of(job: Job) -> str:
+    """The job's file."""
+    keys = (f"{key} = {value}" for key, value in job.items() if key not in _NOT_KEYS)
+    head = f"# world size: {job['ranks']}\nextends = {job['extends']}\n"
+    return head + "\n".join(keys) + "\n" + (_LORA if job.get("converters") else "")
+
+
+def verify(job: Job, folder: Path) -> Verified:
+    """Verify a job in a fork of this process; its file is in ``folder``."""
+    file = folder / "job.toml"
+    file.write_text(toml_of(job))
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    arguments = ["verify", str(file), "--routing", job.get("routing", "balanced")]
+    child = multiprocessing.get_context("fork").Process(
+        target=_command, args=(arguments, theirs, folder)
+    )
+    child.start()
+    theirs.close()
+    try:
+        code, said = ours.recv()
+    except EOFError:
+        code, said = NOT_VERIFIED, "NOT VERIFIED: it died"
+    child.join()
+    return Verified(code, said)
+
+
+def _command(arguments: list[str], line: Any, folder: Path) -> None:
+    from titan_ext.config_registry.commands import main
+
+    os.chdir(folder)
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), open(folder / "log", "w") as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    line.send((code, said.getvalue()))
+
+
+def shrink(job: Job, is_wrong: Callable[[Job], bool]) -> Job:
+    """Leave out of a job that is wrong each key, and each axis, without which it still is."""
+    for key in [key for key in job if key not in ("extends", "ranks")]:
+        fewer = {name: value for name, value in job.items() if name != key}
+        if is_wrong(fewer):
+            job = fewer
+    for ranks in VALUES["ranks"]:
+        if int(ranks) < int(job["ranks"]) and is_wrong({**job, "ranks": ranks}):
+            return {**job, "ranks": ranks}
+    return job
+
+
+def search(seconds: float, seed: int, folder: Path, *, only: str = "") -> Iterator[str]:
+    """Verify one job after another; yield a line for each, and the smallest file of a WRONG one."""
+    generator, covered = random.Random(seed), set[Any]()
+    found: Counter[int] = Counter()
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        job = draw(generator, covered)
+        if only not in job["extends"]:
+            continue
+        verified = verify(job, folder)
+        found[verified.code] += 1
+        last = verified.said.strip().splitlines()[-1] if verified.said.strip() else "nothing"
+        yield f"{sum(found.values()):4}  {_short(job)}: {last}"
+        if verified.code == WRONG:
+            least = shrink(job, lambda fewer: verify(fewer, folder).code == WRONG)
+            again = verify(least, folder)
+            yield f"\n{toml_of(least)}# --routing {least.get('routing', 'balanced')}\n{again.said}"
+    every = sum(found.values())
+    yield (
+        f"{every} jobs, {len(covered)} pairs of values: {found[RIGHT]} RIGHT, {found[WRONG]} "
+        f"WRONG, {found[NOT_VERIFIED]} refused or not verified (seed {seed})"
+    )
+    if found[WRONG]:
+        raise SystemExit(WRONG)
+
+
+def _short(job: Job) -> str:
+    """What of a job is not the first value of its key."""
+    changed = (f"{k.rpartition('.')[2]} {v}" for k, v in job.items() if v != VALUES[k][0])
+    return ", ".join(changed).replace('"', "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import titan_ext.plan.verify.legs  # noqa: F401  once, for all forks
+
+    for line in search(arguments.seconds, arguments.seed, arguments.folder, only=arguments.only):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
