@@ -9,6 +9,7 @@ import functools
 import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -255,6 +256,78 @@ def _in_ours(where: Any, name: str, change: Callable[..., torch.Tensor]) -> Call
     return lambda: patch(where, name, changed)
 
 
+def _resumes(*changes: Callable[[Any], object]) -> Any:
+    """``changes`` of a trainer that has loaded a checkpoint."""
+
+    def build(trainer: Any, method: Any, *arguments: Any) -> None:
+        method(*arguments)
+        load = trainer.checkpointer.load
+
+        def loaded() -> None:
+            load()
+            for change in changes:
+                change(trainer)
+
+        trainer.checkpointer.load = loaded
+
+    return _trainers(__init__=build)
+
+
+def _states(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                yield name, optimizer.state[param]
+
+
+def _lose_a_moment(trainer: Any) -> None:
+    for name, state in _states(trainer):
+        if name == "norm.weight":
+            local(state["exp_avg"]).zero_()
+
+
+def _count_anew(trainer: Any) -> None:
+    trainer.step = 0
+
+
+def _begin_the_schedule(trainer: Any) -> None:
+    trainer.lr_schedulers.load_state_dict({"last_epoch": 0})
+
+
+def _correct_anew(trainer: Any) -> None:
+    for _, state in _states(trainer):
+        state["step"].zero_()
+
+
+def _lose_a_bias(trainer: Any) -> None:
+    for part in trainer.parts:
+        for name, buffer in part.named_buffers():
+            if "layers.1." in name and name.endswith("expert_bias_E"):
+                local(buffer).zero_()
+
+
+def _exchange_experts(trainer: Any) -> None:
+    """In another layout only: the sweeps save with the experts spread over all ranks."""
+    saved = len([*Path(trainer.checkpointer.folder).glob("step-*/*.distcp")])
+    for part in trainer.parts if trainer.parallel_dims.ep < saved else ():
+        for name, param in part.named_parameters():
+            if _is_expert(name) and "layers.1." in name:
+                with torch.no_grad():
+                    local(param)[:2] = local(param)[:2].flip(0)
+
+
+RESUMES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a lost moment": (_lose_a_moment, "exp_avg of norm.weight after"),
+    "steps counted anew": (_count_anew, "the step count after"),
+    "the schedule from its beginning": (_begin_the_schedule, "last_epoch of the schedule after"),
+    "moments corrected anew": (_correct_anew, "step of "),
+    "a lost bias of experts": (_lose_a_bias, "layers.1.moe.expert_bias_E after"),
+    "experts exchanged": (_exchange_experts, "layers.1.moe.routed_experts.inner_experts"),
+}
+"""By name: the fault of a trainer that has resumed, and what its line "resume" must name."""
+ALL_RESUMES = "all that a resume can lose"
+
+
 FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "experts times EP": (experts_times_ep, "grads", "inner_experts"),
     "an idle expert": (idle_expert, "grads", "layers.1.moe.routed_experts.inner_experts"),
@@ -268,7 +341,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a detached router": (detached_router, "grads", "router.gate.weight"),
     "bias in the scores": (bias_in_scores, "grads", ""),
     "no weight decay": (no_weight_decay, "optimizer", ""),
-    "too small a step": (too_small_a_step, "optimizer", "0.9000"),
+    "too small a step": (too_small_a_step, "optimizer", "of the right one, off by 0.1"),
     "bf16 before a reduction": (bfloat16_before_reduction, "grads", ""),
     # One value of each: far below what float8 itself does to them.
     "a stored tensor": (_in_ours(saved_tensors._View, "restore", _one_off), "grads", ""),
@@ -278,3 +351,12 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
 """By name: the fault, the category that must be WRONG, and what its line must name."""
 IN_KEYS = ("bf16 before a reduction", "a stored tensor")
 """Faults that fp32 does not have."""
+FAULTS |= {
+    name: (functools.partial(_resumes, change), "resume", says)
+    for name, (change, says) in RESUMES.items()
+}
+FAULTS[ALL_RESUMES] = (
+    functools.partial(_resumes, *(change for change, _ in RESUMES.values())),
+    "resume",
+    "",
+)

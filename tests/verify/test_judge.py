@@ -1,6 +1,7 @@
 """The judge of ``titan_ext verify``, by tensors of a few values: no ranks, no models."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from titan_ext.plan.verify.judge import (
     Wrong,
     distance,
     judge_equal,
+    judge_loaded,
     judge_lossy,
     judge_rounding,
     judge_step,
@@ -107,6 +109,21 @@ def test_the_other_two_comparisons():
         assert [each.name for each in verdict.wrong.get("lossy", ())] == wrong
 
 
+def test_what_was_loaded_is_what_was_saved():
+    saved = {"grad:w": RIGHT, "param:w": RIGHT, "bias:b": RIGHT, "state:step of w": torch.ones(())}
+    loaded = {name: tensor.clone() for name, tensor in saved.items() if name != "grad:w"}
+    right = Verdict()
+    judge_loaded(right, loaded, saved)
+    assert right.is_right
+    loaded["param:w"][3] = loaded["param:w"][3].nextafter(torch.tensor(2.0))
+    del loaded["state:step of w"]
+    each = Verdict()
+    judge_loaded(each, loaded, saved)
+    right.take(each, "after it")
+    assert {w.name for w in right.wrong["resume"]} == {"w after it", "step of w (missing) after it"}
+    assert 0 < right.worst["resume"] < 1e-15
+
+
 def test_what_only_one_arm_has_is_wrong():
     """A gradient of what stock leaves frozen, or none of what it trains."""
     one, other = _found(RIGHT), _found(RIGHT, **{"grad:v": RIGHT})
@@ -130,7 +147,7 @@ def test_an_arm_is_trained_once(tmp_path: Path):
     legs._ranks = Ranks()  # type: ignore[assignment]
     for changes in ((), (("parallelism.fsdp_replicate", []),), ()):
         legs._run(Arm(changes=changes))
-    assert [len(arm.changes) for arm, _ in trained] == [0, 1]
+    assert [len(arm.changes) for arm, *_ in trained] == [0, 1]
 
 
 def test_the_canary_sings():
@@ -161,12 +178,14 @@ def test_near_ties_are_drawn_again(gaps: list[float], draws: int, is_right: bool
         verdicts[-1].wrong.clear()
 
     class Told(Legs):
-        def _run(self, arm: Any) -> Any:
+        def _run(self, arm: Any, saved: Any = None, ranks: Any = None) -> Any:
             seeds.append(arm.seed)
             return Trained(Path(), {"apart": []})
 
     seeds: list[int] = []
-    legs = Told(None, Path())  # type: ignore[arg-type]
+    checkpoint = SimpleNamespace(enable=False)
+    job: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=checkpoint))
+    legs = Told(job, Path())
     legs._judge = type("Judge", (), {"call": lambda self, call: [verdicts[len(seeds) - 1]]})()
     assert legs.axes().is_right == is_right
     assert seeds == list(range(draws))

@@ -9,6 +9,7 @@ import unittest.mock
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ import tomli
 import torch
 
 from tests.helpers.cluster import run_ranks
-from tests.verify.faults import FAULTS, IN_KEYS, lost_scores
+from tests.verify.faults import ALL_RESUMES, FAULTS, IN_KEYS, RESUMES, lost_scores
 from titan_ext.base.op_cost import Nodes
-from titan_ext.plan.verify.small import Layout, differences, small_layout
+from titan_ext.plan.verify.small import Layout, differences, other_layouts, resumes, small_layout
 
 QUICK = ("experts times EP", "load counted twice", "a detached router", "norm times 1.41")
 QUICK += ("too small a step", "a stored tensor", "rows in float8", "a gathered weight")
@@ -52,13 +53,20 @@ def _sweep(folder: Path, ranks: int, faults: Sequence[str]) -> dict[str, dict[st
     found = {}
     patched = unittest.mock.patch.object(legs, "_train", train_with_fault)
     with patched, legs.Legs(job, folder) as comparison:
-        for fault in ("", *faults):
+        for fault in ("", *sorted(faults, key=lambda fault: not _is_of_resume(fault))):
             planted.write_text(fault)
-            comparison._trained.clear()  # the same arms, with another fault
+            # The same arms, with another fault: one that comes after a resume saves as the right.
+            trained = comparison._trained.items() if _is_of_resume(fault) else ()
+            comparison._trained = {call: arm for call, arm in trained if call[1] is None}
+            comparison._resumes = True
             leg = comparison.keys if fault in IN_KEYS else comparison.axes
             wrong = leg().wrong
             found[fault] = {kind: [*map(str, each)] for kind, each in wrong.items()}
     return found
+
+
+def _is_of_resume(fault: str) -> bool:
+    return bool(fault) and FAULTS[fault][1] == "resume"
 
 
 Swept = Callable[[int, tuple[str, ...]], dict[str, dict[str, list[str]]]]
@@ -83,7 +91,16 @@ def _check(fault: str, found: dict[str, dict[str, list[str]]]) -> None:
 
 @pytest.mark.parametrize("fault", QUICK)
 def test_a_fault_is_named(fault: str, swept: Swept):
-    _check(fault, swept(2, QUICK))
+    _check(fault, swept(2, (*QUICK, ALL_RESUMES)))
+
+
+@pytest.mark.parametrize("fault", RESUMES)
+def test_what_a_resume_loses_is_named(fault: str, swept: Swept):
+    found = swept(2, (*QUICK, ALL_RESUMES))[ALL_RESUMES]
+    named = [line for line in found["resume"] if line.startswith(RESUMES[fault][1])]
+    on = {re.search(r"after the resume on (.*?) is", line)[1] for line in named}  # type: ignore[index]
+    only_in_another = fault == "experts exchanged"
+    assert on == {"2 ranks"} | ({"2 ranks, EP 2 x EDP 1"} if not only_in_another else set())
 
 
 @pytest.mark.slow
@@ -177,26 +194,39 @@ def test_what_cannot_be_verified_ends_with_2(flags: tuple[str, ...], says: str, 
 SHIPPED = sorted(path.name for path in Path("train_configs").glob("*.toml"))
 
 
-def _decided(name: str) -> tuple[str, list[str], int]:
+def _decided(name: str) -> tuple[Layout, Layout | None, list[str], int]:
     from titan_ext.base.op_cost import Nodes
     from titan_ext.config_registry.resolve import resolve
-    from titan_ext.plan.verify.small import decisions, differences, layout_of, make_small
+    from titan_ext.plan.verify.small import (
+        decisions,
+        differences,
+        in_other_layout,
+        layout_of,
+        make_small,
+    )
     from titan_ext.toml.files import written_for
 
     resolved = resolve(name)
     ((_, ranks),) = written_for(resolved.files)
     job = make_small(resolved.config, layout_of(resolved.config, ranks, Nodes(8, 8)))
     changed = differences(job.decisions, decisions(job.config, job.layout))
-    return str(job.layout), changed, job.parameters
+    other = in_other_layout(job)
+    return job.layout, other.layout if other else None, changed, job.parameters
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_small_job_decides_as_the_large_one(name: str):
-    layout, changed, parameters = _decided(name)
+    layout, other, changed, parameters = _decided(name)
     assert changed == []
     assert parameters < 80e6
     if name == "deepseek_v3_671b.toml":
-        assert layout == "8 ranks, EP 4 x EDP 2"
+        assert str(layout) == "8 ranks, EP 4 x EDP 2"
+    if layout.world == 1:
+        assert other is None
+    else:  # where it resumes, too
+        assert other is not None
+        assert other.world <= layout.world // 2
+        assert (other.ep > 1) == (layout.ep > 1)
 
 
 def test_a_small_layout_loses_no_axis():
@@ -216,6 +246,12 @@ def test_a_small_layout_loses_no_axis():
         assert small.relations == large.relations
         assert small.world <= min(16, large.world)
         assert small.shards % small.ep == 0
+        others = other_layouts(small)
+        assert small.world == 1 or others
+        for other in others:
+            assert other.world <= small.world
+            assert other.shards % other.ep == 0
+            assert (str(other), other.pp) != (str(small), small.pp)
     assert refused
     assert all(" need 32 processes here: " in each for each in refused)
 
@@ -234,6 +270,20 @@ def test_all_tokens_go_to_an_expert_or_none(routing: str, load: int | None):
     if load is not None:
         with pytest.raises(ValueError, match=f"--routing {routing} needs a bias"):
             _check_routing(job, {"layers.1.moe": torch.ones(8)})
+
+
+@pytest.mark.parametrize(
+    ("enable", "excluded", "says"),
+    [
+        (True, [], True),
+        (True, ["dataloader"], True),  # verify has its own batches
+        (True, ["optimizer"], False),
+        (False, [], False),
+    ],
+)
+def test_what_goes_on_from_its_checkpoints(enable: bool, excluded: list[str], says: bool):
+    checkpoint = SimpleNamespace(enable=enable, exclude_from_loading=excluded)
+    assert resumes(SimpleNamespace(checkpoint=checkpoint)) == says
 
 
 def test_a_decision_that_changed_is_said():

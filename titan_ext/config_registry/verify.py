@@ -42,8 +42,9 @@ class Verify:
 
     The copy has every kind of block, every axis of the mesh and every decision of the job, and is
     trained for two steps on at most 16 processes: in fp32 beside one process, and in the job's
-    dtypes beside TorchTitan's own parallelize. The job's own data are read at its real number of
-    data ranks. Exit code 0 is RIGHT, 1 WRONG, 2 NOT VERIFIED.
+    dtypes beside TorchTitan's own parallelize. It saves and resumes where the job has checkpoints.
+    The job's own data are read at its real number of data ranks. Exit code 0 is RIGHT, 1 WRONG, 2
+    NOT VERIFIED.
     """
 
     config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
@@ -83,7 +84,7 @@ class Verify:
 
     def _verify(self, flags: list[str], folder: Path) -> bool:
         from titan_ext.plan.verify.legs import Legs
-        from titan_ext.plan.verify.small import decisions, differences
+        from titan_ext.plan.verify.small import decisions, differences, resumes
 
         job = self._small(flags)
         if changed := differences(job.decisions, decisions(job.config, job.layout)):
@@ -110,6 +111,7 @@ class Verify:
                 print("\n".join(said), flush=True)
         told = (f"{k} {value}" for k, value in job.decisions.items() if value not in _NOTHING)
         print(f"decided   {', '.join(told)}")
+        not_here = not_here if not resumes(job.config) else not_here.replace("checkpoints, ", "")
         print(f"not verified here: {not_here}")
         if self.quick and is_right and not wrong:
             raise ValueError("the job's dtypes were not looked at (--quick); all else is right.")

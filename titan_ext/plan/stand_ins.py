@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig
@@ -99,6 +100,7 @@ def as_stock(config: Any) -> None:
     config.model_spec = dataclasses.replace(spec, parallelize_fn=spec.stock_parallelize_fn)
     stock: Any = ParallelismConfig
     config.parallelism = derive(config.parallelism, stock)
+    config.checkpoint = _titans(config.checkpoint, CheckpointManager.Config)
     policy = config.activation_checkpoint
     if isinstance(policy, FP8AC.Config):
         policies = {"selective": SelectiveAC.Config(), "full": FullAC.Config()}

@@ -41,6 +41,8 @@ from titan_ext.plan.verify.small import (
     STEPS,
     VOCABULARY,
     SmallJob,
+    in_one_pass,
+    resumes,
     set_key,
 )
 from titan_ext.run.trainer import Trainer
@@ -105,12 +107,18 @@ class Arm:
         policy = config.activation_checkpoint
         if isinstance(policy, FP8AC.Config):
             config.activation_checkpoint = self._checkpointing(policy)
+        if not self.saves(job):
+            config.checkpoint = replace(config.checkpoint, enable=False)
         no_accelerator.adapt_config(config)
         if self.stock:
             if isinstance(value_of(config, RESHARD), int):  # ours; Titan has three words
                 set_key(config, RESHARD, "default")
             as_stock(config)
         return config
+
+    def saves(self, job: SmallJob) -> bool:
+        """True if this arm ends with a checkpoint from which a job goes on."""
+        return self.fp32 and self.steps == STEPS and resumes(job.config)
 
     def _checkpointing(self, policy: FP8AC.Config) -> FP8AC.Config:
         """The job's policy, as far as this arm has it."""
@@ -218,11 +226,12 @@ class _Watched:
     arm: Arm
     folder: Path
 
-    def __init__(self, job: SmallJob, arm: Arm, folder: Path) -> None:
+    def __init__(self, job: SmallJob, arm: Arm, folder: Path, saved: Path | None) -> None:
         self.job, self.arm, self.folder = job, arm, folder
         self.counts: dict[str, torch.Tensor] = {}
         self.kept: dict[str, Any] = {}
         config = arm.config_of(job)
+        config.dump_folder = str(saved or folder)
         spec = config.model_spec
         config.model_spec = replace(
             spec,
@@ -230,7 +239,8 @@ class _Watched:
             post_optimizer_build_fn=self._count_first(spec.post_optimizer_build_fn),
         )
         super().__init__(config)  # type: ignore[call-arg]
-        fill_model(self.parts, arm.seed, job.routing)
+        if saved is None:  # else all of it is loaded
+            fill_model(self.parts, arm.seed, job.routing)
 
     @property
     def parts(self) -> list[Any]:
@@ -271,30 +281,52 @@ class _Watched:
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
         ranks, size = self.job.layout.data_ranks, self.job.samples.microbatch
-        first = data_rank(_dims[0]) * size
+        before = samples_of_step(self.job, cast(Any, self).step).start  # of the first that asks
+        first = before + data_rank(_dims[0]) * size
         while True:
             yield batch(range(first, first + size), self.job, self.arm.seed)
             first += ranks * size
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         super().train_step(data_iterator)  # type: ignore[misc]
-        step = cast(Any, self).step
-        tensors: dict[str, torch.Tensor] = dict(self.counts)
-        keeps, digests = _is_writer(_dims[0]), self.kept.setdefault("digests", {})
+        self.keep(cast(Any, self).step, dict(self.counts), grads=True)
+
+    def keep(self, step: int, tensors: dict[str, torch.Tensor], *, grads: bool) -> None:
+        """Write ``tensors`` and those of the model, and what the optimizer knows at a save.
+
+        Ranks call it together; of those of a stage one writes.
+        """
+        found: dict[str, torch.Tensor | None] = {}
         for part in self.parts:
             for name, param in part.named_parameters():
                 name = canonical_fqn(name)
-                for kind, tensor in (("grad", param.grad), ("param", param)):
-                    if tensor is not None:
-                        full = whole(tensor)
-                        digests[f"{kind}:{name} of step {step}"] = _digest(full)
-                        if keeps:
-                            tensors[f"{kind}:{name}"] = full.clone()
+                found |= {f"grad:{name}": param.grad if grads else None, f"param:{name}": param}
             for name, buffer in part.named_buffers():
                 if name.endswith("expert_bias_E"):
                     tensors[f"bias:{canonical_fqn(name)}"] = whole(buffer).clone()
+        if step == STEPS and self.arm.saves(self.job):
+            found |= self._states()
+        keeps, digests = _is_writer(_dims[0]), self.kept.setdefault("digests", {})
+        for name, tensor in found.items():
+            if tensor is not None:
+                full = whole(tensor)
+                digests[f"{name} of step {step}"] = _digest(full)
+                if keeps:
+                    tensors[name] = full.clone()
         if keeps:
             torch.save(tensors, self.folder / f"step{step}_rank{dist.get_rank()}.pt")
+
+    def _states(self) -> dict[str, torch.Tensor]:
+        """The optimizer's states and rates, by name of parameter, and those of the schedule."""
+        counts = cast(Any, self).lr_schedulers.state_dict()
+        found = {f"state:{key} of the schedule": torch.as_tensor(counts[key]) for key in counts}
+        for optimizer in cast(Any, self).optimizers:
+            for group in optimizer.param_groups:
+                for name, param in zip(group["param_names"], group["params"], strict=True):
+                    states = {**optimizer.state.get(param, {}), "lr": torch.as_tensor(group["lr"])}
+                    for key, state in states.items():
+                        found[f"state:{key} of {canonical_fqn(name)}"] = state
+        return found
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of what is trained, of what FSDP sends, and of what the optimizer keeps."""
@@ -340,7 +372,7 @@ class _Watched:
 
 def _digest(tensor: torch.Tensor) -> int:
     """A checksum of the bytes: equal on all ranks that have the whole tensor."""
-    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(tensor.flatten().view(torch.uint8).numpy().tobytes())
 
 
 class OurTrainer(_Watched, Trainer):
@@ -414,13 +446,22 @@ def sum_in_order(model: nn.Module) -> None:
             group._reduce_scatter_comm = RankOrder()
 
 
-def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
-    """Train the arm's steps; the whole tensors of each are files in ``folder``.
+def run_arm(
+    job: SmallJob, arm: Arm, rank: int, folder: Path, saved: Path | None = None
+) -> dict[str, Any]:
+    """Train the arm's steps and save; the whole tensors of each are files in ``folder``.
+
+    Args:
+        saved: The folder of an arm that has done this, to resume from instead. What was loaded is
+            in the files of its last step, and one step more is trained.
 
     Returns:
-        What was seen beside them: losses and gradient norms by step, checksums of tensors, dtypes.
+        What was seen beside them: losses and gradient norms by step, checksums of tensors, dtypes,
+        and the step that was ``loaded``.
     """
     no_accelerator.enable()
+    if saved is not None:
+        job = in_one_pass(job)
     kind: Any = StockTrainer if arm.stock else OurTrainer
     nodes, world = job.layout.nodes, job.layout.world
     with contextlib.ExitStack() as stack:
@@ -432,7 +473,7 @@ def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
         if arm.fp32:
             stack.enter_context(KeepDtype())
         with no_accelerator.layout_independent_init():
-            trainer = kind(job, arm, folder)
+            trainer = kind(job, arm, folder, saved)
         seen = trainer.kept
         seen["loss"], seen["norm"] = [], []
 
@@ -442,9 +483,19 @@ def run_arm(job: SmallJob, arm: Arm, rank: int, folder: Path) -> dict[str, Any]:
 
         trainer.metrics_processor.log = log
         trainer.metrics_processor.should_log = lambda step: True
+        steps = range(1, arm.steps + 1)
+        if saved is not None:
+            trainer.checkpointer.load()
+            seen["loaded"] = trainer.step
+            trainer.step = STEPS
+            trainer.keep(STEPS, {}, grads=False)
+            steps = range(STEPS + 1, STEPS + 2)
         batches = trainer.batch_generator(None)
-        for step in range(1, arm.steps + 1):  # Titan's train() sleeps two seconds at its end
-            trainer.step = step
+        for trainer.step in steps:  # Titan's train() sleeps two seconds at its end
             trainer.train_step(batches)
-    assert trainer.gradient_accumulation_steps == MICROBATCHES
+            if saved is None:
+                trainer.checkpointer.save(trainer.step)
+        trainer.checkpointer.maybe_wait_for_saving()
+        trainer.checkpointer.close()
+    assert trainer.gradient_accumulation_steps == (1 if saved else MICROBATCHES)
     return seen | {"dtypes": trainer.dtypes(), "engaged": trainer.engaged()}

@@ -8,7 +8,7 @@ to 1e-7, and Adam's update divides most factors out.
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,15 @@ class Verdict:
         """Tensors that differ between ranks which should have the same are wrong on one of them."""
         if names:
             self.wrong["ranks"] = [Wrong(f"{name} on some ranks", float("nan")) for name in names]
+
+    def take(self, other: "Verdict", where: str) -> None:
+        """Take over what another comparison found, and say where."""
+        for category, wrong in other.wrong.items():
+            said = [replace(each, name=f"{each.name} {where}") for each in wrong]
+            self.wrong.setdefault(category, []).extend(said)
+        for category, worst in other.worst.items():
+            self.worst[category] = max(self.worst.get(category, 0.0), worst)
+        self.gap = min(self.gap, other.gap)
 
     def lines(self) -> list[str]:
         """A line for each category."""
@@ -228,6 +237,17 @@ def judge_equal(
             verdict.judge(category, of, found.get(name), right[name], 0.0)
         else:
             verdict.note_needless(category, of)
+
+
+def judge_loaded(
+    verdict: Verdict, found: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
+) -> None:
+    """Hold what a trainer loaded against what another one saved, bit for bit."""
+    kinds = {kind: of_kind(saved, kind) for kind in ("param", "bias", "state")}
+    for kind, tensors in kinds.items():
+        loaded = of_kind(found, kind)
+        for name, right in tensors.items():
+            verdict.judge("resume", name, loaded.get(name), right, 0.0)
 
 
 def judge_rounding(

@@ -8,7 +8,7 @@ parallelize function on the same ranks, bit for bit.
 import contextlib
 import functools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,10 +19,11 @@ import torch
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.optim import MUON
 from titan_ext.parallelize.limits import value_of
-from titan_ext.plan.verify.arm import FLOAT8, NARROW, ROUNDS, Arm, run_arm
+from titan_ext.plan.verify.arm import FLOAT8, NARROW, ROUNDS, Arm, fill_model, run_arm
 from titan_ext.plan.verify.judge import (
     Verdict,
     judge_equal,
+    judge_loaded,
     judge_lossy,
     judge_rounding,
     judge_step,
@@ -31,9 +32,9 @@ from titan_ext.plan.verify.judge import (
     read_step,
     try_canary,
 )
-from titan_ext.plan.verify.ranks import Processes
-from titan_ext.plan.verify.reference import Reference
-from titan_ext.plan.verify.small import STEPS, SmallJob
+from titan_ext.plan.verify.ranks import Processes, RunError
+from titan_ext.plan.verify.reference import Reference, Step
+from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_one_pass, in_other_layout
 
 _MOST_RUNS = 12
 _DRAWS = 3
@@ -92,7 +93,8 @@ class Legs:
     job: SmallJob
     folder: Path
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _trained: dict[str, Trained] = field(default_factory=dict)
+    _trained: dict[tuple[str, Any, Any], Trained] = field(default_factory=dict)
+    _resumes: bool = True
 
     def __enter__(self) -> "Legs":
         judge = functools.partial(_judge, self.job)
@@ -109,16 +111,51 @@ class Legs:
         self._stack.close()
 
     def axes(self, **choices: Any) -> Verdict:
-        """Hold an arm in fp32 against one process; ``choices`` are fields of ``Arm``."""
-        verdict = Verdict()
+        """Hold an arm in fp32 against one process; ``choices`` are fields of ``Arm``.
+
+        What is right is saved, and resumed in the same layout and in another one.
+        """
+        verdict, is_right = Verdict(), True
         for seed in range(_DRAWS):
             arm = Arm(fp32=True, exact=True, seed=seed, **choices)
-            (verdict,) = self._judge.call(("axes", arm, *self._run(arm)))
+            trained = self._run(arm)
+            (verdict,) = self._judge.call(("axes", arm, *trained))
+            is_right = verdict.is_right
+            if is_right and self._resumes and arm.saves(self.job):
+                verdict = self._resume(verdict, arm, trained)
             if verdict.is_right or not verdict.may_be_a_tie:
                 break
+        self._resumes = self._resumes and is_right  # what is to blame shows without
         if seed:
             verdict.notes.append(f"{'':10}drawn {seed + 1} times: experts of nearly equal scores")
         return verdict
+
+    def _resume(self, verdict: Verdict, arm: Arm, saved: Trained) -> Verdict:
+        """Go on from the checkpoint of an arm, and add what that shows to its verdict."""
+        ranks: list[tuple[Layout, Processes | None]] = [(self.job.layout, None), *self._others]
+        resumed = []
+        for layout, processes in ranks:
+            where = f"after the resume on {layout}"
+            try:
+                resumed.append((where, self._run(arm, saved.folder, processes)))
+            except RunError as error:
+                raise RunError(f"{where}, {error}") from None
+        (verdict,) = self._judge.call(("resume", verdict, arm, saved, resumed))
+        said = " and on ".join(str(layout) for layout, _ in ranks)
+        verdict.notes.append(f"{'':10}resumed on {said}")
+        if not self._others:
+            verdict.notes.append(f"{'':10}no other layout of so many ranks has the job's keys")
+        return verdict
+
+    @functools.cached_property
+    def _others(self) -> list[tuple[Layout, Processes]]:
+        """Ranks of another layout for this job, if its keys allow one."""
+        if (job := in_other_layout(self.job)) is None:
+            return []
+        (self.folder / "others").mkdir()
+        train = functools.partial(_train, job)
+        ranks = Processes(job.layout.world, train, self.folder / "others")
+        return [(job.layout, self._stack.enter_context(ranks))]
 
     def keys(self, **choices: Any) -> Verdict:
         """Hold the job's own dtypes against Titan's own parallelize on the same ranks.
@@ -202,16 +239,17 @@ class Legs:
         cures = {key: values[key] for key in keys if not is_wrong([k for k in values if k != key])}
         return Blame(keys=keys, off=off, cures=cures)
 
-    def _run(self, arm: Arm) -> Trained:
-        """Train an arm, unless that has been done."""
-        if (done := self._trained.get(repr(arm))) is not None:
+    def _run(self, arm: Arm, saved: Path | None = None, ranks: Processes | None = None) -> Trained:
+        """Train an arm, unless that has been done, or resume it from its files in ``saved``."""
+        called = repr(arm), saved, ranks
+        if (done := self._trained.get(called)) is not None:
             return done
         folder = Path(tempfile.mkdtemp(prefix="arm_", dir=self.folder))
-        seen = self._ranks.call((arm, folder))
+        seen = (ranks or self._ranks).call((arm, folder, saved))
         engaged = {key: sum(each["engaged"][key] for each in seen) for key in seen[0]["engaged"]}
         of_last = seen[-1] | {"apart": apart([each["digests"] for each in seen])}
         of_last["engaged"] = engaged
-        self._trained[repr(arm)] = done = Trained(folder, of_last)
+        self._trained[called] = done = Trained(folder, of_last)
         return done
 
 
@@ -227,15 +265,15 @@ def apart(digests: Sequence[Mapping[str, int]]) -> list[str]:
 
 def _train(job: SmallJob, rank: int, call: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    arm, folder = call
-    return run_arm(job, arm, rank, folder)
+    arm, folder, saved = call
+    return run_arm(job, arm, rank, folder, saved)
 
 
 def _judge(job: SmallJob, rank: int, call: Any) -> Verdict:
     torch.set_num_threads(1)
     kind, *arguments = call
-    if kind == "axes":
-        return _judge_axes(job, *arguments)
+    if kind in _JUDGES:
+        return _JUDGES[kind](job, *arguments)
     verdict = Verdict()
     for kind, found, *others in arguments[0]:
         if kind == "equal":
@@ -283,40 +321,106 @@ _first_steps: dict[int, Any] = {}
 """What the reference computes in the first step, by seed: arms of other keys need it again."""
 
 
+@dataclass
+class _Axes:
+    """The judge of an arm in fp32.
+
+    Attributes:
+        right, narrow: References in fp64, and in fp32.
+        optimizer: Of ``narrow``; None if the job's is not verified.
+        balances: True if the job has biases of experts that follow their loads.
+    """
+
+    job: SmallJob
+    arm: Arm
+    balances: bool
+
+    def __post_init__(self) -> None:
+        self.right = Reference(self.job, self.arm.seed, torch.float64)
+        self.narrow = Reference(self.job, self.arm.seed, torch.float32)
+        groups = self.narrow.config.optimizer.param_groups
+        updates = not any(group.optimizer_name == MUON for group in groups)
+        self.optimizer = self.narrow.optimizer() if updates else None
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a job's weights."""
+        for model in (self.right, self.narrow):
+            model.take(tensors)
+
+    def steps(self, step: int) -> tuple[Step, Step]:
+        """A step in fp64, and in fp32."""
+        if step == 1 and (known := _first_steps.get(self.arm.seed)) is not None:
+            return known
+        expected = self.right.step(step)
+        _check_routing(self.job, expected.loads)
+        steps = expected, self.narrow.step(step, expected)
+        if step == 1:
+            _first_steps[self.arm.seed] = steps
+        return steps
+
+    def judge(
+        self,
+        verdict: Verdict,
+        found: Mapping[str, torch.Tensor],
+        seen: Mapping[str, Any],
+        step: int,
+        steps: tuple[Step, Step],
+    ) -> None:
+        """Hold what a job left of a step against the reference's, and the update against ours."""
+        expected, rounded = steps
+        judge = functools.partial(judge_step, seen=seen, step=step, right=expected, narrow=rounded)
+        judge(verdict, found)
+        if verdict.is_right:
+            try_canary(judge, found, self.arm.seed + step)
+        biases = self.right.expected_biases(expected) if self.balances else {}
+        for name, bias in biases.items():
+            verdict.judge("bias", name, of_kind(found, "bias").get(name), bias, 1e-6)
+        if self.optimizer is not None:
+            before = self.narrow.weights()
+            updated = self.narrow.update(self.optimizer, of_kind(found, "grad"))
+            judge_update(verdict, before, of_kind(found, "param"), updated)
+
+
 def _judge_axes(job: SmallJob, arm: Arm, folder: Path, seen: dict[str, Any]) -> Verdict:
     verdict = Verdict()
     verdict.note_apart(seen["apart"])
-    right = Reference(job, arm.seed, torch.float64)
-    narrow = Reference(job, arm.seed, torch.float32)
-    groups = narrow.config.optimizer.param_groups
-    updates = not any(group.optimizer_name == MUON for group in groups)
-    optimizer = narrow.optimizer() if updates else None
-    if not updates:
+    axes = _Axes(job, arm, seen["balances"])
+    if axes.optimizer is None:
         verdict.notes.append(f"{'optimizer':10}not verified: {MUON}")
     for step in range(1, arm.steps + 1):
         verdict.step = step
         found = read_step(folder, step)
-        if step > 1 or (known := _first_steps.get(arm.seed)) is None:
-            expected = right.step(step)
-            known = expected, narrow.step(step, expected)
-        if step == 1:
-            _first_steps[arm.seed] = known
-        expected, rounded = known
-        _check_routing(job, expected.loads)
-        judge = functools.partial(judge_step, seen=seen, step=step, right=expected, narrow=rounded)
-        judge(verdict, found)
-        if verdict.is_right:
-            try_canary(judge, found, arm.seed + step)
-        biases = right.expected_biases(expected) if seen["balances"] else {}
-        for name, bias in biases.items():
-            verdict.judge("bias", name, of_kind(found, "bias").get(name), bias, 1e-6)
-        after = of_kind(found, "param")
-        if optimizer is not None:
-            before = narrow.weights()
-            updated = narrow.update(optimizer, of_kind(found, "grad"))
-            judge_update(verdict, before, after, updated)
+        axes.judge(verdict, found, seen, step, axes.steps(step))
         if not verdict.is_right:
             break
-        for model in (right, narrow):
-            model.take(found)
+        axes.take(found)
     return verdict
+
+
+def _judge_resume(
+    job: SmallJob, verdict: Verdict, arm: Arm, saved: Trained, resumed: list[tuple[str, Trained]]
+) -> Verdict:
+    """Hold loaded states against saved ones, and the step after that as the others before it."""
+    axes = _Axes(in_one_pass(job), arm, saved.seen["balances"])
+    before = [read_step(saved.folder, step) for step in range(1, STEPS + 1)]
+    axes.take(before[-1])
+    steps = axes.steps(STEPS + 1)
+    for where, (folder, seen) in resumed:
+        each = Verdict()
+        each.note_apart(seen["apart"])
+        judge_loaded(each, read_step(folder, STEPS), before[-1])
+        loaded, right = (torch.tensor(float(n)) for n in (seen["loaded"], STEPS))
+        each.judge("resume", "the step count", loaded, right, 0.0)
+        if axes.optimizer is not None:  # as it is after the same steps in one process
+            axes.optimizer = axes.narrow.optimizer()
+            fill_model([axes.narrow.model], arm.seed, job.routing)
+            for tensors in before:
+                axes.narrow.update(axes.optimizer, of_kind(tensors, "grad"))
+                axes.narrow.take(tensors)
+        said = {key: saved.seen[key] + seen[key] for key in ("loss", "norm")}
+        axes.judge(each, read_step(folder, STEPS + 1), said, STEPS + 1, steps)
+        verdict.take(each, where)
+    return verdict
+
+
+_JUDGES: dict[str, Callable[..., Verdict]] = {"axes": _judge_axes, "resume": _judge_resume}

@@ -7,6 +7,7 @@ layers go, widths and vocabularies shrink, and degrees become 2, 4 or 8. ``diffe
 "auto" means otherwise in the small job: then nothing is verified.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -24,10 +25,10 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint.compile import compiles_model
-from titan_ext.base.messages import did_you_mean
+from titan_ext.base.messages import Mistakes, did_you_mean
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan import batch
-from titan_ext.parallelize.limits import value_of
+from titan_ext.parallelize.limits import value_of, wrong_degrees
 from titan_ext.parallelize.recipe import Recipe, resolve
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer
@@ -435,9 +436,12 @@ def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Sample
         config, layout.data_ranks, length=length, sequences=2, passes=MICROBATCHES
     )
     training = config.training
-    training.steps = STEPS
+    training.steps = STEPS + 1  # after a resume
+    # Another rate for each step.
+    schedule = replace(config.lr_scheduler, decay_ratio=None, total_steps=None)
+    config.lr_scheduler = schedule
     if _WARMUP not in keep:
-        config.lr_scheduler = replace(config.lr_scheduler, warmup_steps=0)  # an update to be seen
+        config.lr_scheduler = replace(schedule, warmup_steps=0)  # an update to be seen
     if _MAX_NORM not in keep:
         training.max_norm = 0.1  # it acts: the gradients of a random model are larger
     for _, part in configs_in(config.model_spec.model):
@@ -449,7 +453,7 @@ def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Sample
 
 def _silence(config: Any) -> None:
     """Leave out what reads data, or writes files and metrics, and what a CPU does not have."""
-    config.checkpoint = replace(config.checkpoint, enable=False)
+    _keep_checkpoints(config)
     config.metrics = replace(
         config.metrics, enable_tensorboard=False, enable_wandb=False, log_freq=1
     )
@@ -461,6 +465,88 @@ def _silence(config: Any) -> None:
     config.compile = replace(config.compile, enable=False)
     config.training.disable_cuda_graphs = True
     config.training.enable_cpu_offload = False
+
+
+def _keep_checkpoints(config: Any) -> None:
+    """Leave the job's own checkpointer, with one full checkpoint, of its own states, in torch's
+    format."""
+    checkpoint = replace(
+        config.checkpoint,
+        folder="checkpoint",
+        interval=STEPS,
+        load_step=-1,
+        load_only=False,
+        initial_load_path=None,
+        initial_load_model_only=True,
+        initial_load_in_hf=False,
+        initial_load_in_hf_quantized=False,
+        last_save_model_only=False,
+        last_save_in_hf=False,
+        enable_first_step_checkpoint=False,
+    )
+    if getattr(checkpoint, "async_mode", "disabled") != "disabled":
+        checkpoint.async_mode = "async"  # a fork can have no process of its own, and pins nothing
+    config.checkpoint = checkpoint
+
+
+def resumes(config: Any) -> bool:
+    """True if a job goes on from its checkpoints with all that it has."""
+    checkpoint = config.checkpoint
+    return checkpoint.enable and not set(checkpoint.exclude_from_loading) - {"dataloader"}
+
+
+def in_one_pass(job: SmallJob) -> SmallJob:
+    """The small job with one microbatch a step, or those of one pass through a pipeline."""
+    config = copy.deepcopy(job.config)
+    step = config.training.global_batch_size = job.samples.step // MICROBATCHES
+    return replace(job, config=config, samples=job.samples._replace(step=step))
+
+
+def in_other_layout(job: SmallJob) -> SmallJob | None:
+    """The small job in another layout that its keys allow, with the same steps; None without."""
+    for layout in other_layouts(job.layout):
+        microbatch, left = divmod(job.samples.step, layout.data_ranks * MICROBATCHES)
+        if left:
+            continue
+        config = copy.deepcopy(job.config)
+        _set_degrees(config, layout)
+        config.training.local_batch_size = microbatch
+        with contextlib.suppress(ValueError):
+            Mistakes(wrong_degrees(config, layout.world)).raise_all()
+            samples = job.samples._replace(microbatch=microbatch)
+            return replace(job, config=replace(config), layout=layout, samples=samples)
+    return None
+
+
+def other_layouts(layout: Layout) -> list[Layout]:
+    """Layouts in which a job of ``layout`` may resume, the cheapest first: it has few ranks.
+
+    Experts stay spread over ranks, and where they can over other ones. A pipeline is gone.
+    """
+    sizes = (1, 2, 4, 8, 16)
+    limits = layout.dp_replicate, layout.world, layout.cp, layout.tp
+    found = []
+    for degrees in itertools.product(*([n for n in sizes if n <= most] for most in limits)):
+        replicate, shard, cp, tp = degrees
+        for ep in (n for n in sizes if n <= layout.world and shard * cp * tp % n == 0):
+            other = Layout(
+                dp_replicate=replicate,
+                dp_shard=shard,
+                cp=cp,
+                tp=tp,
+                pp=1,
+                ep=ep,
+                nodes=layout.nodes,
+            )
+            if other.world <= layout.world and other != layout and (ep == 1 or layout.ep > 1):
+                found.append(replace(other, nodes=_small_nodes(layout, other)))
+
+    def preference(other: Layout) -> tuple[Any, ...]:
+        are_whole = layout.ep > 1 and other.ep == 1
+        alike = sum(getattr(other, axis) == getattr(layout, axis) for axis in (*_AXES, "ep"))
+        return other.world == 1, are_whole, other.world, alike, -other.dp_shard
+
+    return sorted(found, key=preference)
 
 
 def decisions(config: Any, layout: Layout) -> dict[str, str]:
