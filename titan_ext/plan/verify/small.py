@@ -468,8 +468,7 @@ def _silence(config: Any) -> None:
 
 
 def _keep_checkpoints(config: Any) -> None:
-    """Leave the job's own checkpointer, with one full checkpoint, of its own states, in torch's
-    format."""
+    """Leave the job's own checkpointer, which saves all its states once, in torch's format."""
     checkpoint = replace(
         config.checkpoint,
         folder="checkpoint",
