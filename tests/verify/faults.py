@@ -10,14 +10,19 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.quantization import Float8Linear
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+from torchtitan.models.deepseek_v3 import mtp
 
+from titan_ext.base.no_accelerator import PlainFlexAttention
 from titan_ext.components import exchange
 from titan_ext.fp8 import saved_tensors
 from titan_ext.fsdp import collectives
@@ -196,6 +201,65 @@ def bfloat16_before_reduction() -> Any:
     return _trainers(__init__=build)
 
 
+def float8_times_two() -> Any:
+    """A float8 linear gets twice its gradient, in titan_ext alone."""
+
+    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
+        linear = trainer.parts[0].get_submodule(name.rpartition(".")[0])
+        is_here = canonical_fqn(name) == "layers.1.attention.wo.weight"
+        if is_here and isinstance(linear, cast(Any, Float8Linear)) and not trainer.arm.stock:
+            grad.mul_(2)
+
+    return _gradients(change)
+
+
+def ahead_times_two() -> Any:
+    """The loss of multi-token prediction weighs twice."""
+
+    def build(trainer: Any, method: Any, *arguments: Any) -> None:
+        method(*arguments)
+        trainer.loss_fn.mtp_scale *= 2
+
+    return _trainers(__init__=build)
+
+
+def ahead_across_documents() -> Any:
+    """Multi-token prediction takes the first labels of the next document for this one's."""
+    real = mtp.roll_mtp_sequence
+
+    def roll(sequence: Any, *, positions: Any, **others: Any) -> Any:
+        of_labels = others["fill_value"] == -100
+        return real(sequence, positions=None if of_labels else positions, **others)
+
+    return patch(mtp, "roll_mtp_sequence", roll)
+
+
+def own_keys_and_values() -> Any:
+    """Keys and values get gradients from the queries of their own context rank alone."""
+    real = PlainFlexAttention.forward
+
+    @functools.wraps(real)  # sharding reads the names of its arguments
+    def forward(self: Any, q: Any, k: Any, v: Any, **others: Any) -> Any:
+        length = q.size(1)
+        here = slice(dist.get_rank() * length, (dist.get_rank() + 1) * length)
+        detached = k.detach().clone(), v.detach().clone()
+        for whole, part in zip(detached, (k, v), strict=True):
+            whole[:, here] = part[:, here]
+        return real(self, q, *detached, **others)
+
+    return patch(PlainFlexAttention, "forward", forward)
+
+
+def across_documents() -> Any:
+    """Attention sees the document before its own."""
+    real = Decoder.get_attention_masks
+
+    def masks(self: Any, positions: torch.Tensor) -> Any:
+        return real(self, torch.arange(positions.shape[1]).expand_as(positions))
+
+    return patch(Decoder, "get_attention_masks", masks)
+
+
 def _optimizer_keys(**factors: float) -> Any:
     def build(trainer: Any, method: Any, *arguments: Any) -> None:
         method(*arguments)
@@ -349,7 +413,18 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a gathered weight": (gathered_wrong, "grads", ""),
 }
 """By name: the fault, the category that must be WRONG, and what its line must name."""
-IN_KEYS = ("bf16 before a reduction", "a stored tensor")
+OF_KINDS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "a float8 gradient times two": (float8_times_two, "grads", "layers.1.attention.wo"),
+    "prediction ahead times two": (ahead_times_two, "loss", ""),
+    "prediction across documents": (ahead_across_documents, "grads", ""),
+}
+"""Faults of blocks and modules that the other job does not have."""
+OF_CONTEXT: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "own keys and values": (own_keys_and_values, "grads", "attention"),
+    "attention across documents": (across_documents, "grads", ""),
+}
+"""Faults of context parallelism."""
+IN_KEYS = ("bf16 before a reduction", "a float8 gradient times two", "a stored tensor")
 """Faults that fp32 does not have."""
 FAULTS |= {
     name: (functools.partial(_resumes, change), "resume", says)

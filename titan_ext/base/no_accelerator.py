@@ -30,7 +30,8 @@ Other differences need no patch:
 
 - DTensor's random numbers do not support CPUs: every rank would draw the same values for its shard.
     Expert-parallel ranks would start with the same experts. ``layout_independent_init`` fixes that.
-- FlexAttention has no CPU backward: the model config gets ``ScaledDotProductAttention`` instead.
+- FlexAttention has no CPU backward: the model config gets ``ScaledDotProductAttention`` instead, or
+    ``PlainFlexAttention`` where masks must stay.
 - CUDA graphs are switched off in the config.
 - gloo has no PREMUL_SUM: FSDP is told to use SUM (``reduce_without_premul_sum``).
 - gloo has no all-to-all of uneven lists: ``titan_ext.components.dispatch`` uses another.
@@ -58,8 +59,9 @@ import torch.nn as nn
 from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchtitan.config import CommConfig
+from torchtitan.config import CommConfig, derive
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import (
     FlexAttention,
@@ -217,18 +219,37 @@ def adapt_spec(spec: ModelSpec) -> None:
     if not needed() or not _adapts:
         return
     for kind in (FlexAttention, VarlenAttention):
-        # A subclass with a forward of its own stays (a dry run's); LoRA's has none.
-        configs = list(spec.traverse(kind.Config))
-        # _owner is the class of the module that a config of Titan's builds.
-        found = [at for at in configs if cast(Any, at[1])._owner.forward is kind.forward]
+        found = _of_titan(spec, kind)
         for _, _, attention, key in found:
-            setattr(attention, str(key), _cpu_attention(attention))
+            setattr(attention, key, _cpu_attention(attention))
         if found:
             name = type(_cpu_attention(found[0][2])).__qualname__.split(".")[0]
             logger.info(
                 f"No accelerator: {kind.__name__} has no CPU backward; {name} runs instead, "
                 "causal over packed documents."
             )
+
+
+def _of_titan(spec: ModelSpec, kind: Any) -> list[tuple[str, Any, Any, str]]:
+    """Configs of attention of a kind, as ``traverse`` has them.
+
+    A subclass with a forward of its own stays (a dry run's); LoRA's has none.
+    """
+    # _owner is the class of the module that a config of Titan's builds.
+    configs = cast(Any, list(spec.traverse(kind.Config)))
+    return [at for at in configs if at[1]._owner.forward is kind.forward]
+
+
+def keep_masks(spec: ModelSpec) -> None:
+    """Let ``PlainFlexAttention`` stand for FlexAttention in a model spec, in place.
+
+    ``adapt_spec`` then leaves it, so that documents and context parallelism stay. Its masks are
+    made by compiled functions of torch and Titan: ``torch.compiler.set_stance`` makes them eager.
+    """
+    if not needed() or not _adapts:
+        return
+    for _, flex, parent, key in _of_titan(spec, FlexAttention):
+        setattr(parent, key, derive(flex, PlainFlexAttention.Config))
 
 
 def _cpu_attention(attention: Any) -> ScaledDotProductAttention.Config:
@@ -277,26 +298,69 @@ class CausalAttention(ScaledDotProductAttention):
         Returns:
             ``(B, L, N, H)`` in the dtype of ``v``.
         """
-        q_BNLH, k_BNLH, v_BNLH = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        queries_per_key = q_BNLH.size(1) // k_BNLH.size(1)
-        k_BNLH = k_BNLH.repeat_interleave(queries_per_key, dim=1)
-        v_BNLH = v_BNLH.repeat_interleave(queries_per_key, dim=1)
-
-        scale = q_BNLH.size(-1) ** -0.5 if scale is None else scale
-        scores_BNLL = (q_BNLH.float() @ k_BNLH.float().transpose(-2, -1)) * scale
-        position = torch.arange(q_BNLH.size(2), device=q_BNLH.device)
+        position = torch.arange(q_BLNH.size(1), device=q_BLNH.device)
         distance_LL = position[:, None] - position[None, :]
         hidden_LL = distance_LL < 0
         if self.window is not None:
             hidden_LL |= distance_LL >= self.window
-        scores_BNLL = scores_BNLL.masked_fill(hidden_LL, float("-inf"))
+        return _attend(q_BLNH, k_BLNH, v_BLNH, hidden_LL, scale, out_transform)
 
-        lse_BNL = torch.logsumexp(scores_BNLL, dim=-1)
-        weights_BNLL = torch.exp(scores_BNLL - lse_BNL.unsqueeze(-1)).to(v_BNLH.dtype)
-        out_BLNH = (weights_BNLL @ v_BNLH).transpose(1, 2)
-        if out_transform is None:
-            return out_BLNH
-        return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
+
+class PlainFlexAttention(FlexAttention):
+    """FlexAttention in plain torch operations: with its masks, which a context axis splits.
+
+    Titan's context parallelism needs FlexAttention under ``spmd_types``, and torch has no backward
+    of it on a CPU. Masks, sharding and exchanges remain Titan's own. Memory is quadratic.
+
+    Shape suffixes: B = batch, L = sequence (of the keys on all context ranks), N = heads, H = head
+    dimension. Sharding finds the arguments by these names.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: BlockMask,
+        scale: float | None = None,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend to what ``attention_masks`` shows, else as ``CausalAttention`` does."""
+        assert kwargs.get("score_mod") is None
+        batch, queries, keys = len(q_BLNH), q_BLNH.shape[1], k_BLNH.shape[1]
+        seen_B1LS = create_mask(attention_masks.mask_mod, batch, 1, queries, keys, q_BLNH.device)
+        return _attend(q_BLNH, k_BLNH, v_BLNH, ~seen_B1LS, scale, out_transform)
+
+
+def _attend(
+    q_BLNH: torch.Tensor,
+    k_BSNH: torch.Tensor,
+    v_BSNH: torch.Tensor,
+    hidden: torch.Tensor,
+    scale: float | None,
+    out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+) -> torch.Tensor:
+    q_BNLH, k_BNSH, v_BNSH = (t.transpose(1, 2) for t in (q_BLNH, k_BSNH, v_BSNH))
+    queries_per_key = q_BNLH.size(1) // k_BNSH.size(1)
+    k_BNSH = k_BNSH.repeat_interleave(queries_per_key, dim=1)
+    v_BNSH = v_BNSH.repeat_interleave(queries_per_key, dim=1)
+
+    scale = q_BNLH.size(-1) ** -0.5 if scale is None else scale
+    scores_BNLS = (q_BNLH.float() @ k_BNSH.float().transpose(-2, -1)) * scale
+    scores_BNLS = scores_BNLS.masked_fill(hidden, float("-inf"))
+
+    lse_BNL = torch.logsumexp(scores_BNLS, dim=-1)
+    weights_BNLS = torch.exp(scores_BNLS - lse_BNL.unsqueeze(-1)).to(v_BNSH.dtype)
+    out_BLNH = (weights_BNLS @ v_BNSH).transpose(1, 2)
+    if out_transform is None:
+        return out_BLNH
+    return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
 
 
 def layout_independent_init() -> contextlib.AbstractContextManager[Any]:

@@ -112,7 +112,8 @@ class Verify:
         told = (f"{k} {value}" for k, value in job.decisions.items() if value not in _NOTHING)
         print(f"decided   {', '.join(told)}")
         not_here = not_here if not resumes(job.config) else not_here.replace("checkpoints, ", "")
-        print(f"not verified here: {not_here}")
+        plain = (f"{kind} (plain in the copy)" for kind in job.plain)
+        print(f"not verified here: {', '.join([not_here, *plain])}")
         if self.quick and is_right and not wrong:
             raise ValueError("the job's dtypes were not looked at (--quick); all else is right.")
         return is_right and not wrong

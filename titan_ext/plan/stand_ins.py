@@ -8,12 +8,13 @@ shapes that the GPU's kernels make and keep, so that ``plan.live`` can count the
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -34,7 +35,11 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, BaseEPTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    BaseEPTokenDispatcher,
+    TorchAOTokenDispatcher,
+)
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.machines import RANKS_PER_NODE
@@ -107,6 +112,40 @@ def as_stock(config: Any) -> None:
         config.activation_checkpoint = policies.get(policy.mode)
     for kind in (RoutedExperts, GroupedExperts, AllToAllTokenDispatcher):
         replace_configs(spec, kind.Config, lambda ours, kind=kind: _titans(ours, kind.Config))
+
+
+_IN_FEWER_BITS = "torchtitan.components.quantization.", "titan_ext.components.float8_linears"
+"""Modules whose configs are of linears and experts that compute in float8, MX or NVFP4."""
+
+
+def in_full_precision(spec: Any, *, emulates: bool) -> set[str]:
+    """Put plain linears and experts in place of those of Titan's converters, in a model spec.
+
+    Experts take their padded exchange with them, whose kernels are a GPU's. With ``emulates``
+    torchao's float8 linears stay, rounding as they do, with plain GEMMs between the roundings.
+
+    Returns:
+        The qualified names of the classes that became plain.
+    """
+    replaced = set()
+
+    def plain(config: Any) -> Any:
+        kind = type(config)
+        if not kind.__module__.startswith(_IN_FEWER_BITS):
+            return config
+        if emulates and (torchao := getattr(config, "_torchao_config", None)) is not None:
+            config = copy.copy(config)
+            config._torchao_config = dataclasses.replace(torchao, emulate=True)
+            return config
+        replaced.add(kind._owner.__name__)
+        wider = (k for k in kind.__mro__ if not k.__module__.startswith(_IN_FEWER_BITS))
+        return derive(config, cast(Any, next(wider)))
+
+    for kind in (Linear, GroupedExperts):
+        replace_configs(spec, kind.Config, plain)
+    padded = TorchAOTokenDispatcher.Config
+    replace_configs(spec, padded, lambda at: derive(at, AllToAllTokenDispatcher.Config))
+    return replaced
 
 
 def _titans(config: Any, kind: type) -> Any:

@@ -34,7 +34,7 @@ from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
 from titan_ext.fsdp.units import decoder_blocks, param_groups
 from titan_ext.parallelize.limits import value_of
-from titan_ext.plan.stand_ins import as_rank, as_stock
+from titan_ext.plan.stand_ins import as_rank, as_stock, in_full_precision
 from titan_ext.plan.verify.small import (
     MICROBATCHES,
     RESHARD,
@@ -104,11 +104,14 @@ class Arm:
             set_key(config, key, value)
         if self.fp32:
             config.training.mixed_precision_param = "float32"
+            in_full_precision(config.model_spec, emulates=False)
         policy = config.activation_checkpoint
         if isinstance(policy, FP8AC.Config):
             config.activation_checkpoint = self._checkpointing(policy)
         if not self.saves(job):
             config.checkpoint = replace(config.checkpoint, enable=False)
+        if job.layout.cp > 1:
+            no_accelerator.keep_masks(config.model_spec)
         no_accelerator.adapt_config(config)
         if self.stock:
             if isinstance(value_of(config, RESHARD), int):  # ours; Titan has three words
@@ -466,8 +469,8 @@ def run_arm(
     nodes, world = job.layout.nodes, job.layout.world
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_rank(world, rank, nodes.ranks, nodes.nvlink_domain))
-        if arm.stock:
-            stack.enter_context(no_accelerator.list_all_to_all())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # of FlexAttention's masks
+        stack.enter_context(no_accelerator.list_all_to_all())  # Titan's dispatcher may be ours, too
         if arm.exact:
             stack.enter_context(use_codec(Codec("exact")))
         if arm.fp32:

@@ -17,6 +17,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import derive
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.base import no_accelerator
@@ -141,8 +142,13 @@ class Reference:
             losses, count = [], 0
             for index in samples_of_step(job, number):
                 tokens_L, positions_L, labels_L = sample(index, job, self.seed)
-                logits_BLV = model(tokens_L[None], positions=positions_L[None])
-                losses.append(_cross_entropy(logits_BLV[0], labels_L))
+                logits_BLV = model(tokens_L[None], **self._positions(positions_L[None]))
+                first_BLV, *ahead = logits_BLV if isinstance(logits_BLV, list) else [logits_BLV]
+                losses.append(_cross_entropy(first_BLV[0], labels_L))
+                for depth, ahead_BLV in enumerate(ahead, 1):
+                    share = self.config.loss.mtp_scale / len(ahead)
+                    further_L = _labels_ahead(labels_L, positions_L, depth)
+                    losses.append(share * _cross_entropy(ahead_BLV[0], further_L))
                 count += int((labels_L != IGNORE_INDEX).sum())
             loss = torch.stack(losses).sum() / count
             loss.backward()
@@ -158,6 +164,15 @@ class Reference:
         loads = {name: moe.tokens_per_expert_E.clone() for name, moe in self._moes()}
         grads = {name: grad * factor for name, grad in grads.items()}
         return Step(grads, loads, loss.item(), norm, mode.gap, mode.chosen, without)
+
+    def _positions(self, positions_BL: torch.Tensor) -> dict[str, Any]:
+        """Positions, and the masks of their documents where the model's attention takes some."""
+        attention = self.model.config.first_attention
+        if not isinstance(attention and attention.inner_attention, FlexAttention.Config):
+            return {"positions": positions_BL}
+        with torch.compiler.set_stance("force_eager"):
+            masks = self.model.get_attention_masks(positions_BL)
+        return {"positions": positions_BL, "attention_masks": masks}
 
     def expected_biases(self, step: Step) -> dict[str, torch.Tensor]:
         """Experts' biases after a step: towards those with fewer tokens, by Titan's rule."""
@@ -207,6 +222,16 @@ class Reference:
         for name, module in self.model.named_modules():
             if isinstance(module, MoE):
                 yield canonical_fqn(name), module
+
+
+def _labels_ahead(labels_L: torch.Tensor, positions_L: torch.Tensor, depth: int) -> torch.Tensor:
+    """Of each token the label that many tokens further on, if that token is of its document."""
+    document_L = (positions_L == 0).cumsum(0)
+    ahead_L = torch.full_like(labels_L, IGNORE_INDEX)
+    for token in range(len(labels_L) - depth):
+        if document_L[token] == document_L[token + depth]:
+            ahead_L[token] = labels_L[token + depth]
+    return ahead_L
 
 
 def _cross_entropy(logits_LV: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,12 @@ from fnmatch import fnmatch
 from typing import Any, cast
 
 import torch
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
+from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.messages import Mistakes, did_you_mean
@@ -31,12 +33,13 @@ from titan_ext.base.titan import batch
 from titan_ext.parallelize.limits import value_of, wrong_degrees
 from titan_ext.parallelize.recipe import Recipe, resolve
 from titan_ext.plan.shorten import kind_of
-from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer
+from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
 
 VOCABULARY = 256
 MICROBATCHES = 3
 STEPS = 2
-_SEQ_LEN = 64
+_SEQ_LEN, _MASK_BLOCK = 64, 128
+"""Tokens of a sequence, and of a block of FlexAttention's masks: a context rank has whole ones."""
 _WARMUP, _MAX_NORM = "lr_scheduler.warmup_steps", "training.max_norm"
 _KEEPS = (batch.SEQUENCE, _WARMUP, _MAX_NORM)
 """Keys that are another's in the small copy, unless they are to stay as they are."""
@@ -139,6 +142,7 @@ class SmallJob:
         samples: Its sequences.
         decisions: Those of the job itself, by key (``decisions``).
         summary: What shrank, in words.
+        plain: Names of classes in whose place the copy has plain ones (``in_full_precision``).
         parameters: Parameter count of the small model.
         routing: "balanced": what random weights make; "skewed": all tokens go to the first expert
             of a layer, too; "idle": none goes to it.
@@ -151,6 +155,7 @@ class SmallJob:
     samples: batch.Samples
     decisions: Mapping[str, str]
     summary: str
+    plain: tuple[str, ...]
     parameters: int
     routing: str = "balanced"
 
@@ -214,20 +219,24 @@ def _small_nodes(large: Layout, small: Layout) -> Nodes:
 
 def why_not(config: Any) -> str:
     """The reason why a trainer's config cannot be verified; "" if it can."""
-    model, keys = config.model_spec.model, config.parallelism
-    if keys.context_parallel_degree > 1:
-        return "context parallelism needs FlexAttention, whose kernels a CPU does not have."
+    model = config.model_spec.model
     if compiles_model(config.compile):
         return (
             "compile.enable is true: compiled kernels are not verified, and a compiled job decides "
             "otherwise. Expected --compile.no-enable, which verifies the job without it."
         )
-    if has_quantization(model):
-        return "linears or experts in fewer bits (a converter) differ from one process by design."
+    spec = copy.deepcopy(config.model_spec)
+    in_full_precision(spec, emulates=False)
+    if has_quantization(spec.model):
+        return "LoRA on linears or experts in fewer bits has no plain class in one process."
     if getattr(model, "vision_encoder", None) is not None:
         return "a model with a vision encoder needs images."
-    if getattr(model, "mtp_layers", None):
-        return "the loss of multi-token prediction is not in the reference."
+    loss = config.loss
+    if isinstance(loss, ChunkedLossWrapper.Config):
+        loss = loss.loss_fn
+    known = MTPLoss if getattr(model, "mtp_layers", None) else CrossEntropyLoss
+    if type(loss) is not known.Config:
+        return f"the reference computes {known.__name__} by hand, not {type(loss).__qualname__}."
     if not getattr(model, "layers", None):
         return f"the blocks of a {type(model).__qualname__} are unknown."
     return ""
@@ -250,12 +259,17 @@ def make_small(config: Any, large: Layout, *, keep: Sequence[str] = ()) -> Small
         raise ValueError(f"--keep {wrong}: expected some of {expected}{near}")
     layout = small_layout(large)
     small = copy.deepcopy(config)
+    plain = in_full_precision(small.model_spec, emulates=True)
     model = small.model_spec.model
     kept = _kept_layers(config)
     count = len(model.layers)
     kinds = len({repr(kind) for kind in map(kind_of, model.layers)})
     model.layers = [model.layers[index] for index in kept]
-    said = [f"{count} -> {len(kept)} blocks ({kinds} kinds)", *_shrink_model(small)]
+    said = [f"{count} -> {len(kept)} blocks ({kinds} kinds)"]
+    if ahead := getattr(model, "mtp_layers", None):
+        model.mtp_layers = ahead[:_PER_KIND]
+        said.append(f"{len(ahead)} -> {len(model.mtp_layers)} blocks of multi-token prediction")
+    said += _shrink_model(small)
     _set_degrees(small, layout)
     _rename_layers(small, kept)
     samples = _set_batch(small, layout, keep)
@@ -270,6 +284,7 @@ def make_small(config: Any, large: Layout, *, keep: Sequence[str] = ()) -> Small
         samples=samples,
         decisions=decisions(config, large),
         summary=", ".join(said),
+        plain=tuple(sorted(plain)),
         parameters=parameters,
     )
 
@@ -431,7 +446,8 @@ def _set_degrees(config: Any, layout: Layout) -> None:
 
 
 def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Samples:
-    length = value_of(config, batch.SEQUENCE) if batch.SEQUENCE in keep else _SEQ_LEN
+    length = _SEQ_LEN if layout.cp == 1 else _MASK_BLOCK * layout.cp
+    length = value_of(config, batch.SEQUENCE) if batch.SEQUENCE in keep else length
     samples = batch.make_small(
         config, layout.data_ranks, length=length, sequences=2, passes=MICROBATCHES
     )
