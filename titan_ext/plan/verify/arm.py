@@ -110,6 +110,7 @@ class Arm:
             config.activation_checkpoint = self._checkpointing(policy)
         if not self.saves(job):
             config.checkpoint = replace(config.checkpoint, enable=False)
+        no_accelerator.join_gradients_of_norms(config.model_spec)
         if job.layout.cp > 1:
             no_accelerator.keep_masks(config.model_spec)
         no_accelerator.adapt_config(config)
