@@ -407,12 +407,14 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "no weight decay": (no_weight_decay, "optimizer", ""),
     "too small a step": (too_small_a_step, "optimizer", "of the right one, off by 0.1"),
     "bf16 before a reduction": (bfloat16_before_reduction, "grads", ""),
-    # One value of each: far below what float8 itself does to them.
+}
+"""By name: the fault, the category that must be WRONG, and what its line must name."""
+OF_FLOAT8: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a stored tensor": (_in_ours(saved_tensors._View, "restore", _one_off), "grads", ""),
     "rows in float8": (_in_ours(exchange, "unpack", _one_off), "grads", ""),
     "a gathered weight": (gathered_wrong, "grads", ""),
 }
-"""By name: the fault, the category that must be WRONG, and what its line must name."""
+"""One value of what float8 stores and sends: far below what float8 itself does to them."""
 OF_KINDS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a float8 gradient times two": (float8_times_two, "grads", "layers.1.attention.wo"),
     "prediction ahead times two": (ahead_times_two, "loss", ""),
@@ -426,6 +428,7 @@ OF_CONTEXT: dict[str, tuple[Callable[[], Any], str, str]] = {
 """Faults of context parallelism."""
 IN_KEYS = ("bf16 before a reduction", "a float8 gradient times two", "a stored tensor")
 """Faults that fp32 does not have."""
+OF_OTHERS = OF_FLOAT8 | OF_KINDS | OF_CONTEXT
 FAULTS |= {
     name: (functools.partial(_resumes, change), "resume", says)
     for name, (change, says) in RESUMES.items()

@@ -22,7 +22,9 @@ from tests.verify.faults import (
     FAULTS,
     IN_KEYS,
     OF_CONTEXT,
+    OF_FLOAT8,
     OF_KINDS,
+    OF_OTHERS,
     RESUMES,
     lost_scores,
 )
@@ -30,8 +32,9 @@ from titan_ext.base.op_cost import Nodes
 from titan_ext.plan.verify.small import Layout, differences, other_layouts, resumes, small_layout
 
 QUICK = ("experts times EP", "load counted twice", "a detached router", "norm times 1.41")
-QUICK += ("too small a step", "a stored tensor", "rows in float8", "a gathered weight")
+QUICK += ("too small a step",)
 QUICK_OTHERS = ("a float8 gradient times two", "prediction ahead times two", "own keys and values")
+QUICK_OTHERS += tuple(OF_FLOAT8)
 
 
 FLOAT8 = """
@@ -86,7 +89,7 @@ def _sweep(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     job = _small(path, ("--parallelism.expert_parallel_degree", str(ranks)), ranks)
     planted, train = folder / "planted", legs._train
-    table = FAULTS | OF_KINDS | OF_CONTEXT
+    table = FAULTS | OF_OTHERS
 
     def train_with_fault(job: Any, rank: int, call: Any) -> Any:
         fault = planted.read_text()
@@ -103,14 +106,14 @@ def _sweep(
             comparison._trained = {call: arm for call, arm in trained if call[1] is None}
             comparison._resumes = True
             wrong = {} if fault in IN_KEYS else comparison.axes().wrong
-            if fault in IN_KEYS or not fault:
+            if fault in IN_KEYS or not (fault or set(faults) <= {*QUICK, ALL_RESUMES}):
                 wrong |= comparison.keys().wrong
             found[fault] = {kind: [*map(str, each)] for kind, each in wrong.items()}
     return found
 
 
 def _is_of_resume(fault: str) -> bool:
-    return bool(fault) and (FAULTS | OF_KINDS | OF_CONTEXT)[fault][1] == "resume"
+    return bool(fault) and (FAULTS | OF_OTHERS)[fault][1] == "resume"
 
 
 Swept = Callable[..., dict[str, dict[str, list[str]]]]
@@ -120,7 +123,7 @@ Swept = Callable[..., dict[str, dict[str, list[str]]]]
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
     @functools.cache
     def sweep(
-        ranks: int, faults: tuple[str, ...], text: str = FLOAT8
+        ranks: int, faults: tuple[str, ...], text: str = 'extends = "moe_debug.toml"'
     ) -> dict[str, dict[str, list[str]]]:
         folder = tmp_path_factory.mktemp("verify")
         (job := folder / "job.toml").write_text(text)
@@ -133,7 +136,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
 
 def _check(fault: str, found: dict[str, dict[str, list[str]]]) -> None:
     assert found[""] == {}
-    _, category, says = (FAULTS | OF_KINDS | OF_CONTEXT)[fault]
+    _, category, says = (FAULTS | OF_OTHERS)[fault]
     assert says in found[fault][category][0]
 
 
@@ -153,7 +156,8 @@ def test_what_a_resume_loses_is_named(fault: str, swept: Swept):
 
 def _check_other(fault: str, found: Swept, ranks: int, faults: Sequence[str]) -> None:
     """In the job that has what the fault is of, with those of ``faults`` that it has, too."""
-    text, of_job = (KINDS, OF_KINDS) if fault in OF_KINDS else (CONTEXT, OF_CONTEXT)
+    jobs = {FLOAT8: OF_FLOAT8, KINDS: OF_KINDS, CONTEXT: OF_CONTEXT}
+    text, of_job = next(job for job in jobs.items() if fault in job[1])
     _check(fault, found(ranks, tuple(name for name in of_job if name in faults), text))
 
 
@@ -163,9 +167,9 @@ def test_a_fault_of_another_job_is_named(fault: str, swept: Swept):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", OF_KINDS | OF_CONTEXT)
+@pytest.mark.parametrize("fault", OF_OTHERS)
 def test_all_faults_of_other_jobs_are_named(fault: str, swept: Swept):
-    _check_other(fault, swept, 4, [*OF_KINDS, *OF_CONTEXT])
+    _check_other(fault, swept, 4, [*OF_OTHERS])
 
 
 @pytest.mark.slow

@@ -73,3 +73,11 @@ def make_small(
         training.local_batch_size = 2 * parallelism.pipeline_parallel_degree
     training.global_batch_size = training.local_batch_size * data_ranks * passes
     return Samples(training.seq_len, microbatch, training.global_batch_size)
+
+
+def set_sizes(config: Any, *, batch: int | None = None, step: int | None = None) -> None:
+    """Give a data-parallel rank's batch, or a step of all ranks, so many sequences, in place."""
+    if batch is not None:
+        config.training.local_batch_size = batch
+    if step is not None:
+        config.training.global_batch_size = step

@@ -111,7 +111,7 @@ class Arm:
         if not self.saves(job):
             config.checkpoint = replace(config.checkpoint, enable=False)
         no_accelerator.join_gradients_of_norms(config.model_spec)
-        if job.layout.cp > 1:
+        if job.large_layout.cp > 1:
             no_accelerator.keep_masks(config.model_spec)
         no_accelerator.adapt_config(config)
         if self.stock:

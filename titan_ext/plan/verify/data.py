@@ -163,7 +163,7 @@ class _Data:
         their nodes, and ``dp_shard`` is the first of the second replica.
         """
         count = self.layout.data_ranks
-        tokens = self._batches * self._size * self.config.training.seq_len
+        tokens = self._batches * self._size * self._length
         most = min(max(_TOKENS // tokens, _LEAST_RANKS), _MOST_RANKS)
         if count <= most:
             return list(range(count))
@@ -219,7 +219,7 @@ class _Data:
             dp_world_size=layout.data_ranks,
             dp_rank=data_rank,
             tokenizer=self._tokenizer,
-            seq_len=self.config.training.seq_len,
+            seq_len=self._length,
             local_batch_size=self._size,
             snapshot_every_n_steps=self._batches,
         )
@@ -252,6 +252,10 @@ class _Data:
                 )
 
     @property
+    def _length(self) -> int:
+        return batch.tokens_of_microbatch(self.config.training)[1]
+
+    @property
     def _axes_of_peers(self) -> list[str]:
         return [axis for axis in ("tp", "cp", "pp") if getattr(self.layout, axis) > 1]
 
@@ -262,7 +266,7 @@ class _Data:
         """
         counted, knows_documents = 0, False
         wrong = {1: 0, 0: 0, 2: 0}  # labels that are not the token at this distance
-        length = self.config.training.seq_len
+        length = self._length
         for inputs, labels_BL in batches:
             input_BL, positions_BL = inputs["input"], inputs.get("positions")
             inner_BL = labels_BL[:, :-2] != IGNORE_INDEX
@@ -274,7 +278,7 @@ class _Data:
                 if not bool((goes_on_BL | restarts_BL).all()):
                     self._say_once("positions neither go on nor begin again at 0")
                 if int(positions_BL.min()) < 0 or int(positions_BL.max()) >= length:
-                    self._say_once(f"positions are not below training.seq_len = {length}")
+                    self._say_once(f"positions are not below {batch.SEQUENCE} = {length}")
             counted += int(inner_BL.sum())
             for shift in wrong:
                 ends = input_BL.shape[1] - 2 + shift
@@ -384,7 +388,7 @@ class _Data:
         proved += ["labels shifted by one", "resumed in place"]
         looked = (
             f"{len(read)} of {count} data ranks, {self._batches * self._size} sequences of "
-            f"{self.config.training.seq_len} tokens each"
+            f"{self._length} tokens each"
         )
         verdict = Verdict()
         if self.wrong:

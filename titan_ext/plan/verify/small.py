@@ -513,7 +513,8 @@ def resumes(config: Any) -> bool:
 def in_one_pass(job: SmallJob) -> SmallJob:
     """The small job with one microbatch a step, or those of one pass through a pipeline."""
     config = copy.deepcopy(job.config)
-    step = config.training.global_batch_size = job.samples.step // MICROBATCHES
+    step = job.samples.step // MICROBATCHES
+    batch.set_sizes(config, step=step)
     return replace(job, config=config, samples=job.samples._replace(step=step))
 
 
@@ -525,11 +526,12 @@ def in_other_layout(job: SmallJob) -> SmallJob | None:
             continue
         config = copy.deepcopy(job.config)
         _set_degrees(config, layout)
-        config.training.local_batch_size = microbatch
+        batch.set_sizes(config, batch=microbatch)
         with contextlib.suppress(ValueError):
             Mistakes(wrong_degrees(config, layout.world)).raise_all()
+            replace(copy.deepcopy(config))  # checks its keys, and adapts attention in place
             samples = job.samples._replace(microbatch=microbatch)
-            return replace(job, config=replace(config), layout=layout, samples=samples)
+            return replace(job, config=config, layout=layout, samples=samples)
     return None
 
 
