@@ -29,7 +29,14 @@ from tests.verify.faults import (
     lost_scores,
 )
 from titan_ext.base.op_cost import Nodes
-from titan_ext.plan.verify.small import Layout, differences, other_layouts, resumes, small_layout
+from titan_ext.plan.verify.small import (
+    Layout,
+    decisions,
+    differences,
+    other_layouts,
+    resumes,
+    small_layout,
+)
 
 QUICK = ("experts times EP", "load counted twice", "a detached router", "norm times 1.41")
 QUICK += ("too small a step",)
@@ -245,6 +252,7 @@ def test_the_fewest_keys_are_found(faulty: tuple[int, ...], monkeypatch: pytest.
     ("flags", "says"),
     [
         (("--compile.enable",), "Expected --compile.no-enable"),
+        (("--model", "tests.verify.nothing"), "--model: tests.verify.nothing: no such function"),
         (
             ("--keep", "training.seqlen"),
             "--keep training.seqlen: expected some of",
@@ -330,6 +338,24 @@ def test_a_small_job_decides_as_the_large_one(name: str):
         assert other is not None
         assert other.world <= layout.world // 2
         assert (other.ep > 1) == (layout.ep > 1)
+
+
+def test_a_model_of_the_users_is_not_made_smaller():
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    from titan_ext.config_registry.resolve import resolve
+    from titan_ext.plan.verify.small import layout_of, make_small
+
+    config = resolve("moe_debug.toml").config
+    large = layout_of(config, 4, Nodes(8, 8))
+    job = make_small(config, large, spec=model_registry("debugmodel"))
+    model = job.config.model_spec.model
+    assert (len(model.layers), model.dim) == (6, 256)
+    assert differences(job.decisions, decisions(job.config, job.layout)) == []
+    odd = model_registry("debugmodel")
+    odd.model.vocab_size = 100
+    with pytest.raises(ValueError, match="--model has a vocabulary of 100"):
+        make_small(config, large, spec=odd)
 
 
 def test_a_small_layout_loses_no_axis():

@@ -17,7 +17,7 @@ import tyro
 
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes
-from titan_ext.toml.files import find, to_toml, written_for
+from titan_ext.toml.files import KeyLocation, find, import_first, to_toml, written_for
 
 if TYPE_CHECKING:
     from titan_ext.plan.verify.judge import Verdict
@@ -59,6 +59,8 @@ class Verify:
     """Memory of each GPU, for activation_checkpoint.budget = "fit"."""
     quick: bool = False
     """Hold it in fp32 against one process only. If that is right, the exit code is 2."""
+    model: Annotated[str, tyro.conf.arg(metavar="MODULE.FUNCTION")] = ""
+    """A function of yours that returns a small ModelSpec, in place of the job's made small."""
     keep: tuple[str, ...] = ()
     """Of training.seq_len, training.max_norm and lr_scheduler.warmup_steps: those of the job."""
     routing: Literal["balanced", "skewed", "idle"] = "balanced"
@@ -159,8 +161,18 @@ class Verify:
                 # With a CPU's kernels, of which the table names operations.
                 solve_in_dry_run(config, ranks, ["--memory", self.memory], ["--on-cpu"])
         nodes = Nodes(machine.ranks_per_node, machine.nvlink_domain or machine.ranks_per_node)
-        job = make_small(config, layout_of(config, ranks, nodes), keep=self.keep)
+        spec = self._own_model() if self.model else None
+        job = make_small(config, layout_of(config, ranks, nodes), keep=self.keep, spec=spec)
         return replace(job, routing=self.routing)
+
+    def _own_model(self) -> Any:
+        """What the function of ``--model`` returns."""
+        module, _, name = self.model.replace(":", ".").rpartition(".")
+        at = KeyLocation("--model", self.model)
+        found = import_first(self.model, [module], at) if module else None
+        if not callable(function := getattr(found, name, None)):
+            raise at.error("no such function; expected MODULE.FUNCTION, which can be imported.")
+        return function()
 
     def _say(self, blame: "Blame", job: "SmallJob", flags: list[str]) -> Iterator[str]:
         """Say who is to blame, and write the smallest file with which the job is wrong."""
@@ -189,6 +201,7 @@ class Verify:
         command = ["titan_ext", "verify", again, "--ranks", str(job.large_layout.world)]
         command += ["--routing", self.routing] if self.routing != "balanced" else []
         command += ["--keep", *self.keep] if self.keep else []
+        command += ["--model", self.model] if self.model else []
         command += flags
         yield f"again:    {shlex.join(command)}"
 

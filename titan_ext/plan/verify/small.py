@@ -25,12 +25,14 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
+from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.messages import Mistakes, did_you_mean
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan import batch
 from titan_ext.parallelize.limits import value_of, wrong_degrees
+from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.recipe import Recipe, resolve
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
@@ -242,13 +244,17 @@ def why_not(config: Any) -> str:
     return ""
 
 
-def make_small(config: Any, large: Layout, *, keep: Sequence[str] = ()) -> SmallJob:
+def make_small(
+    config: Any, large: Layout, *, keep: Sequence[str] = (), spec: ModelSpec | None = None
+) -> SmallJob:
     """Make a small copy of the job of ``config``, which stays as it is.
 
     Args:
         config: A trainer's.
         large: Its layout.
         keep: Those of ``_KEEPS`` that stay as they are in the job.
+        spec: A model that is small already, of the job's kinds of blocks. Names of layers in the
+            job's keys are its own. Without it the job's model is made small.
 
     Raises:
         ValueError: for a model that cannot be made small, or a key that is none of those.
@@ -259,19 +265,18 @@ def make_small(config: Any, large: Layout, *, keep: Sequence[str] = ()) -> Small
         raise ValueError(f"--keep {wrong}: expected some of {expected}{near}")
     layout = small_layout(large)
     small = copy.deepcopy(config)
+    if spec is not None:
+        small.model_spec = extend_model_spec(spec)
     plain = in_full_precision(small.model_spec, emulates=True)
     model = small.model_spec.model
-    kept = _kept_layers(config)
-    count = len(model.layers)
-    kinds = len({repr(kind) for kind in map(kind_of, model.layers)})
-    model.layers = [model.layers[index] for index in kept]
-    said = [f"{count} -> {len(kept)} blocks ({kinds} kinds)"]
-    if ahead := getattr(model, "mtp_layers", None):
-        model.mtp_layers = ahead[:_PER_KIND]
-        said.append(f"{len(ahead)} -> {len(model.mtp_layers)} blocks of multi-token prediction")
-    said += _shrink_model(small)
+    said = [f"{len(model.layers)} blocks of your own"]
+    if spec is None:
+        said = _shrink(small, _kept_layers(config))
+    elif model.vocab_size < VOCABULARY:
+        raise ValueError(
+            f"--model has a vocabulary of {model.vocab_size}; expected {VOCABULARY} at least."
+        )
     _set_degrees(small, layout)
-    _rename_layers(small, kept)
     samples = _set_batch(small, layout, keep)
     _silence(small)
     with torch.device("meta"):
@@ -287,6 +292,20 @@ def make_small(config: Any, large: Layout, *, keep: Sequence[str] = ()) -> Small
         plain=tuple(sorted(plain)),
         parameters=parameters,
     )
+
+
+def _shrink(small: Any, kept: Sequence[int]) -> list[str]:
+    """Leave the layers ``kept``, and make them small, in place; say what shrank."""
+    model = small.model_spec.model
+    count = len(model.layers)
+    kinds = len({repr(kind) for kind in map(kind_of, model.layers)})
+    model.layers = [model.layers[index] for index in kept]
+    said = [f"{count} -> {len(kept)} blocks ({kinds} kinds)"]
+    if ahead := getattr(model, "mtp_layers", None):
+        model.mtp_layers = ahead[:_PER_KIND]
+        said.append(f"{len(ahead)} -> {len(model.mtp_layers)} blocks of multi-token prediction")
+    _rename_layers(small, kept)
+    return said + _shrink_model(small)
 
 
 def _kept_layers(config: Any) -> tuple[int, ...]:
