@@ -2,6 +2,7 @@
 # make test    lint, types, shell scripts and the quick tests
 # make test-all  the same with every test
 # make matrix  every row of the matrix against stock TorchTitan; checkpoints across layouts
+# make search  random jobs over all keys, each verified; what is WRONG is made small (SECONDS=600)
 # make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
 # make upstream  the patches for torch and TorchTitan: their tests fail without and pass with them
 # make gpu-receipts  on a GPU: every figure that the docs leave open, within 30 minutes (ARGS=--quick: 10)
@@ -16,13 +17,14 @@ STEPS := 30
 NGPU := 4
 ARGS :=
 KILLS := 50
+SECONDS := 600
 # Three at a time on 2 cores: ranks wait for each other. A test has up to four.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
 export OMP_NUM_THREADS ?= 1
 # torchao 0.18 registers two enums in a way that torch warns of in each process.
 export TORCH_LOGS ?= -torch.utils._pytree
 
-.PHONY: train test test-all matrix faults upstream gpu-receipts lint setup data clean
+.PHONY: train test test-all matrix search faults upstream gpu-receipts lint setup data clean
 
 train: data
 	@exec env PYTHON=$(BIN)/python CONFIG=train_configs/moe_debug.toml RUN_FOLDER=$(RUN_FOLDER) \
@@ -37,6 +39,9 @@ test-all: lint data
 matrix: data
 	$(BIN)/python -m tests.matrix.runner
 	$(BIN)/python -m tests.matrix.checkpoint_runner
+
+search: data
+	$(BIN)/python -m tests.verify.search outputs/search --seconds $(SECONDS) $(ARGS)
 
 faults: data
 	$(BIN)/python -m tests.faults outputs/faults --kills $(KILLS)

@@ -96,24 +96,45 @@ def _pairs(job: Job) -> set[Any]:
 
 
 def _sensible(job: dict[str, str]) -> dict[str, str]:
-    """``job`` without what its other values have no use for; its degrees fit its ranks."""
+    """``job`` without what its other values have no use for; its degrees fit its ranks.
+
+    Nor with what titan_ext refuses, as far as that is simple to say.
+    """
     degree = "parallelism.{}_degree".format
     room = int(job["ranks"])
     for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
         job[degree(axis)] = str(min(int(job[degree(axis)]), room))
         room //= int(job[degree(axis)])
-    replicas = degree("data_parallel_replicate")
+    replicas, pipeline = degree("data_parallel_replicate"), degree("pipeline_parallel")
     job[replicas] = str(min(int(job[replicas]), room))
     room //= int(job[replicas])
     shards = room * int(job[degree("tensor_parallel")]) * int(job[degree("context_parallel")])
     has_experts = "llama" not in job["extends"]
     expert = degree("expert_parallel")
     job[expert] = str(min(int(job[expert]), shards if has_experts else 1))
+    refused: list[str] = []
+    if job[expert] == "1":
+        refused += ["exchange_rows", "exchange_dtype"]
+    if job[expert] == "1" and job["parallelism.fsdp_wrap"] != '"experts"':
+        refused += ["fsdp_float8_all_gather", "fsdp_expert_reduce_scatter"]
     if not has_experts:
         job["routing"] = "balanced"
+        refused += ["fsdp_replicate", "overlap_exchanges"]
+    if job["training.mixed_precision_param"] == '"float32"' or job[pipeline] != "1":
+        refused += ["fsdp_expert_reduce_scatter"]
+    of_titan = job["parallelism.spmd_backend"] == '"spmd_types"'
+    if of_titan or room < 4:
+        job["parallelism.fsdp_reshard_after_forward"] = '"always"'
+    if job["parallelism.pipeline_parallel_schedule"] == '"ZBVZeroBubble"':
+        refused += ["fsdp_reshard_groups", "fsdp_reshard_after_forward"]
+    if not of_titan and job[replicas] != "1":
+        refused += ["fsdp_replicate"]
     if not has_experts or "gpt_oss" in job["extends"]:
-        job["activation_checkpoint.score_before_last_gemm"] = "false"
-    if job[degree("pipeline_parallel")] == "1":
+        refused += ["score_before_last_gemm"]
+    for key, values in VALUES.items():
+        if key.rpartition(".")[2] in refused:
+            job[key] = values[0]
+    if job[pipeline] == "1":
         del job["parallelism.pipeline_parallel_schedule"]
     if job["activation_checkpoint.policy"] != '"fp8"':
         for key in _OF_FP8:

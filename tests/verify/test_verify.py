@@ -352,7 +352,7 @@ def test_a_model_of_the_users_is_not_made_smaller():
     model = job.config.model_spec.model
     assert (len(model.layers), model.dim) == (6, 256)
     assert differences(job.decisions, decisions(job.config, job.layout)) == []
-    odd = model_registry("debugmodel")
+    odd: Any = model_registry("debugmodel")
     odd.model.vocab_size = 100
     with pytest.raises(ValueError, match="--model has a vocabulary of 100"):
         make_small(config, large, spec=odd)
