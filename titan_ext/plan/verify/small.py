@@ -31,6 +31,8 @@ from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.messages import Mistakes, did_you_mean
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan import batch
+from titan_ext.fsdp.prefetch import parse_prefetch_limit
+from titan_ext.fsdp.settings import PREFETCH
 from titan_ext.parallelize.limits import value_of, wrong_degrees
 from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.recipe import Recipe, resolve
@@ -59,6 +61,8 @@ _WIDTHS += ("embedding_dim", "embed_dim", "q_lora_rank", "kv_lora_rank")
 _WIDTHS += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Fields of Titan's model configs that are widths. All are divided by one factor, and numbers of
 heads stay, so that sums and products of widths stay right."""
+_FAR = 2
+"""Units ahead that count as many: a small copy has no more."""
 _LAYER = re.compile(r"(^|\.)layers\.([^.:]+)")
 RESHARD, _GROUPS = "parallelism.fsdp_reshard_after_forward", "parallelism.fsdp_reshard_groups"
 _TABLES = (
@@ -600,6 +604,9 @@ def decisions(config: Any, layout: Layout) -> dict[str, str]:
         ac_config=config.activation_checkpoint,
     )
     plan, exchanges = recipe.fsdp, recipe.exchanges
+    norms = {unit.name for unit in plan.units if unit.kind_name == "norm"}  # comes with the head
+    ahead = max(len({*unit.forward_prefetch} - norms) for unit in plan.units)
+    behind = max(len({*unit.backward_prefetch} - norms) for unit in plan.units)
     found = {
         "fsdp_wrap": plan.wrap,
         "reduce-scatter buffers": str(plan.reduce_scatter_buffers),
@@ -608,6 +615,9 @@ def decisions(config: Any, layout: Layout) -> dict[str, str]:
         "exchange_dtype": str(exchanges.dtype),
         "save_all_to_all": str(exchanges.saved),
     }
+    limit = parse_prefetch_limit(PREFETCH, value_of(config, PREFETCH))
+    if limit is None or limit.nbytes is None:  # more small units fit in a size
+        found["prefetch"] = f"{min(ahead, _FAR)} units ahead, {min(behind, _FAR)} behind"
     for unit in plan.units:
         kind = f"{unit.kind_name} units"
         said = f"reshard {_freed(unit.reshard_after_forward)}"
