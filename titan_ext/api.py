@@ -28,6 +28,7 @@ from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.limits import check_model_limits
 from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.passes import parallelize
+from titan_ext.plan.verify.loop import verify
 
 __all__ = [
     "FSDPSettings",
@@ -38,6 +39,7 @@ __all__ = [
     "refuse_unmanaged_parameters",
     "shard_decoder",
     "synchronize_unmanaged_parameters",
+    "verify",
 ]
 
 

@@ -37,9 +37,9 @@ def _imports(path: Path) -> set[str]:
 
 
 FLOORS = (
-    {"config_registry", "__main__"},
+    {"config_registry", "api", "__main__"},
     {"plan"},
-    {"run", "api"},
+    {"run"},
     {"parallelize", "debug"},
     {"activation_checkpoint"},
     {"fsdp", "components"},

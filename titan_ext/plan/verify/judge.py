@@ -174,16 +174,10 @@ def judge_step(
         seen: What it said: ``loss`` and ``norm`` by step.
         right, narrow: ``reference.Step`` in fp64, and in fp32 with the same choices of experts.
     """
-    grads = of_kind(found, "grad")
-    for name, grad in right.grads.items():
-        rounding, _ = distance(narrow.grads[name], grad)
-        limit = max(_TIMES * rounding, _LEAST)
-        verdict.judge("grads", name, grads.get(name), grad, limit)
+    judge_gradients(verdict, of_kind(found, "grad"), right.grads, narrow.grads)
     for name in right.without:
         said = f"{name} (without gradient in the model itself)"
         verdict.wrong.setdefault("grads", []).append(Wrong(said, 0.0))
-    for name in grads.keys() - right.grads.keys():
-        verdict.note_needless("grads", name)
     for name, load in right.loads.items():
         verdict.judge("load", name, of_kind(found, "load").get(name), load, 0.0)
     for category in ("loss", "norm"):
@@ -191,6 +185,20 @@ def judge_step(
         expected = torch.tensor(getattr(right, category), dtype=torch.float64)
         verdict.judge(category, f"of step {step}", value, expected, _LOSS)
     verdict.gap = min(verdict.gap, right.gap)
+
+
+def judge_gradients(
+    verdict: Verdict,
+    found: Mapping[str, torch.Tensor],
+    right: Mapping[str, torch.Tensor],
+    narrow: Mapping[str, torch.Tensor],
+) -> None:
+    """Hold gradients, by name, against those in fp64; the limit is what fp32 makes of these."""
+    for name, grad in right.items():
+        rounding, _ = distance(narrow[name], grad)
+        verdict.judge("grads", name, found.get(name), grad, max(_TIMES * rounding, _LEAST))
+    for name in found.keys() - right.keys():
+        verdict.note_needless("grads", name)
 
 
 def try_canary(judge: Callable[..., None], found: Mapping[str, torch.Tensor], seed: int) -> None:

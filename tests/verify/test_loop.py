@@ -1,0 +1,78 @@
+"""``titan_ext.api.verify``: a loop of the user's own, on two ranks."""
+
+import contextlib
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from tests.helpers.cluster import run_ranks
+
+
+def _verify(scale: float) -> list[str]:
+    from torchtitan.config import TrainingConfig
+    from torchtitan.distributed.utils import get_spmd_context
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    from titan_ext import api
+    from titan_ext.base import no_accelerator
+
+    def spec() -> Any:
+        found: Any = model_registry("debugmodel")
+        found.model.layers = found.model.layers[:3]
+        return found
+
+    dims: list[Any] = []
+
+    def build() -> nn.Module:
+        (wrong := spec()).model.layers[1].moe.router.route_scale *= scale
+        model, parallel_dims = api.build_decoder(
+            wrong,
+            parallelism=api.ParallelismConfig(expert_parallel_degree=2, exchange_dtype="float8"),
+            training=TrainingConfig(mixed_precision_param="float32"),
+        )
+        dims.append(parallel_dims)
+        return model
+
+    def plain() -> nn.Module:
+        found = spec()
+        no_accelerator.adapt_spec(found)
+        found.model.update_from_config(config=SimpleNamespace(parallelism=api.ParallelismConfig()))
+        model = found.model.build()
+        model.init_weights()
+        return model.train()
+
+    def loss(model: nn.Module, tokens_BL: torch.Tensor) -> torch.Tensor:
+        positions_BL = torch.arange(32).expand(2, 32)
+        logits_BLV = model(tokens_BL[:, :-1], positions=positions_BL)
+        losses = nn.functional.cross_entropy(
+            logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten(), reduction="sum"
+        )
+        return losses / (6 * 64)
+
+    def context() -> contextlib.AbstractContextManager[Any]:
+        return get_spmd_context(parallel_dims=dims[0])()
+
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 256, (2, 33), generator=generator) for _ in range(6)]
+    ranks = {"data_rank": int(os.environ["RANK"]), "data_ranks": 2}
+    with pytest.raises(ValueError, match="1 batches; expected 2"):
+        api.verify(build, loss, batches[:1], plain=plain, **ranks)
+    verdict = api.verify(build, loss, batches, plain=plain, context=context, **ranks)
+    dist.destroy_process_group()
+    return verdict.lines()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.01])
+def test_a_loop_of_the_users_is_verified(scale: float, tmp_path: Path):
+    first, second = run_ranks(_verify, 2, scale, log_folder=tmp_path)
+    assert first == second
+    wrong = [line for line in first if "layers.1.moe" in line]
+    assert first[0].startswith("grads     " + ("WRONG" if wrong else "rounding only"))
+    assert bool(wrong) == (scale != 1)
