@@ -61,6 +61,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.components.lora import _make_frozen_config
 from torchtitan.config import CommConfig, derive
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import (
@@ -248,7 +249,11 @@ def join_gradients_of_norms(spec: ModelSpec) -> None:
     begins at a norm, FSDP's hook adds these up before the residual's. Otherwise that is between.
     """
     for _, norm, parent, key in _of_titan(spec, RMSNorm):
-        setattr(parent, key, derive(norm, OneGradientRMSNorm.Config))
+        joined = derive(norm, OneGradientRMSNorm.Config)
+        with torch.device("meta"):
+            is_frozen = any(not param.requires_grad for param in norm.build().parameters())
+        # LoRA freezes by the class of a config (torchtitan/components/lora.py), which this leaves.
+        setattr(parent, key, _make_frozen_config(joined) if is_frozen else joined)
 
 
 def keep_masks(spec: ModelSpec) -> None:
