@@ -1,7 +1,7 @@
 """Faults as users of MoE trainers report them, planted in one rank's trainer or in Titan's classes.
 
 Each is a context; inside of it a rank trains an arm. They go to the job only, never to the
-reference, but for those of ``IN_THE_MODEL``.
+reference, but for those of ``IN_THE_MODEL``. Numbers are those of public reports (docs/verify.md).
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.quantization import Float8Linear
@@ -23,7 +24,7 @@ from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 from torchtitan.models.deepseek_v3 import mtp
 
 from titan_ext.base.no_accelerator import PlainFlexAttention
-from titan_ext.components import exchange
+from titan_ext.components import early_scores, exchange
 from titan_ext.fp8 import saved_tensors
 from titan_ext.fsdp import collectives
 from titan_ext.fsdp.units import param_groups
@@ -87,6 +88,16 @@ def experts_times_ep() -> Any:
     return _gradients(change)
 
 
+def degrees_mixed_up() -> Any:
+    """Experts' gradients times EP and divided by EDP: right where the two are equal."""
+
+    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
+        if _is_expert(name):
+            grad.mul_(trainer.job.layout.ep**2 / trainer.job.layout.shards)
+
+    return _gradients(change)
+
+
 def idle_expert() -> Any:
     def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
         if _is_expert(name) and "layers.1." in name and dist.get_rank() == 0:
@@ -109,6 +120,52 @@ def last_microbatch() -> Any:
         return method(**arguments)
 
     return _trainers(forward_backward_step=once)
+
+
+def last_microbatch_of_replicas() -> Any:
+    """Megatron-LM #7186: replicas sum after the last microbatch, and what came before is lost."""
+
+    def once(trainer: Any, method: Any, **arguments: Any) -> Any:
+        trainer.seen_microbatches = getattr(trainer, "seen_microbatches", 0) + 1
+        is_last = trainer.seen_microbatches % trainer.gradient_accumulation_steps == 0
+        for part in trainer.parts:
+            for group in param_groups(part.modules()):
+                group.all_reduce_grads, group._partial_reduce_output = is_last, None
+        return method(**arguments)
+
+    return _trainers(forward_backward_step=once)
+
+
+def experts_twice_each_microbatch() -> Any:
+    """Megatron-LM #6660: where one rank has an expert's whole gradient, that is added to itself."""
+
+    def twice(trainer: Any, method: Any, **arguments: Any) -> Any:
+        for part in trainer.parts if trainer.job.layout.ep == trainer.job.layout.shards else ():
+            for name, param in part.named_parameters():
+                if _is_expert(name) and param.grad is not None:
+                    local(param.grad).mul_(2)
+        return method(**arguments)
+
+    return _trainers(forward_backward_step=twice)
+
+
+def idle_in_one_microbatch() -> Any:
+    """The first microbatch leaves no gradient of a weight."""
+
+    def without(trainer: Any, method: Any, **arguments: Any) -> Any:
+        (weight,) = (
+            param
+            for part in trainer.parts
+            for name, param in part.named_parameters()
+            if canonical_fqn(name) == "layers.1.attention.wo.weight"
+        )
+        is_first = weight.grad is None
+        loss = method(**arguments)
+        if is_first:
+            local(weight.grad).zero_()
+        return loss
+
+    return _trainers(forward_backward_step=without)
 
 
 def scaled_twice() -> Any:
@@ -140,19 +197,27 @@ def wrong_norm() -> Iterator[None]:
 
 
 def _loads(counts: Callable[[], bool]) -> Any:
+    """Automodel #3247: a second forward, as the recompute is one, counts tokens again."""
+
     def build(trainer: Any, method: Any, *arguments: Any) -> None:
         method(*arguments)
         for part in trainer.parts:
             for module in part.modules():
                 if isinstance(module, MoE) and counts():
-                    module.register_forward_hook(_twice)
+                    module.register_forward_pre_hook(_note_load)
+                    module.register_forward_hook(_add_load_again)
 
     return _trainers(__init__=build)
 
 
-def _twice(module: Any, args: Any, output: Any) -> None:
+def _note_load(module: Any, args: Any) -> None:
+    module.noted_load = local(module.tokens_per_expert_E).clone()
+
+
+def _add_load_again(module: Any, args: Any, output: Any) -> None:
     with torch.no_grad():
-        local(module.tokens_per_expert_E).mul_(2)
+        load_E = local(module.tokens_per_expert_E)
+        load_E.add_(load_E - module.noted_load)
 
 
 def load_twice_on_one_rank() -> Any:
@@ -175,6 +240,8 @@ def _router(change: Callable[..., Any]) -> Iterator[None]:
 
 
 def detached_router() -> Any:
+    """Automodel #2995: the router's scores go to the experts' ranks without their gradient."""
+
     def detached(real: Any, self: Any, x: Any, bias: Any) -> Any:
         scores, ids, every = real(self, x, bias)
         return scores.detach(), ids, every
@@ -281,6 +348,52 @@ def too_small_a_step() -> Any:
     return _optimizer_keys(lr=0.9)
 
 
+def a_step_too_many() -> Any:
+    """Megatron-LM #5974: a step of zeros makes the optimizer's states, and is counted."""
+
+    def build(trainer: Any, method: Any, *arguments: Any) -> None:
+        method(*arguments)
+        for optimizer in trainer.optimizers:
+            kept = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["weight_decay"] = 0.0
+                for param in group["params"]:
+                    param.grad = torch.zeros_like(param)
+            optimizer.step()
+            optimizer.zero_grad()
+            for group, (rate, decay) in zip(optimizer.param_groups, kept, strict=True):
+                group["lr"], group["weight_decay"] = rate, decay
+
+    return _trainers(__init__=build)
+
+
+def idle_expert_without_gradient() -> Any:
+    """Automodel #2995: experts without tokens have no gradient, so no weight decay either."""
+
+    def step(trainer: Any, method: Any, iterator: Any) -> None:
+        kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+        def before(*_: Any) -> None:
+            for part in trainer.parts:
+                for name, param in part.named_parameters():
+                    if _is_expert(name):
+                        idle_E = ~local(param.grad).flatten(1).any(1)
+                        kept.append((local(param), idle_E, local(param).detach().clone()))
+
+        def after(*_: Any) -> None:
+            with torch.no_grad():
+                for param, idle_E, values in kept:
+                    param[idle_E] = values[idle_E]
+
+        hooks = trainer.optimizers.register_step_pre_hook(before)
+        others = trainer.optimizers.register_step_post_hook(after)
+        method(iterator)
+        hooks.remove()
+        others.remove()
+
+    return _trainers(train_step=step)
+
+
 def lost_scores() -> Any:
     """Routing scores get no gradient where a rank sends sums: ours alone, and by a key."""
     real = exchange.AddUp.backward
@@ -290,6 +403,59 @@ def lost_scores() -> Any:
         return (*others, torch.zeros_like(scores))
 
     return patch(exchange.AddUp, "backward", staticmethod(backward))
+
+
+def early_scores_detached() -> Any:
+    """Scores that experts apply before their last GEMM get no gradient: ours alone."""
+    real = early_scores.scaled
+    return patch(early_scores, "scaled", lambda h_RF, scores_R: real(h_RF, scores_R.detach()))
+
+
+def _adapters(name: str, change: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+    """``change`` what the second matrices of adapters named so return."""
+
+    def build(trainer: Any, method: Any, *arguments: Any) -> None:
+        method(*arguments)
+        for part in trainer.parts:
+            for each, module in part.named_modules():
+                if canonical_fqn(each).endswith(f"{name}.lora_b"):
+                    module.register_forward_hook(lambda m, args, out: change(trainer, out))
+
+    return _trainers(__init__=build)
+
+
+def adapters_of_each_rank() -> Any:
+    """Megatron-Bridge #5634: what adapters add is whole, and the ranks of TP are summed again."""
+    return _adapters("w2", lambda trainer, out: out * trainer.job.layout.tp)
+
+
+def adapters_detached() -> Any:
+    """Megatron-Bridge #5634: what adapters add has lost its graph."""
+    return _adapters("wo", lambda trainer, out: out.detach())
+
+
+def adapters_not_synchronized() -> Any:
+    """The first matrices, of which each rank of TP has a part of the gradient, are not summed."""
+    real = FSDPParam._get_grad_inner_tensor
+
+    def inner(self: Any, grad: Any) -> torch.Tensor:
+        return local(grad) if "lora_a" in self._param_fqn else real(self, grad)
+
+    return patch(FSDPParam, "_get_grad_inner_tensor", inner)
+
+
+def _stock_sums_over_tp_in_fp32() -> Any:
+    """pytorch #190626: gradients are summed over TP in bf16, and in fp32 by stock alone."""
+    real = FSDPParam._get_grad_inner_tensor
+
+    def step(trainer: Any, method: Any, iterator: Any) -> None:
+        def inner(self: Any, grad: Any) -> torch.Tensor:
+            return real(self, grad.float())
+
+        with patch(FSDPParam, "_get_grad_inner_tensor", inner if trainer.arm.stock else real):
+            method(iterator)
+
+    return _trainers(train_step=step)
 
 
 def _one_off(values: torch.Tensor) -> torch.Tensor:
@@ -394,6 +560,9 @@ ALL_RESUMES = "all that a resume can lose"
 
 FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "experts times EP": (experts_times_ep, "grads", "inner_experts"),
+    "EP for EDP": (degrees_mixed_up, "grads", "inner_experts"),
+    "experts twice each microbatch": (experts_twice_each_microbatch, "grads", "inner_experts"),
+    "idle in one microbatch": (idle_in_one_microbatch, "grads", "layers.1.attention.wo.weight"),
     "an idle expert": (idle_expert, "grads", "layers.1.moe.routed_experts.inner_experts"),
     "a weight not synchronized": (not_synchronized, "grads", "lm_head.weight"),
     "the last microbatch only": (last_microbatch, "grads", ""),
@@ -406,6 +575,8 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "bias in the scores": (bias_in_scores, "grads", ""),
     "no weight decay": (no_weight_decay, "optimizer", ""),
     "too small a step": (too_small_a_step, "optimizer", "of the right one, off by 0.1"),
+    "a step too many": (a_step_too_many, "optimizer", "is 0.73"),
+    "a router detached in the model": (detached_router, "grads", "router.gate.weight (without"),
     "bf16 before a reduction": (bfloat16_before_reduction, "grads", ""),
 }
 """By name: the fault, the category that must be WRONG, and what its line must name."""
@@ -426,9 +597,29 @@ OF_CONTEXT: dict[str, tuple[Callable[[], Any], str, str]] = {
     "attention across documents": (across_documents, "grads", ""),
 }
 """Faults of context parallelism."""
-IN_KEYS = ("bf16 before a reduction", "a float8 gradient times two", "a stored tensor")
+OF_REPLICAS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "replicas' last microbatch": (last_microbatch_of_replicas, "grads", ""),
+    "early scores detached": (early_scores_detached, "grads", "router.gate.weight"),
+}
+OF_ADAPTERS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "adapters not synchronized": (adapters_not_synchronized, "grads", "lora_a"),
+    "adapters of each rank": (adapters_of_each_rank, "grads", "lora"),
+    "adapters detached": (adapters_detached, "grads", "wo.lora"),
+    "bf16 over TP": (_stock_sums_over_tp_in_fp32, "grads", "lora"),
+}
+OF_IDLE: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "idle without gradient": (idle_expert_without_gradient, "optimizer", "inner_experts"),
+}
+IN_THE_MODEL = ("a router detached in the model",)
+"""Faults of the model itself: the reference has them, too."""
+IN_KEYS = (
+    "bf16 over TP",
+    "bf16 before a reduction",
+    "a float8 gradient times two",
+    "a stored tensor",
+)
 """Faults that fp32 does not have."""
-OF_OTHERS = OF_FLOAT8 | OF_KINDS | OF_CONTEXT
+OF_OTHERS = OF_FLOAT8 | OF_KINDS | OF_CONTEXT | OF_REPLICAS | OF_ADAPTERS | OF_IDLE
 FAULTS |= {
     name: (functools.partial(_resumes, change), "resume", says)
     for name, (change, says) in RESUMES.items()

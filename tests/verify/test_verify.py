@@ -21,10 +21,14 @@ from tests.verify.faults import (
     ALL_RESUMES,
     FAULTS,
     IN_KEYS,
+    IN_THE_MODEL,
+    OF_ADAPTERS,
     OF_CONTEXT,
     OF_FLOAT8,
+    OF_IDLE,
     OF_KINDS,
     OF_OTHERS,
+    OF_REPLICAS,
     RESUMES,
     lost_scores,
 )
@@ -75,6 +79,32 @@ component = "torchtitan.components.quantization.MXFP8GroupedExpertsConverter"
 CONTEXT = 'extends = "moe_debug.toml"\n[parallelism]\ncontext_parallel_degree = 2\n'
 """Two ranks share a sequence."""
 
+REPLICAS = """
+# EP: 2
+extends = "moe_debug.toml"
+[parallelism]
+data_parallel_replicate_degree = 2
+[activation_checkpoint]
+policy = "fp8"
+score_before_last_gemm = true
+"""
+"""Replicas of shards, and scores that experts apply early."""
+
+ADAPTERS = """
+extends = "moe_debug.toml"
+[parallelism]
+tensor_parallel_degree = 2
+[[model.converters]]
+component = "torchtitan.components.lora.LoRAConverter"
+rank = 8
+alpha = 16.0
+target_modules = ["wq", "wo", "w1", "w2"]
+"""
+"""Adapters of linears that tensor parallelism shards by columns and by rows."""
+
+IDLE = '# routing: idle\nextends = "moe_debug.toml"\n'
+"""No token goes to the first expert."""
+
 
 def _small(path: str, flags: tuple[str, ...], ranks: int) -> Any:
     from titan_ext.base import no_accelerator
@@ -94,8 +124,10 @@ def _sweep(
     from titan_ext.plan.verify import legs
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    job = _small(path, ("--parallelism.expert_parallel_degree", str(ranks)), ranks)
-    planted, train = folder / "planted", legs._train
+    said = dict(re.findall("^# (EP|routing): (.*)", Path(path).read_text(), re.M))
+    job = _small(path, ("--parallelism.expert_parallel_degree", said.get("EP", str(ranks))), ranks)
+    job = replace(job, routing=said.get("routing", "balanced"))
+    planted, train, judge = folder / "planted", legs._train, legs._judge
     table = FAULTS | OF_OTHERS
 
     def train_with_fault(job: Any, rank: int, call: Any) -> Any:
@@ -103,8 +135,16 @@ def _sweep(
         with table[fault][0]() if fault else contextlib.nullcontext():
             return train(job, rank, call)
 
+    def judge_with_fault(job: Any, rank: int, call: Any) -> Any:
+        fault = planted.read_text()
+        if fault not in IN_THE_MODEL:
+            return judge(job, rank, call)
+        known = unittest.mock.patch.object(legs, "_first_steps", {})
+        with known, table[fault][0]():
+            return judge(job, rank, call)
+
     found = {}
-    patched = unittest.mock.patch.object(legs, "_train", train_with_fault)
+    patched = unittest.mock.patch.multiple(legs, _train=train_with_fault, _judge=judge_with_fault)
     with patched, legs.Legs(job, folder) as comparison:
         for fault in ("", *sorted(faults, key=lambda fault: not _is_of_resume(fault))):
             planted.write_text(fault)
@@ -164,6 +204,7 @@ def test_what_a_resume_loses_is_named(fault: str, swept: Swept):
 def _check_other(fault: str, found: Swept, ranks: int, faults: Sequence[str]) -> None:
     """In the job that has what the fault is of, with those of ``faults`` that it has, too."""
     jobs = {FLOAT8: OF_FLOAT8, KINDS: OF_KINDS, CONTEXT: OF_CONTEXT}
+    jobs |= {REPLICAS: OF_REPLICAS, ADAPTERS: OF_ADAPTERS, IDLE: OF_IDLE}
     text, of_job = next(job for job in jobs.items() if fault in job[1])
     _check(fault, found(ranks, tuple(name for name in of_job if name in faults), text))
 
@@ -300,6 +341,19 @@ def test_what_is_plain_in_which_comparison(tmp_path: Path):
     for fp32 in (True, False):
         model = Arm(fp32=fp32).config_of(job).model_spec.model
         assert has_quantization(model) == (not fp32)
+
+
+def test_what_the_job_freezes_is_frozen(tmp_path: Path):
+    """Adapters train alone, in both comparisons."""
+    from titan_ext.plan.verify.arm import Arm
+
+    (path := tmp_path / "job.toml").write_text(ADAPTERS)
+    job = _small(str(path), (), 4)
+    for arm in (Arm(), Arm(fp32=False), Arm(stock=True)):
+        with torch.device("meta"):
+            model = arm.config_of(job).model_spec.model.build()
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        assert trained == {name for name, _ in model.named_parameters() if ".lora_" in name}
 
 
 SHIPPED = sorted(path.name for path in Path("train_configs").glob("*.toml"))
