@@ -48,6 +48,7 @@ import re
 import resource
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,7 +161,7 @@ def enable() -> bool:
     return True
 
 
-_adapts = True
+_adapts: ContextVar[bool] = ContextVar("adapts", default=True)
 
 
 @contextlib.contextmanager
@@ -173,7 +174,6 @@ def as_with_an_accelerator(capability: tuple[str, int, int] | None = None) -> It
         capability: Of that accelerator, as ``op_cost.Machine`` has it. Titan's converters ask for
             theirs; without it they find what they want.
     """
-    global _adapts
     kind, *version = capability or ("", 0, 0)
 
     def found(asked: str) -> Callable[[int, int], bool]:
@@ -182,13 +182,13 @@ def as_with_an_accelerator(capability: tuple[str, int, int] | None = None) -> It
     answers = {"has_cuda_capability": found("sm"), "has_rocm_capability": found("gfx")}
     modules = [importlib.import_module(name) for name in (titan_utils.__name__, *_ASK_THE_DEVICE)]
     before = [(x, name, getattr(x, name)) for x in modules for name in answers if hasattr(x, name)]
-    _adapts = False
+    token = _adapts.set(False)
     try:
         for module, name, _ in before:
             setattr(module, name, answers[name])
         yield
     finally:
-        _adapts = True
+        _adapts.reset(token)
         for module, name, its_own in before:
             setattr(module, name, its_own)
 
@@ -201,7 +201,7 @@ def adapt_config(config: Trainer.Config) -> None:
     documents. CUDA graphs are switched off, and asynchronous saves do not pin memory. Nothing
     changes where an accelerator exists, and nothing the second time.
     """
-    if not needed() or not _adapts:
+    if not needed() or not _adapts.get():
         return
     if not config.training.disable_cuda_graphs:
         config.training.disable_cuda_graphs = True
@@ -218,7 +218,7 @@ def adapt_config(config: Trainer.Config) -> None:
 
 def adapt_spec(spec: ModelSpec) -> None:
     """The model's part of ``adapt_config``: attention that a CPU can train."""
-    if not needed() or not _adapts:
+    if not needed() or not _adapts.get():
         return
     for kind in (FlexAttention, VarlenAttention):
         found = _of_titan(spec, kind)
@@ -262,7 +262,7 @@ def keep_masks(spec: ModelSpec) -> None:
     ``adapt_spec`` then leaves it, so that documents and context parallelism stay. Its masks are
     made by compiled functions of torch and Titan: ``torch.compiler.set_stance`` makes them eager.
     """
-    if not needed() or not _adapts:
+    if not needed() or not _adapts.get():
         return
     for _, flex, parent, key in _of_titan(spec, FlexAttention):
         setattr(parent, key, derive(flex, PlainFlexAttention.Config))
