@@ -62,7 +62,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchtitan.components.lora import _make_frozen_config
 from torchtitan.config import CommConfig, derive
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import (
@@ -70,7 +69,6 @@ from torchtitan.models.common.attention import (
     ScaledDotProductAttention,
     VarlenAttention,
 )
-from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
@@ -242,20 +240,6 @@ def _of_titan(spec: ModelSpec, kind: Any) -> list[tuple[str, Any, Any, str]]:
     return [at for at in configs if at[1]._owner.forward is kind.forward]
 
 
-def join_gradients_of_norms(spec: ModelSpec) -> None:
-    """Let each RMSNorm in a model spec send its input one gradient, in place, as a kernel does.
-
-    A CPU has no kernel for it: in fp32 several operations each send one, and where an FSDP unit
-    begins at a norm, FSDP's hook adds these up before the residual's. Otherwise that is between.
-    """
-    for _, norm, parent, key in _of_titan(spec, RMSNorm):
-        joined = derive(norm, OneGradientRMSNorm.Config)
-        with torch.device("meta"):
-            is_frozen = any(not param.requires_grad for param in norm.build().parameters())
-        # LoRA freezes by the class of a config (torchtitan/components/lora.py), which this leaves.
-        setattr(parent, key, _make_frozen_config(joined) if is_frozen else joined)
-
-
 def keep_masks(spec: ModelSpec) -> None:
     """Let ``PlainFlexAttention`` stand for FlexAttention in a model spec, in place.
 
@@ -320,18 +304,6 @@ class CausalAttention(ScaledDotProductAttention):
         if self.window is not None:
             hidden_LL |= distance_LL >= self.window
         return _attend(q_BLNH, k_BLNH, v_BLNH, hidden_LL, scale, out_transform)
-
-
-class OneGradientRMSNorm(RMSNorm):
-    """RMSNorm whose input gets one gradient (``join_gradients_of_norms``)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RMSNorm.Config):
-        pass
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize ``x``, any shape, over its last dim."""
-        return super().forward(x.view_as(x))  # the view is one node of the graph
 
 
 class PlainFlexAttention(FlexAttention):

@@ -110,7 +110,6 @@ class Arm:
             config.activation_checkpoint = self._checkpointing(policy)
         if not self.saves(job):
             config.checkpoint = replace(config.checkpoint, enable=False)
-        no_accelerator.join_gradients_of_norms(config.model_spec)
         if job.large_layout.cp > 1:
             no_accelerator.keep_masks(config.model_spec)
         no_accelerator.adapt_config(config)
@@ -443,11 +442,23 @@ class RankOrder(DefaultReduceScatter):
 
 
 def sum_in_order(model: nn.Module) -> None:
-    """Let FSDP sum gradients in one order wherever they lie, and over gloo, in place."""
+    """Let gradients be summed in one order, whatever FSDP's units are, and over gloo, in place.
+
+    A CPU has no kernel of RMSNorm: in fp32 its operations send its input several gradients. Where a
+    unit begins at a norm, FSDP's hook adds them up before the residual's. So all norms do.
+    """
     no_accelerator.reduce_without_premul_sum(model)
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.register_forward_pre_hook(_as_one_node)
     for group in param_groups(model.modules()):
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = RankOrder()
+
+
+def _as_one_node(norm: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    x, *others = args
+    return x.view_as(x), *others
 
 
 def run_arm(
