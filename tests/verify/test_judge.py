@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from titan_ext.plan.verify import legs
 from titan_ext.plan.verify.arm import Arm
 from titan_ext.plan.verify.judge import (
     NEAR_TIE,
@@ -162,6 +163,53 @@ def test_the_canary_sings():
     for judge in (skipped, loose):
         with pytest.raises(AssertionError, match=r"does not see that grad:w is 1\.001"):
             try_canary(judge, found, 1)
+
+
+def test_the_canary_is_tried_after_each_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What finds nothing wrong with anything is no judge."""
+    torch.save(_found(RIGHT), tmp_path / "step1_rank0.pt")
+    for name in ("judge_step", "judge_equal"):
+        monkeypatch.setattr(legs, name, lambda *args, **kwargs: None)
+    axes: Any = SimpleNamespace(arm=Arm(), balances=False, optimizer=None)
+    steps = _step(RIGHT), _step(RIGHT)
+    with pytest.raises(AssertionError, match="verify does not see"):
+        legs._Axes.judge(axes, Verdict(), _found(RIGHT), SEEN, 1, steps)
+    with pytest.raises(AssertionError, match="verify does not see"):
+        legs._judge(axes, 0, ("keys", [("equal", tmp_path, tmp_path)]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "kinds"),
+    [
+        ((), ["equal"]),
+        (("--parallelism.exchange_rows", "rank"), ["equal", "rounding"]),
+        (("--parallelism.exchange_dtype", "float8"), ["equal", "lossy"]),
+    ],
+)
+def test_keys_are_compared_by_what_they_do(
+    flags: tuple[str, ...], kinds: list[str], tmp_path: Path
+):
+    """And what differs in all arms is WRONG in each of them."""
+    from titan_ext.config_registry.resolve import resolve
+
+    def trained(factor: float) -> Trained:
+        (folder := tmp_path / str(factor)).mkdir(exist_ok=True)
+        torch.save(_found(RIGHT * factor), folder / "step1_rank0.pt")
+        return Trained(folder, {"apart": [], "dtypes": {}, "engaged": {}})
+
+    class Told(legs.Legs):
+        def _run(self, arm: Any, saved: Any = None, ranks: Any = None) -> Any:
+            return trained((1 if arm.fp32 else 1.2) if arm.stock else 2 if arm.exact else 9)
+
+    calls: list[Any] = []
+    job: Any = SimpleNamespace(config=resolve("moe_debug.toml", flags).config)
+    told = Told(job, tmp_path)
+    judge = lambda call: [calls.extend(call[1]) or Verdict()]  # noqa: E731
+    told._judge = SimpleNamespace(call=judge)  # type: ignore[assignment]
+    told.keys()
+    assert [kind for kind, *_ in calls] == kinds
+    for call in calls:
+        assert not legs._judge(job, 0, ("keys", [call])).is_right
 
 
 @pytest.mark.parametrize(
