@@ -189,6 +189,47 @@ def test_gpt_oss_under_tensor_parallelism_is_refused_only_where_it_is_wrong(othe
     check_model_limits("gpt_oss", ParallelismConfig(tensor_parallel_degree=2, **other))
 
 
+def _changed(name: str, *, cp: int = 1, pp: int = 1, **training: Any) -> Any:
+    loaded = load(name)
+    of_training = dataclasses.replace(loaded.training, **training)
+    parallelism = dataclasses.replace(
+        loaded.parallelism, context_parallel_degree=cp, pipeline_parallel_degree=pp
+    )
+    return dataclasses.replace(loaded, training=of_training, parallelism=parallelism)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "fits", "message"),
+    [
+        ("gpt_oss.gpt_oss_debugmodel", {"cp": 2}, {}, 'variable-length attention; .* "flex"'),
+        (
+            "gpt_oss.gpt_oss_debugmodel_flex",
+            {"cp": 4, "seq_len": 384},
+            {"cp": 3, "seq_len": 384},
+            r"is 4 and training\.seq_len 384; .* a multiple of 512: .* Expected 512, or",
+        ),
+        (
+            "gpt_oss.gpt_oss_debugmodel_flex",
+            {"mixed_precision_param": "float32"},
+            {},
+            "experts of gpt_oss return bfloat16",
+        ),
+        (
+            "deepseek_v3.deepseek_v3_debugmodel_mtp",
+            {"pp": 2, "cp": 2},
+            {},
+            r"(?s)pipeline_parallel_degree is 2, .* multi-token .*context_parallel_degree is 2, ",
+        ),
+    ],
+)
+def test_what_raises_only_on_the_ranks_is_refused_by_key(
+    accelerator, name: str, refused: dict, fits: dict, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        _changed(name, **refused)
+    _changed(name, **fits)
+
+
 def test_a_config_without_a_model_is_refused():
     with pytest.raises(ValueError, match="no model_spec"):
         extend_config(TitanTrainer.Config())

@@ -21,14 +21,15 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import and_more
-from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
+from titan_ext.base.titan.batch import BATCH_KEYS, SEQUENCE, wrong_global_batch
 from titan_ext.components.exchange_policy import changed_exchanges, wrong_dispatchers
 from titan_ext.components.float8_linears import wrong_float8
 from titan_ext.components.optim import MUON
@@ -42,6 +43,8 @@ _WEIGHTS = re.compile(r"\d+W\d+")  # stage, gradients of weights, microbatch
 # Titan models whose own parallelize function refuses something, by ModelSpec.name.
 _NO_CONTEXT_PARALLEL = ("kimi_k2_5", "qwen3_5")
 _SPMD_TYPES_ONLY = ("muse_glimmer",)
+_MASK_BLOCK = 128
+"""Tokens of a block of FlexAttention's masks, of which torch gives a context rank whole ones."""
 _SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
@@ -292,7 +295,9 @@ def _splitting_key(parallelism: ParallelismConfig) -> str | None:
     return "pipeline_parallel_schedule" if schedule in _SPLIT_BACKWARD else None
 
 
-def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
+def check_model_limits(
+    name: str, parallelism: ParallelismConfig, training: TrainingConfig | None = None
+) -> None:
     """Raise ValueError for what Titan refuses for the model ``name``, or computes wrongly."""
     cp, backend = parallelism.context_parallel_degree, parallelism.spmd_backend
     if name in _NO_CONTEXT_PARALLEL and cp > 1:
@@ -313,6 +318,37 @@ def check_model_limits(name: str, parallelism: ParallelismConfig) -> None:
             f"the {tp} ranks, and the loss is wrong. Expected spmd_backend = 'partial_dtensor', or "
             "expert_parallel_degree > 1."
         )
+    if name == "gpt_oss" and training and training.mixed_precision_param == "float32":
+        # torchtitan/models/gpt_oss/moe.py: unlike other experts', the result stays bfloat16.
+        raise ValueError(
+            "training.mixed_precision_param is 'float32'; the experts of gpt_oss return bfloat16 "
+            "in TorchTitan 0.3, which it cannot add to float32. Expected 'bfloat16'."
+        )
+
+
+def wrong_attention(config: Any) -> Iterator[str]:
+    """A message for attention that context parallelism cannot split; ``config`` is a trainer's.
+
+    Of a config with the attention that runs: a CPU has another one (``no_accelerator``).
+    """
+    cp, model = config.parallelism.context_parallel_degree, config.model_spec.model
+    attention = getattr(getattr(model, "first_attention", None), "inner_attention", None)
+    if cp == 1:
+        return
+    said = f"parallelism.context_parallel_degree is {cp}"
+    if isinstance(attention, VarlenAttention.Config):
+        yield (
+            f"{said}, which TorchTitan does not support with variable-length attention; expected "
+            '1, or attn_backend = "flex".'
+        )
+    length, least = value_of(config, SEQUENCE), _MASK_BLOCK * cp
+    if isinstance(attention, FlexAttention.Config) and length % least:
+        # torch/distributed/tensor/experimental/_context_parallel/_attention.py
+        yield (
+            f"{said} and {SEQUENCE} {length}; FlexAttention then needs a multiple of {least}: each "
+            f"rank has whole blocks of {_MASK_BLOCK} tokens. Expected {-(-length // least) * least}"
+            ", or a smaller degree."
+        )
 
 
 def wrong_together(
@@ -331,7 +367,7 @@ def wrong_together(
     backend, ep, tp = of.spmd_backend, of.expert_parallel_degree, of.tensor_parallel_degree
     wrap, cp, shards = settings.wrap, of.context_parallel_degree, shard_axis(of)
     replicates, copies = bool(settings.replicate), of.data_parallel_replicate_degree
-    quantizes = bool(settings.quantize_frozen)
+    quantizes, pp = bool(settings.quantize_frozen), of.pipeline_parallel_degree
     rows = [
         (
             backend not in _SPMD_BACKENDS,
@@ -369,8 +405,16 @@ def wrong_together(
             f"{QUANTIZE_FROZEN} does not go with compile.enable = true: torchao keeps NF4Tensor "
             "out of torch.compile.",
         ),
+        *(
+            (
+                degree > 1 and bool(getattr(model, "mtp_layers", None)),
+                f"parallelism.{axis}_parallel_degree is {degree}, which TorchTitan 0.3 does not "
+                "support with multi-token prediction; expected 1, or num_mtp_layers = 0.",
+            )
+            for axis, degree in (("pipeline", pp), ("context", cp))
+        ),
         (
-            bool(settings.expert_reduce_scatter) and of.pipeline_parallel_degree > 1,
+            bool(settings.expert_reduce_scatter) and pp > 1,
             f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline "
             "sums the gradients of its microbatches in float32 before FSDP sends them.",
         ),

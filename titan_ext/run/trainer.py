@@ -44,6 +44,7 @@ from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import DebugConfig, ParallelismConfig
 from titan_ext.parallelize.limits import (
     check_model_limits,
+    wrong_attention,
     wrong_degrees,
     wrong_together,
     wrong_values,
@@ -124,7 +125,10 @@ class Trainer(TitanTrainer):
             if isinstance(policy, FP8AC.Config) and compiled:
                 checks.append(policy.check_compiled)
             if (spec := self.model_spec) is not None:
-                checks.append(lambda: check_model_limits(spec.name, self.parallelism))
+                checks.append(
+                    lambda: check_model_limits(spec.name, self.parallelism, self.training)
+                )
+                checks.append(lambda: mistakes.extend(wrong_attention(self)))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     groups = self.optimizer
                     checks.append(lambda: check_param_groups(groups, spec.model, self.parallelism))
