@@ -65,6 +65,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "activation_checkpoint.mode": ('"selective"', '"full"', '"no_recompute"'),
     "activation_checkpoint.score_before_last_gemm": ("false", "true"),
     "training.mixed_precision_param": ('"bfloat16"', '"float32"'),
+    "loss.component": ("", '"torchtitan.components.loss.CrossEntropyLoss"'),
     "routing": ("balanced", "balanced", "skewed", "idle"),
     "converters": ("", "", "lora"),
 }
@@ -80,10 +81,12 @@ class Verified(NamedTuple):
     said: str
 
 
-def draw(generator: random.Random, covered: set[Any]) -> dict[str, str]:
-    """Draw a job that has many pairs of values that are not in ``covered``, and add those."""
+def draw(
+    generator: random.Random, covered: set[Any], values: Mapping[str, tuple[str, ...]] = VALUES
+) -> dict[str, str]:
+    """Draw a job that has many pairs of ``values`` that are not in ``covered``, and add those."""
     candidates = [
-        _sensible({key: generator.choice(values) for key, values in VALUES.items()})
+        _sensible({key: generator.choice(of_key) for key, of_key in values.items()})
         for _ in range(_CANDIDATES)
     ]
     job = max(candidates, key=lambda each: len(_pairs(each) - covered))
@@ -102,6 +105,8 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     """
     degree = "parallelism.{}_degree".format
     room = int(job["ranks"])
+    if "mtp" in job["extends"]:
+        job[degree("pipeline_parallel")] = job[degree("context_parallel")] = "1"
     for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
         job[degree(axis)] = str(min(int(job[degree(axis)]), room))
         room //= int(job[degree(axis)])
@@ -112,27 +117,42 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     has_experts = "llama" not in job["extends"]
     expert = degree("expert_parallel")
     job[expert] = str(min(int(job[expert]), shards if has_experts else 1))
-    refused: list[str] = []
-    if job[expert] == "1":
-        refused += ["exchange_rows", "exchange_dtype"]
-    if job[expert] == "1" and job["parallelism.fsdp_wrap"] != '"experts"':
-        refused += ["fsdp_float8_all_gather", "fsdp_expert_reduce_scatter"]
+    of_titan = job["parallelism.spmd_backend"] == '"spmd_types"'
+    has_context = job[degree("context_parallel")] != "1"
+    stock_experts = has_experts and "gpt_oss" not in job["extends"] and not job["converters"]
+    wrap, schedule = (job[f"parallelism.{k}"] for k in ("fsdp_wrap", "pipeline_parallel_schedule"))
     if not has_experts:
         job["routing"] = "balanced"
-        refused += ["fsdp_replicate", "overlap_exchanges"]
-    if job["training.mixed_precision_param"] == '"float32"' or job[pipeline] != "1":
-        refused += ["fsdp_expert_reduce_scatter"]
-    of_titan = job["parallelism.spmd_backend"] == '"spmd_types"'
-    if of_titan or room < 4:
-        job["parallelism.fsdp_reshard_after_forward"] = '"always"'
-    if job["parallelism.pipeline_parallel_schedule"] == '"ZBVZeroBubble"':
-        refused += ["fsdp_reshard_groups", "fsdp_reshard_after_forward"]
-    if not of_titan and job[replicas] != "1":
-        refused += ["fsdp_replicate"]
-    if not has_experts or "gpt_oss" in job["extends"]:
-        refused += ["score_before_last_gemm"]
+    if "gpt_oss" in job["extends"] or job["activation_checkpoint.policy"] == '"fp8"':
+        job["training.mixed_precision_param"] = '"bfloat16"'
+    reshard = "parallelism.fsdp_reshard_after_forward"
+    is_even = room >= 4 and shards // int(job[expert]) % 2 == 0 and shards == room
+    if job[reshard] == "2" and (of_titan or not is_even):
+        job[reshard] = '"always"'
+    splits = job[pipeline] != "1" and "ZBV" in schedule
+    if splits:
+        job["loss.component"] = VALUES["loss.component"][1]
+        job["activation_checkpoint.mode"] = '"no_recompute"'
+        if job["activation_checkpoint.policy"] == '"selective"':
+            job["activation_checkpoint.policy"] = '"full"'
+    narrow = job["training.mixed_precision_param"] == '"bfloat16"' and job[pipeline] == "1"
+    alone = job[expert] == "1"
+    fsdp = shards // int(job[degree("tensor_parallel")] if alone else job[expert])
+    of_experts = has_experts and fsdp > 1 and (not alone or wrap == '"experts"')
+    refused = {
+        "exchange_rows": alone,
+        "exchange_dtype": alone,
+        "fsdp_float8_all_gather": not of_experts,
+        "fsdp_expert_reduce_scatter": not (of_experts and narrow),
+        "fsdp_reshard_groups": splits,
+        "fsdp_reshard_after_forward": splits,
+        "component": "mtp" in job["extends"],
+        "overlap_exchanges": not has_experts or has_context,
+        "fsdp_replicate": not has_experts or (has_context if of_titan else job[replicas] != "1"),
+        "score_before_last_gemm": not stock_experts,
+    }
     for key, values in VALUES.items():
-        if key.rpartition(".")[2] in refused:
+        if refused.get(key.rpartition(".")[2]):
             job[key] = values[0]
     if job[pipeline] == "1":
         del job["parallelism.pipeline_parallel_schedule"]
@@ -146,7 +166,7 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
 
 def toml_of(job: Job) -> str:
     """The job's file."""
-    keys = (f"{key} = {value}" for key, value in job.items() if key not in _NOT_KEYS)
+    keys = (f"{key} = {value}" for key, value in job.items() if value and key not in _NOT_KEYS)
     head = f"# world size: {job['ranks']}\nextends = {job['extends']}\n"
     return head + "\n".join(keys) + "\n" + (_LORA if job.get("converters") else "")
 
@@ -196,15 +216,22 @@ def shrink(job: Job, is_wrong: Callable[[Job], bool]) -> Job:
     return job
 
 
-def search(seconds: float, seed: int, folder: Path, *, only: str = "") -> Iterator[str]:
-    """Verify one job after another; yield a line for each, and the smallest file of a WRONG one."""
+def search(
+    seconds: float, seed: int, folder: Path, *, only: str = "", ranks: int = 8
+) -> Iterator[str]:
+    """Verify one job after another; yield a line for each, and the smallest file of a WRONG one.
+
+    Of models whose name has ``only`` in it, on so many ``ranks`` at most.
+    """
+    values = VALUES | {
+        "extends": tuple(name for name in VALUES["extends"] if only in name),
+        "ranks": tuple(count for count in VALUES["ranks"] if int(count) <= ranks),
+    }
     generator, covered = random.Random(seed), set[Any]()
     found: Counter[int] = Counter()
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
-        job = draw(generator, covered)
-        if only not in job["extends"]:
-            continue
+        job = draw(generator, covered, values)
         verified = verify(job, folder)
         found[verified.code] += 1
         last = verified.said.strip().splitlines()[-1] if verified.said.strip() else "nothing"
@@ -234,12 +261,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--ranks", type=int, default=8, help="the most ranks of a job")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import titan_ext.plan.verify.legs  # noqa: F401  once, for all forks
 
-    for line in search(arguments.seconds, arguments.seed, arguments.folder, only=arguments.only):
+    for line in search(
+        arguments.seconds,
+        arguments.seed,
+        arguments.folder,
+        only=arguments.only,
+        ranks=arguments.ranks,
+    ):
         print(line, flush=True)
 
 
