@@ -237,15 +237,17 @@ def _command(folder: Path, flags: list[str], fault: Any) -> tuple[int, str]:
     said, code = io.StringIO(), 0
     with contextlib.redirect_stdout(said), fault() if fault else contextlib.nullcontext():
         try:
-            code = main(["verify", "moe_debug.toml", *flags])
+            code = main(["verify", *flags])
         except SystemExit as end:
             code = int(end.code or 0)
     return code, said.getvalue()
 
 
-def _run_command(folder: Path, *flags: str, fault: Any = None) -> tuple[int, str]:
+def _run_command(
+    folder: Path, *flags: str, fault: Any = None, config: str = "moe_debug.toml"
+) -> tuple[int, str]:
     ((code, said),) = run_ranks(
-        _command, 1, folder, list(flags), fault, log_folder=folder, timeout_s=300
+        _command, 1, folder, [config, *flags], fault, log_folder=folder, timeout_s=300
     )
     return code, said
 
@@ -263,6 +265,19 @@ def test_the_key_to_blame_is_named(tmp_path: Path):
     written = tomli.loads((tmp_path / "wrong_moe_debug.toml").read_text())
     assert written["activation_checkpoint"] == {"policy": "none"}
     assert "exchange_rows" not in written["parallelism"]
+
+
+def test_a_v_shaped_pipeline_has_its_losses_on_its_first_ranks(tmp_path: Path):
+    (tmp_path / "v.toml").write_text(
+        'extends = "llama3.llama3_debugmodel"\n'
+        'loss.component = "torchtitan.components.loss.CrossEntropyLoss"\n'
+        "parallelism.pipeline_parallel_degree = 2\n"
+        'parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"\n'
+        'activation_checkpoint.policy = "none"\n'
+    )
+    code, said = _run_command(tmp_path, "--ranks", "2", "--quick", config="v.toml")
+    assert (code, "WRONG" in said) == (2, False), said
+    assert re.search(r"^  loss +(equal|rounding only)", said, re.M)
 
 
 _KEYS = {f"parallelism.key{n}": "off" for n in range(6)}

@@ -471,8 +471,8 @@ def run_arm(
             in the files of its last step, and one step more is trained.
 
     Returns:
-        What was seen beside them: losses and gradient norms by step, checksums of tensors, dtypes,
-        and the step that was ``loaded``.
+        What was seen beside them: losses (those of a rank that ``has_loss`` count) and gradient
+        norms by step, checksums of tensors, dtypes, and the step that was ``loaded``.
     """
     no_accelerator.enable()
     if saved is not None:
@@ -513,4 +513,5 @@ def run_arm(
         trainer.checkpointer.maybe_wait_for_saving()
         trainer.checkpointer.close()
     assert trainer.gradient_accumulation_steps == (1 if saved else MICROBATCHES)
+    seen["has_loss"] = getattr(trainer, "pp_has_last_stage", True)
     return seen | {"dtypes": trainer.dtypes(), "engaged": trainer.engaged()}

@@ -59,7 +59,7 @@ _WITHOUT: dict[str, Any] = {
 
 
 class Trained(NamedTuple):
-    """The folder with an arm's tensors, and what its last rank saw: that one has the losses."""
+    """The folder with an arm's tensors, and what a rank with the losses saw."""
 
     folder: Path
     seen: dict[str, Any]
@@ -247,7 +247,9 @@ class Legs:
         folder = Path(tempfile.mkdtemp(prefix="arm_", dir=self.folder))
         seen = (ranks or self._ranks).call((arm, folder, saved))
         engaged = {key: sum(each["engaged"][key] for each in seen) for key in seen[0]["engaged"]}
-        of_last = seen[-1] | {"apart": apart([each["digests"] for each in seen])}
+        # A V-shaped schedule has the last stage on the first ranks of a pipeline.
+        of_last = next(each for each in reversed(seen) if each["has_loss"])
+        of_last |= {"apart": apart([each["digests"] for each in seen])}
         of_last["engaged"] = engaged
         self._trained[called] = done = Trained(folder, of_last)
         return done
