@@ -25,13 +25,20 @@ _CANDIDATES = 40
 Job = Mapping[str, str]
 """A job's TOML: keys and values as they are written. "extends" is one; "ranks" is its world."""
 
-_LORA = """
+_CONVERTERS = {
+    "lora": """
 [[model.converters]]
 component = "torchtitan.components.lora.LoRAConverter"
 rank = 8
 alpha = 16.0
 target_modules = ["wo"]
-"""
+""",
+    "float8": """
+[[model.converters]]
+component = "titan_ext.components.float8_linears.TensorwiseFloat8LinearConverter"
+filter_fqns = ["lm_head", "router.gate"]
+""",
+}
 VALUES: dict[str, tuple[str, ...]] = {
     "extends": (
         '"deepseek_v3.deepseek_v3_debugmodel"',
@@ -67,7 +74,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "training.mixed_precision_param": ('"bfloat16"', '"float32"'),
     "loss.component": ("", '"torchtitan.components.loss.CrossEntropyLoss"'),
     "routing": ("balanced", "balanced", "skewed", "idle"),
-    "converters": ("", "", "lora"),
+    "converters": ("", "", *_CONVERTERS),
+    "checkpoint.enable": ("false", "false", "true"),
 }
 """Values of each key, the first of which leaves it out where it is a key of titan_ext."""
 _NOT_KEYS = ("extends", "ranks", "routing", "converters")
@@ -119,8 +127,10 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     job[expert] = str(min(int(job[expert]), shards if has_experts else 1))
     of_titan = job["parallelism.spmd_backend"] == '"spmd_types"'
     has_context = job[degree("context_parallel")] != "1"
-    stock_experts = has_experts and "gpt_oss" not in job["extends"] and not job["converters"]
+    stock_experts = has_experts and "gpt_oss" not in job["extends"] and job["converters"] != "lora"
     wrap, schedule = (job[f"parallelism.{k}"] for k in ("fsdp_wrap", "pipeline_parallel_schedule"))
+    if job["converters"] == "float8" and job[degree("tensor_parallel")] != "1":
+        job["converters"] = ""
     if not has_experts:
         job["routing"] = "balanced"
     if "gpt_oss" in job["extends"] or job["activation_checkpoint.policy"] == '"fp8"':
@@ -142,7 +152,7 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     refused = {
         "exchange_rows": alone,
         "exchange_dtype": alone,
-        "fsdp_float8_all_gather": not of_experts,
+        "fsdp_float8_all_gather": not of_experts or job["converters"] == "float8",
         "fsdp_expert_reduce_scatter": not (of_experts and narrow),
         "fsdp_reshard_groups": splits,
         "fsdp_reshard_after_forward": splits,
@@ -168,7 +178,7 @@ def toml_of(job: Job) -> str:
     """The job's file."""
     keys = (f"{key} = {value}" for key, value in job.items() if value and key not in _NOT_KEYS)
     head = f"# world size: {job['ranks']}\nextends = {job['extends']}\n"
-    return head + "\n".join(keys) + "\n" + (_LORA if job.get("converters") else "")
+    return head + "\n".join(keys) + "\n" + _CONVERTERS.get(job.get("converters", ""), "")
 
 
 def verify(job: Job, folder: Path) -> Verified:

@@ -141,13 +141,14 @@ def test_an_arm_is_trained_once(tmp_path: Path):
     class Ranks:
         def call(self, call: Any) -> list[dict[str, Any]]:
             trained.append(call)
-            return [{"digests": {}, "engaged": {}}]
+            rank = {"digests": {}, "engaged": {}}
+            return [rank | {"has_loss": True, "loss": [1.0]}, rank | {"has_loss": False}]
 
     trained: list[Any] = []
     legs = Legs(None, tmp_path)  # type: ignore[arg-type]
     legs._ranks = Ranks()  # type: ignore[assignment]
     for changes in ((), (("parallelism.fsdp_replicate", []),), ()):
-        legs._run(Arm(changes=changes))
+        assert legs._run(Arm(changes=changes)).seen["loss"] == [1.0]
     assert [len(arm.changes) for arm, *_ in trained] == [0, 1]
 
 
