@@ -100,7 +100,7 @@ _CONTEXT += [
     Refusal(
         run=Run(model="deepseek_v3_mtp", world=2, cp=2, parallelize="submodule", steps=1),
         by="torchtitan",
-        message="MTP does not support context parallelism yet",
+        message="context_parallel_degree is 2, .* support with multi-token prediction",
         stock_message="MTP does not support context parallelism yet",
         reason="Multi-token prediction would need tokens of other ranks.",
         address=f"{_TITAN}/models/deepseek_v3/mtp.py",
@@ -167,7 +167,7 @@ REFUSALS: list[Refusal] = [
     Refusal(
         run=Run(model="deepseek_v3_mtp", world=2, pp=2, parallelize="submodule", steps=1),
         by="torchtitan",
-        message="MTP does not support pipeline parallelism yet",
+        message="pipeline_parallel_degree is 2, .* support with multi-token prediction",
         stock_message="MTP does not support pipeline parallelism yet",
         reason="The blocks of multi-token prediction have no stage of their own.",
         address=f"{_TITAN}/models/deepseek_v3/mtp.py",

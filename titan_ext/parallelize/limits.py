@@ -23,13 +23,13 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import and_more
-from titan_ext.base.titan.batch import BATCH_KEYS, SEQUENCE, wrong_global_batch
+from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
 from titan_ext.components.exchange_policy import changed_exchanges, wrong_dispatchers
 from titan_ext.components.float8_linears import wrong_float8
 from titan_ext.components.optim import MUON
@@ -43,8 +43,6 @@ _WEIGHTS = re.compile(r"\d+W\d+")  # stage, gradients of weights, microbatch
 # Titan models whose own parallelize function refuses something, by ModelSpec.name.
 _NO_CONTEXT_PARALLEL = ("kimi_k2_5", "qwen3_5")
 _SPMD_TYPES_ONLY = ("muse_glimmer",)
-_MASK_BLOCK = 128
-"""Tokens of a block of FlexAttention's masks, of which torch gives a context rank whole ones."""
 _SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
@@ -333,21 +331,10 @@ def wrong_attention(config: Any) -> Iterator[str]:
     """
     cp, model = config.parallelism.context_parallel_degree, config.model_spec.model
     attention = getattr(getattr(model, "first_attention", None), "inner_attention", None)
-    if cp == 1:
-        return
-    said = f"parallelism.context_parallel_degree is {cp}"
-    if isinstance(attention, VarlenAttention.Config):
+    if cp > 1 and isinstance(attention, VarlenAttention.Config):
         yield (
-            f"{said}, which TorchTitan does not support with variable-length attention; expected "
-            '1, or attn_backend = "flex".'
-        )
-    length, least = value_of(config, SEQUENCE), _MASK_BLOCK * cp
-    if isinstance(attention, FlexAttention.Config) and length % least:
-        # torch/distributed/tensor/experimental/_context_parallel/_attention.py
-        yield (
-            f"{said} and {SEQUENCE} {length}; FlexAttention then needs a multiple of {least}: each "
-            f"rank has whole blocks of {_MASK_BLOCK} tokens. Expected {-(-length // least) * least}"
-            ", or a smaller degree."
+            f"parallelism.context_parallel_degree is {cp}, which TorchTitan does not support with "
+            'variable-length attention; expected 1, or attn_backend = "flex".'
         )
 
 
