@@ -233,6 +233,8 @@ def search(
 
     Of models whose name has ``only`` in it, on so many ``ranks`` at most.
     """
+    folder = folder.resolve()  # jobs run in it
+    folder.mkdir(parents=True, exist_ok=True)
     values = VALUES | {
         "extends": tuple(name for name in VALUES["extends"] if only in name),
         "ranks": tuple(count for count in VALUES["ranks"] if int(count) <= ranks),

@@ -2,10 +2,13 @@
 
 import random
 import re
+from pathlib import Path
 
+import pytest
 import tomli
 
-from tests.verify.search import VALUES, Job, draw, shrink, toml_of
+from tests.verify import search
+from tests.verify.search import VALUES, Job, Verified, draw, shrink, toml_of
 
 
 def test_jobs_fit_their_ranks_and_cover_all_values():
@@ -24,6 +27,21 @@ def test_jobs_fit_their_ranks_and_cover_all_values():
         assert re.search(r"^# world size: \d$", toml_of(job), re.M)
     drawn = {item for pair in covered for item in pair}
     assert {(key, value) for key, values in VALUES.items() for value in values} == drawn
+
+
+def test_a_folder_is_made_where_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def verify(job: Job, folder: Path) -> Verified:
+        monkeypatch.chdir(folder)
+        (folder / "job.toml").write_text(toml_of(job))
+        return Verified(0, "RIGHT\n")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "verify", verify)
+    first, *_, last = search.search(0.5, 7, Path("outputs/search"))
+    assert first.startswith("   1  ")
+    assert first.endswith(": RIGHT")
+    assert last.endswith("0 WRONG, 0 refused or not verified (seed 7)")
+    assert (tmp_path / "outputs/search/job.toml").exists()
 
 
 def test_a_failure_is_made_small():
