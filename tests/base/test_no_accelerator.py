@@ -4,6 +4,7 @@ import ast
 import logging
 import math
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,22 @@ def test_converters_find_the_machine_of_a_plan(machine: str, sm90: int, sm100: i
             found = [module.has_cuda_capability(9, 0), module.has_cuda_capability(10, 0)]
             assert [*found, module.has_rocm_capability(9, 4)] == [sm90, sm100, gfx942]
     assert [float8.has_cuda_capability, titan_utils.has_cuda_capability] == before
+
+
+def test_a_context_ends_for_itself_only():
+    """The outer one still leaves attention as it is, and another thread's config is adapted."""
+    config = titan_config("deepseek_v3")
+    assert config.model_spec is not None
+    kept = lambda: any(config.model_spec.traverse(FlexAttention.Config))  # noqa: E731
+    with no_accelerator.as_with_an_accelerator():
+        with no_accelerator.as_with_an_accelerator():
+            pass
+        no_accelerator.adapt_config(config)
+        assert kept()
+        other = threading.Thread(target=no_accelerator.adapt_config, args=(config,))
+        other.start()
+        other.join()
+        assert not kept()
 
 
 def test_config_is_adapted_once_and_says_so(caplog: pytest.LogCaptureFixture):

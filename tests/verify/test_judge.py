@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from titan_ext.components.float8_linears import GatheredWeight
 from titan_ext.plan.verify import legs
-from titan_ext.plan.verify.arm import Arm
+from titan_ext.plan.verify.arm import Arm, sum_in_order, whole
 from titan_ext.plan.verify.judge import (
     NEAR_TIE,
     Verdict,
@@ -176,7 +177,39 @@ def test_the_canary_is_tried_after_each_comparison(tmp_path: Path, monkeypatch: 
     with pytest.raises(AssertionError, match="verify does not see"):
         legs._Axes.judge(axes, Verdict(), _found(RIGHT), SEEN, 1, steps)
     with pytest.raises(AssertionError, match="verify does not see"):
-        legs._judge(axes, 0, ("keys", [("equal", tmp_path, tmp_path)]))
+        legs._judge(axes, 0, ("keys", [("equal", 1, tmp_path, tmp_path)]))
+
+
+def test_a_norm_sends_its_input_one_gradient():
+    """In fp32 on a CPU it sends several, which FSDP's units add up in another order."""
+
+    def sent(norm: torch.nn.Module) -> int:
+        x = torch.ones(2, 4, requires_grad=True) * 1
+        nodes, found = [norm(x).grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            following = [] if node is None or node is x.grad_fn else node.next_functions
+            found |= {(node, at) for at, (other, _) in enumerate(following) if other is x.grad_fn}
+            nodes += [other for other, _ in following]
+        return len(found)
+
+    norm = torch.nn.RMSNorm(4)
+    assert sent(norm) > 1
+    sum_in_order(norm)
+    assert sent(norm) == 1
+
+
+def test_what_is_kept_of_a_weight_is_plain():
+    """``torch.load`` reads no class of a converter's."""
+    weight = GatheredWeight(RIGHT[None], None, torch.float8_e4m3fn)  # type: ignore[arg-type]
+    assert type(whole(torch.nn.Parameter(weight))) is torch.Tensor
+
+
+def test_a_step_that_no_rank_left_is_not_right(tmp_path: Path):
+    torch.save(_found(RIGHT), tmp_path / "step1_rank0.pt")
+    job: Any = None
+    with pytest.raises(AssertionError, match="no rank left tensors of step 2"):
+        legs._judge(job, 0, ("keys", [("equal", 2, tmp_path, tmp_path)]))
 
 
 @pytest.mark.parametrize(

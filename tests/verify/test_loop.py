@@ -14,6 +14,10 @@ import torch.nn as nn
 from tests.helpers.cluster import run_ranks
 
 
+def _no_plain_one() -> nn.Module:
+    raise ValueError("no plain one")
+
+
 def _verify(scale: float) -> list[str]:
     from torchtitan.config import TrainingConfig
     from torchtitan.distributed.utils import get_spmd_context
@@ -64,6 +68,8 @@ def _verify(scale: float) -> list[str]:
     ranks = {"data_rank": int(os.environ["RANK"]), "data_ranks": 2}
     with pytest.raises(ValueError, match="1 batches; expected 2"):
         api.verify(build, loss, batches[:1], plain=plain, **ranks)
+    with pytest.raises(ValueError, match="no plain one"):  # on all ranks
+        api.verify(build, loss, batches, plain=_no_plain_one, context=context, **ranks)
     verdict = api.verify(build, loss, batches, plain=plain, context=context, **ranks)
     dist.destroy_process_group()
     return verdict.lines()

@@ -391,6 +391,13 @@ def _decided(name: str) -> tuple[Layout, Layout | None, list[str], int]:
     job = make_small(resolved.config, layout_of(resolved.config, ranks, Nodes(8, 8)))
     changed = differences(job.decisions, decisions(job.config, job.layout))
     other = in_other_layout(job)
+    assert job.decisions["prefetch"].endswith(" behind")
+    parallelism = replace(job.config.parallelism, fsdp_prefetch=0)
+    ahead = decisions(replace(job.config, parallelism=parallelism), job.layout)
+    if job.layout.world > 1:
+        assert [each.partition(":")[0] for each in differences(job.decisions, ahead)] == [
+            "prefetch"
+        ]
     return job.layout, other.layout if other else None, changed, job.parameters
 
 

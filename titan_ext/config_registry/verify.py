@@ -30,10 +30,8 @@ _LEGS = {
     "keys": "the job's dtypes beside TorchTitan's own parallelize on the same ranks",
 }
 _NOTHING = ("none", "None")
-_NOT_HERE = (
-    "checkpoints, FlexAttention's kernel, compiled kernels, CUDA graphs, NCCL, streams, "
-    "drawing of first weights"
-)
+_NOT_HERE = ("FlexAttention's kernel", "compiled kernels", "CUDA graphs", "NCCL", "streams")
+_NOT_HERE += ("drawing of first weights",)
 
 
 @dataclass
@@ -113,15 +111,15 @@ class Verify:
                 print("\n".join(said), flush=True)
         told = (f"{k} {value}" for k, value in job.decisions.items() if value not in _NOTHING)
         print(f"decided   {', '.join(told)}")
-        not_here = not_here if not resumes(job.config) else not_here.replace("checkpoints, ", "")
-        plain = (f"{kind} (plain in the copy)" for kind in job.plain)
-        print(f"not verified here: {', '.join([not_here, *plain])}")
-        if self.quick and is_right and not wrong:
+        not_here += [] if resumes(job.config) else ["checkpoints"]
+        not_here += [*_NOT_HERE, *(f"{kind} (plain in the copy)" for kind in job.plain)]
+        print(f"not verified here: {', '.join(not_here)}")
+        if self.quick and not self.stock and is_right and not wrong:
             raise ValueError("the job's dtypes were not looked at (--quick); all else is right.")
         return is_right and not wrong
 
-    def _look_at_data(self, job: "SmallJob", folder: Path) -> tuple[bool, str]:
-        """Whether nothing is wrong with the job's data, and the list of what is not verified."""
+    def _look_at_data(self, job: "SmallJob", folder: Path) -> tuple[bool, list[str]]:
+        """Whether nothing is wrong with the job's data, and ["data"] if they are not verified."""
         from titan_ext.plan.verify.data import look_at_data
         from titan_ext.plan.verify.ranks import RunError
 
@@ -129,9 +127,9 @@ class Verify:
             verdict = look_at_data(job.large_config, job.large_layout, folder, stock=self.stock)
         except RunError as error:
             print(f"data      not verified: {error}")
-            return True, f"data, {_NOT_HERE}"
+            return True, ["data"]
         print(*verdict.lines(), sep="\n")
-        return verdict.is_right, _NOT_HERE
+        return verdict.is_right, []
 
     def _small(self, flags: list[str]) -> "SmallJob":
         from titan_ext.activation_checkpoint.op_rules import has_budget

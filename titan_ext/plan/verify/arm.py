@@ -29,6 +29,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
+from titan_ext.base.tensors import plain_tensors
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
@@ -395,9 +396,20 @@ def _is_writer(dims: ParallelDims) -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of a sharded one, without its graph; ranks call it together."""
+    """The whole tensor of a sharded one, without its graph; ranks call it together.
+
+    Plain, too: a shard that is whole already has the class in which FSDP gathers it in float8.
+    """
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    parts = plain_tensors(tensor)
+    return parts[0] if len(parts) == 1 else tensor
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole gradients of a model, by name; ranks call it together."""
+    named = model.named_parameters()
+    return {canonical_fqn(name): whole(p.grad) for name, p in named if p.grad is not None}
 
 
 def _then(

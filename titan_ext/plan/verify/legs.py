@@ -21,6 +21,7 @@ from titan_ext.components.optim import MUON
 from titan_ext.parallelize.limits import value_of
 from titan_ext.plan.verify.arm import FLOAT8, NARROW, ROUNDS, Arm, fill_model, run_arm
 from titan_ext.plan.verify.judge import (
+    DRAWS,
     Verdict,
     judge_equal,
     judge_loaded,
@@ -37,10 +38,6 @@ from titan_ext.plan.verify.reference import Reference, Step
 from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_one_pass, in_other_layout
 
 _MOST_RUNS = 12
-_DRAWS = 3
-"""Weights and tokens are drawn again where a near-tie of experts may explain a difference."""
-
-
 _WITHOUT: dict[str, Any] = {
     "parallelism.overlap_exchanges": "none",
     "parallelism.exchange_rows": "expert",
@@ -116,7 +113,7 @@ class Legs:
         What is right is saved, and resumed in the same layout and in another one.
         """
         verdict, is_right = Verdict(), True
-        for seed in range(_DRAWS):
+        for seed in range(DRAWS):
             arm = Arm(fp32=True, exact=True, seed=seed, **choices)
             trained = self._run(arm)
             (verdict,) = self._judge.call(("axes", arm, *trained))
@@ -173,14 +170,13 @@ class Legs:
         exact = self._run(replace(own, changes=(*own.changes, *neutral), table=with_table))
         stock = self._run(Arm(fp32=False, stock=True, steps=own.steps))
         ours = [exact]
-        calls: list[Any] = [("equal", exact.folder, stock.folder)]
+        calls: list[Any] = [("equal", own.steps, exact.folder, stock.folder)]
         if rounding:
-            exact, right = (
-                self._run(replace(own, table=False)),
-                self._run(Arm(stock=True, steps=own.steps)),
-            )
+            exact = self._run(replace(own, table=False))
+            right = self._run(Arm(stock=True, steps=own.steps))
             ours.append(exact)
-            calls.append(("rounding", exact.folder, stock.folder, right.folder))
+            # Of the first step: then the weights are not the same.
+            calls.append(("rounding", 1, exact.folder, stock.folder, right.folder))
         has_table = not with_table and value_of(config, "activation_checkpoint.op_policies")
         if lossy or has_table:
             whole = self._run(replace(own, exact=False))
@@ -189,10 +185,10 @@ class Legs:
                 if not whole.seen["engaged"].get(key, 1):
                     raise ValueError(f"{key} did nothing in the small copy.")
             if lossy:
-                calls.append(("lossy", whole.folder, exact.folder))
+                calls.append(("lossy", 1, whole.folder, exact.folder))
             if has_table and "activation_checkpoint.policy" not in lossy:
                 without = self._run(replace(own, exact=False, table=False))
-                calls.append(("equal", whole.folder, without.folder))
+                calls.append(("equal", own.steps, whole.folder, without.folder))
         (verdict,) = self._judge.call(("keys", calls))
         verdict.note_apart([name for arm in ours for name in arm.seen["apart"]])
         dtypes = ", ".join(f"{name} {dtype}" for name, dtype in ours[-1].seen["dtypes"].items())
@@ -274,23 +270,26 @@ def _train(job: SmallJob, rank: int, call: Any) -> dict[str, Any]:
 def _judge(job: SmallJob, rank: int, call: Any) -> Verdict:
     torch.set_num_threads(1)
     kind, *arguments = call
-    if kind in _JUDGES:
-        return _JUDGES[kind](job, *arguments)
+    return _JUDGES[kind](job, *arguments)
+
+
+def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
+    """Hold arms against others: a call has its kind, its steps, and the folders of its arms."""
     verdict = Verdict()
-    for kind, found, *others in arguments[0]:
-        if kind == "equal":
-            for step in range(1, STEPS + 1):
-                tensors, right = read_step(found, step), read_step(others[0], step)
-                if verdict.is_right and right:
-                    verdict.step = step
-                    judge_equal(verdict, tensors, right)
-                if verdict.is_right and right:
-                    try_canary(functools.partial(judge_equal, right=right), tensors, step)
-        elif kind == "rounding":  # of the first step: then the weights are not the same
-            tensors = (read_step(folder, 1) for folder in (found, *others))
-            judge_rounding(verdict, *tensors)
-        else:
-            judge_lossy(verdict, read_step(found, 1), read_step(others[0], 1))
+    for kind, steps, *folders in calls:
+        for step in range(1, steps + 1):
+            if kind == "equal" and not verdict.is_right:
+                break
+            found, *others = (read_step(folder, step) for folder in folders)
+            if kind == "rounding":
+                judge_rounding(verdict, found, *others)
+            elif kind == "lossy":
+                judge_lossy(verdict, found, *others)
+            else:
+                verdict.step = step
+                judge_equal(verdict, found, *others)
+                if verdict.is_right:
+                    try_canary(functools.partial(judge_equal, right=others[0]), found, step)
     return verdict
 
 
@@ -425,4 +424,8 @@ def _judge_resume(
     return verdict
 
 
-_JUDGES: dict[str, Callable[..., Verdict]] = {"axes": _judge_axes, "resume": _judge_resume}
+_JUDGES: dict[str, Callable[..., Verdict]] = {
+    "axes": _judge_axes,
+    "keys": _judge_keys,
+    "resume": _judge_resume,
+}

@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed import utils as dist_utils
 
 from titan_ext.base import no_accelerator
 from titan_ext.fp8.codec import Codec, use_codec
-from titan_ext.plan.verify.arm import KeepDtype, fill_model, sum_in_order, whole
-from titan_ext.plan.verify.judge import Verdict, judge_gradients
+from titan_ext.plan.verify.arm import KeepDtype, fill_model, gradients, sum_in_order
+from titan_ext.plan.verify.judge import DRAWS, Verdict, judge_gradients
 from titan_ext.plan.verify.reference import OneProcess
-
-_DRAWS = 3
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -71,18 +68,23 @@ def verify(
     with use_codec(Codec("exact")), no_accelerator.list_all_to_all(), KeepDtype():
         model = build()
         sum_in_order(model)
-        for seed in range(_DRAWS):
+        for seed in range(DRAWS):
             fill_model([model], seed, "balanced")
             model.zero_grad()
             for batch in batches[data_rank::data_ranks]:
                 with context():
                     loss(model, batch).backward()
-            named = list(model.named_parameters())
-            found = {canonical_fqn(n): whole(p.grad) for n, p in named if p.grad is not None}
-            said = [_judge(found, loss, batches, plain, seed) if dist.get_rank() == 0 else None]
+            found = gradients(model)
+            said: list[Any] = [None]
+            if dist.get_rank() == 0:
+                try:
+                    said = [_judge(found, loss, batches, plain, seed)]
+                except Exception as error:  # the other ranks wait for an answer
+                    said = [error]
             dist.broadcast_object_list(said)
             (verdict,) = said
-            assert verdict is not None
+            if isinstance(verdict, Exception):
+                raise verdict
             if verdict.is_right or not verdict.may_be_a_tie:
                 break
     return verdict
@@ -97,9 +99,11 @@ def _judge(
 ) -> Verdict:
     backend = dist_utils.get_spmd_backend()
     dist_utils.set_spmd_backend("partial_dtensor")  # which asks for no meshes
-    right = _in_one_process(plain(), loss, batches, seed, torch.float64)
-    narrow = _in_one_process(plain(), loss, batches, seed, torch.float32, right.choices)
-    dist_utils.set_spmd_backend(backend)
+    try:
+        right = _in_one_process(plain(), loss, batches, seed, torch.float64)
+        narrow = _in_one_process(plain(), loss, batches, seed, torch.float32, right.choices)
+    finally:
+        dist_utils.set_spmd_backend(backend)
     verdict = Verdict(gap=right.gap)
     judge_gradients(verdict, found, right.grads, narrow.grads)
     return verdict
@@ -118,6 +122,4 @@ def _in_one_process(
         param.data = param.data.to(dtype)
     with OneProcess(list(choices)) as mode:
         torch.stack([loss(model, batch) for batch in batches]).sum().backward()
-    named = list(model.named_parameters())
-    grads = {canonical_fqn(n): p.grad.detach() for n, p in named if p.grad is not None}
-    return _Gradients(grads, mode.gap, mode.chosen)
+    return _Gradients(gradients(model), mode.gap, mode.chosen)

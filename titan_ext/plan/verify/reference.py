@@ -21,7 +21,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.base import no_accelerator
-from titan_ext.plan.verify.arm import Arm, fill_model, sample, samples_of_step
+from titan_ext.plan.verify.arm import Arm, fill_model, gradients, sample, samples_of_step
 from titan_ext.plan.verify.small import SmallJob
 
 _EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
@@ -152,11 +152,7 @@ class Reference:
                 count += int((labels_L != IGNORE_INDEX).sum())
             loss = torch.stack(losses).sum() / count
             loss.backward()
-        grads = {
-            canonical_fqn(name): param.grad.detach().clone()
-            for name, param in model.named_parameters()
-            if param.grad is not None
-        }
+        grads = gradients(model)
         trained = [canonical_fqn(n) for n, p in model.named_parameters() if p.requires_grad]
         without = [name for name in trained if name not in grads or not grads[name].any()]
         norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads.values()])))

@@ -19,6 +19,7 @@ from fnmatch import fnmatch
 from typing import Any, cast
 
 import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed import ParallelDims
@@ -334,8 +335,8 @@ def _kept_layers(config: Any) -> tuple[int, ...]:
 
 def _is_looped(config: Any) -> bool:
     """True if each rank of the pipeline has several stages."""
-    schedule = config.parallelism.pipeline_parallel_schedule.lower()
-    return any(word in schedule for word in ("interleaved", "looped", "zbv", "dualpipev"))
+    schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
+    return issubclass(schedule, PipelineScheduleMulti)
 
 
 def _rename_layers(config: Any, kept: Sequence[int]) -> None:
@@ -476,11 +477,10 @@ def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Sample
     )
     training = config.training
     training.steps = STEPS + 1  # after a resume
-    # Another rate for each step.
-    schedule = replace(config.lr_scheduler, decay_ratio=None, total_steps=None)
-    config.lr_scheduler = schedule
+    schedule: Any = {"decay_ratio": None, "total_steps": None}  # another rate for each step
     if _WARMUP not in keep:
-        config.lr_scheduler = replace(schedule, warmup_steps=0)  # an update to be seen
+        schedule["warmup_steps"] = 0  # an update to be seen
+    config.lr_scheduler = replace(config.lr_scheduler, **schedule)
     if _MAX_NORM not in keep:
         training.max_norm = 0.1  # it acts: the gradients of a random model are larger
     for _, part in configs_in(config.model_spec.model):
