@@ -278,6 +278,7 @@ def test_a_v_shaped_pipeline_has_its_losses_on_its_first_ranks(tmp_path: Path):
     code, said = _run_command(tmp_path, "--ranks", "2", "--quick", config="v.toml")
     assert (code, "WRONG" in said) == (2, False), said
     assert re.search(r"^  loss +(equal|rounding only)", said, re.M)
+    assert "6 -> 6 blocks" in said  # two stages a rank, of two blocks where the model has them
 
 
 _KEYS = {f"parallelism.key{n}": "off" for n in range(6)}
