@@ -274,7 +274,9 @@ class _Watched:
                 for name, module in block.named_modules():
                     if not isinstance(module, MoE):
                         continue
-                    counts = whole(module.tokens_per_expert_E).clone()
+                    counts = module.tokens_per_expert_E.detach().clone()
+                    if isinstance(counts, DTensor):  # partial over the axes that are summed below
+                        counts = counts.to_local()
                     if getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT:
                         counts //= 2  # as Titan's hook does
                     for group in load_groups(dims):
