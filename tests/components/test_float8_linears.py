@@ -10,7 +10,7 @@ import torch
 from tests.helpers.cluster import run_ranks
 from tests.helpers.converters import any_gpu
 from tests.helpers.training import Run, Runs, make_config, observed
-from tests.matrix.check import differences
+from tests.matrix.exact import differences
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.float8_linears import Float8Scales, TensorwiseFloat8LinearConverter
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.training import Run, Runs, observed
-from tests.matrix.check import differences
-from tests.matrix.rows import FAST, reference_of
+from tests.matrix.exact import FAST, differences, reference_of
 from titan_ext.activation_checkpoint import FP8AC
 
 _LAYERS = {"qwen3_moe": 1, "qwen3": 2, "deepseek_v3_mtp": 2}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.collectives import Collective, count
 from tests.helpers.training import Run, Runs, observed
-from tests.matrix.rows import EXPERTS_TUNED
+from tests.matrix.exact import EXPERTS_TUNED
 
 # One dense block and two MoE blocks. Dense groups gather over all ranks; experts over efsdp, which
 # has world / EP ranks: one rank gathers nothing. ChunkedLoss runs norm and lm_head apart. Stock

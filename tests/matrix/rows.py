@@ -1,80 +1,252 @@
-"""The table: every layout in which a run of ours must equal stock TorchTitan's, bit for bit.
+"""The table of ``make matrix``: every feature by every axis, other models, and what was wrong once.
 
-A row is one of our runs; its reference is the same run with Titan's own parallelize function. Rows
-that differ in nothing else share it. New features add ``layouts``, not code. What is lossy,
-and so equals no stock run, has our own run with whole-block units as its reference: the units
-change nothing there either. Layouts that do not run at all are in ``tests.matrix.refused``.
+A row is a job's TOML. ``titan_ext verify`` is its judge; what is no computation equals stock to the
+bit besides, without verify (``exact``). What titan_ext refuses says so in the words of the table.
+``make search`` draws jobs at random; what it finds WRONG comes here once it is mended.
 """
 
-from dataclasses import replace
-from itertools import product
-from typing import Any
+import itertools
 
-from tests.helpers.training import Run
-from tests.matrix.features import is_lossy
-from tests.matrix.layouts import BACKENDS, GROUPS, SUBMODULE, WRAPS
+from tests.verify.search import Job
 
+__all__ = ["AXES", "EXACT", "FEATURES", "REFUSED", "ROUNDING", "rows"]
 
-def _row(run: Run) -> Run:
-    """Five steps, and sums whose order is defined where torch or gloo leaves it open."""
-    return replace(run, steps=5, exact_sums=run.world > 2 or run.param_dtype == "float32")
-
-
-ROWS: list[Run] = [_row(run) for runs in GROUPS for run in runs]
-
-_DRY_LAYOUTS: list[dict[str, Any]] = [
-    {"world": 16, "ep": 4, "cp": 2, "dp_replicate": 2, "attention": "flex"},
-    {"world": 16, "ep": 4, "cp": 4, "tp": 2, "attention": "flex"},
-    {"world": 8, "ep": 4, "converters": ("float8_linear", "float8_experts")},
-    {"world": 8, "ep": 4, "converters": ("mxfp8_linear", "mxfp8_experts")},
-    {"world": 8, "ep": 4, "converters": ("nvfp4_linear",)},
-]
-DRY: list[Run] = [
-    Run(parallelize=wrap, backend=backend, **layout)
-    for layout, backend, wrap in product(_DRY_LAYOUTS, BACKENDS, WRAPS)
-    # Under spmd_types they would lose their float8: components.float8_linears refuses that.
-    if "float8_experts" not in layout.get("converters", ()) or backend == "partial_dtensor"
-]
-"""What only a GPU, or more of them, can train: parallelized on the meta device (``dry``)."""
-
-EXPERTS_TUNED = Run(
-    world=4,
-    ep=2,
-    parallelize="experts",
-    prefetch="auto",
-    reduce_scatter_buffers=2,
-)
-FAST: list[Run] = [
-    _row(run)
-    for run in [
-        Run(world=1, parallelize="submodule"),
-        Run(world=2, ep=2, parallelize="block"),
-        Run(world=2, ep=2, parallelize="submodule"),
-        Run(world=4, ep=2, parallelize="submodule"),
-        EXPERTS_TUNED,
-        Run(world=2, pp=2, parallelize="submodule"),
-        Run(model="qwen3", world=2, parallelize="submodule"),
-        Run(world=2, ep=2, tp=2, sequence_parallel=False, **SUBMODULE[1]),
-    ]
-]
-"""The rows that the tests repeat."""
-
-assert set(FAST) <= set(ROWS)
-
-
-def reference_of(row: Run) -> Run:
-    """The run that ``row`` must equal: stock Titan's; in float8, ours with whole-block units."""
-    on_device = {"on_host": "selective", "on_host_all": "none"}
-    return replace(
-        row,
-        parallelize="block" if is_lossy(row) else "stock",
-        ac=on_device.get(row.ac, row.ac) if isinstance(row.ac, str) else row.ac,
-        backend="partial_dtensor" if row.lora else row.backend,
-        reshard="default",
-        reshard_groups=(),
-        prefetch=1,
-        reduce_scatter_buffers=1,
-        # In float8, what is saved is not what is sent again.
-        save_all_to_all=row.save_all_to_all if is_lossy(row) else "auto",
-        expert_reduce_scatter=None,
+_P, _AC = "parallelism.", "activation_checkpoint."
+_TP, _PP, _CP, _EP, _HSDP = (
+    f"{_P}{axis}_parallel{of}_degree"
+    for axis, of in (
+        ("tensor", ""),
+        ("pipeline", ""),
+        ("context", ""),
+        ("expert", ""),
+        ("data", "_replicate"),
     )
+)
+_MOE = '"deepseek_v3.deepseek_v3_debugmodel"'
+_BACKENDS = ('"spmd_types"', '"partial_dtensor"')
+_PLAIN_LOSS = {"loss.component": '"torchtitan.components.loss.CrossEntropyLoss"'}
+
+AXES: dict[str, Job] = {
+    "FSDP": {"ranks": "2", _EP: "1"},
+    "EP 4": {"ranks": "4", _EP: "4"},
+    "EP 2": {"ranks": "4", _EP: "2"},
+    "EP 4, TP 2": {"ranks": "4", _EP: "4", _TP: "2"},
+    "EP 2, TP 2, no sequence parallelism": {
+        "ranks": "2",
+        _EP: "2",
+        _TP: "2",
+        f"{_P}enable_sequence_parallel": "false",
+    },
+    "EP 2, PP 2": {"ranks": "4", _EP: "2", _PP: "2"},
+    "EP 2, CP 2": {"ranks": "4", _EP: "2", _CP: "2"},
+    "EP 2, HSDP 2": {"ranks": "4", _EP: "2", _HSDP: "2"},
+}
+FEATURES: dict[str, Job] = {
+    "units by block": {f"{_P}fsdp_wrap": '"block"'},
+    "units by submodule": {f"{_P}fsdp_wrap": '"submodule"', f"{_P}fsdp_prefetch": "2"},
+    "units of experts": {f"{_P}fsdp_wrap": '"experts"', f"{_P}fsdp_prefetch": '"1MiB"'},
+    "reshard": {
+        f"{_P}fsdp_wrap": '"submodule"',
+        f"{_P}fsdp_reshard_after_forward": '"always"',
+        f"{_P}fsdp_reshard_groups": '{attention = "never"}',
+    },
+    "no reshard": {
+        f"{_P}fsdp_reshard_after_forward": '"never"',
+        f"{_P}fsdp_reshard_groups": '{"layers.1*" = "always", head = "always"}',
+    },
+    "exchanges saved": {f"{_P}save_all_to_all": '"always"', f"{_AC}policy": '"full"'},
+    "halves": {f"{_P}overlap_exchanges": '"halves"'},
+    "a row a rank": {f"{_P}exchange_rows": '"rank"'},
+    "float8 tokens": {f"{_P}exchange_dtype": '"float8"'},
+    "float8 gathers": {f"{_P}fsdp_float8_all_gather": '"blocks"'},
+    "bf16 reductions": {
+        f"{_P}fsdp_expert_reduce_scatter": '"bfloat16"',
+        f"{_P}fsdp_wrap": '"experts"',
+    },
+    "replicated": {
+        f"{_P}fsdp_replicate": '["router", "norms"]',
+        f"{_P}fsdp_wrap": '"block"',
+        f"{_AC}policy": '"selective"',
+    },
+    "float8 for memory": {f"{_AC}policy": '"fp8"'},
+    "float8 for speed": {
+        f"{_AC}policy": '"fp8"',
+        f"{_AC}preset": '"speed"',
+        f"{_P}save_all_to_all": '"always"',
+    },
+    "float8 without a recompute": {f"{_AC}policy": '"fp8"', f"{_AC}mode": '"no_recompute"'},
+    "scores before the last GEMM": {
+        f"{_AC}policy": '"fp8"',
+        f"{_AC}score_before_last_gemm": "true",
+    },
+    "offload": {
+        f"{_AC}policy": '"fp8"',
+        f"{_AC}preset": '"stock"',
+        f"{_AC}op_policies": '{input = "offload", "*" = "offload"}',
+        "training.disable_cuda_graphs": "true",
+    },
+    "everything sent": {
+        f"{_P}overlap_exchanges": '"halves"',
+        f"{_P}exchange_rows": '"rank"',
+        f"{_P}exchange_dtype": '"float8"',
+        f"{_P}fsdp_float8_all_gather": '"blocks"',
+        f"{_AC}policy": '"fp8"',
+    },
+}
+_OTHERS: dict[str, Job] = {
+    f"{name}, {features}": {"extends": extends, **job}
+    for name, extends in {
+        "qwen3": '"qwen3.qwen3_moe_debug"',
+        "gpt_oss": '"gpt_oss.gpt_oss_debugmodel_flex"',
+        "MTP": '"deepseek_v3.deepseek_v3_debugmodel_mtp"',
+        "llama3": '"llama3.llama3_debugmodel"',
+    }.items()
+    for features, job in {
+        "EP 2, TP 2": {"ranks": "4", _EP: "2", _TP: "2"},
+        "EP 2, units": {"ranks": "4", _EP: "2", f"{_P}fsdp_wrap": '"submodule"'},
+        "EP 2, everything sent": {"ranks": "2", _EP: "2", **FEATURES["everything sent"]},
+    }.items()
+    if name != "llama3" or "everything" not in features
+}
+_OTHERS["float8 on the host, EP 2"] = AXES["EP 2"] | {
+    f"{_AC}policy": '"fp8"',
+    f"{_AC}op_policies": '{input = "offload", "aten.mm" = "offload_float8"}',
+    "training.disable_cuda_graphs": "true",
+}
+_OTHERS |= {
+    f"{name}, {axis}": AXES[axis] | job
+    for axis in ("EP 2", "EP 4, TP 2")
+    for name, job in {
+        "LoRA": {"converters": "lora"},
+        "an idle expert": {"routing": "idle", f"{_AC}policy": '"fp8"'},
+        "all tokens to one": {"routing": "skewed", f"{_P}exchange_rows": '"rank"'},
+        "saves and resumes": {"checkpoint.enable": "true", f"{_P}fsdp_wrap": '"experts"'},
+        "fp32": {"training.mixed_precision_param": '"float32"'},
+    }.items()
+}
+_16B = {"extends": '"deepseek_v3.deepseek_v3_16b"'}
+_LARGE: dict[str, Job] = {
+    "a row a node, 32 ranks": {**_16B, "ranks": "32", _EP: "16", f"{_P}exchange_rows": '"node"'},
+    "a row a node in halves, 32 ranks": {
+        **_16B,
+        "ranks": "32",
+        _EP: "16",
+        f"{_P}exchange_rows": '"node"',
+        f"{_P}overlap_exchanges": '"halves"',
+        f"{_P}exchange_dtype": '"float8"',
+    },
+    "all axes, 512 ranks": {**_16B, "ranks": "512", _EP: "16", _TP: "2", _PP: "4", _HSDP: "2"},
+    "EP below TP, 64 ranks": {"ranks": "64", _EP: "2", _TP: "4"},
+}
+_PIPELINES: dict[str, Job] = {
+    f"{schedule}, {features}": {
+        "ranks": "4",
+        _PP: "2",
+        _EP: "2",
+        f"{_P}pipeline_parallel_schedule": f'"{schedule}"',
+        **job,
+    }
+    for schedule, features, job in (
+        ("Interleaved1F1B", "units", {f"{_P}fsdp_wrap": '"submodule"'}),
+        ("Interleaved1F1B", "float8 for memory", {f"{_AC}policy": '"fp8"'}),
+        ("ZBVZeroBubble", "full", {**_PLAIN_LOSS, f"{_AC}policy": '"full"'}),
+        ("ZBVZeroBubble", "no recompute", {**_PLAIN_LOSS, f"{_AC}policy": '"none"'}),
+    )
+}
+
+
+EXACT = (
+    "units by block",
+    "units by submodule",
+    "units of experts",
+    "reshard",
+    "no reshard",
+    "exchanges saved",
+    "offload",
+)
+"""Features that are no computation."""
+ROUNDING = ("halves", "a row a rank", "replicated", "scores before the last GEMM")
+"""Features that change the order of sums. The others have fewer bits."""
+
+_SPLITS = {
+    "ranks": "2",
+    _PP: "2",
+    f"{_P}pipeline_parallel_schedule": '"ZBVZeroBubble"',
+    f"{_AC}policy": '"none"',
+}
+_MTP = {"extends": '"deepseek_v3.deepseek_v3_debugmodel_mtp"', "ranks": "2"}
+_TO_TWO = {f"{_P}fsdp_reshard_after_forward": "2"}
+_ENDING: dict[str, tuple[Job, str]] = {
+    "zero bubble with selective checkpoints": (
+        _SPLITS | _PLAIN_LOSS | {f"{_AC}policy": '"selective"'},
+        "one backward only",
+    ),
+    "zero bubble with float8 checkpoints": (
+        _SPLITS | _PLAIN_LOSS | {f"{_AC}policy": '"fp8"'},
+        "one backward only",
+    ),
+    "zero bubble with the chunked loss": (
+        _SPLITS,
+        "with the chunked loss the last norm would get no gradient",
+    ),
+    "zero bubble with reshard": (
+        _SPLITS | _PLAIN_LOSS | {f"{_P}fsdp_reshard_after_forward": '"always"'},
+        "freed after forward would get no gradient",
+    ),
+    "MTP with PP": (_MTP | {_PP: "2"}, "support with multi-token prediction"),
+    "MTP with CP": (_MTP | {_CP: "2"}, "support with multi-token prediction"),
+    "tied weights with PP": (
+        {"extends": '"qwen3.qwen3_debugmodel"', "ranks": "2", _PP: "2"},
+        "Weight tying is not supported with Pipeline Parallel",
+    ),
+    "gpt_oss with TP and no EP": (
+        {"extends": '"gpt_oss.gpt_oss_debugmodel_flex"', "ranks": "2", _TP: "2", _EP: "1"},
+        "the bias of gpt_oss' experts once for each of the 2 ranks",
+    ),
+    "full_dtensor": (
+        {"ranks": "2", f"{_P}spmd_backend": '"full_dtensor"'},
+        "which titan_ext does not support",
+    ),
+    "reshard to 2 ranks under spmd_types": (
+        {"ranks": "2", f"{_P}spmd_backend": _BACKENDS[0], **_TO_TWO},
+        "a number of ranks, which torch does not offer with",
+    ),
+    "reshard to 2 ranks with TP": (
+        {"ranks": "4", _TP: "2", f"{_P}spmd_backend": _BACKENDS[1], **_TO_TWO},
+        "torch does not offer with parallelism.tensor_parallel_degree > 1",
+    ),
+}
+"""Jobs that end by a message, and words of it."""
+REFUSED: dict[str, str] = {name: words for name, (_, words) in _ENDING.items()}
+REFUSED |= {
+    f"{feature}, {axis}": words
+    for features, axes, words in (
+        (("halves", "everything sent"), ("EP 2, CP 2",), "masks of half a batch"),
+        (("a row a rank", "float8 tokens", "everything sent"), ("FSDP",), "no token travels"),
+        (
+            ("bf16 reductions",),
+            [axis for axis in AXES if axis not in ("FSDP", "EP 2", "EP 2, CP 2")],
+            "needs experts that FSDP shards",
+        ),
+    )
+    for feature, axis in itertools.product(features, axes)
+}
+"""Words of the message by which a row ends. All others are RIGHT."""
+
+
+def rows() -> dict[str, Job]:
+    """All jobs by name. Backends take turns, so that each feature and each axis meets both."""
+    product = {
+        f"{feature}, {axis}": AXES[axis] | job
+        for (number, (feature, job)), axis in itertools.product(enumerate(FEATURES.items()), AXES)
+    }
+    ending = {name: job for name, (job, _) in _ENDING.items()}
+    named = product | _OTHERS | _LARGE | _PIPELINES | ending
+    return {
+        name: {
+            "extends": _MOE,
+            f"{_P}spmd_backend": _BACKENDS[(number + number // len(AXES)) % 2],
+            **job,
+        }
+        for number, (name, job) in enumerate(named.items())
+    }

@@ -30,7 +30,7 @@ from torchtitan.protocols.module import Module
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, observed, titan_config
-from tests.matrix.check import differences
+from tests.matrix.exact import differences
 from titan_ext.components import exchange
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, exchange_in_float8
 from titan_ext.components.optim import OptimizersContainer

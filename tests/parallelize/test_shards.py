@@ -5,9 +5,11 @@ that believe in a GPU. Every mesh, unit and shard is made as on the real cluster
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -21,15 +23,13 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.converters import any_gpu
 from tests.helpers.on_cpu import flex_on_cpu
 from tests.helpers.training import Run, make_config
-from tests.matrix.rows import reference_of
+from tests.matrix.exact import BACKENDS, reference_of
 from titan_ext.base import no_accelerator
-
-__all__ = ["compare", "dry_differences", "shards"]
 
 Shard = tuple[Any, ...]
 
 
-def dry_differences(run: Run, folder: Path) -> list[str]:
+def differences(run: Run, folder: Path) -> list[str]:
     """Where the shards of ``run`` are not those of its reference, in words."""
     return compare(*(shards(each, folder / str(each)) for each in (run, reference_of(run))))
 
@@ -85,3 +85,33 @@ def _shard(param: torch.Tensor) -> Shard:
         str(param.dtype),
         type(local).__name__,
     )
+
+
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    "CP 4, TP 2": {"world": 16, "ep": 4, "cp": 4, "tp": 2, "attention": "flex"},
+    "CP 2, HSDP 2": {"world": 16, "ep": 4, "cp": 2, "dp_replicate": 2, "attention": "flex"},
+    "float8": {"world": 8, "ep": 4, "converters": ("float8_linear", "float8_experts")},
+    "mxfp8": {"world": 8, "ep": 4, "converters": ("mxfp8_linear", "mxfp8_experts")},
+    "nvfp4": {"world": 8, "ep": 4, "converters": ("nvfp4_linear",)},
+}
+_SLOW = ("CP 4, TP 2", "mxfp8")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in _LAYOUTS]
+)
+def test_shards_are_those_of_stock(name: str, tmp_path: Path):
+    """With float8 experts under partial_dtensor: under spmd_types they would lose their float8."""
+    backend = BACKENDS["experts" in str(_LAYOUTS[name])]
+    run = Run(parallelize="submodule", backend=backend, **_LAYOUTS[name])
+    assert differences(run, tmp_path) == []
+
+
+@pytest.mark.slow
+def test_another_layout_is_seen(tmp_path: Path):
+    """The comparison above can fail."""
+    layout = Run(parallelize="submodule", **_LAYOUTS["CP 2, HSDP 2"])
+    other = replace(layout, ep=2)
+    found = compare(shards(layout, tmp_path / "layout"), shards(other, tmp_path / "other"))
+    assert found
+    assert all("inner_experts" in words for words in found)
