@@ -1,7 +1,7 @@
 # make train   train the debug MoE model here, on 4 processes; again: go on
 # make test    lint, types, shell scripts and the quick tests
 # make test-all  the same with every test
-# make matrix  every row of the matrix against stock TorchTitan; checkpoints across layouts
+# make matrix  the table of jobs: each verified, exact ones beside stock; checkpoints across layouts
 # make search  random jobs over all keys, each verified; what is WRONG is made small (SECONDS=600)
 # make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
 # make upstream  the patches for torch and TorchTitan: their tests fail without and pass with them
@@ -37,7 +37,7 @@ test-all: lint data
 	$(PYTEST) $(PYTEST_ARGS)
 
 matrix: data
-	$(BIN)/python -m tests.matrix.runner
+	$(BIN)/python -m tests.matrix.runner outputs/matrix $(ARGS)
 	$(BIN)/python -m tests.matrix.checkpoint_runner
 
 search: data

@@ -41,15 +41,15 @@ _FIELDS = {
 def run_of(job: Job) -> Run:
     """The run that a row with exact features describes."""
     written = tomli.loads(toml_of(job))
-    keys = {_FIELDS[key]: value for key, value in written["parallelism"].items()}
+    keys: dict[str, Any] = {_FIELDS[key]: value for key, value in written["parallelism"].items()}
     checkpoint = written.get("activation_checkpoint", {})
     policy = checkpoint.get("policy", "selective")
     policy = "on_host" if policy == "fp8" else policy
     groups = tuple(keys.pop("reshard_groups", {}).items())
     usual: dict[str, Any] = {"parallelize": "submodule", "world": int(job["ranks"]), "ac": policy}
-    layers = {"layers": 4} if keys.get("pp", 1) > 1 else {}
-    flex = _FLEX if keys.get("cp", 1) > 1 else {}
-    return Run(**(usual | keys | layers | flex), reshard_groups=groups)
+    usual |= {"layers": 4} if keys.get("pp", 1) > 1 else {}
+    usual |= _FLEX if keys.get("cp", 1) > 1 else {}
+    return Run(**(usual | keys), reshard_groups=groups)
 
 
 def _row(run: Run) -> Run:
@@ -57,7 +57,9 @@ def _row(run: Run) -> Run:
     return replace(run, steps=5, exact_sums=run.world > 2 or run.param_dtype == "float32")
 
 
-_UNITS = [{"backend": backend, "parallelize": wrap} for backend, wrap in product(BACKENDS, WRAPS)]
+_UNITS: list[dict[str, Any]] = [
+    {"backend": backend, "parallelize": wrap} for backend, wrap in product(BACKENDS, WRAPS)
+]
 _EACH_ONCE = _UNITS[1:3]  # each backend, and each kind of unit
 EXPERTS_TUNED = Run(world=4, ep=2, parallelize="experts", prefetch="auto", reduce_scatter_buffers=2)
 """What "auto" takes across nodes."""
@@ -114,11 +116,8 @@ _OTHERS = [
         parallelize="submodule",
     ),
     *(
-        Run(world=2, pp=2, layers=4, chunked_loss=False, **schedule, **units)
-        for schedule in (
-            {"schedule": "InterleavedZeroBubble", "ac": "none"},
-            {"schedule": "ZBVZeroBubble", "ac": "full"},
-        )
+        Run(world=2, pp=2, layers=4, chunked_loss=False, schedule=schedule, ac=ac, **units)
+        for schedule, ac in (("InterleavedZeroBubble", "none"), ("ZBVZeroBubble", "full"))
         for units in _EACH_ONCE
     ),
     Run(world=2, pp=2, layers=4, accumulate=2, schedule="Interleaved1F1B", parallelize="block"),

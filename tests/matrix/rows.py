@@ -7,9 +7,10 @@ bit besides, without verify (``exact``). What titan_ext refuses says so in the w
 
 import itertools
 
-from tests.verify.search import Job
-
 __all__ = ["AXES", "EXACT", "FEATURES", "REFUSED", "ROUNDING", "rows"]
+
+Job = dict[str, str]
+"""A job's TOML, key by key (``tests.verify.search``)."""
 
 _P, _AC = "parallelism.", "activation_checkpoint."
 _TP, _PP, _CP, _EP, _HSDP = (
