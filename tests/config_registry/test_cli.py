@@ -15,7 +15,7 @@ from titan_ext.config_registry.commands import main
 from titan_ext.config_registry.resolve import load
 from titan_ext.config_registry.tune import Tune
 from titan_ext.toml.convert import leaves
-from titan_ext.toml.files import find, shipped_configs
+from titan_ext.toml.files import find, ranks_of, shipped_configs
 
 COMMANDS = ("show", "dry-run", "tune", "verify", "peft", "check")
 ROOT = Path(__file__).parents[2]
@@ -108,6 +108,37 @@ def test_flags_of_a_list_are_those_that_count(folder: Path, monkeypatch: pytest.
     assert config.parallelism.expert_parallel_degree == 2
     with pytest.raises(SystemExit):
         ConfigManager().parse_args(words)
+
+
+def test_the_last_file_says_for_how_many_ranks_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    base = DEBUG
+    (folder / "a.toml").write_text(f"{base}world_size = 8\n")
+    (folder / "b.toml").write_text('extends = "a.toml"\n')
+    (folder / "c.toml").write_text('extends = "b.toml"\nworld_size = 2\n')
+    assert [ranks_of(f"{name}.toml") for name in "abc"] == [8, 8, 2]
+    assert ranks_of("a.toml", 64) == 64
+    (folder / "d.toml").write_text(base)
+    with pytest.raises(ValueError, match=r"^d.toml: .*expected --ranks, or a line such as world_"):
+        ranks_of("d.toml")
+    for wrong in ('"8"', "true", "-1", "8.0"):
+        (folder / "d.toml").write_text(f"{base}world_size = {wrong}\n")
+        with pytest.raises(ValueError, match=r"world_size: is .*expected a number of ranks"):
+            ranks_of("d.toml")
+    (folder / "d.toml").write_text(f"{base}world_sise = 8\n")
+    with pytest.raises(ValueError, match="did you mean 'world_size'"):
+        load("d.toml")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, said in (
+        ("c", "c.toml is for 2 ranks (world_size); this run has 4."),
+        ("b", "b.toml is for 8"),
+    ):
+        monkeypatch.setattr(
+            "sys.argv", ["train", "--module", "titan_ext", "--config", f"{name}.toml"]
+        )
+        getattr(config_registry, f"{name}.toml")()
+        assert said in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("flags", [[], ["--changed"]])

@@ -1,6 +1,5 @@
 """The shipped TOML files: they load, and their degrees fit the world size that each one names."""
 
-import re
 from pathlib import Path
 from typing import cast
 
@@ -12,6 +11,7 @@ from tests.helpers.dry_run import DryRun, dry_run
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.config_registry.resolve import load
 from titan_ext.plan.stand_ins import as_rank
+from titan_ext.toml.files import read
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 NAMES = [
@@ -31,10 +31,7 @@ NAMES = [
 
 
 def world_size(path: Path) -> int:
-    """The N of the line ``# world size: N``."""
-    found = re.findall(r"^# world size: (\d+)$", path.read_text(), flags=re.MULTILINE)
-    assert len(found) == 1, f"{path} names its world size {len(found)} times"
-    return int(found[0])
+    return read(path).world_size
 
 
 def test_these_are_all():

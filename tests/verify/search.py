@@ -177,7 +177,7 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
 def toml_of(job: Job) -> str:
     """The job's file."""
     keys = (f"{key} = {value}" for key, value in job.items() if value and key not in _NOT_KEYS)
-    head = f"# world size: {job['ranks']}\nextends = {job['extends']}\n"
+    head = f"extends = {job['extends']}\nworld_size = {job['ranks']}\n"
     return head + "\n".join(keys) + "\n" + _CONVERTERS.get(job.get("converters", ""), "")
 
 

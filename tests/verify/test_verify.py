@@ -59,8 +59,8 @@ policy = "fp8"
 """A job that stores and sends float8."""
 
 KINDS = """
-# world size: 2
 extends = "moe_debug.toml"
+world_size = 2
 [parallelism]
 expert_parallel_degree = 2
 [model]
@@ -385,10 +385,9 @@ def _decided(name: str) -> tuple[Layout, Layout | None, list[str], int]:
         layout_of,
         make_small,
     )
-    from titan_ext.toml.files import written_for
+    from titan_ext.toml.files import ranks_of
 
-    resolved = resolve(name)
-    ((_, ranks),) = written_for(resolved.files)
+    resolved, ranks = resolve(name), ranks_of(name)
     job = make_small(resolved.config, layout_of(resolved.config, ranks, Nodes(8, 8)))
     changed = differences(job.decisions, decisions(job.config, job.layout))
     other = in_other_layout(job)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ext.base.messages import Mistakes, end_with_messages
 from titan_ext.config_registry.terminal import log_on_one_node
-from titan_ext.toml.files import REFUSED_MODELS, read_chain, titan_configs
+from titan_ext.toml.files import REFUSED_MODELS, WORLD_SIZE, read_chain, titan_configs
 
 if TYPE_CHECKING:
     from titan_ext.run.trainer import Trainer
@@ -30,6 +30,8 @@ def _config(name: str) -> "Trainer.Config":
     Where it does not stand there, as for ``ConfigManager().parse_args(list)`` of a notebook, Titan
     has the flags, and checks what it makes of both.
     """
+    from torchtitan.tools.logging import logger
+
     from titan_ext.base.run_check import world_size
     from titan_ext.config_registry.resolve import resolve
     from titan_ext.parallelize.limits import wrong_degrees
@@ -44,7 +46,10 @@ def _config(name: str) -> "Trainer.Config":
     if known.config != name:
         return resolve(name, flags_follow=True).config
     config = resolve(name, flags).config
-    Mistakes(wrong_degrees(config, world_size(config))).raise_all()
+    ranks, said = world_size(config), read_chain(name).world_size
+    Mistakes(wrong_degrees(config, ranks)).raise_all()
+    if said and ranks not in (None, said):
+        logger.warning(f"{name} is for {said} ranks ({WORLD_SIZE}); this run has {ranks}.")
     return config
 
 

@@ -22,7 +22,7 @@ import tyro
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes, format_bytes, size_of
 from titan_ext.config_registry.terminal import coloured
-from titan_ext.toml.files import extends_in, to_toml, written_for
+from titan_ext.toml.files import extends_in, ranks_of, read_chain, to_toml
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
@@ -47,8 +47,8 @@ class DryRun:
 
     config: tyro.conf.Positional[_Config]
     """The config to try."""
-    ranks: int
-    """Number of the job's GPUs."""
+    ranks: int = 0
+    """Number of the job's GPUs; by default the file's world_size."""
     rank: int = 0
     """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
     all_stages: bool = False
@@ -103,9 +103,8 @@ class DryRun:
                 resolved = resolve(self.config, flags)
             config = resolved.config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
-            for file, ranks in written_for(resolved.files):
-                if ranks != self.ranks:
-                    print(f"{'note':12}{file} is written for {ranks} ranks; this is {self.ranks}")
+            if (said := read_chain(self.config).world_size) not in (0, self.ranks):
+                print(f"{'note':12}{self.config} is for {said} ranks; this is {self.ranks}")
             experts = config.parallelism.expert_parallel_degree
             if self.imbalance != 1 and not 0 <= self.imbalance <= experts:
                 raise ValueError(
@@ -156,6 +155,7 @@ class DryRun:
 
     def _check(self) -> None:
         """Raise ValueError for options that do not go together."""
+        self.ranks = ranks_of(self.config, self.ranks)
         if self.activations != "fit":
             size_of("--activations", self.activations)
         ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"

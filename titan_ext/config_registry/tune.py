@@ -18,7 +18,7 @@ import tyro
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes, duration, size_of
 from titan_ext.config_registry.terminal import progress_of
-from titan_ext.toml.files import check_new_file, extends_in, to_toml
+from titan_ext.toml.files import check_new_file, extends_in, ranks_of, to_toml
 
 if TYPE_CHECKING:
     from titan_ext.plan.search import Search
@@ -39,8 +39,8 @@ class Tune:
 
     config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
     """The config to tune; Titan's flags may follow. Keys that no move changes stay as they are."""
-    ranks: int
-    """Number of the job's GPUs."""
+    ranks: int = 0
+    """Number of the job's GPUs; by default the file's world_size."""
     machine: str = "h100"
     """Their kind: h100, h200, b200, ... or a TOML file with rates of yours (docs/plan.md)."""
     memory: str = ""
@@ -90,6 +90,7 @@ class Tune:
 
     def _check(self) -> None:
         machine_of(self.machine)
+        self.ranks = ranks_of(self.config, self.ranks)
         default = _MEMORY.get(self.machine, "")
         rows = (
             (not 0 <= self.rank < self.ranks, f"--rank is {self.rank}; expected one of --ranks."),

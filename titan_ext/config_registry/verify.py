@@ -17,7 +17,7 @@ import tyro
 
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes
-from titan_ext.toml.files import KeyLocation, find, import_first, to_toml, written_for
+from titan_ext.toml.files import WORLD_SIZE, KeyLocation, find, import_first, ranks_of, to_toml
 
 if TYPE_CHECKING:
     from titan_ext.plan.verify.judge import Verdict
@@ -48,7 +48,7 @@ class Verify:
     config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
     """The config to verify."""
     ranks: int = 0
-    """Number of the job's GPUs; by default what the file's "# world size: N" says."""
+    """Number of the job's GPUs; by default the file's world_size."""
     stock: bool = False
     """Verify stock TorchTitan on the same layout, without titan_ext and its keys."""
     machine: str = "h100"
@@ -145,12 +145,7 @@ class Verify:
         with no_accelerator.as_with_an_accelerator():
             resolved = resolve(self.config, flags)
         config = resolved.config
-        ranks = self.ranks or next((count for _, count in written_for(resolved.files)), 0)
-        if not ranks:
-            raise ValueError(
-                f'{self.config} does not say for how many ranks it is ("# world size: 64"); '
-                "expected --ranks."
-            )
+        ranks = ranks_of(self.config, self.ranks)
         Mistakes(wrong_degrees(config, ranks)).raise_all()
         if reason := why_not(config):
             raise ValueError(reason)
@@ -191,8 +186,8 @@ class Verify:
             again = f"wrong_{Path(self.config).name}"
             lines = [
                 f"# The fewest keys of {self.config} with which titan_ext verify says WRONG.",
-                f"# world size: {job.large_layout.world}",
                 f"extends = {to_toml(str(Path(find(self.config)).resolve()))}",
+                f"{WORLD_SIZE} = {job.large_layout.world}",
                 *itertools.starmap(_setting, blame.off.items()),
             ]
             Path(again).write_text("\n".join(lines) + "\n")

@@ -13,7 +13,7 @@ from titan_ext.base.messages import format_bytes
 from titan_ext.plan.moves import Effect
 from titan_ext.plan.search import Plan, Search, Tried
 from titan_ext.plan.time import Category
-from titan_ext.toml.files import to_toml
+from titan_ext.toml.files import WORLD_SIZE, to_toml
 
 _GIB = 2**30
 _SEEN = 0.02
@@ -111,6 +111,7 @@ def file_lines(search: Search, extends: str, given: Mapping[str, str], about: st
         f"# Planned, not measured: {best}.",
         f"# Without the changes: {own}{verdict}.",
         f"extends = {to_toml(extends)}",
+        f"{WORLD_SIZE} = {search.job.facts.ranks}",
     ]
     found = list(changes(search))
     changed = {key for keys, _ in found for key in keys}

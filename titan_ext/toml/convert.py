@@ -27,6 +27,7 @@ from titan_ext.base.messages import did_you_mean
 from titan_ext.toml.files import (
     MODEL,
     NONE,
+    WORLD_SIZE,
     KeyLocation,
     TomlConfigError,
     import_dotted,
@@ -106,7 +107,8 @@ def _check_key(name: str, at: KeyLocation, table: dict[str, Any], cls: type, kno
         raise below.error(f"[{at.key}] has one class only; there is nothing to choose.")
     owner = cls.__qualname__.removesuffix(".Config")
     what = "section" if isinstance(table[name], dict) else f"key of {owner}"
-    valid = [key for key in known if key != "model_spec"] + ([] if at.key else ["model"])
+    valid = [key for key in known if key != "model_spec"]
+    valid += [] if at.key else [MODEL, WORLD_SIZE]
     raise below.error(f"no such {what}{nearest(name, valid)}")
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import util
 from itertools import takewhile
@@ -28,6 +28,7 @@ from torchtitan.models import _supported_models
 from titan_ext.base.messages import and_more, did_you_mean, in_one
 
 MODEL = "model"
+WORLD_SIZE = "world_size"
 """The section with the arguments of a model registry."""
 NONE = "None"
 """None in a file, as TOML lacks it; Titan's command line writes it the same way."""
@@ -116,9 +117,11 @@ class TomlFile(NamedTuple):
     name: str
     """The name in messages: as given, or relative to the file that extends it."""
     table: dict[str, Any]
-    """Its content, without ``extends``."""
+    """Its content, without ``extends`` and ``world_size``."""
     extends: str
     """A name, as ``--config`` takes it."""
+    world_size: int = 0
+    """For how many ranks it is; 0 if it does not say."""
 
 
 def nearest(name: str, valid: Collection[str]) -> str:
@@ -164,7 +167,10 @@ def read(path: Path) -> TomlFile:
         raise at.below("extends").error(_missing_extends(table))
     if not isinstance(extends, str) or not extends:
         raise at.below("extends").error(f"expected one name or one path, as in {EXAMPLE}.")
-    return TomlFile(at.file, table, extends)
+    ranks = table.pop(WORLD_SIZE, 0)
+    if type(ranks) is not int or ranks < 0:
+        raise at.below(WORLD_SIZE).error(f"is {to_toml(ranks)}; expected a number of ranks.")
+    return TomlFile(at.file, table, extends, ranks)
 
 
 def _missing_extends(table: dict[str, Any]) -> str:
@@ -201,6 +207,11 @@ class Chain(NamedTuple):
     function: str
     """``MODULE.FUNCTION``; MODULE is what Titan's ``--module`` takes."""
     files: list[TomlFile]
+
+    @property
+    def world_size(self) -> int:
+        """For how many ranks the last file that says so is; 0 if none does."""
+        return next((file.world_size for file in reversed(self.files) if file.world_size), 0)
 
 
 @functools.cache
@@ -300,12 +311,18 @@ def read_chain(name: str | Path) -> Chain:
     return Chain(found, files[::-1])
 
 
-def written_for(files: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The last of ``files`` that says in a comment for how many ranks it is, and its number."""
-    for file in reversed(files):
-        if said := re.search(r"^# world size: (\d+)$", Path(file).read_text(), re.MULTILINE):
-            yield file, int(said[1])
-            return
+def ranks_of(name: str, ranks: int = 0) -> int:
+    """``ranks`` of a command, or those that its config is for.
+
+    Raises:
+        ValueError: if neither is given.
+    """
+    if not (found := ranks or read_chain(name).world_size):
+        raise ValueError(
+            f"{name}: no file says for how many ranks it is; expected --ranks, or a line such as "
+            f"{WORLD_SIZE} = 64 beside extends."
+        )
+    return found
 
 
 def extends_in(folder: Path, config: str) -> str:
