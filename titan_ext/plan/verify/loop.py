@@ -61,10 +61,12 @@ def verify(
         The same on all ranks: ``is_right``, and ``lines()`` with the worst tensors.
 
     Raises:
-        ValueError: if there are fewer batches than ranks that take them.
+        ValueError: if data ranks would not take as many batches each, of one at least.
     """
-    if len(batches) < data_ranks:
-        raise ValueError(f"{len(batches)} batches; expected {data_ranks}, one for each data rank.")
+    if not batches or len(batches) % data_ranks:  # FSDP gathers in each forward, on all ranks
+        raise ValueError(
+            f"{len(batches)} batches; expected a multiple of {data_ranks}, the data ranks."
+        )
     with use_codec(Codec("exact")), no_accelerator.list_all_to_all(), KeepDtype():
         model = build()
         sum_in_order(model)
