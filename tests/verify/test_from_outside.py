@@ -311,7 +311,7 @@ def test_a_gradient_that_is_lost(tmp_path: Path):
     assert code == 1, said
     gates = [line for line in wrong["grads"] if "(missing)" in line]
     assert gates
-    assert all(re.fullmatch(rf"layers\.\d\.moe\.{GATE} \(missing\) .*", line) for line in gates)
+    assert all(re.fullmatch(rf"layers\.\d\.moe\.{GATE} \(missing\)", line) for line in gates)
     assert all(line.endswith("moe is 2.0000 of the right one, off by 1") for line in wrong["load"])
     assert wrong["optimizer"]
     assert "param:" in wrong["ranks"][0]
