@@ -3,6 +3,7 @@
 # make test-all  the same with every test
 # make matrix  the table of jobs: each verified, exact ones beside stock; checkpoints across layouts
 # make search  random jobs over all keys, each verified; what is WRONG is made small (SECONDS=600)
+# make mutants  plant faults in titan_ext, and say which test sees each (ARGS="NAMES --jobs 2")
 # make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
 # make upstream  the patches for torch and TorchTitan: their tests fail without and pass with them
 # make gpu-receipts  on a GPU: every figure that the docs leave open, within 30 minutes (ARGS=--quick: 10)
@@ -24,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 # torchao 0.18 registers two enums in a way that torch warns of in each process.
 export TORCH_LOGS ?= -torch.utils._pytree
 
-.PHONY: train test test-all matrix search faults upstream gpu-receipts lint setup data clean
+.PHONY: train test test-all matrix search mutants faults upstream gpu-receipts lint setup data clean
 
 train: data
 	@exec env PYTHON=$(BIN)/python CONFIG=train_configs/moe_debug.toml RUN_FOLDER=$(RUN_FOLDER) \
@@ -42,6 +43,9 @@ matrix: data
 
 search: data
 	$(BIN)/python -m tests.verify.search outputs/search --seconds $(SECONDS) $(ARGS)
+
+mutants: data
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 faults: data
 	$(BIN)/python -m tests.faults outputs/faults --kills $(KILLS)

@@ -106,12 +106,22 @@ def test_the_solution_is_the_best_of_all(seed: int):
 
 @pytest.mark.parametrize("budget", range(600 * KIB, 1400 * KIB, 200 * KIB))
 def test_kinds_share_a_budget_and_what_one_rule_names(budget):
-    first, second = (BlockGraph(_some_nodes(seed), (), 0) for seed in (1, 2))
-    found = solve([BlockKind(first, 3), BlockKind(second, 1)], budget)
-    (nbytes, ms), (other_nbytes, other_ms) = map(BlockGraph.price, (first, second), found.chosen)
-    assert found.nbytes == 3 * nbytes + other_nbytes <= budget
-    assert found.ms == pytest.approx(3 * ms + other_ms)
-    assert found.chosen[0][0] is found.chosen[1][0], "the inputs of both"
+    graphs = [BlockGraph(_some_nodes(seed, count=3), (), 0) for seed in (1, 2)]
+    kinds = [BlockKind(graph, count) for graph, count in zip(graphs, (3, 1), strict=True)]
+    every = [
+        [list(c) for c in itertools.product(*(n.policies for n in graph.nodes))] for graph in graphs
+    ]
+    possible = (
+        Solution.of(kinds, [*both])
+        for both in itertools.product(*every)
+        if both[0][0] is both[1][0]  # the inputs of both
+        and all(_is_right(graph.nodes, tuple(c)) for graph, c in zip(graphs, both, strict=True))
+    )
+    best = min(one.ms for one in possible if one.nbytes <= budget)
+    found = solve(kinds, budget)
+    assert found.nbytes <= budget
+    assert found.ms == pytest.approx(best, rel=1e-3)
+    assert found.chosen[0][0] is found.chosen[1][0]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -29,8 +29,10 @@ from titan_ext.activation_checkpoint import (
     measure_block,
     presets,
 )
+from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.op_effects import READ_NO_VALUES
 from titan_ext.base.machines import MACHINES
+from titan_ext.components import overlap
 
 WIDTH = 8
 
@@ -524,6 +526,14 @@ def test_a_budget_knows_that_indices_are_read():
     assert passes["(block):aten.add"] is True
 
 
+def test_a_budget_keeps_nothing_that_is_written_to():
+    block = Block(lambda block, x, o: x * o.add_(x))
+    with block_graph.trace(block, MACHINES["h100"]) as graphs:
+        block(torch.randn(2, 4, WIDTH, requires_grad=True))
+    nodes = {str(c.location): graphs[0].nodes[c.node] for c in graphs[0].calls if c.node > 0}
+    assert nodes["feed_forward.w2:aten.mm:weight"].policies == {OpPolicy.RECOMPUTE}
+
+
 @pytest.mark.parametrize("op", ["sigmoid", "tanh", "exp", "softmax"])
 def test_an_operation_whose_backward_reads_its_own_output_is_no_discard(op: str):
     def use(block: Block, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
@@ -634,6 +644,21 @@ def test_a_stand_in_has_the_strides_of_what_it_stands_for():
         return x + o + y.contiguous().sum()
 
     _run_as_plain(use, _config(**{"*:aten.bmm": "discard", "*:aten.transpose": "recompute"}))
+
+
+def test_each_half_of_a_batch_is_in_its_own_module():
+    """Where one half is paused, the other's operations are not those of the first's module."""
+    block = nn.Sequential(nn.Identity(), nn.Identity())
+    locator, seen = OpLocator(block), []
+
+    def pause(*_: Any) -> None:
+        overlap.pause()
+        seen.append(locator.module)
+
+    for module in block:
+        module.register_forward_pre_hook(pause)
+    overlap._take_turns([lambda: block(torch.ones(1))] * 2, ())
+    assert seen == ["0", "0", "1", "1"]
 
 
 def test_a_hook_that_comes_later_is_seen():

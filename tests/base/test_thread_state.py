@@ -35,7 +35,7 @@ def _pack(x: torch.Tensor) -> list[torch.Tensor]:
 
 def _in(mesh: DeviceMesh) -> list[contextlib.AbstractContextManager[Any]]:
     hooks = torch.autograd.graph.saved_tensors_hooks(_pack, lambda kept: kept[0])
-    modes = [_Functions(), _Operations(), torch.autocast("cpu"), torch.no_grad()]
+    modes = [_Functions(), _Operations(), _Operations(), torch.autocast("cpu"), torch.no_grad()]
     return [*modes, hooks, set_current_spmd_mesh(mesh)]
 
 

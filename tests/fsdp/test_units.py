@@ -16,7 +16,7 @@ from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Unit, UnitKind, plan_units
 
-MODELS = ["deepseek_v3", "deepseek_v3_mtp", "qwen3", "qwen3_moe"]
+MODELS = ["deepseek_v3", "deepseek_v3_mtp", "qwen3", "qwen3_moe", "muse_glimmer"]
 
 
 def _build(model: str, layers: int = 3) -> Decoder:
@@ -138,7 +138,8 @@ def test_a_block_with_parameters_of_its_own_is_a_unit_around_the_others():
 
 
 def test_experts_apart_are_a_unit_inside_their_block():
-    units = plan_units(_build("deepseek_v3"), "experts")
+    decoder = _build("deepseek_v3")
+    units = plan_units(decoder, "experts")
     assert _names(units)[:6] == [
         *("tok_embeddings", "layers.0", "layers.1", "layers.1.experts"),
         *("layers.2", "layers.2.experts"),
@@ -146,6 +147,11 @@ def test_experts_apart_are_a_unit_inside_their_block():
     inner = next(unit for unit in units if unit.kind is UnitKind.EXPERTS)
     assert inner.module_names == (inner.experts,) == ("layers.1.moe.routed_experts.inner_experts",)
     assert next(unit for unit in units if unit.name == "layers.1").experts is None
+    settings, dims = FSDPSettings(wrap="experts"), degrees(dp_shard=4)
+    plan = resolve_sharding(decoder, settings, dims, Nodes(8, 8))
+    (own,), (others,) = (plan[name].groups for name in ("layers.1.experts", "layers.1"))
+    assert [".inner_experts." in param.name for param in own.params] == [True] * 3
+    assert not any(".inner_experts." in param.name for param in others.params)
 
 
 @pytest.mark.parametrize(("name", "wrap"), [("deepseek_v3", "submodule"), ("llama3", "block")])

@@ -123,7 +123,9 @@ def test_what_is_fused_is_not_made(compiled: Sequence[str], mib: int):
     assert never == live.never_made()
     assert _most(live.events) - _most(left) >= 0
     assert sum(sizes[storage] for storage in never) // MIB == mib
-    assert not _live([])._fusion._made
+    eager = _live([])
+    assert not eager._fusion._made
+    assert sum(eager.peak.by_kind.values()) == eager.peak.nbytes
 
 
 def _most(events: Sequence[Event]) -> int:
@@ -141,14 +143,21 @@ def test_products_and_exchanges_are_not_fusible():
     assert not any(is_fusible(op) for op in (ops.mm.default, ops._grouped_mm.default))
 
 
-def _fused(*ops: tuple[object, str, bool, Sequence[int], Sequence[int]]) -> list[int]:
-    """Storages that are left, of operations on storages 1, 2, ... of 1 byte each."""
+_Op = tuple[object, str, bool, Sequence[int], Sequence[int]]
+
+
+def _edited(*ops: _Op) -> list[Event]:
+    """Events that are left, of operations on storages 1, 2, ... of 1 byte each."""
     fusion, events = Fusion(), []
     for func, region, in_backward, read, made in ops:
-        events += [Event(storage, 0, 1) for storage in made]
         fusion.see(func, region, len(events), in_backward=in_backward, read=read, made=made)
+        events += [Event(storage, 0, 1) for storage in made]
     events += [Event(storage, 0, 0) for storage in sorted({e.storage for e in events})]
-    return [event.storage for event in fusion.apply(events) if event.nbytes]
+    return fusion.apply(events)
+
+
+def _fused(*ops: _Op) -> list[int]:
+    return [event.storage for event in _edited(*ops) if event.nbytes]
 
 
 MM, ADD = torch.ops.aten.mm.default, torch.ops.aten.add.Tensor
@@ -164,3 +173,10 @@ def test_what_a_product_of_backward_reads_is_kept():
     """torch's partitioner does not make again what has to be in memory then."""
     kept = (ADD, "layers.0", False, [], [1]), (MM, "layers.0", False, [1], [2])
     assert 1 in _fused(*kept, (MM, "layers.0", True, [1], [3]))
+
+
+def test_what_backward_makes_again_is_held_until_its_last_product():
+    block = "layers.0"
+    made, again = (ADD, block, False, [], [1]), (ADD, block, True, [1], [4])
+    products = (MM, block, False, [1], [2]), (MM, block, False, [1], [3])
+    assert _edited(made, *products, again)[2:4] == [Event(3, 0, 1), Event(1, 0, 0)]

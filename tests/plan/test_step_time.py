@@ -197,8 +197,11 @@ GIB = 2**28  # of fp32 elements: a buffer of 1 GiB
 GATHER_MS = collective_ms(MACHINES["h100"], 4 * GIB, world=16, per_node=8)[0]
 
 
-def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[Category, float]:
-    """What a clock says of ``body``, which gets a side stream and a list that outlives it."""
+def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[str, float]:
+    """What a clock says of ``body``, which gets a side stream and a list that outlives it.
+
+    Milliseconds by category, and by kind of kernel.
+    """
     dist.init_process_group("fake", rank=0, world_size=16)
     live = LiveBytes([nn.Identity()], [])
     clock = StepClock([], live, MACHINES["h100"])
@@ -206,7 +209,8 @@ def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[Category
     with FakeTensorMode(), live, clock:
         body(torch.cpu.Stream(), kept)
     dist.destroy_process_group()
-    return {category: clock.passes[0].ms.get(category, 0.0) for category in Category}
+    once = clock.passes[0]
+    return {category: once.ms.get(category, 0.0) for category in Category} | once.kernels
 
 
 def _gather(stream: torch.cpu.Stream) -> torch.Tensor:
@@ -244,7 +248,7 @@ def _reduce(stream: torch.cpu.Stream, kept: list, *, frees: bool) -> None:
     kept += [shard] if frees else [shard, full]
 
 
-def _waits(body: Callable[..., None], tmp_path: Path, **arguments: Any) -> dict[Category, float]:
+def _waits(body: Callable[..., None], tmp_path: Path, **arguments: Any) -> dict[str, float]:
     call = partial(body, **arguments)
     return run_ranks(_on_a_clock, 1, call, log_folder=tmp_path)[0]
 
@@ -255,6 +259,7 @@ def test_a_gather_runs_beside_the_computation_until_it_is_read(tmp_path: Path):
     read_ms = (4 * GIB + 4) / MACHINES["h100"].memory * 1e3
     assert times[Category.FORWARD] == pytest.approx(product_ms + read_ms)
     assert times[Category.COLLECTIVES] == pytest.approx(GATHER_MS - product_ms)
+    assert times["collectives"] == pytest.approx(GATHER_MS)  # with the time on the link
     assert times[Category.GATHERS] == 0  # only what FSDP's own code gathers is called FSDP's
 
 
@@ -270,6 +275,15 @@ def _wait_for_a_gather(stream: torch.cpu.Stream, kept: list) -> None:
 def test_a_functional_gather_is_waited_for_where_the_program_does(tmp_path: Path):
     """What comes after runs later, if it reads something else."""
     assert _waits(_wait_for_a_gather, tmp_path)[Category.COLLECTIVES] == pytest.approx(GATHER_MS)
+
+
+def _sum_over_all(stream: torch.cpu.Stream, kept: list) -> None:
+    kept.append(torch.ones(GIB))
+    dist.all_reduce(kept[0])
+
+
+def test_an_all_reduce_takes_as_long_as_two_gathers(tmp_path: Path):
+    assert _waits(_sum_over_all, tmp_path)[Category.COLLECTIVES] == pytest.approx(2 * GATHER_MS)
 
 
 def test_a_buffer_is_not_gathered_into_before_it_has_been_read(tmp_path: Path):

@@ -360,9 +360,9 @@ def test_what_is_saved_is_not_saved_again(
 def test_a_stop_saves_no_weights_that_are_not_finite(value: float, stop: StopOnSignal):
     """Gradients are checked in steps that are logged or saved; this one is neither."""
     trainer = _trainer(6)
-    trainer.model_parts = [torch.nn.Linear(3, 2)]
+    trainer.model_parts = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
     with torch.no_grad():
-        trainer.model_parts[0].weight[1, 2] = value
+        trainer.model_parts[1].weight[1, 2] = value
     stop.after_build(trainer)
     assert not stop.ends_run(trainer)
     trainer.step = 7

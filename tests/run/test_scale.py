@@ -348,10 +348,11 @@ def test_what_one_rank_finds_is_an_error_of_all(saved: Any, monkeypatch: pytest.
     assert len(names) == 4
     for name in names[1:3]:
         flip_a_bit(step / name)
-    results, _, _ = _resume(saved, 64, monkeypatch)
-    assert {type(error) for error in results} == {ValueError}
-    (words,) = {str(error) for error in results}
-    assert all((name in words) == (name in names[1:3]) for name in names)
+    for ranks in (2, 64):  # fewer than files, and more
+        results, _, _ = _resume(saved, ranks, monkeypatch)
+        assert {type(error) for error in results} == {ValueError}
+        (words,) = {str(error) for error in results}
+        assert all((name in words) == (name in names[1:3]) for name in names)
 
     (step / ".metadata").write_bytes(b"no pickle")
     results, _, _ = _resume(saved, 64, monkeypatch)
