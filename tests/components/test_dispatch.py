@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from torchtitan.config import TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import (
@@ -192,6 +193,18 @@ def test_a_dispatcher_of_the_users_keeps_its_own_shared_experts():
     overlap_shared_experts(layer)
     assert dispatcher.shared_experts is own
     assert layer.shared_experts._compiled_call_impl is None
+
+
+def test_shared_experts_that_ran_ahead_of_other_tokens_run_again():
+    spec = titan_config("deepseek_v3").model_spec
+    assert spec is not None
+    use_functional_all_to_all(spec)
+    layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
+    overlap_shared_experts(layer)
+    x_BLD, out = torch.zeros(1, 2, 256), object()
+    for given, is_it in ((x_BLD, True), (x_BLD + 1, False)):
+        layer.routed_experts.token_dispatcher.shared_experts._ahead[0] = x_BLD, out
+        assert (layer.shared_experts(given) is out) is is_it
 
 
 def _between(names: list[str]) -> list[int]:

@@ -18,6 +18,7 @@ from titan_ext.base import no_accelerator
 from titan_ext.components.early_scores import (
     EarlyScoreRoutedExperts,
     has_early_scores,
+    scaled,
     use_early_scores,
     with_early_scores,
 )
@@ -73,6 +74,13 @@ def test_it_computes_what_titan_computes():
         cosine = torch.cosine_similarity(grad.double().flatten(), other.double().flatten(), 0)
         assert cosine > 0.9999, name
         assert grad.float().norm() == pytest.approx(other.float().norm().item(), rel=0.01), name
+
+
+def test_scores_are_not_rounded_before_they_multiply():
+    torch.manual_seed(0)
+    h_RF, scores_R = torch.randn(64, 64).bfloat16(), torch.rand(64)
+    products_RF = h_RF.double() * scores_R.double().unsqueeze(1)
+    assert torch.equal(scaled(h_RF, scores_R), products_RF.float().bfloat16())
 
 
 def test_no_copy_in_fp32_is_kept():

@@ -22,8 +22,15 @@ from tests.helpers.training import Run, Runs, degrees, make_config, observed, ti
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.op_cost import Nodes
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.components.exchange import Inside
 from titan_ext.components.exchange_policy import ranks_of_token, resolve_exchanges
-from titan_ext.components.rows import exchange_once, hops_across_nodes
+from titan_ext.components.rows import (
+    Hops,
+    TokenRows,
+    _experts_of,
+    exchange_once,
+    hops_across_nodes,
+)
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher
@@ -241,6 +248,14 @@ def test_two_hops_pass_float8_on_as_it_came(tmp_path: Path):
             error = np.linalg.norm(mine["values"][name] - value) / np.linalg.norm(value)
             # Of sums, the order and what is rounded on the way.
             assert error < (0.005 if name in ("out", "x") else 1e-6), name
+
+
+def test_experts_of_large_numbers_travel_beside_scores_in_bf16():
+    mesh: Any = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
+    ids_TK = torch.arange(500, 508).view(4, 2)
+    scores_TK = torch.full((4, 2), 0.5, dtype=torch.bfloat16)
+    rows = TokenRows(scores_TK, ids_TK, Hops([mesh], Inside(), Inside()), 512)
+    assert torch.equal(_experts_of(rows._routes_T2K), ids_TK)
 
 
 def test_bf16_is_as_close_as_a_row_for_each_expert(tmp_path: Path):

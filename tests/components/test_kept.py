@@ -1,12 +1,13 @@
 """What two halves of a batch keep as attributes: each finds its own, the block leaves both."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 
-from titan_ext.components.overlap import Kept
+from titan_ext.components.overlap import Kept, _Masks
 
 ROWS, LENGTH = [2, 1], 4
 
@@ -103,3 +104,10 @@ def test_what_one_half_alone_sets_stays():
     kept.take(1)
     kept.put_together(ROWS, LENGTH)
     assert router.kept is table
+
+
+def test_each_half_has_the_masks_of_its_own_positions():
+    model: Any = SimpleNamespace(get_attention_masks=lambda positions: positions)
+    halves = slice(0, 2), slice(2, 3)
+    first, second = _Masks(model)(object(), torch.arange(3), halves)
+    assert (first.tolist(), second.tolist()) == ([0, 1], [2])

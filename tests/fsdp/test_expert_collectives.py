@@ -10,6 +10,8 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import Shard
 from torchtitan.config import TrainingConfig
 from torchtitan.models.common.moe import GroupedExperts
 
@@ -17,8 +19,8 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.limits import check_parallelism
 from tests.helpers.training import Run, Runs, make_config, observed
 from titan_ext.fp8 import Codec, dequantize, quantize
-from titan_ext.fsdp.collectives import BFloat16ReduceScatter, Float8AllGather
-from titan_ext.fsdp.plan import ShardSizes, plan_of
+from titan_ext.fsdp.collectives import BFloat16ReduceScatter, Float8AllGather, _copy_out
+from titan_ext.fsdp.plan import ParamPlan, ShardSizes, plan_of
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import ParallelismConfig
 
@@ -62,6 +64,21 @@ def test_every_rank_decodes_what_every_rank_has(ranks: int, float8: list[int], d
     with patch.object(dist, "all_gather_into_tensor", fill):
         assert gather(output, output[-shards[-1].numel() :], group) is None
     assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_shards_are_put_together_along_their_dimension(dim: int):
+    whole = torch.arange(48.0).view(2, 4, 6)
+    shards, out = whole.chunk(2, dim), torch.empty(48)
+    shape = shards[0].shape
+    param: Any = MagicMock(fsdp_placement=Shard(dim), padded_sharded_param_size=shape)
+    param.configure_mock(sharded_state=ShardedState.SHARDED, all_gather_outputs=[out])
+    param._sharded_local_tensor = shards[0]
+    buffer = torch.cat([shard.flatten() for shard in shards])
+    _copy_out([param], (buffer, None, None, [[buffer.dtype]], [[48]], [24]), 2)
+    assert torch.equal(out.view_as(whole), whole)
+    planned = ParamPlan(name="w", shape=(5, 7, 9), dtype=torch.float32, shard_dim=dim)
+    assert planned.padded_numel(2) == 5 * 7 * 9 * (6 / 5, 8 / 7, 10 / 9)[dim]
 
 
 @pytest.mark.parametrize(("ranks", "numel"), [(2, 1), (2, 1000), (3, 1000), (20, 300)])

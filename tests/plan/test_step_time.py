@@ -189,6 +189,7 @@ def test_a_pipeline_waits_for_its_other_stages(tmp_path: Path):
         for category, ms in time.ms.items()
         if category not in (Category.BUBBLE, Category.OPTIMIZER)
     )
+    assert time.tokens == run.global_batch * run.seq_len / run.world
     # 1F1B, 4 microbatches, 2 stages: 1 in 4. A little of the waiting is clipping's.
     assert time.ms[Category.BUBBLE] == pytest.approx(busy / 4, rel=0.05)
 
@@ -484,3 +485,4 @@ def test_attention_takes_as_long_as_the_scores_that_it_computes(window: int, com
             slow = replace(MACHINES["h100"], attention=1e12)  # not bound by its bytes
             times.append(op_cost(fused, (q, k, v, None, masked, True), {}, out, slow).ms)
     assert times[1] / times[0] == pytest.approx(computed)
+    assert times[0] == pytest.approx(4 * 16 * 8192**2 * 128 / 2e12 * 1e3), "half of the products"

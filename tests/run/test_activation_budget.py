@@ -240,6 +240,20 @@ def test_a_table_is_solved_again_only_for_another_run(
     assert len(solved) == 7
 
 
+def test_as_many_forwards_are_paid_as_wait_at_once():
+    blocks = activation_budget._Blocks("layers.0", torch.nn.Identity(), ())
+
+    def forward() -> torch.Tensor:
+        out = torch.ones(2, requires_grad=True) * 1
+        blocks.add_forward(1, blocks.first, (), out)
+        return out
+
+    for out in (forward(), forward()):
+        out.sum().backward()
+    forward()
+    assert (blocks.most, blocks.waiting) == (2, 1)
+
+
 def test_only_rank_0_solves(
     config: Loader, folder: Path, solved: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ):
