@@ -1,5 +1,6 @@
 # make train   train the debug MoE model here, on 4 processes; again: go on
-# make test    lint, types, shell scripts and the quick tests
+# make test    lint and the quick tests
+# make lint    code, types, shell scripts, and the text of README, docs and upstream's patches
 # make test-all  the same with every test
 # make matrix  the table of jobs: each verified, exact ones beside stock; checkpoints across layouts
 # make search  random jobs over all keys, each verified; what is WRONG is made small (SECONDS=600)
@@ -61,6 +62,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/shellcheck launch/*.sh .ci/run
+	$(BIN)/python -m tests.lint_text
 
 data: setup
 	@$(BIN)/python -m titan_ext.base.stdlib_corpus
