@@ -19,6 +19,12 @@ def pytest_configure() -> None:
     gc.disable()  # imports make it walk millions of objects, again and again
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported
     gc.enable()

@@ -31,10 +31,11 @@ _ROOT = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).parent / "titan_ext"
 """As pip installs it."""
 
-PATIENCE_S = 300.0
+PATIENCE_S = 240.0
 """After which a test calls a hang what has not happened; nothing that passes waits for it.
 
-Far more than anything takes on a machine of its own: tests share theirs with other work.
+Far more than anything takes on a machine of its own: tests share theirs with other work. Less than
+the limit of a whole test (pyproject.toml), which knows no rank's log.
 """
 
 
