@@ -187,8 +187,6 @@ def test_a_block_of_another_library_has_a_config_of_another_kind():
 
 
 def test_where_it_cannot_be_it_is_refused():
-    with pytest.raises(ValueError, match="has no routed experts"):
-        replace(extend_config(titan_config("llama3")), activation_checkpoint=EARLY)
     config = extend_config(titan_config("deepseek_v3"))
     experts = cast(Any, config.model_spec).model.layers[1].moe.routed_experts
     experts.token_dispatcher = derive(experts.token_dispatcher, _OtherDispatcher.Config)

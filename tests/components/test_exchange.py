@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.training import Run, Runs, make_config, observed, start_as_planned
+from tests.helpers.training import Run, Runs, observed, start_as_planned
 from titan_ext.components.exchange import pack, unpack
 from titan_ext.components.rows import exchange_once
 from titan_ext.fp8.codec import Codec, Quantized, dequantize, quantize
@@ -256,14 +256,3 @@ def test_indices_beyond_2_31(float8: bool, rows: str, tmp_path: Path):
     assert values == 16 * 4096 * 8 * 7168 > 2**31
     assert gradients == 16 * 4096 * 7168
     assert narrow == set()
-
-
-def test_what_it_does_not_serve_is_refused_by_key(tmp_path: Path):
-    def refusal(**changes: Any) -> str:
-        with pytest.raises(ValueError, match="exchange_dtype") as refused:
-            make_config(_float8(replace(PLAIN, **changes)), tmp_path)
-        return str(refused.value)
-
-    assert "does not go with compile.enable = true" in refusal(compiled=True)
-    assert "needs parallelism.expert_parallel_degree > 1" in refusal(ep=1)
-    assert "debug.spmd_typechecking = true" in refusal(typechecked=True)

@@ -18,7 +18,7 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
 from tests.helpers.cluster import RankError, run_ranks
-from tests.helpers.training import Run, Runs, degrees, make_config, observed, titan_config, train
+from tests.helpers.training import Run, Runs, degrees, observed, titan_config, train
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.op_cost import Nodes
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
@@ -473,15 +473,3 @@ def test_two_hops_need_whole_nodes(ep: int, joined: int, nodes: int):
     # Of 64 experts no rank of 64 has two, and the 12 ranks share none evenly.
     if ep < 64:
         assert (exchanges.rows, exchanges.nodes) == ("node" if nodes else "rank", nodes)
-
-
-def test_what_it_does_not_serve_is_refused_by_key(tmp_path: Path):
-    def refusal(**changes: Any) -> str:
-        with pytest.raises(ValueError, match="exchange_rows") as refused:
-            make_config(_once(replace(PLAIN, **changes)), tmp_path)
-        return str(refused.value)
-
-    assert "does not go with compile.enable = true" in refusal(compiled=True)
-    assert 'exchange_rows = "node" does not go with' in refusal(compiled=True, nodes=(1, 1))
-    assert "needs parallelism.expert_parallel_degree > 1" in refusal(ep=1)
-    assert "debug.spmd_typechecking = true" in refusal(typechecked=True)

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.converters import any_gpu
-from tests.helpers.training import Run, Runs, make_config, observed
+from tests.helpers.training import Run, Runs, observed
 from tests.matrix.exact import differences
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.components.float8_linears import Float8Scales, TensorwiseFloat8LinearConverter
+from titan_ext.components.float8_linears import Float8Scales
 
 PLAIN = observed(Run(world=2, ep=2, parallelize="submodule", global_batch=8, layers=2))
 GATHERED = replace(PLAIN, converters=("float8_gather",))
@@ -107,28 +106,6 @@ def test_scales_follow_the_optimizer():
     scales()
     scales()
     assert len(made) == 3
-
-
-def test_hardware_without_float8_is_refused_by_name():
-    with pytest.raises(ValueError, match="float8 is only supported on"):
-        TensorwiseFloat8LinearConverter.Config().build()
-
-
-def test_tensor_parallelism_is_refused_by_key(tmp_path: Path):
-    run = replace(GATHERED, world=4, tp=2, ep=1, parallelize="block")
-    with pytest.raises(ValueError, match=r"needs parallelism.tensor_parallel_degree = 1, not 2"):
-        make_config(run, tmp_path)
-    make_config(replace(run, converters=IN_BF16.converters), tmp_path)
-
-
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
-def test_experts_that_would_lose_their_float8_are_refused(ep: int, tp: int, tmp_path: Path):
-    run = replace(GATHERED, ep=ep, tp=tp, converters=("float8_experts",), backend="spmd_types")
-    with any_gpu():
-        with pytest.raises(ValueError, match=r"_parallel_degree is 2 .* train without float8"):
-            make_config(run, tmp_path)
-        make_config(replace(run, backend="partial_dtensor"), tmp_path)
-        make_config(replace(run, world=1, ep=1, tp=1), tmp_path)
 
 
 FOUR = replace(GATHERED, world=4, global_batch=8)

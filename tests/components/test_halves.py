@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -130,14 +129,3 @@ def test_a_stage_without_experts_takes_part(runs: Runs):
 def test_there_is_nothing_to_overlap(run: Run, runs: Runs):
     run = replace(run, parallelize="submodule", traced_step=0)
     assert runs.get(_halves(run)).losses == runs.get(run).losses
-
-
-def test_what_halves_do_not_serve_is_refused_by_key(tmp_path: Path):
-    def refusal(**changes: Any) -> str:
-        with pytest.raises(ValueError, match="halves") as refused:
-            make_config(_halves(replace(PLAIN, parallelize="submodule", **changes)), tmp_path)
-        return str(refused.value)
-
-    assert '"halves" does not go with compile.enable = true' in refusal(compiled=True)
-    assert '"halves" needs parallelism.context_parallel_degree = 1' in refusal(cp=2)
-    assert "debug.spmd_typechecking = true" in refusal(typechecked=True)

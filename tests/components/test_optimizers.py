@@ -128,64 +128,6 @@ def test_stages_of_a_pipeline_share_the_groups(
     assert "pattern '^tok_embeddings' takes no parameter of the model parts" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([("layers.0.attn.", "AdamW", {}), (".*", "AdamW", {})],
-         r"param_groups\.0\.pattern is 'layers\.0\.attn\.', which takes no trainable parameter; "
-         r"names are as in layers\.0\.att.*, without names of wrappers"),
-        ([(".*", "AdamW", {}), ("norm", "AdamW", {})],
-         r"param_groups\.1\.pattern is 'norm', which takes no parameter: groups before it take all "
-         r"that it matches \(group 0 takes layers\.0\.attention\.kv_norm\.weight\)"),
-        ([("norm", "AdamW", {})], r"param_groups: no group takes tok_embeddings\.weight and \d+"),
-        ([("(norm", "AdamW", {})], r"param_groups\.0\.pattern is '\(norm': expected a regular exp"),
-        ([(".*", "adamw", {})],
-         r"param_groups\.0\.optimizer_name is 'adamw'; expected one of Adam, AdamW, DistMuon"
-         r"; did you mean 'AdamW'\?$"),
-        ([(".*", "AdamW", {"wieght_decay": 0.1})],
-         r"param_groups\.0\.optimizer_kwargs\.wieght_decay: AdamW has no such key.*"
-         r"; did you mean 'weight_decay'\?$"),
-        ([("norm", "DistMuon", {}), (".*", "AdamW", {})],
-         r"param_groups\.0\.pattern takes layers\.0\.attention\.kv_norm\.weight of shape \(512,\); "
-         r"DistMuon expects matrices, or experts with a matrix each\.$"),
-        ([("wq", "DistMuon", {}), ("wo", "DistMuon", {}), (".*", "AdamW", {})],
-         r"param_groups\.1\.optimizer_name is 'DistMuon', as in group 0; expected one group of it"),
-        ([(".*", "DistMuon", {})], r"param_groups\.0\.pattern takes all parameters, and DistMuon"),
-    ],
-)  # fmt: skip
-def test_wrong_groups_are_refused_before_anything_starts(groups: list[tuple], message: str):
-    config = titan_config("deepseek_v3")
-    config.optimizer = TitanOptimizersContainer.Config(
-        param_groups=[
-            ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=kwargs)
-            for pattern, name, kwargs in groups
-        ]
-    )
-    with pytest.raises(ValueError, match=f"^optimizer.{message}"):
-        extend_config(config)
-    assert not torch.distributed.is_initialized()
-
-
-def test_muon_and_tensor_parallelism_are_refused():
-    config = titan_config("deepseek_v3")
-    config.optimizer = muon.config("deepseek_v3", spelt_out=False)
-    config.parallelism.tensor_parallel_degree = 2
-    with pytest.raises(ValueError, match=r"'DistMuon', and parallelism\.tensor_par.* expected 1"):
-        extend_config(config)
-
-
-def test_a_pattern_for_frozen_parameters_only_is_refused(tmp_path: Path):
-    config = make_config(Run(lora=8), tmp_path)
-    config.optimizer = TitanOptimizersContainer.Config(
-        param_groups=[
-            ParamGroupConfig(pattern=r"wq\.weight", optimizer_name="AdamW"),
-            ParamGroupConfig(pattern=".*", optimizer_name="AdamW"),
-        ]
-    )
-    with pytest.raises(ValueError, match=r"wq.*weight', which takes no trainable parameter"):
-        extend_config(config)
-
-
 def test_a_container_of_ones_own_is_left_alone():
     class Mine(TitanOptimizersContainer):
         from dataclasses import dataclass

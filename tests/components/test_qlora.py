@@ -1,20 +1,13 @@
 """A frozen base in NF4 under FSDP2 trains adapters as the same base rounded to NF4 does."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import pytest
 import torch.distributed as dist
-from torchtitan.components.lora import LoRAConverter
-from torchtitan.config import TrainingConfig
-from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config
-from titan_ext import api
 
 RUN = Run(world=2, ep=2, lora=8, layers=2, parallelize="submodule", steps=2)
 _CODE_NBYTES = 16 * 2  # NF4's table, in bf16
@@ -38,7 +31,6 @@ class Trained:
 
 def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
     import torch
-    import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
     from torchao.quantization import NF4Tensor, to_nf4
     from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -131,41 +123,3 @@ def test_a_base_in_nf4_trains_as_one_rounded_to_it(tmp_path: Path):
             assert nbytes == shared + _CODE_NBYTES + _MEAN_NBYTES
             gathered += 2 * shared
         assert quantized.gathered == gathered
-
-
-@pytest.fixture
-def two_fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("two_fake_ranks")
-@pytest.mark.parametrize(
-    ("offload", "keys", "message"),
-    [
-        (
-            True,
-            {"fsdp_quantize_frozen": ["*"]},
-            "fsdp_quantize_frozen needs training.enable_cpu_offload = false",
-        ),
-        (
-            False,
-            {
-                "fsdp_quantize_frozen": ["layers.1.attention.wkv_b"],
-                "fsdp_replicate": ["layers.1.attention.wkv_b"],
-            },
-            r"layers.1.attention.wkv_b is replicated by parallelism.fsdp_replicate",
-        ),
-    ],
-)
-def test_what_cannot_be_quantized_is_refused(offload: bool, keys: dict[str, Any], message: str):
-    spec = model_registry("debugmodel")
-    converter = LoRAConverter.Config(target_modules=["wq"]).build()
-    spec.model = cast(Decoder.Config, converter.convert(spec.model))
-    with pytest.raises(ValueError, match=message):
-        api.build_decoder(
-            spec,
-            parallelism=api.ParallelismConfig(spmd_backend="partial_dtensor", **keys),
-            training=TrainingConfig(enable_cpu_offload=offload),
-        )

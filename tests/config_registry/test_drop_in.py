@@ -107,16 +107,6 @@ def test_what_titan_refuses_comes_through_with_its_reason(name: str, tmp_path: P
         run_ranks(_dry_run, 1, name, _WORLD_SIZES.get(name, 8), log_folder=tmp_path)
 
 
-def test_unknown_name_gets_the_nearest():
-    with pytest.raises(ValueError, match="did you mean 'deepseek_v3_16b'"):
-        config_registry.deepseek_v3_16  # noqa: B018
-
-
-def test_flux_is_refused_by_name_with_the_reason():
-    with pytest.raises(ValueError, match="titan_ext does not serve flux: it is no decoder"):
-        config_registry.flux_debugmodel  # noqa: B018
-
-
 def test_a_missing_extra_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch):
     """Titan swallows ImportErrors of a plugin's module, so this is none."""
     import sys

@@ -317,30 +317,3 @@ def test_exempt_modules_use_no_float8_on_the_host():
     report = measure_block(_block(), _input(), None, None, config=config)
     treatments = {row.treatment for row in report.stored if row.name.startswith("attention")}
     assert treatments == {"exact: attention, on the host"}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"offload_limit": "64"}, r"offload_limit is '64'; expected a size such as \"64GiB\""),
-        ({"offload_limit": "64GiB"}, r"but nothing is offloaded: expected offload"),
-        (
-            {"mode": "no_recompute", "op_policies": {"moe": "discard"}},
-            r"save, save_float8, offload or offload_float8, got moe:\* = 'discard'",
-        ),
-        (
-            {"op_policies": {"input": "recompute"}},
-            r"expected save, save_float8, offload or offload_float8",
-        ),
-        ({"op_policies": {"input": "ofload"}}, "did you mean 'offload'"),
-    ],
-    ids=["no size", "nothing offloaded", "no_recompute", "input", "typo"],
-)
-def test_what_is_refused(config: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        Config(**config)
-
-
-def test_compiled_code_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"offload_float8 do not run under torch\.compile"):
-        Config(op_policies={"input": "offload"}).check_compiled()

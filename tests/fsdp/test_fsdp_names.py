@@ -3,7 +3,7 @@
 On the meta device, before any process group.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ import torch.nn as nn
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.decoder import Decoder
 
-from tests.helpers.limits import check_parallelism
 from tests.helpers.training import degrees, titan_config
 from titan_ext.base.op_cost import Nodes
 from titan_ext.fsdp.nf4 import find_frozen_linears
@@ -19,8 +18,6 @@ from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import find_replicated, plan_units, replicated_by_unit, units_without
-from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.parallelize.recipe import check_names
 
 
 def _model(name: str = "deepseek_v3", *, lora: bool = False) -> Decoder:
@@ -49,60 +46,6 @@ def test_what_names_mean():
     assert _kept("layers.1.moe.routed_experts") == ["layers.1.moe.routed_experts.inner_experts"]
     assert set(_kept("layers.0.*")) == set(_kept("layers.0"))
     assert find_replicated(_model(), ("no such name",), is_chunk=True) == []
-
-
-@pytest.mark.parametrize(
-    ("names", "error"),
-    [
-        (("routers",), r"this model has no 'routers'; .* did you mean 'router'\?"),
-        (("layers.7",), r"this model has no 'layers.7'"),
-        (("lm_head",), r"lm_head cannot be replicated"),
-        (("*.w1_EFD",), r".*inner_experts also has w\d_\w+, which no name in it matches"),
-    ],
-)
-def test_refused_names(names: tuple[str, ...], error: str):
-    config = titan_config("deepseek_v3")
-    assert config.model_spec is not None
-    with pytest.raises(ValueError, match=f"parallelism.fsdp_replicate: {error}"):
-        check_names(
-            cast(Decoder.Config, config.model_spec.model),
-            FSDPSettings(replicate=names),
-            ParallelismConfig(),
-        )
-
-
-def test_tied_embeddings_are_refused():
-    with pytest.raises(ValueError, match="tok_embeddings cannot be replicated"):
-        _kept("tok_embeddings", model=_model("qwen3"))
-
-
-@pytest.mark.parametrize(
-    ("values", "error"),
-    [
-        ({"data_parallel_replicate_degree": 2, "spmd_backend": "partial_dtensor"}, "one axis only"),
-        ({"context_parallel_degree": 2}, "gradient norm takes one mesh only"),
-    ],
-)
-def test_refused_layouts(values: dict[str, Any], error: str):
-    with pytest.raises(ValueError, match=error):
-        check_parallelism(ParallelismConfig(fsdp_replicate=["norms"], **values))
-
-
-def test_other_refusals():
-    nf4: Any = {"fsdp_quantize_frozen": ["*"]}
-    with pytest.raises(ValueError, match=r"quantize_frozen needs .*tensor_parallel_degree = 1"):
-        check_parallelism(ParallelismConfig(**nf4, tensor_parallel_degree=2))
-    with pytest.raises(ValueError, match=r"quantize_frozen is 'nf4'; expected a list of names"):
-        check_parallelism(ParallelismConfig(fsdp_quantize_frozen=cast(Any, "nf4")))
-    with pytest.raises(ValueError, match="which torch does not offer for weights in NF4"):
-        check_parallelism(
-            ParallelismConfig(**nf4, fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor")
-        )
-    for key, value in (("fsdp_replicate", ["norms"]), ("fsdp_quantize_frozen", ["*"])):
-        parallelism = ParallelismConfig(**cast(Any, {key: value}))
-        check_parallelism(parallelism, compiled=False)
-        with pytest.raises(ValueError, match=f"{key} does not go with compile.enable"):
-            check_parallelism(parallelism, compiled=True)
 
 
 def test_units_go_without_what_is_kept():

@@ -14,7 +14,6 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from tests.helpers.collectives import Collective
-from tests.helpers.limits import check_parallelism
 from tests.helpers.toml_files import DEBUG
 from tests.helpers.training import Run, Runs, degrees, narrow_attention, observed, titan_config
 from titan_ext.api import build_decoder
@@ -25,7 +24,6 @@ from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings, Reshard
 from titan_ext.fsdp.units import Wrap
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.run.trainer import extend_config
 
 _MIB = 2**20
 
@@ -215,43 +213,6 @@ def test_the_table_says_what_is_done():
     assert "MiB" in moe
     (attention,) = [line for line in table if line.startswith("layers.0.attention")]
     assert "resharded" in attention
-
-
-_BAD: list[tuple[dict[str, Any], str]] = [
-    ({"fsdp_reshard_after_forward": "alway"}, "did you mean 'always'"),
-    ({"fsdp_reshard_after_forward": True}, "is True; expected one of default, always, never"),
-    ({"fsdp_reshard_after_forward": 0}, "at least 1"),
-    ({"fsdp_reshard_after_forward": 2}, "spmd_backend"),
-    ({"fsdp_reshard_groups": {"moe": "often"}}, r"fsdp_reshard_groups\.moe is 'often'"),
-    ({"fsdp_reshard_groups": {"mo": "always"}}, "is called 'mo'.*did you mean 'moe'"),
-    ({"fsdp_reshard_groups": {"layers.9.*": "always"}}, "no unit of this model"),
-    ({"fsdp_reshard_groups": {"attention": "always"}, "fsdp_wrap": "block"}, "kind of unit"),
-    ({"fsdp_reshard_groups": {"vision": "always"}}, "no unit of this model"),
-    ({"fsdp_prefetch": "512 megabytes"}, "fsdp_prefetch is '512 megabytes'"),
-    ({"fsdp_prefetch": -1}, "fsdp_prefetch is -1"),
-]
-
-
-@pytest.mark.parametrize(("keys", "message"), _BAD, ids=[str(keys) for keys, _ in _BAD])
-def test_bad_settings_are_refused_before_any_process_group(keys: dict[str, Any], message: str):
-    ours = extend_config(titan_config("deepseek_v3"))
-    wrapped: dict[str, Any] = {"fsdp_wrap": "submodule", **keys}
-    with pytest.raises(ValueError, match=message):
-        replace(ours, parallelism=ParallelismConfig(**wrapped))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree > 1"),
-        ({"data_parallel_shard_degree": 3}, "sharded over 3; expected one of 1, 3"),
-    ],
-)
-def test_a_world_that_torch_cannot_do_is_refused(keys: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        check_parallelism(
-            ParallelismConfig(fsdp_reshard_after_forward=2, spmd_backend="partial_dtensor", **keys)
-        )
 
 
 def test_keys_in_a_file_and_on_the_command_line(tmp_path: Path, monkeypatch):

@@ -12,12 +12,10 @@ import pytest
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer as TitanTrainer
 
-from tests.helpers.limits import check_parallelism
 from tests.helpers.training import titan_config
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.config_registry.resolve import load
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.parallelize.limits import check_model_limits
 from titan_ext.parallelize.passes import parallelize
 from titan_ext.run import trainer
 from titan_ext.run.trainer import Trainer, extend_config
@@ -107,26 +105,6 @@ def test_titan_warns_once(caplog: pytest.LogCaptureFixture, tmp_path: Path, by: 
         assert "initial_load_path" not in caplog.text  # it would warn of a default
 
 
-def test_unknown_wrap_on_the_command_line_is_refused(capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit):
-        _parse("--parallelism.fsdp_wrap", "layer")
-    shown = capsys.readouterr()
-    assert "submodule" in shown.out + shown.err
-
-
-def test_unknown_wrap_in_python_is_refused():
-    with pytest.raises(ValueError, match="fsdp_wrap is 'layer'; expected one of auto, submodule"):
-        check_parallelism(ParallelismConfig(fsdp_wrap=cast(Any, "layer")))
-
-
-def test_full_dtensor_is_refused_by_name(capsys: pytest.CaptureFixture):
-    with pytest.raises(ValueError, match="'full_dtensor', which titan_ext does not support"):
-        check_parallelism(ParallelismConfig(spmd_backend="full_dtensor"))
-    with pytest.raises(SystemExit):
-        _parse("--parallelism.spmd_backend", "full_dtensor")
-    assert "parallelism.spmd_backend is 'full_dtensor'" in capsys.readouterr().err
-
-
 _OURS = ("parallelism", "optimizer", "checkpoint", "debug", "validator")
 
 
@@ -155,90 +133,6 @@ def test_a_titan_subclass_keeps_its_checks():
     assert ours._owner is Trainer
     with pytest.raises(ValueError, match="Kimi DistMuon currently requires"):
         dataclasses.replace(ours, parallelism=ParallelismConfig(tensor_parallel_degree=2))
-
-
-def test_flux_is_refused_by_name():
-    class FluxTrainer(TitanTrainer):
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(TitanTrainer.Config):
-            pass
-
-    with pytest.raises(ValueError, match=r"a config of .*FluxTrainer: .* training loop of its own"):
-        extend_config(FluxTrainer.Config())
-
-
-@pytest.mark.parametrize(
-    ("name", "parallelism", "message"),
-    [
-        ("kimi_k2_5", {"context_parallel_degree": 2}, "context_parallel_degree is 2; kimi_k2_5"),
-        ("qwen3_5", {"context_parallel_degree": 2}, "context_parallel_degree is 2; qwen3_5"),
-        ("muse_glimmer", {"spmd_backend": "partial_dtensor"}, "muse_glimmer supports only 'spmd"),
-        ("gpt_oss", {"tensor_parallel_degree": 2}, "the bias of gpt_oss' experts once for each of"),
-    ],
-)
-def test_limits_of_titan_models_are_refused_by_key(name: str, parallelism: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        check_model_limits(name, ParallelismConfig(**parallelism))
-    check_model_limits("qwen3", ParallelismConfig(**parallelism))
-
-
-@pytest.mark.parametrize(
-    "other", [{"expert_parallel_degree": 2}, {"spmd_backend": "partial_dtensor"}]
-)
-def test_gpt_oss_under_tensor_parallelism_is_refused_only_where_it_is_wrong(other: dict):
-    check_model_limits("gpt_oss", ParallelismConfig(tensor_parallel_degree=2, **other))
-
-
-def _changed(name: str, *, cp: int = 1, pp: int = 1, **training: Any) -> Any:
-    loaded = load(name)
-    of_training = dataclasses.replace(loaded.training, **training)
-    parallelism = dataclasses.replace(
-        loaded.parallelism, context_parallel_degree=cp, pipeline_parallel_degree=pp
-    )
-    return dataclasses.replace(loaded, training=of_training, parallelism=parallelism)
-
-
-@pytest.mark.parametrize(
-    ("name", "refused", "fits", "message"),
-    [
-        ("gpt_oss.gpt_oss_debugmodel", {"cp": 2}, {}, 'variable-length attention; .* "flex"'),
-        (
-            "gpt_oss.gpt_oss_debugmodel_flex",
-            {"mixed_precision_param": "float32"},
-            {},
-            "experts of gpt_oss return bfloat16",
-        ),
-        (
-            "deepseek_v3.deepseek_v3_debugmodel_mtp",
-            {"pp": 2, "cp": 2},
-            {},
-            r"(?s)pipeline_parallel_degree is 2, .* multi-token .*context_parallel_degree is 2, ",
-        ),
-    ],
-)
-def test_what_raises_only_on_the_ranks_is_refused_by_key(
-    accelerator, name: str, refused: dict, fits: dict, message: str
-):
-    with pytest.raises(ValueError, match=message):
-        _changed(name, **refused)
-    _changed(name, **fits)
-
-
-def test_a_config_without_a_model_is_refused():
-    with pytest.raises(ValueError, match="no model_spec"):
-        extend_config(TitanTrainer.Config())
-
-
-def test_what_needs_python_in_each_step_is_refused_with_cuda_graphs(accelerator):
-    key = "debug.record_collectives"
-    section, name = key.split(".")
-    ours = extend_config(titan_config("qwen3"))
-    ours.training.disable_cuda_graphs = False
-    on = {section: dataclasses.replace(getattr(ours, section), **{name: True})}
-    with pytest.raises(ValueError, match=rf"{key} needs training\.disable_cuda_graphs = true"):
-        dataclasses.replace(ours, **on)
-    ours.training.disable_cuda_graphs = True
-    assert getattr(getattr(dataclasses.replace(ours, **on), section), name)
 
 
 def test_a_layout_without_cuda_graphs_leaves_other_configs_theirs(accelerator):

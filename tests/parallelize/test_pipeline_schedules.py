@@ -32,31 +32,6 @@ _ZERO_BUBBLE = Run(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"ac": "selective"}, 'policy "selective"'),
-        ({"ac": "fp8"}, 'policy "fp8" with mode "selective"'),
-        ({"ac": "fp8_full"}, 'policy "fp8" with mode "full"'),
-        ({"compiled": True}, "compile.enable"),
-        ({"chunked_loss": True}, "last norm would get no gradient"),
-        ({"reshard": "always"}, "parallelism.fsdp_reshard_after_forward is 'always'"),
-        (
-            {"reshard_groups": (("attention", "never"), ("moe", "always"))},
-            "parallelism.fsdp_reshard_groups.moe is 'always'",
-        ),
-    ],
-)
-@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_what_would_fail_or_lose_gradients_is_refused(schedule: str, changes, named, tmp_path):
-    run = replace(_ZERO_BUBBLE, schedule=schedule, **changes)
-    with pytest.raises(ValueError, match=f"{schedule}', which splits backward") as error:
-        replace(make_config(run, tmp_path))  # checked again, as when a trainer is built
-    assert named in str(error.value)
-    make_config(replace(run, schedule="Interleaved1F1B"), tmp_path)
-    make_config(replace(run, pp=1), tmp_path)
-
-
 @pytest.mark.parametrize("ac", ["none", "full", "fp8_no_recompute"])
 def test_what_trains_is_not(ac: str, tmp_path: Path):
     make_config(replace(_ZERO_BUBBLE, ac=ac, reshard="never"), tmp_path)

@@ -24,7 +24,6 @@ from titan_ext.config_registry.resolve import load, resolve
 from titan_ext.parallelize.passes import parallelize
 from titan_ext.run.trainer import extend_config
 from titan_ext.toml.convert import dump
-from titan_ext.toml.files import TomlConfigError
 
 
 @pytest.mark.parametrize(
@@ -368,21 +367,3 @@ def test_what_a_file_does_not_name_stays_as_the_function_made_it(
     assert len(found.layers) == 2
     assert (found.layers[1].attention_norm.eps, found.norm.eps) == (0.25, 0.5)
     assert lora_settings(found) == {(8, 16.0)}
-
-
-def test_what_a_file_and_a_function_both_change_is_refused(folder: Path, config: Loader):
-    (folder / "mine.py").write_text(
-        "from torchtitan.models.deepseek_v3 import config_registry, model_registry\n"
-        "from torchtitan.models.common.attention import ScaledDotProductAttention\n"
-        "def run():\n"
-        "    config = config_registry.deepseek_v3_debugmodel()\n"
-        "    attention = config.model_spec.model.layers[3].attention\n"
-        "    attention.inner_attention = ScaledDotProductAttention.Config()\n"
-        "    return config\n"
-    )
-    with pytest.raises(
-        TomlConfigError,
-        match=r"model: mine.run changes model\.layers\.3\.attention\.inner_attention after .*"
-        r"model_registry, and so does model\.attn_backend: only one can",
-    ):
-        config('extends = "mine.run"\n[model]\nattn_backend = "varlen"\n')
