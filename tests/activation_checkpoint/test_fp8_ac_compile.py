@@ -224,9 +224,9 @@ def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
 
 def test_without_float8_nothing_changes():
     """The partitioner is torch's own for graphs that do not ask for float8."""
-    ours = outcome_of(exact=True, wrap="block")
+    ours = outcome_of(exact=True, wrap="submodule")
     model = debug_model(layers=2)
-    units = plan_units(model, "block")
+    units = plan_units(model, "submodule")
     checkpoint_blocks(model, FP8AC(EXACT), units, compiled=True)
     for part in parts(model, units):
         part.main.compile(backend="aot_eager", fullgraph=True)
@@ -493,8 +493,13 @@ def test_a_compiled_run_that_stores_nothing_in_float8_fails():
         policy.memory_report.check_graphs()
 
 
-@pytest.mark.parametrize("mode", ["selective", "full", "no_recompute"])
-@pytest.mark.parametrize("choice", ["argmax", "gate", "cast", "floor"])
+@pytest.mark.parametrize(
+    ("mode", "choice"),
+    [
+        *(("selective", choice) for choice in ("argmax", "gate", "cast", "floor")),
+        *(("full", "argmax"), ("no_recompute", "argmax")),
+    ],
+)
 def test_a_choice_is_kept(mode: Any, choice: str):
     """Where nothing is recomputed, too: the min-cut would make it again from what is in float8."""
 
@@ -519,7 +524,13 @@ def test_a_choice_is_kept(mode: Any, choice: str):
     assert torch.equal(exact, kept)
 
 
-@pytest.mark.parametrize("policy", [SelectiveAC(SelectiveAC.Config()), FullAC(FullAC.Config())])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SelectiveAC(SelectiveAC.Config()),
+        pytest.param(FullAC(FullAC.Config()), marks=pytest.mark.slow),
+    ],
+)
 def test_the_load_of_experts_is_counted_once(policy: ActivationCheckpointing):
     """And not halved: Titan does that to blocks that are wrapped, for their recompute."""
     model = debug_model(layers=2)

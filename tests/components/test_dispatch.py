@@ -78,8 +78,16 @@ def test_refuses_a_model_by_name():
         extend_model_spec(spec)
 
 
-def _exchange(ours: bool, splits: list[list[int]]) -> dict[str, Any]:
-    """One dispatch and combine exchange of distinct rows, forward and backward."""
+_SPLITS = {
+    "uneven": [[2, 1], [3, 4]],
+    "a rank that receives nothing": [[0, 2], [0, 3]],
+    "a rank that sends nothing": [[0, 0], [5, 0]],
+}
+"""Rows that each rank sends to each."""
+
+
+def _exchange() -> list[list[dict[str, Any]]]:
+    """Dispatch and combine exchanges of distinct rows, forward and backward: ours and Titan's."""
     import os
 
     import torch
@@ -90,40 +98,38 @@ def _exchange(ours: bool, splits: list[list[int]]) -> dict[str, Any]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    kind = FunctionalAllToAllTokenDispatcher if ours else AllToAllTokenDispatcher
-    dispatcher = kind.Config(num_experts=2 * world, top_k=1).build()
-    dispatcher.ep_mesh = mesh
-    sent, received = splits[rank], [row[rank] for row in splits]
 
-    rows_ND = (100.0 * rank + torch.arange(3.0 * sum(sent)).view(-1, 3)).requires_grad_()
-    counts_E = torch.arange(2 * world) + 10 * rank
-    with set_current_spmd_mesh(mesh), no_accelerator.list_all_to_all():
-        pg = mesh.get_group()
-        counts = dispatcher._token_count_exchange(counts_E, pg, world)
-        there_RD = dispatcher._dispatch_token_exchange(rows_ND, pg, received, sent)
-        back_ND = dispatcher._combine_token_exchange(there_RD * 2, pg, sent, received)
-        (back_ND * torch.arange(3.0)).sum().backward()
-    assert rows_ND.grad is not None
-    result = {
-        "counts": (counts + 0).tolist(),
-        "there": (there_RD + 0).tolist(),
-        "back": (back_ND + 0).tolist(),
-        "grad": rows_ND.grad.tolist(),
-    }
+    def exchanged(kind: Any, splits: list[list[int]]) -> dict[str, Any]:
+        dispatcher = kind.Config(num_experts=2 * world, top_k=1).build()
+        dispatcher.ep_mesh = mesh
+        sent, received = splits[rank], [row[rank] for row in splits]
+        rows_ND = (100.0 * rank + torch.arange(3.0 * sum(sent)).view(-1, 3)).requires_grad_()
+        counts_E = torch.arange(2 * world) + 10 * rank
+        with set_current_spmd_mesh(mesh), no_accelerator.list_all_to_all():
+            pg = mesh.get_group()
+            counts = dispatcher._token_count_exchange(counts_E, pg, world)
+            there_RD = dispatcher._dispatch_token_exchange(rows_ND, pg, received, sent)
+            back_ND = dispatcher._combine_token_exchange(there_RD * 2, pg, sent, received)
+            (back_ND * torch.arange(3.0)).sum().backward()
+        assert rows_ND.grad is not None
+        return {
+            "counts": (counts + 0).tolist(),
+            "there": (there_RD + 0).tolist(),
+            "back": (back_ND + 0).tolist(),
+            "grad": rows_ND.grad.tolist(),
+        }
+
+    kinds = FunctionalAllToAllTokenDispatcher, AllToAllTokenDispatcher
+    found = [[exchanged(kind, splits) for splits in _SPLITS.values()] for kind in kinds]
     dist.destroy_process_group()
-    return result
+    return found
 
 
-@pytest.mark.parametrize(
-    "splits",
-    [[[2, 1], [3, 4]], [[0, 2], [0, 3]], [[0, 0], [5, 0]]],
-    ids=["uneven", "a rank that receives nothing", "a rank that sends nothing"],
-)
-def test_exchanges_what_titan_exchanges(splits: list[list[int]], tmp_path: Path):
-    ours = run_ranks(_exchange, 2, True, splits, log_folder=tmp_path / "ours")
-    titan = run_ranks(_exchange, 2, False, splits, log_folder=tmp_path / "titan")
-    assert ours == titan
-    assert len(ours[0]["there"]) == splits[0][0] + splits[1][0]
+def test_exchanges_what_titan_exchanges(tmp_path: Path):
+    for rank, (ours, titans) in enumerate(run_ranks(_exchange, 2, log_folder=tmp_path)):
+        for name, mine, its in zip(_SPLITS, ours, titans, strict=True):
+            assert mine == its, name
+            assert len(mine["there"]) == sum(row[rank] for row in _SPLITS[name]), name
 
 
 def _moe_layer(overlaps: bool, checkpoints: bool) -> dict[str, Any]:

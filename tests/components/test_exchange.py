@@ -1,6 +1,5 @@
 """Tokens travel in float8: what arrives, bytes on the wire, codec calls, and what is refused."""
 
-import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.training import Run, Runs, observed, start_as_planned
+from tests.helpers.collectives import CollectiveTrace, PlannedStep
+from tests.helpers.training import Run, Runs, observed
 from titan_ext.components.exchange import pack, unpack
 from titan_ext.components.rows import exchange_once
 from titan_ext.fp8.codec import Codec, Quantized, dequantize, quantize
@@ -27,6 +27,16 @@ from titan_ext.fp8.saved_tensors import SavedTensorStore
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher
 
 PLAIN = observed(Run(world=2, ep=2, global_batch=8, layers=3, parallelize="submodule"))
+PLANNED = Run(
+    world=64,
+    ep=16,  # over two nodes
+    global_batch=64,
+    layers=2,  # one with experts
+    experts=16,
+    narrow=True,
+    parallelize="submodule",
+    save_all_to_all="always",
+)
 _DIM = 256  # of the debug model
 _COUNTS = 1024
 """Bytes that the exchange of token counts stays below, and that of tokens does not."""
@@ -35,18 +45,6 @@ _QUANTIZE, _DEQUANTIZE = "titan_ext::float8_quantize", "titan_ext::float8_dequan
 
 def _float8(run: Run) -> Run:
     return replace(run, exchange_dtype="float8")
-
-
-class _CodecCalls(TorchDispatchMode):
-    """Counts them; the profiler would see twice what runs under another dispatch mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 ROWS = {
@@ -80,12 +78,12 @@ def test_a_store_keeps_what_arrived_as_it_came():
     arrived = unpack(pack(rows), _DIM, torch.bfloat16)
     store = SavedTensorStore(Codec())
     entry = store.pack(arrived)
-    with _CodecCalls() as calls:
+    with CollectiveTrace() as trace:
         again = store.pack(arrived.view(8, 8, _DIM))
         restored = store.unpack(entry)
     assert torch.equal(restored, arrived)
     assert torch.equal(store.unpack(again), arrived.view(8, 8, _DIM))
-    assert (calls.found[_QUANTIZE], calls.found[_DEQUANTIZE]) == (0, 1)
+    assert _codec_calls(trace.operations) == (0, 1)
     assert store.memory_report.nbytes == 64 * (_DIM + 16)
     arrived.mul_(2)  # no longer what came
     assert torch.equal(store.unpack(store.pack(arrived)), arrived)
@@ -100,69 +98,54 @@ def test_a_storage_that_is_used_again_is_not_what_arrived():
     assert torch.equal(kept.unpack(kept.pack(fresh)), dequantize(other, Codec(), torch.float32))
 
 
-def _tokens(run: Run, runs: Runs) -> dict[bool, list[int]]:
-    """Bytes of the exchanges of tokens, in forward and in backward (with its recompute)."""
-    events = runs.get(run).ranks[0].collectives
-    found: dict[bool, list[int]] = {False: [], True: []}
-    for event in events:
-        if event.kind == "all_to_all" and event.nbytes > _COUNTS:
-            found[event.in_backward].append(event.nbytes)
-    return found
+_KINDS = [
+    ("none", "expert", "shared_experts"),
+    ("fp8_no_recompute", "rank", "shared_experts"),
+    ("fp8", "node", "shared_experts"),
+    ("fp8", "expert", "shared_experts"),
+    ("fp8", "expert", "halves"),
+]
 
 
-@pytest.mark.parametrize(
-    "overlap", [pytest.param("shared_experts", marks=pytest.mark.slow), "halves"]
-)
+def _planned(ac: str, rows: str, overlap: str, runs: Runs) -> tuple[PlannedStep, PlannedStep]:
+    """In float8, and plain."""
+    exact = [
+        replace(PLANNED, ac=ac, exchange_rows=rows, overlap_exchanges=overlap)
+        for ac, rows, overlap in _KINDS
+    ]
+    steps = runs.planned(*map(_float8, exact), *exact)
+    place = _KINDS.index((ac, rows, overlap))
+    return steps[place], steps[len(exact) + place]
+
+
+def _tokens(step: PlannedStep, in_backward: bool) -> list[int]:
+    """Bytes of the exchanges of tokens."""
+    exchanges = (e for e in step.collectives if e.kind == "all_to_all" and e.nbytes > _COUNTS)
+    return [e.nbytes for e in exchanges if e.in_backward == in_backward]
+
+
+@pytest.mark.parametrize("overlap", ["shared_experts", "halves"])
 def test_bytes_on_the_wire(overlap: str, runs: Runs):
     """Tokens and gradients of what comes back are packed; experts' outputs and tokens' are not."""
-    run = replace(PLAIN, overlap_exchanges=overlap, save_all_to_all="always", ac="fp8")
-    packed, plain = (_tokens(each, runs) for each in (_float8(run), run))
+    steps = _planned("fp8", "expert", overlap, runs)
     for in_backward in (False, True):
-        ours, its = (sorted(sizes[in_backward]) for sizes in (packed, plain))
+        ours, its = (_tokens(step, in_backward) for step in steps)
         assert len(ours) == len(its) > 0
         # A packed row is 256 values, 2 scales and 14 zeros, a plain one 512 bytes; one of two.
         assert 0.76 < sum(ours) / sum(its) < 0.77
-    losses, plain_losses = (runs.get(each).losses for each in (_float8(run), run))
-    assert losses != plain_losses
-    assert losses == pytest.approx(plain_losses, rel=2e-3)
 
 
-def _codec_calls(run: Run, folder: Path) -> tuple[int, int]:
-    if run.nodes:
-        os.environ["LOCAL_WORLD_SIZE"] = str(run.nodes[0])
-    trainer, batches = start_as_planned(run, folder)
-    with _CodecCalls() as calls:
-        trainer.train_step(batches)
-    trainer.close()
-    return calls.found[_QUANTIZE], calls.found[_DEQUANTIZE]
+def _codec_calls(operations: Counter[str]) -> tuple[int, int]:
+    return operations[_QUANTIZE], operations[_DEQUANTIZE]
 
 
-_OTHERS = [("none", "rank"), ("none", "node"), ("fp8", "expert"), ("fp8", "rank")]
-_OTHERS += [("fp8_no_recompute", "expert"), ("fp8_no_recompute", "node")]
-
-
-@pytest.mark.parametrize(
-    ("ac", "rows"),
-    [
-        ("none", "expert"),
-        ("fp8_no_recompute", "rank"),
-        ("fp8", "node"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in _OTHERS),
-    ],
-)
-def test_codec_calls(ac: str, rows: str, tmp_path: Path):
+@pytest.mark.parametrize(("ac", "rows", "overlap"), _KINDS[:4])
+def test_codec_calls(ac: str, rows: str, overlap: str, runs: Runs):
     """A layer packs and unpacks its tokens, and gradients of what comes back: 2 calls each way.
 
     What a store would quantize of it comes in float8 and stays so, and no recompute packs again.
     """
-    run = replace(PLAIN, ac=ac, save_all_to_all="always", layers=2)  # one with experts
-    run = replace(run, exchange_rows=rows)
-    if rows == "node":
-        run = replace(run, world=4, ep=4, nodes=(2, 2))
-    ours, its = (
-        run_ranks(_codec_calls, run.world, each, tmp_path, log_folder=tmp_path)[0]
-        for each in (_float8(run), run)
-    )
+    ours, its = (_codec_calls(step.operations) for step in _planned(ac, rows, overlap, runs))
     stored = 0 if ac == "none" else 1
     assert ours[0] - its[0] == 2 - stored
     assert ours[1] - its[1] == 2

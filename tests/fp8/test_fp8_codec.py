@@ -431,14 +431,9 @@ def _compile(function: Callable[..., Any], *args: Any) -> tuple[Any, int, int]:
     return result, functions, sum(nodes)
 
 
+@pytest.mark.slow  # a C++ compiler; tests/fp8/test_codec_kernels.py counts kernels of a GPU
 @pytest.mark.parametrize(
-    ("codec", "last"),
-    [
-        (Codec(), 256),
-        (Codec(), 200),
-        *(pytest.param(codec, 256, marks=pytest.mark.slow) for codec in COMPILED[1:]),
-    ],
-    ids=str,
+    ("codec", "last"), [(Codec(), 200), *((codec, 256) for codec in COMPILED)], ids=str
 )
 def test_compiled_is_the_same_to_the_bit(codec: Codec, last: int):
     """With short blocks, too: pytorch issue 195582 lost them."""

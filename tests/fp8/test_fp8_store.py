@@ -583,7 +583,7 @@ def test_a_width_that_is_new_at_every_step_does_not_compile_at_every_step(
     """Tokens along the last axis, for example, where the router decides how many."""
     monkeypatch.setattr(codec, "_MOST_KINDS", 2)
     store = SavedTensorStore(policy=everything)
-    for width in range(130, 150):
+    for width in range(130, 138):
         x = normal(16, width)
         assert torch.equal(store.unpack(store.pack(x)), quantized(x))
     assert codec._warned == []

@@ -1,7 +1,6 @@
-"""Reshard and prefetch settings: what is decided for each unit, and what the collectives show."""
+"""Reshard and prefetch settings: what is decided for each unit."""
 
 import functools
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,9 +12,8 @@ from torchtitan.config import ConfigManager, TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
-from tests.helpers.collectives import Collective
 from tests.helpers.toml_files import DEBUG
-from tests.helpers.training import Run, Runs, degrees, narrow_attention, observed, titan_config
+from tests.helpers.training import degrees, titan_config
 from titan_ext.api import build_decoder
 from titan_ext.base.op_cost import Nodes
 from titan_ext.fsdp.plan import FSDPPlan
@@ -33,19 +31,16 @@ def _plan(
     wrap: Wrap = "submodule",
     pp_enabled: bool = False,
     world: int = 8,
-    narrow: bool = False,
     **settings: Any,
 ) -> FSDPPlan:
-    built = _built(model, narrow)
+    built = _built(model)
     dims = degrees(dp_shard=world, pp=2 if pp_enabled else 1)
     return resolve_sharding(built, FSDPSettings(wrap=wrap, **settings), dims, Nodes(8, 8))
 
 
-def _built(model: str, narrow: bool = False) -> Decoder:
+def _built(model: str) -> Decoder:
     spec = titan_config(model).model_spec
     assert spec is not None
-    if narrow:
-        narrow_attention(cast(Decoder.Config, spec.model))
     with torch.device("meta"):
         return cast(Decoder, spec.model.build())
 
@@ -246,85 +241,6 @@ def test_names_in_a_file_build_the_model_once(tmp_path: Path, monkeypatch):
     config = ConfigManager().parse_args(["--module", "titan_ext", "--config", "run.toml"])
     replace(cast(Any, config))
     assert len(built) == 1
-
-
-def _gathers(events: list[Collective]) -> Counter[str]:
-    return Counter(e.main_module for e in events if e.kind == "all_gather")
-
-
-_TRACED = observed(Run(world=2, ep=2, parallelize="submodule"))
-
-
-def _gathers_of_a_step(run: Run, runs: Runs) -> Counter[str]:
-    return _gathers(runs.get(run).ranks[0].collectives)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"prefetch": 0},
-        {"prefetch": 2},
-        pytest.param({"prefetch": 3}, marks=pytest.mark.slow),
-        pytest.param({"prefetch": "64MiB"}, marks=pytest.mark.slow),  # all units
-        pytest.param({"prefetch": 3, "ac": "full"}, marks=pytest.mark.slow),
-        pytest.param({"prefetch": 3, "ac": "none"}, marks=pytest.mark.slow),
-        pytest.param({"prefetch": 3, "parallelize": "block"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_no_setting_of_prefetch_gathers_again(settings: dict[str, Any], runs: Runs):
-    """In forward and in backward once each, a recompute included; the order is the plan's."""
-    run = replace(_TRACED, **settings)
-    gathers = _gathers_of_a_step(run, runs)
-    assert gathers.pop("lm_head") == 1  # for the chunked loss
-    assert gathers.pop("tok_embeddings") == 1  # its backward does not read it
-    assert set(gathers.values()) == {2}
-
-
-def test_prefetch_is_as_far_ahead_as_it_says(runs: Runs):
-    """Which units have been gathered when the tokens of the first MoE layer are sent."""
-    sizes = {u.name: u.gathered_nbytes for u in _plan(world=2, narrow=_TRACED.narrow).units}
-    one_unit = f"{sizes['layers.2.attention'] // 1000 + 1}KB"
-    before: dict[Any, list[str]] = {}
-    for limit in (0, 2, one_unit):
-        run = replace(_TRACED, prefetch=limit)
-        events = runs.get(run).ranks[0].collectives
-        first = next(i for i, e in enumerate(events) if e.kind == "all_to_all")
-        before[limit] = [e.main_module for e in events[:first] if e.kind == "all_gather"]
-    upto = ["tok_embeddings", "layers.0.attention", "layers.0.feed_forward"]
-    upto += ["layers.1.attention", "layers.1.moe"]
-    assert before[0] == upto
-    assert before[2] == [*upto, "layers.2.attention", "layers.2.moe"]
-    assert before[one_unit] == [*upto, "layers.2.attention"]
-
-
-def test_never_and_groups_show_in_the_collectives(runs: Runs):
-    never = _gathers_of_a_step(replace(_TRACED, reshard="never"), runs)
-    assert never.pop("lm_head") == 3  # chunked loss frees it by itself
-    assert set(never.values()) == {1}
-    groups = (("attention", "never"), ("layers.2.attention", "always"), ("embedding", "never"))
-    run = replace(_TRACED, reshard_groups=groups)
-    mixed = _gathers_of_a_step(run, runs)
-    assert mixed["tok_embeddings"] == mixed["layers.0.attention"] == 1
-    assert mixed["layers.1.attention"] == 1
-    assert mixed["layers.2.attention"] == mixed["layers.1.moe"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("reshard", "grows"), [("default", False), ("always", True)])
-def test_microbatches_of_a_pipeline(reshard: str, grows: bool, runs: Runs):
-    run = observed(Run(world=4, pp=2, parallelize="block", reshard=reshard))
-    few, many = (
-        [_gathers(rank.collectives) for rank in runs.get(replace(run, global_batch=batch)).ranks]
-        for batch in (4, 8)  # 2 and 4 microbatches
-    )
-    for before, after in zip(few, many, strict=True):
-        if "lm_head" in before and not grows:
-            # Titan's chunked loss gathers and frees the head in each microbatch, in stock too.
-            assert (before.pop("lm_head"), after.pop("lm_head")) == (2 * 2 + 1, 2 * 4 + 1)
-        assert before.keys() == after.keys()
-        assert all((after[unit] > before[unit]) is grows for unit in before)
-        assert before
 
 
 @pytest.mark.usefixtures("one_rank")

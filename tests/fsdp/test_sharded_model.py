@@ -83,14 +83,17 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     return values
 
 
-def _is_slow(run: Run) -> bool:
-    kind = run.backend, run.parallelize
-    return kind != ("spmd_types", "submodule") and (run.world, kind[1]) != (2, "block")
+_QUICK = [
+    Run(world=4, ep=2, parallelize="submodule", layers=2),
+    Run(world=2, ep=2, backend="partial_dtensor", parallelize="block", layers=2),
+    Run(model="qwen3", world=4, parallelize="submodule", layers=2),
+]
+assert set(_QUICK) <= set(LAYOUTS)
 
 
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run, marks=[pytest.mark.slow] if _is_slow(run) else []) for run in LAYOUTS],
+    [pytest.param(run, marks=[pytest.mark.slow] * (run not in _QUICK)) for run in LAYOUTS],
     ids=str,
 )
 def test_sharded_and_initialised(run: Run, one_rank, tmp_path: Path):

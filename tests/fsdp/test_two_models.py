@@ -9,6 +9,18 @@ from tests.helpers.cluster import run_ranks
 from titan_ext import api
 
 
+def _trained() -> tuple[list[float], list[float], list[list[float]]]:
+    """Losses of two decoders that train one after the other, and of both in turn."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.autograd.set_multithreading_enabled(False)
+    (first,), (second,), together = _train([1]), _train([2]), _train([1, 2])
+    dist.destroy_process_group()
+    return first, second, together
+
+
 def _train(seeds: list[int]) -> list[list[float]]:
     """Train one decoder for each seed, step by step in turn; their losses."""
     import torch
@@ -16,8 +28,6 @@ def _train(seeds: list[int]) -> list[list[float]]:
     from torchtitan.distributed.utils import get_spmd_context
     from torchtitan.models.deepseek_v3 import model_registry
 
-    dist.init_process_group("gloo")
-    torch.autograd.set_multithreading_enabled(False)
     models = []
     for seed in seeds:
         torch.manual_seed(seed)
@@ -40,16 +50,13 @@ def _train(seeds: list[int]) -> list[list[float]]:
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
-    dist.destroy_process_group()
     return losses
 
 
 def test_two_models_train_as_each_alone(tmp_path: Path):
-    together = run_ranks(_train, 2, [1, 2], log_folder=tmp_path / "both")
-    for index, seed in enumerate((1, 2)):
-        alone = run_ranks(_train, 2, [seed], log_folder=tmp_path / f"seed_{seed}")
-        assert [rank[index] for rank in together] == [rank[0] for rank in alone]
-    assert together[0][0] != together[0][1]
+    for first, second, together in run_ranks(_trained, 2, log_folder=tmp_path):
+        assert together == [first, second]
+        assert first != second
 
 
 def test_other_degrees_are_refused_before_anything_is_built(monkeypatch):

@@ -1,5 +1,8 @@
 """A trace of the collectives that a rank issues, below every API: at the dispatcher of c10d.
 
+And the collectives and bytes of a step that a rank of a job of any size would do: fake tensors over
+a fake process group cost as much for 64 ranks as for two.
+
 FSDP2 calls process groups directly, Titan's dispatcher the functional collectives, spmd_types the
 plain ones. All of them end as ops of the ``c10d`` or ``_c10d_functional`` namespace. A dispatch
 mode sees these, in forward, recompute and backward.
@@ -10,12 +13,21 @@ import unittest.mock
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tests.helpers.cluster import run_ranks
+from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.live import LiveBytes, Peak
+from titan_ext.plan.stand_ins import as_rank
+
+if TYPE_CHECKING:
+    from tests.helpers.training import Run
 
 _KINDS = {
     "allgather_": "all_gather",
@@ -69,11 +81,15 @@ class Collective:
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """Records collectives while active, each with the FSDP unit whose group issues it."""
+    """Records collectives while active, each with the FSDP unit whose group issues it.
+
+    ``operations`` are all operations by name; the profiler sees twice what a dispatch mode passes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Collective] = []
+        self.operations: Counter[str] = Counter()
         self._unit = ""
         self._patches: list[Any] = []
         self._travelling: dict[int, Collective] = {}
@@ -91,6 +107,7 @@ class CollectiveTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
+        self.operations[name] += 1
         uses = bool(self._travelling) and not func.is_view
         for x in filter(_is_tensor, tree_leaves(args) if uses else ()):
             self._travelling.pop(_storage_of(x), None)  # whoever uses it has waited
@@ -137,3 +154,37 @@ def _is_tensor(leaf: Any) -> bool:
 def count(events: list[Collective]) -> Counter[str]:
     """Collectives by kind."""
     return Counter(event.kind for event in events)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A steady step of one rank, on fake tensors."""
+
+    collectives: list[Collective]
+    operations: Counter[str]
+    unsharded: int
+    """The most bytes of unsharded units and all-gather buffers."""
+    peak: Peak
+    phases: list[Peak]
+
+
+def planned_steps(folder: Path, *runs: "Run", rank: int = 0) -> list[PlannedStep]:
+    """What ``rank`` does in each of ``runs``, which have the same degrees: in one process."""
+    return run_ranks(_planned, 1, runs, rank, folder, log_folder=folder / "planned")[0]
+
+
+def _planned(runs: tuple["Run", ...], rank: int, folder: Path) -> list[PlannedStep]:
+    from tests.helpers.training import patched, planned_config  # they import this file
+
+    steps = []
+    for run in runs:
+        with as_rank(run.world, rank), patched(run):
+            config = planned_config(run, folder)
+            done = dry_run(config, run.world, rank, as_on_a_gpu=False, step=False)
+            done._start_as_second_step()
+            live = LiveBytes(done.model_parts, done.optimizers)
+            with live, CollectiveTrace() as trace:
+                done.run_step(live.begin)
+            seen = trace.events, trace.operations
+            steps.append(PlannedStep(*seen, live.unsharded, live.peak, live.phases))
+    return steps

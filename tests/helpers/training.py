@@ -13,7 +13,7 @@ import os
 import pickle
 import unittest.mock
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +47,13 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests.helpers import muon
 from tests.helpers.cluster import PATIENCE_S, run_ranks
-from tests.helpers.collectives import Collective, CollectiveTrace, recorded_as
+from tests.helpers.collectives import (
+    Collective,
+    CollectiveTrace,
+    PlannedStep,
+    planned_steps,
+    recorded_as,
+)
 from tests.helpers.compiled_op_policies import OP_POLICIES
 from tests.helpers.converters import convert
 from tests.helpers.on_cpu import flex_on_cpu, quick_initialisation
@@ -264,14 +270,24 @@ class Runs:
 
     def get(self, run: Run) -> Result:
         """Train ``run``, with time for a compiler, unless that has been done."""
-        folder = self.folder(run)
+        timeout_s = (2 if run.compiled else 1) * PATIENCE_S
+        return self._once(self.folder(run), lambda folder: train(run, folder, timeout_s=timeout_s))
+
+    def planned(self, *runs: Run, rank: int = 0) -> list[PlannedStep]:
+        """What ``planned_steps`` finds, unless that has been done."""
+        name = hashlib.sha256(repr((runs, rank)).encode()).hexdigest()[:12]
+        return self._once(
+            self._folder / f"planned-{name}",
+            lambda folder: planned_steps(folder, *runs, rank=rank),
+        )
+
+    def _once(self, folder: Path, make: Callable[[Path], Any]) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "result.pickle"
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():
-                result = train(run, folder, timeout_s=(2 if run.compiled else 1) * PATIENCE_S)
-                file.write_bytes(pickle.dumps(result))
+                file.write_bytes(pickle.dumps(make(folder)))
             return pickle.loads(file.read_bytes())
 
 
@@ -497,7 +513,7 @@ def start_as_planned(run: Run, folder: Path) -> tuple[Any, Any]:
     """A real trainer of ``planned_config`` before its first step, and its batches."""
     no_accelerator.enable()
     register_stdlib_corpus()
-    with patched(run), no_accelerator.layout_independent_init():
+    with patched(run), no_accelerator.layout_independent_init(), quick_initialisation():
         trainer = planned_config(run, folder).build()
     trainer.step = 1
     return trainer, trainer.batch_generator(trainer.dataloader)

@@ -1,8 +1,9 @@
 """`titan_ext dry-run --memory`: planned on fake tensors, measured in Titan's trainer on gloo.
 
-The measured side trains with real tensors. Three things are measured there: what torch's allocator
-gave out, by its own events; what the trainer holds after the step, by walking it; and the live
-storages of the real step by kind.
+The measured side trains with real tensors. Four things are measured there: what torch's allocator
+gave out, by its own events; what the trainer holds after the step, by walking it; the live
+storages of the real step by kind; and its collectives, in order. So other tests can count what is
+planned.
 """
 
 import gc
@@ -21,6 +22,7 @@ import torch.nn as nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.collectives import Collective, CollectiveTrace, planned_steps
 from tests.helpers.training import Run, planned_config, start_as_planned
 from titan_ext.plan import stand_ins
 from titan_ext.plan.dry_run import dry_run
@@ -30,9 +32,12 @@ from titan_ext.plan.search import Plan
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import StepTime
 
+KINDS = ("all_gather", "reduce_scatter", "all_to_all")
+"""Norms are summed a few parameters at a time in a plan, and losses are not summed at all."""
 BASE = Run(world=2, ep=2, parallelize="submodule", seq_len=256, layers=4)
-RUNS = [replace(BASE, world=1, ep=1, parallelize="block", ac="none")]
+QUICK = replace(BASE, world=4, layers=3)
 SLOW_RUNS = [
+    replace(BASE, world=1, ep=1, parallelize="block", ac="none"),
     replace(BASE, save_all_to_all="always"),
     replace(BASE, ac="on_host", layers=6),
     replace(BASE, ac="fp8"),
@@ -51,6 +56,7 @@ class Measured(NamedTuple):
     lasting: dict[MemoryKind, int]
     """What the trainer holds after it."""
     peak: Peak
+    collectives: list[Collective]
 
 
 def _measure(run: Run, folder: Path) -> Measured:
@@ -65,7 +71,8 @@ def _measure(run: Run, folder: Path) -> Measured:
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     patch = unittest.mock.patch.object(dist, "reduce_scatter_single", _reduce_scatter)
     trainer.step = 2
-    with patch, live, profiler:
+    trace = CollectiveTrace()
+    with patch, live, trace, profiler:
         trainer.train_step(batches)
     lasting = {
         MemoryKind.PARAMETERS: _nbytes(x for p in parts for x in (*p.parameters(), *p.buffers())),
@@ -81,7 +88,7 @@ def _measure(run: Run, folder: Path) -> Measured:
             allocated = max(allocated, now)
     trainer.close()
     dist.destroy_process_group()
-    return Measured(allocated, lasting, live.peak)
+    return Measured(allocated, lasting, live.peak, trace.events)
 
 
 _reduce_scatter_single = dist.reduce_scatter_single
@@ -102,34 +109,25 @@ def _nbytes(tensors: Any) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in plain}.values())
 
 
-def _plan(run: Run, rank: int, folder: Path, imbalance: float = 1.0) -> tuple[Peak, list[Peak]]:
-    """The peak of the step, and of each of its phases."""
-    with as_rank(run.world, rank):
-        config = planned_config(run, folder)
-        done = dry_run(
-            config,
-            run.world,
-            rank,
-            memory=0,
-            as_on_a_gpu=False,
-            imbalance=imbalance,
-        )
-    assert done.memory is not None
-    return done.memory.peak, list(done.memory.phases)
+def _plan(run: Run, rank: int, folder: Path, *imbalances: float) -> list[MemoryPlan | None]:
+    plans = []
+    for imbalance in imbalances:
+        with as_rank(run.world, rank):
+            config = planned_config(run, folder)
+            given: Any = {"memory": 0, "as_on_a_gpu": False, "imbalance": imbalance}
+            plans.append(dry_run(config, run.world, rank, **given).memory)
+    return plans
 
 
 @pytest.mark.parametrize(
-    "run",
-    [*RUNS, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_RUNS)],
-    ids=str,
+    "run", [QUICK, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_RUNS)], ids=str
 )
 def test_planned_is_measured(run: Run, tmp_path: Path):
     ranks = run_ranks(_measure, run.world, run, tmp_path, log_folder=tmp_path / "measured")
     of_stages = [0, run.world - 1] if run.pp > 1 else [0]
     for rank in of_stages:
-        logs = tmp_path / f"planned{rank}"
-        ((planned, phases),) = run_ranks(_plan, 1, run, rank, tmp_path, log_folder=logs)
-        measured = ranks[rank]
+        step = planned_steps(tmp_path, run, rank=rank)[0]
+        planned, phases, measured = step.peak, step.phases, ranks[rank]
         print(f"\n{run}, rank {rank}: planned {planned.nbytes}, {_difference(planned, measured)}")
         for kind in LASTING:
             assert phases[-1].by_kind[kind] == measured.lasting[kind], kind
@@ -147,16 +145,15 @@ def test_planned_is_measured(run: Run, tmp_path: Path):
         # threads free their copy of a reduce-scatter's input when they come to it.
         copies = 0.03 * planned.nbytes + planned.by_kind.get(MemoryKind.REDUCE, 0)
         assert 0.99 * planned.nbytes < _allocated(measured) < 1.01 * planned.nbytes + copies
+        in_order = [(e, e.nbytes) for e in step.collectives if e.kind in KINDS]
+        assert in_order == [(e, e.nbytes) for e in measured.collectives if e.kind in KINDS]
 
 
 def test_an_imbalance_is_more_of_what_experts_get_and_no_more_of_what_they_send(tmp_path: Path):
     """Kept after forward: tokens that came, 1.5 times as many, and tokens that came back."""
     run = replace(BASE, layers=2, save_all_to_all="always")
-    kept = []
-    for imbalance in (1.0, 1.5):
-        logs = tmp_path / str(imbalance)
-        ((_, phases),) = run_ranks(_plan, 1, run, 0, tmp_path, imbalance, log_folder=logs)
-        kept.append(next(phase.by_kind for phase in phases if phase.phase == "loss"))
+    plans = run_ranks(_plan, 1, run, 0, tmp_path, 1.0, 1.5, log_folder=tmp_path)[0]
+    kept = [next(p.by_kind for p in plan.phases if p.phase == "loss") for plan in plans]
     balanced, more = kept
     assert more[MemoryKind.ALL_TO_ALL] / balanced[MemoryKind.ALL_TO_ALL] == pytest.approx(
         1.25, rel=0.01

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.helpers.cluster import forked_commands, run_ranks
 from tests.helpers.fp8_activations import debug_model
 from tests.helpers.toml_files import DEBUG, Loader
-from tests.helpers.training import Run, make_config, state_hash
+from tests.helpers.training import Run, make_config
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.activation_checkpoint.op_rules import Budget, releases
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
@@ -43,7 +43,6 @@ NO_FLOAT8 = '[activation_checkpoint]\npolicy = "fp8"\nexempt = ["layers.*"]\n'
 
 
 class Trained(NamedTuple):
-    state_hash: str
     held: int
     """By the blocks, after one forward."""
     policy: FP8AC.Config | None
@@ -59,9 +58,7 @@ def _train(folder: Path) -> Trained:
         trainer: Any = config.build()
     trainer.train()
     rows = memory_report_of(trainer.model_parts).rows()
-    result = Trained(
-        state_hash(trainer), sum(row.nbytes for row in rows), trainer.config.activation_checkpoint
-    )
+    result = Trained(sum(row.nbytes for row in rows), trainer.config.activation_checkpoint)
     trainer.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -82,8 +79,6 @@ def test_a_run_holds_what_was_solved_and_a_later_start_has_the_same_table(
     make_corpus()
     with_budget = NO_FLOAT8 + f'budget = "{BUDGET // 2**20}MiB"\n'
     ranks, log = _train_both(tmp_path / "budget", with_budget)
-    none, _ = _train_both(tmp_path / "none", '[activation_checkpoint]\npolicy = "none"\n')
-    assert [rank.state_hash for rank in ranks] == [rank.state_hash for rank in none]
     assert log.count("a dry run of rank 0 of 2 looks for the best policies") == 1
     policy = ranks[0].policy
     assert policy is not None
