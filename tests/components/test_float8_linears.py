@@ -20,10 +20,6 @@ _LINEARS = 14
 """Float8 linears of two layers: all but the head's."""
 
 
-def _sent(run: Run, runs: Runs, kind: str) -> list[int]:
-    return [e.nbytes for e in runs.get(run).ranks[0].collectives if e.kind == kind]
-
-
 def test_the_same_results_as_gathered_in_full(runs: Runs):
     """In fp32, where a weight is rounded once; from bf16 it would be rounded twice."""
     run = replace(GATHERED, param_dtype="float32", exact_sums=True)
@@ -48,16 +44,21 @@ def test_casts_of_a_gather_are_no_operations_of_a_checkpoint(runs: Runs):
 
 
 def test_bytes_of_gathers_and_one_all_reduce_of_scales(runs: Runs):
-    ours, whole = (_sent(each, runs, "all_gather") for each in (GATHERED, IN_BF16))
+    run = replace(GATHERED, world=64, ep=8, global_batch=128)
+    steps = runs.planned(
+        run, replace(run, converters=IN_BF16.converters), replace(run, accumulate=2)
+    )
+
+    def sent(kind: str) -> list[list[int]]:
+        return [[e.nbytes for e in step.collectives if e.kind == kind] for step in steps]
+
+    ours, whole, _ = sent("all_gather")
     assert len(ours) == len(whole)
     assert 0.5 < sum(ours) / sum(whole) < 0.6  # norms, router, embedding and head stay in bf16
-    scales = _sent(GATHERED, runs, "all_reduce")
-    assert len(scales) == len(_sent(IN_BF16, runs, "all_reduce")) + 1
+    scales, others, twice = sent("all_reduce")
+    assert len(scales) == len(others) + 1
     assert scales.count(4 * _LINEARS) == 1
-    twice = replace(GATHERED, accumulate=2)
-    assert _sent(twice, runs, "all_reduce").count(4 * _LINEARS) == 1  # a step, not a forward
-    losses, in_full = (runs.get(each).losses for each in (GATHERED, IN_BF16))
-    assert losses == pytest.approx(in_full, rel=1e-3)
+    assert twice.count(4 * _LINEARS) == 1  # a step, not a forward
 
 
 def _scales_of_uneven_shards() -> list[float]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.collectives import Collective, PlannedStep, count
 from tests.helpers.training import Result, Run, Runs, make_config, observed
 from titan_ext.run.trainer import Trainer
 
@@ -31,37 +32,51 @@ def _assert_close(halves: Result, plain: Result) -> None:
     assert halves.grad_norms == pytest.approx(plain.grad_norms, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    "wrap", ["submodule", *(pytest.param(x, marks=pytest.mark.slow) for x in ("block", "experts"))]
-)
-def test_units_gather_and_reduce_once(wrap: str, runs: Runs):
-    plain = runs.get(replace(PLAIN, parallelize=wrap))
-    halves = runs.get(_halves(replace(PLAIN, parallelize=wrap)))
-    _assert_close(halves, plain)
-    for mine, its in zip(halves.ranks, plain.ranks, strict=True):
-        ours, stock = (Counter(e.kind for e in rank.collectives) for rank in (mine, its))
-        assert ours["all_to_all"] == 2 * stock["all_to_all"] > 0
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            assert ours[kind] == stock[kind] > 0
+_PLANNED = Run(world=64, ep=8, global_batch=128, layers=2, narrow=True, parallelize="submodule")
+_CASES = [
+    _PLANNED,
+    replace(_PLANNED, parallelize="block"),
+    replace(_PLANNED, parallelize="experts"),
+]
 
 
-@pytest.mark.parametrize("ac", ["selective", "fp8"])
-def test_tokens_travel_while_the_other_half_computes(ac: str, runs: Runs):
-    """In forward, in the recompute and in backward; counted by what ran between start and wait.
+def _planned(run: Run, runs: Runs) -> tuple[PlannedStep, PlannedStep]:
+    """In halves, and whole."""
+    steps = runs.planned(*map(_halves, _CASES), *_CASES)
+    place = _CASES.index(run)
+    return steps[place], steps[len(_CASES) + place]
 
-    Float8 stores what an exchange brings, but only when it has come.
-    """
-    saved = replace(PLAIN, ac=ac, save_all_to_all="always" if ac == "fp8" else "auto")
 
-    def alone(run: Run) -> list[tuple[bool, bool]]:
-        events = runs.get(replace(run, parallelize="submodule")).ranks[0].collectives
-        tokens = [e for e in events if e.kind == "all_to_all" and e.nbytes > _COUNTS]
-        return [(e.in_backward, not e.meanwhile) for e in tokens]
+@pytest.mark.parametrize("run", _CASES, ids=str)
+def test_units_gather_and_reduce_once(run: Run, runs: Runs):
+    halves, whole = (count(step.collectives) for step in _planned(run, runs))
+    assert halves["all_to_all"] == 2 * whole["all_to_all"] > 0
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert halves[kind] == whole[kind] > 0
 
-    halves, plain = Counter(alone(_halves(saved))), Counter(alone(saved))
-    assert halves.keys() == {(False, False), (True, False)}
-    assert plain[False, True] > 0
-    assert plain[True, True] > 0
+
+def _assert_travel(halves: list[Collective], whole: list[Collective]) -> None:
+    """In forward, in the recompute and in backward; counted by what ran between start and wait."""
+
+    def alone(collectives: list[Collective]) -> Counter[tuple[bool, bool]]:
+        tokens = [e for e in collectives if e.kind == "all_to_all" and e.nbytes > _COUNTS]
+        return Counter((e.in_backward, not e.meanwhile) for e in tokens)
+
+    ours, its = alone(halves), alone(whole)
+    assert ours.keys() == {(False, False), (True, False)}
+    assert its[False, True] > 0
+    assert its[True, True] > 0
+
+
+def test_tokens_travel_while_the_other_half_computes(runs: Runs):
+    halves, whole = _planned(_CASES[0], runs)
+    _assert_travel(halves.collectives, whole.collectives)
+
+
+def test_float8_stores_what_an_exchange_brings_when_it_has_come(runs: Runs):
+    run = replace(PLAIN, ac="fp8", save_all_to_all="always", parallelize="submodule")
+    halves, whole = (runs.get(each).ranks[0].collectives for each in (_halves(run), run))
+    _assert_travel(halves, whole)
 
 
 def _outputs(run: Run, folder: Path) -> tuple[bool, bool]:

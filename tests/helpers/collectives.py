@@ -108,7 +108,8 @@ class CollectiveTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
         self.operations[name] += 1
-        uses = bool(self._travelling) and not func.is_view
+        # A fake tensor is asked for its device at every turn.
+        uses = bool(self._travelling) and not func.is_view and func.namespace != "prim"
         for x in filter(_is_tensor, tree_leaves(args) if uses else ()):
             self._travelling.pop(_storage_of(x), None)  # whoever uses it has waited
         if name.endswith("mm"):

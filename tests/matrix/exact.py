@@ -16,7 +16,7 @@ from tests.helpers.training import Result, Run
 from tests.matrix.rows import EXACT, REFUSED, rows
 from tests.verify.search import Job, toml_of
 
-__all__ = ["EXPERTS_TUNED", "FAST", "RUNS", "differences", "reference_of"]
+__all__ = ["FAST", "RUNS", "differences", "reference_of"]
 
 BACKENDS = ("spmd_types", "partial_dtensor")
 WRAPS = ("block", "submodule")

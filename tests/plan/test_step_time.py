@@ -147,14 +147,21 @@ def test_the_codec_reads_and_writes_what_is_kept_in_float8(tmp_path: Path):
     assert time.ms[Category.CODEC] > 0
 
 
-def test_steps_of_accumulation_and_links(tmp_path: Path):
-    more = replace(EIGHT, global_batch=8 * 3, accumulate=3)
+def test_steps_of_accumulation_and_kinds_that_are_slower(tmp_path: Path):
     kernels = {"GEMM", "grouped GEMM", "attention", "elementwise", "copies", "codec"}
-    file = tmp_path / "my_card.toml"
-    slow = replace(MACHINES["h100"], name="h100", slower=dict.fromkeys(kernels, 3.0))
-    file.write_text("\n".join(machine_toml(slow)))
-    planned = _timed(tmp_path, (EIGHT, {}), (more, {}), (EIGHT, {"machine": str(file)}))
-    once, often, slower = (each.time for each in planned)
+    measured = {
+        "all_kernels": dict.fromkeys(kernels, 3.0),
+        "my_card": {"GEMM": 2.0, "exchanges": 3.0},
+    }
+    files = {name: tmp_path / f"{name}.toml" for name in measured}
+    for name, slower in measured.items():
+        card = replace(MACHINES["h100"], name="h100", slower=slower)
+        files[name].write_text("\n".join(machine_toml(card)))
+    more = replace(EIGHT, global_batch=8 * 3, accumulate=3)
+    slow_ones = [(EIGHT, {"machine": str(file)}) for file in files.values()]
+    planned = _timed(tmp_path, (EIGHT, {}), (more, {}), *slow_ones)
+    once, often, slower, slow = (each.time for each in planned)
+
     assert often.tokens == 3 * once.tokens
     for category in (Category.FORWARD, Category.LOSS, Category.RECOMPUTE):
         assert often.ms[category] == pytest.approx(3 * once.ms[category])
@@ -163,19 +170,13 @@ def test_steps_of_accumulation_and_links(tmp_path: Path):
         assert slower.ms[category] == pytest.approx(3 * once.ms[category])
     assert slower.ms[Category.GATHERS] < once.ms[Category.GATHERS]  # more to hide behind
 
-
-def test_a_kind_that_was_measured_is_slowed_down_by_itself(tmp_path: Path):
-    factors, file = {"GEMM": 2.0, "exchanges": 3.0}, tmp_path / "my_card.toml"
-    file.write_text("\n".join(machine_toml(replace(MACHINES["h100"], name="h100", slower=factors))))
-    planned = _timed(tmp_path, (EIGHT, {}), (EIGHT, {"machine": str(file)}))
-    ideal, slow = (each.time for each in planned)
     messages = {"exchanges", "gathers", "reductions", "collectives"}
-    assert messages < set(ideal.kernels) <= set(KINDS)
-    for kind, ms in ideal.kernels.items():
-        assert slow.kernels[kind] == pytest.approx(factors.get(kind, 1.0) * ms), kind
-    assert slow.ms[Category.EXCHANGES] > 2 * ideal.ms[Category.EXCHANGES]
-    gemms = slow.kernels["GEMM"] - ideal.kernels["GEMM"]
-    assert sum(slow.ms[p] - ideal.ms[p] for p in Category if p not in WAITS) == pytest.approx(gemms)
+    assert messages < set(once.kernels) <= set(KINDS)
+    for kind, ms in once.kernels.items():
+        assert slow.kernels[kind] == pytest.approx(measured["my_card"].get(kind, 1.0) * ms), kind
+    assert slow.ms[Category.EXCHANGES] > 2 * once.ms[Category.EXCHANGES]
+    gemms = slow.kernels["GEMM"] - once.kernels["GEMM"]
+    assert sum(slow.ms[p] - once.ms[p] for p in Category if p not in WAITS) == pytest.approx(gemms)
     assert slow.mfu is not None  # of an H100's peak
     assert slow.verdict().endswith("on my_card")
     assert slow.expected_ms == slow.step_ms
