@@ -42,7 +42,7 @@ def document() -> str:
 
 ## Other models and layouts
 
-{textwrap.fill("; ".join(others) + ".", width=120)}
+{chr(10).join(f"- {name}" for name in others)}
 
 ## Refused
 
