@@ -9,10 +9,12 @@
 # make upstream  the patches for torch and TorchTitan: their tests fail without and pass with them
 # make gpu-receipts  on a GPU: every figure that the docs leave open, within 30 minutes (ARGS=--quick: 10)
 # ARGS="--training.seq_len 512" adds Titan flags to train; PYTEST_ARGS="-k units" picks tests.
+# TORCH=2.15.0 is the release to test on, in an environment of its own.
 # Each sets up what it needs (.venv, data) and can be repeated. PYTHON=... picks the interpreter.
 
 PYTHON ?= python3
-VENV := .venv
+TORCH :=
+VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 RUN_FOLDER := outputs/moe_debug
 STEPS := 30
@@ -21,7 +23,7 @@ ARGS :=
 KILLS := 50
 SECONDS := 600
 # Three at a time on 2 cores: ranks wait for each other. A test has up to four.
-PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
+PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10
 export OMP_NUM_THREADS ?= 1
 # torchao 0.18 registers two enums in a way that torch warns of in each process.
 export TORCH_LOGS ?= -torch.utils._pytree
@@ -74,7 +76,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("titan_ext needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=python3.11" % sys.version_info[:2])'
 	@echo 'installing into $(VENV); where packages have to be downloaded (3.2 GB), this takes minutes'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' $(TORCH:%=torch==%)
 	@touch $@
 
 clean:

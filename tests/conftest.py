@@ -1,11 +1,12 @@
 """Fixtures. Their imports wait: the process that leads the workers of pytest-xdist needs none."""
 
 import gc
+import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,8 +16,18 @@ if TYPE_CHECKING:
     from titan_ext.run.trainer import Trainer
 
 
-def pytest_configure() -> None:
+CPU_S = pytest.StashKey[float]()
+"""CPU seconds of a session, and of all processes that it started."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # imports make it walk millions of objects, again and again
+    config.stash[CPU_S] = 0.0
+
+
+def pytest_report_header() -> str:
+    names = ("torch", "torchtitan", "torchao")
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,8 +41,42 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a session that took more than SUITE_CPU_S CPU seconds, so that the suite stays quick."""
     gc.unfreeze()  # or Triton's bindings report what they leak
+    config: Any = session.config
+    config.stash[CPU_S] += _cpu_s()
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["cpu_s"] = config.stash[CPU_S]
+    elif config.stash[CPU_S] > float(os.environ.get("SUITE_CPU_S", "inf")):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[CPU_S] += getattr(node, "workeroutput", {}).get("cpu_s", 0.0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    limit = os.environ.get("SUITE_CPU_S", "")
+    said = f"; no more than {limit} are allowed (SUITE_CPU_S)" if limit else ""
+    terminalreporter.write_line(f"{config.stash[CPU_S]:.0f} CPU s{said}")
+
+
+def _cpu_s() -> float:
+    """Of this process and its descendants, those that have ended too: ranks are grandchildren."""
+    ticks, parents = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        parents[int(folder.name)] = int(fields[1])
+        ticks[int(folder.name)] = sum(map(int, fields[11:15]))
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(ticks[pid] for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture(scope="session", autouse=True)
