@@ -136,7 +136,7 @@ _LARGE: dict[str, Job] = {
         f"{_P}overlap_exchanges": '"halves"',
         f"{_P}exchange_dtype": '"float8"',
     },
-    "all axes, 512 ranks": {**_16B, "ranks": "512", _EP: "16", _TP: "2", _PP: "4", _HSDP: "2"},
+    "EP 16, TP 2, 512 ranks": {**_16B, "ranks": "512", _EP: "16", _TP: "2"},
     "EP below TP, 64 ranks": {"ranks": "64", _EP: "2", _TP: "4"},
 }
 _PIPELINES: dict[str, Job] = {
@@ -224,6 +224,11 @@ REFUSED |= {
     for features, axes, words in (
         (("halves", "everything sent"), ("EP 2, CP 2",), "masks of half a batch"),
         (("a row a rank", "float8 tokens", "everything sent"), ("FSDP",), "no token travels"),
+        (
+            ("float8 gathers", "everything sent"),
+            ("EP 2, TP 2, no sequence parallelism",),
+            "FSDP shards no matrices of blocks",
+        ),
         (
             ("bf16 reductions",),
             [axis for axis in AXES if axis not in ("FSDP", "EP 2", "EP 2, CP 2")],
