@@ -99,8 +99,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has one, as far as titan_ext can tell."""
     from titan_ext.base import no_accelerator
+    from titan_ext.run import trainer
 
     monkeypatch.setattr(no_accelerator, "_get_available_device_type", lambda: "cuda")
+    monkeypatch.setattr(trainer, "_checked", set())  # what is checked here is not what is later
 
 
 @pytest.fixture

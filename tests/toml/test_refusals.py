@@ -11,7 +11,6 @@ import pytest
 
 from tests.helpers.converters import any_gpu
 from tests.helpers.toml_files import DEBUG
-from titan_ext.base import no_accelerator
 from titan_ext.base.messages import Mistakes
 from titan_ext.config_registry.resolve import load, resolve
 from titan_ext.parallelize.limits import wrong_degrees
@@ -55,16 +54,6 @@ def cases() -> Iterator[Case]:
         yield case
 
 
-@contextlib.contextmanager
-def _around(case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if "gpu" in case.around:
-            stack.enter_context(any_gpu())
-        if "accelerator" in case.around:
-            monkeypatch.setattr(no_accelerator, "_get_available_device_type", lambda: "cuda")
-        yield
-
-
 def _changed(config: Trainer.Config, case: Case) -> Trainer.Config:
     """By code in place of a file, whose values nobody converts."""
     if "python" not in case.around:
@@ -75,13 +64,15 @@ def _changed(config: Trainer.Config, case: Case) -> Trainer.Config:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_refused(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_refused(case: Case, folder: Path, request: pytest.FixtureRequest):
+    if "accelerator" in case.around:
+        request.getfixturevalue("accelerator")
     for name, text in case.files.items():
         whole = "extends" in text or not name.endswith(".toml")
         (folder / name).write_text(text if whole else DEBUG + text)
     name = case.around.get("load", "bad.toml")
     message = "accepted"
-    with _around(case, monkeypatch):
+    with any_gpu() if "gpu" in case.around else contextlib.nullcontext():
         try:
             config = resolve(name, case.around.get("flags", "").split()).config
             config = _changed(config, case)
