@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.collectives import Collective, PlannedStep, count
+from tests.helpers.collectives import Collective, count
 from tests.helpers.training import Result, Run, Runs, make_config, observed
 from titan_ext.run.trainer import Trainer
 
@@ -33,23 +33,10 @@ def _assert_close(halves: Result, plain: Result) -> None:
 
 
 _PLANNED = Run(world=64, ep=8, global_batch=128, layers=2, narrow=True, parallelize="submodule")
-_CASES = [
-    _PLANNED,
-    replace(_PLANNED, parallelize="block"),
-    replace(_PLANNED, parallelize="experts"),
-]
 
 
-def _planned(run: Run, runs: Runs) -> tuple[PlannedStep, PlannedStep]:
-    """In halves, and whole."""
-    steps = runs.planned(*map(_halves, _CASES), *_CASES)
-    place = _CASES.index(run)
-    return steps[place], steps[len(_CASES) + place]
-
-
-@pytest.mark.parametrize("run", _CASES, ids=str)
-def test_units_gather_and_reduce_once(run: Run, runs: Runs):
-    halves, whole = (count(step.collectives) for step in _planned(run, runs))
+def test_units_gather_and_reduce_once(runs: Runs):
+    halves, whole = (count(s.collectives) for s in runs.planned(_halves(_PLANNED), _PLANNED))
     assert halves["all_to_all"] == 2 * whole["all_to_all"] > 0
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         assert halves[kind] == whole[kind] > 0
@@ -69,7 +56,7 @@ def _assert_travel(halves: list[Collective], whole: list[Collective]) -> None:
 
 
 def test_tokens_travel_while_the_other_half_computes(runs: Runs):
-    halves, whole = _planned(_CASES[0], runs)
+    halves, whole = runs.planned(_halves(_PLANNED), _PLANNED)
     _assert_travel(halves.collectives, whole.collectives)
 
 
