@@ -30,8 +30,8 @@ _LEGS = {
     "keys": "the job's dtypes beside TorchTitan's own parallelize on the same ranks",
 }
 _NOTHING = ("none", "None")
-_NOT_HERE = ("FlexAttention's kernel", "compiled kernels", "CUDA graphs", "NCCL", "streams")
-_NOT_HERE += ("drawing of first weights",)
+_NOT_HERE = ("FlexAttention's kernel", "compiled kernels", "CUDA graphs")
+_NOT_HERE += ("sums of NCCL", "streams", "drawing of first weights")
 
 
 @dataclass
