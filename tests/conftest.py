@@ -110,10 +110,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of its own, as working folder and on Python's path; its modules go with it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)  # a look at each of thousands takes longer than most tests
     yield tmp_path
     inside = f"{tmp_path}{os.sep}"
-    for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(inside):
+    for name in sys.modules.keys() - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(inside):
             del sys.modules[name]
 
 
