@@ -105,7 +105,13 @@ _OTHERS: dict[str, Job] = {
     for features, job in {
         "EP 2, TP 2": {"ranks": "4", _EP: "2", _TP: "2"},
         "EP 2, units": {"ranks": "4", _EP: "2", f"{_P}fsdp_wrap": '"submodule"'},
-        "EP 2, everything sent": {"ranks": "2", _EP: "2", **FEATURES["everything sent"]},
+        # Of Qwen3's blocks the preset "memory" keeps nothing in float8.
+        "EP 2, everything sent": {
+            "ranks": "2",
+            _EP: "2",
+            **FEATURES["everything sent"],
+            f"{_AC}preset": '"speed"',
+        },
     }.items()
     if name != "llama3" or "everything" not in features
 }

@@ -17,9 +17,11 @@ def test_a_fault_can_be_planted(fault: Fault):
     assert text.count(fault.old) == 1, f"{fault.file} has it {text.count(fault.old)} times"
     assert fault.old != fault.new
     ast.parse(text.replace(fault.old, fault.new))
-    missing = [t for t in fault.tests if not (ROOT / "tests" / t.partition("::")[0]).exists()]
     assert fault.tests
-    assert not missing
+    for test in fault.tests:
+        file, _, function = test.partition("::")
+        assert (path := ROOT / "tests" / file).exists(), test
+        assert not function or f"def {function.partition('[')[0]}" in path.read_text(), test
 
 
 def test_there_are_enough_of_them_everywhere():
