@@ -122,7 +122,7 @@ def test_the_last_file_says_for_how_many_ranks_it_is(
     (folder / "d.toml").write_text(base)
     with pytest.raises(ValueError, match=r"^d.toml: .*expected --ranks, or a line such as world_"):
         ranks_of("d.toml")
-    for wrong in ('"8"', "true", "-1", "8.0"):
+    for wrong in ('"8"', "true", "-1", "0", "8.0"):
         (folder / "d.toml").write_text(f"{base}world_size = {wrong}\n")
         with pytest.raises(ValueError, match=r"world_size: is .*expected a number of ranks"):
             ranks_of("d.toml")

@@ -70,7 +70,7 @@ from titan_ext.base.tensors import in_backward
 from titan_ext.fsdp import auto, prefetch, resolve
 from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.parallelize.model_spec import balance_all_blocks
-from titan_ext.plan.verify.arm import RankOrder
+from titan_ext.plan.stand_ins import RankOrder
 from titan_ext.run.checkpoints import CheckpointManager
 from titan_ext.run.trainer import extend_config
 

@@ -1,4 +1,4 @@
-"""Runs of ours that must equal stock TorchTitan's to the bit; nothing here knows verify.
+"""Runs of ours that must equal stock TorchTitan's to the bit; verify is not asked.
 
 A reference is the same run with Titan's own parallelize function. Those that differ in nothing else
 share it. Most runs are the exact rows of the table; the others have what a TOML file of titan_ext,

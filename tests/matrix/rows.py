@@ -7,22 +7,14 @@ bit besides, without verify (``exact``). What titan_ext refuses says so in the w
 
 import itertools
 
+from tests.verify.search import Job
+
 __all__ = ["AXES", "EXACT", "FEATURES", "REFUSED", "ROUNDING", "rows"]
 
-Job = dict[str, str]
-"""A job's TOML, key by key (``tests.verify.search``)."""
-
 _P, _AC = "parallelism.", "activation_checkpoint."
-_TP, _PP, _CP, _EP, _HSDP = (
-    f"{_P}{axis}_parallel{of}_degree"
-    for axis, of in (
-        ("tensor", ""),
-        ("pipeline", ""),
-        ("context", ""),
-        ("expert", ""),
-        ("data", "_replicate"),
-    )
-)
+_TP, _PP = f"{_P}tensor_parallel_degree", f"{_P}pipeline_parallel_degree"
+_CP, _EP = f"{_P}context_parallel_degree", f"{_P}expert_parallel_degree"
+_HSDP = f"{_P}data_parallel_replicate_degree"
 _MOE = '"deepseek_v3.deepseek_v3_debugmodel"'
 _BACKENDS = ('"spmd_types"', '"partial_dtensor"')
 _PLAIN_LOSS = {"loss.component": '"torchtitan.components.loss.CrossEntropyLoss"'}
@@ -160,8 +152,6 @@ _PIPELINES: dict[str, Job] = {
         ("ZBVZeroBubble", "no recompute", {**_PLAIN_LOSS, f"{_AC}policy": '"none"'}),
     )
 }
-
-
 EXACT = (
     "units by block",
     "units by submodule",
@@ -250,7 +240,7 @@ def rows() -> dict[str, Job]:
     """All jobs by name. Backends take turns, so that each feature and each axis meets both."""
     product = {
         f"{feature}, {axis}": AXES[axis] | job
-        for (number, (feature, job)), axis in itertools.product(enumerate(FEATURES.items()), AXES)
+        for (feature, job), axis in itertools.product(FEATURES.items(), AXES)
     }
     ending = {name: job for name, (job, _) in _ENDING.items()}
     named = product | _OTHERS | _LARGE | _PIPELINES | ending

@@ -18,10 +18,11 @@ def document() -> str:
     others = [name for name in rows() if name not in in_table | REFUSED.keys()]
     right = len(rows()) - len(REFUSED)
     counts = textwrap.fill(
-        f"{right} jobs are RIGHT by [`titan_ext verify`](verify.md), {len(RUNS)} runs equal stock "
-        f"TorchTitan, and {len(REFUSED)} jobs are refused by a message. All are on CPU ranks with "
-        "gloo. The two SPMD backends take turns from cell to cell. The model is Titan's debug "
-        "model of DeepSeek-V3 where no other is named.",
+        f"{right} jobs have to be RIGHT by [`titan_ext verify`](verify.md), {len(RUNS)} runs to "
+        f"equal stock TorchTitan, and {len(REFUSED)} jobs are refused by a message. "
+        "`benchmarks/LOG.md` says which have run. All are on CPU ranks with gloo. The two SPMD "
+        "backends take turns from cell to cell. The model is Titan's debug model of DeepSeek-V3 "
+        "where no other is named.",
         width=120,
     )
     table = [["", *AXES], ["---"] * (1 + len(AXES))]

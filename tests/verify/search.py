@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 RIGHT, WRONG, NOT_VERIFIED = 0, 1, 2
 _CANDIDATES = 40
 
-Job = Mapping[str, str]
+Job = dict[str, str]
 """A job's TOML: keys and values as they are written. "extends" is one; "ranks" is its world."""
 
 _CONVERTERS = {

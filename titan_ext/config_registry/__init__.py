@@ -45,8 +45,9 @@ def _config(name: str) -> "Trainer.Config":
     known, flags = parser.parse_known_args(sys.argv[1:])
     if known.config != name:
         return resolve(name, flags_follow=True).config
-    config = resolve(name, flags).config
-    ranks, said = world_size(config), read_chain(name).world_size
+    resolved = resolve(name, flags)
+    config, said = resolved.config, resolved.world_size
+    ranks = world_size(config)
     Mistakes(wrong_degrees(config, ranks)).raise_all()
     if said and ranks not in (None, said):
         logger.warning(f"{name} is for {said} ranks ({WORLD_SIZE}); this run has {ranks}.")

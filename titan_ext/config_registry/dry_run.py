@@ -22,7 +22,7 @@ import tyro
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import Mistakes, format_bytes, size_of
 from titan_ext.config_registry.terminal import coloured
-from titan_ext.toml.files import extends_in, ranks_of, read_chain, to_toml
+from titan_ext.toml.files import extends_in, ranks_of, to_toml
 
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
@@ -82,6 +82,7 @@ class DryRun:
     def _run(self, flags: list[str], folder: Path) -> None:
         memory = size_of("--memory", self.memory)
         machine = machine_of(self.machine or "h100")  # for its nodes
+        self.ranks = ranks_of(self.config, self.ranks)
         self._check()
         if self.out is not None:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -103,8 +104,9 @@ class DryRun:
                 resolved = resolve(self.config, flags)
             config = resolved.config
             Mistakes(wrong_degrees(config, self.ranks)).raise_all()
-            if (said := read_chain(self.config).world_size) not in (0, self.ranks):
-                print(f"{'note':12}{self.config} is for {said} ranks; this is {self.ranks}")
+            if resolved.world_size not in (0, self.ranks):
+                said = f"{self.config} is for {resolved.world_size} ranks; this is {self.ranks}"
+                print(f"{'note':12}{said}")
             experts = config.parallelism.expert_parallel_degree
             if self.imbalance != 1 and not 0 <= self.imbalance <= experts:
                 raise ValueError(
@@ -155,7 +157,6 @@ class DryRun:
 
     def _check(self) -> None:
         """Raise ValueError for options that do not go together."""
-        self.ranks = ranks_of(self.config, self.ranks)
         if self.activations != "fit":
             size_of("--activations", self.activations)
         ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"

@@ -32,6 +32,8 @@ class Resolved:
     config: Trainer.Config
     files: tuple[str, ...]
     """The TOML files, in the order in which they apply."""
+    world_size: int
+    """For how many ranks they are; 0 if they do not say."""
     base: str
     """The Python config function that they start from."""
     model: dict[str, Any]
@@ -80,7 +82,7 @@ def resolve(name: str | Path, flags: Sequence[str] = (), *, flags_follow: bool =
         ValueError: with one message that names the file and each wrong key.
     """
     warn_once()
-    function, files = read_chain(name)
+    function, files = chain = read_chain(name)
     at = KeyLocation(files[0].name if files else str(name))
     base = load_base(function, at.below("extends") if files else at)
     tables, models = [], []
@@ -109,7 +111,8 @@ def resolve(name: str | Path, flags: Sequence[str] = (), *, flags_follow: bool =
             raise TomlConfigError(_to_blame(unflagged, at.file), "", str(error)) from error
     if (spec := config.model_spec) is not None:
         spec.extends, spec.choices = base.name, model
-    resolved = Resolved(config, tuple(file.name for file in files), base.name, model, {})
+    names = tuple(file.name for file in files)
+    resolved = Resolved(config, names, chain.world_size, base.name, model, {})
     named = {key for flag in flags for key in _keys_of(flag)}
     for key, value in resolved.values.items():
         origin = KeyLocation("", key, at.origins).origin() or base.name

@@ -63,6 +63,7 @@ class Tune:
     """Print what the search does next."""
 
     def run(self, flags: list[str]) -> None:
+        self.ranks = ranks_of(self.config, self.ranks)
         self._check()
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects
@@ -90,7 +91,6 @@ class Tune:
 
     def _check(self) -> None:
         machine_of(self.machine)
-        self.ranks = ranks_of(self.config, self.ranks)
         default = _MEMORY.get(self.machine, "")
         rows = (
             (not 0 <= self.rank < self.ranks, f"--rank is {self.rank}; expected one of --ranks."),

@@ -143,8 +143,7 @@ class Verify:
 
         machine = machine_of(self.machine)
         with no_accelerator.as_with_an_accelerator():
-            resolved = resolve(self.config, flags)
-        config = resolved.config
+            config = resolve(self.config, flags).config
         ranks = ranks_of(self.config, self.ranks)
         Mistakes(wrong_degrees(config, ranks)).raise_all()
         if reason := why_not(config):

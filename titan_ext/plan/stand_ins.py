@@ -18,7 +18,9 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.components.checkpointer import CheckpointManager
@@ -352,3 +354,27 @@ class NoTokenizer:
     class Config(BaseTokenizer.Config):
         def build(self, **_: Any) -> None:
             return None
+
+
+class RankOrder(DefaultReduceScatter):
+    """Sums rank 0's values first, then rank 1's, and so on.
+
+    gloo, as NCCL, adds in an order that depends on where in the bucket a value lies, which differs
+    between units and shows in the last bit from three ranks on.
+    """
+
+    def __call__(  # pyrefly: ignore[bad-override]
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        assert not async_op
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        first, *others = received.chunk(dist.get_world_size(group))
+        output_tensor.copy_(first.view_as(output_tensor))
+        for values in others:
+            output_tensor.add_(values.view_as(output_tensor))

@@ -28,8 +28,9 @@ from torchtitan.models import _supported_models
 from titan_ext.base.messages import and_more, did_you_mean, in_one
 
 MODEL = "model"
-WORLD_SIZE = "world_size"
 """The section with the arguments of a model registry."""
+WORLD_SIZE = "world_size"
+"""The key beside ``extends``: for how many ranks a file is."""
 NONE = "None"
 """None in a file, as TOML lacks it; Titan's command line writes it the same way."""
 EXAMPLE = 'extends = "deepseek_v3.deepseek_v3_16b"'
@@ -167,10 +168,10 @@ def read(path: Path) -> TomlFile:
         raise at.below("extends").error(_missing_extends(table))
     if not isinstance(extends, str) or not extends:
         raise at.below("extends").error(f"expected one name or one path, as in {EXAMPLE}.")
-    ranks = table.pop(WORLD_SIZE, 0)
-    if type(ranks) is not int or ranks < 0:
+    ranks = table.pop(WORLD_SIZE, None)
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise at.below(WORLD_SIZE).error(f"is {to_toml(ranks)}; expected a number of ranks.")
-    return TomlFile(at.file, table, extends, ranks)
+    return TomlFile(at.file, table, extends, ranks or 0)
 
 
 def _missing_extends(table: dict[str, Any]) -> str:

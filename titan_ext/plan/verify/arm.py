@@ -35,7 +35,7 @@ from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
 from titan_ext.fsdp.units import decoder_blocks, param_groups
 from titan_ext.parallelize.limits import value_of
-from titan_ext.plan.stand_ins import as_rank, as_stock, in_full_precision
+from titan_ext.plan.stand_ins import RankOrder, as_rank, as_stock, in_full_precision
 from titan_ext.plan.verify.small import (
     MICROBATCHES,
     RESHARD,
@@ -429,30 +429,6 @@ def _then(
         return result
 
     return both
-
-
-class RankOrder(DefaultReduceScatter):
-    """Sums rank 0's values first, then rank 1's, and so on.
-
-    gloo, as NCCL, adds in an order that depends on where in the bucket a value lies, which differs
-    between units and shows in the last bit from three ranks on.
-    """
-
-    def __call__(  # pyrefly: ignore[bad-override]
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        assert not async_op
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        first, *others = received.chunk(dist.get_world_size(group))
-        output_tensor.copy_(first.view_as(output_tensor))
-        for values in others:
-            output_tensor.add_(values.view_as(output_tensor))
 
 
 def sum_in_order(model: nn.Module) -> None:

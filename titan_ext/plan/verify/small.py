@@ -355,8 +355,7 @@ def _renamed(pattern: str, kept: Sequence[int]) -> list[str]:
     if found is None or found[2] == "*":
         return [pattern]
     places = [place for place, index in enumerate(kept) if fnmatch(str(index), found[2])]
-    # At the end, as in layers.1*, a star stands for all that is in the block, too.
-    rest = "*" if pattern.endswith(f"layers.{found[2]}") and found[2].endswith("*") else ""
+    rest = "*" if found[2].endswith("*") else ""  # as in layers.1*, for what is in the block, too
     return [_LAYER.sub(rf"\g<1>layers.{place}{rest}", pattern) for place in places]
 
 
