@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One torchrun agent: run it on every node, with the same values. See docs/multi_node.md.
+# One torchrun agent: run it on every node, with the same values. See docs/running.md.
 #
 #   CONFIG=train_configs/deepseek_v3_16b.toml NNODES=4 HEAD=node0 launch/multi_node.sh [Titan flags]
 set -euo pipefail
@@ -8,7 +8,7 @@ set -euo pipefail
 : "${NNODES:?how many nodes run this script}"
 : "${HEAD:?the host name of the node where the agents meet; it runs this script too}"
 
-# Workers of torch 2.15 hang in init_process_group after a restart without it (docs/hangs_and_faults.md).
+# Workers of torch 2.15 hang in init_process_group after a restart without it (docs/running.md).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # torchao 0.18 registers two enums in a way that torch warns of in each process.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Slurm job, submitted from the root of the repository. See docs/multi_node.md.
+# A Slurm job, submitted from the root of the repository. See docs/running.md.
 #
 #   CONFIG=train_configs/deepseek_v3_16b.toml \
 #       sbatch --nodes=4 --gpus-per-node=8 --time=24:00:00 launch/slurm.sh [Titan flags]

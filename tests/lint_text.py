@@ -54,9 +54,9 @@ def _leads_somewhere(page: Path, target: str) -> bool:
 
 
 def wrong_in_index() -> Iterator[str]:
-    index = (ROOT / "docs" / "README.md").read_text()
+    index = (ROOT / "docs" / "start.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
-        if page.name != "README.md" and f"({page.name})" not in index:
+        if page.name != "start.md" and f"({page.name})" not in index:
             yield f"no link to {page.name}"
 
 
@@ -80,7 +80,7 @@ def wrong_upstream() -> Iterator[str]:
 
 def main() -> int:
     found = {page.relative_to(ROOT): list(wrong_in_page(page)) for page in PAGES}
-    found[Path("docs/README.md")] += wrong_in_index()
+    found[Path("docs/start.md")] += wrong_in_index()
     found[Path("upstream")] = list(wrong_upstream())
     for place, wrong in found.items():
         for words in wrong:

@@ -391,7 +391,7 @@ DOC = (Path(__file__).parents[2] / "docs" / "lora.md").read_text()
 
 def test_the_documented_way(folder: Path):
     """docs/lora.md from its TOML to its Python, on a small model of the same kind and 2 ranks."""
-    section = DOC[DOC.index("## From base weights") : DOC.index("## Parameters that FSDP")]
+    section = DOC[DOC.index("## LoRA") : DOC.index("## QLoRA")]
     section = section.replace("Qwen/Qwen3-14B", "assets/hf/Qwen3-14B")
     (toml,) = re.findall(r"```toml\n(.*?)```", section, flags=re.DOTALL)
     (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)

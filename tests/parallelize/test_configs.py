@@ -174,7 +174,7 @@ def _new_keys() -> dict[str, tuple[str, set[str]]]:
 def test_the_page_of_keys_has_every_key():
     """With its default and choices, and no other key."""
     docs = Path(__file__).parents[2] / "docs"
-    rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|(.*?)\|", (docs / "keys.md").read_text(), re.M)
+    rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|(.*?)\|", (docs / "configs.md").read_text(), re.M)
     new = _new_keys()
     assert sorted(key for key, _, _ in rows) == sorted(new)
     for key, choices, default in rows:

@@ -19,7 +19,7 @@ from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.limits import wrong_schedule
 from titan_ext.parallelize.passes import parallelize
 
-DOC = Path(__file__).parents[2] / "docs" / "multi_node.md"
+DOC = Path(__file__).parents[2] / "docs" / "running.md"
 
 _ZERO_BUBBLE = Run(
     world=2,

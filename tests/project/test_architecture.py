@@ -1,4 +1,4 @@
-"""The house, as docs/architecture.md draws it: arrows run one way, and no room is too large."""
+"""The levels of CONTRIBUTING.md: imports point one way, and no folder is too large."""
 
 import ast
 from dataclasses import fields

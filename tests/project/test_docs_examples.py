@@ -45,7 +45,7 @@ RUN = {
     ("docs/fp8_codec.md", 0),
     ("docs/lora.md", 0),  # PEFT: tests/components/test_peft.py runs the page from its TOML to here
     ("docs/lora.md", 1),
-    ("docs/toml.md", 0),
+    ("docs/configs.md", 0),
     ("docs/your_model.md", 0),
     ("docs/your_model.md", 1),
     ("docs/your_model.md", 2),
@@ -82,8 +82,8 @@ def test_every_python_example_has_a_test():
 def test_a_config_function_in_python(folder: Path):
     from torchtitan.config import ConfigManager
 
-    (module,) = re.findall(r"`--module (\w+) --config my_16b`", PAGES["docs/toml.md"])
-    (folder / f"{module}.py").write_text(examples("python")["docs/toml.md", 0])
+    (module,) = re.findall(r"`--module (\w+) --config my_16b`", PAGES["docs/configs.md"])
+    (folder / f"{module}.py").write_text(examples("python")["docs/configs.md", 0])
     with contextlib.ExitStack() as stack:
         stack.callback(sys.modules.pop, module, None)
         config: Any = ConfigManager().parse_args(["--module", module, "--config", "my_16b"])
@@ -301,7 +301,7 @@ def test_muon_from_a_file(config: Loader):
     """The matrix trains with this pattern (tests.helpers.muon)."""
     import torch
 
-    ours = config(_TOML["docs/lora.md", 4])
+    ours = config(_TOML["docs/lora.md", 3])
     assert ours.optimizer.param_groups[0].pattern == muon.PATTERN
     assert ours.model_spec is not None
     with torch.device("meta"):
@@ -492,7 +492,7 @@ def _run_commands(folder: Path, commands: list[str]) -> str:
 
 def _prepare(folder: Path, page: str) -> None:
     """The files that a page tells its reader to write, and those of a checkout."""
-    if page == "docs/toml.md":
+    if page == "docs/configs.md":
         (folder / "my_runs.py").write_text(examples("python")[page, 0])
         (folder / "my_run.toml").write_text(examples("toml")[page, 0])
     shutil.copytree(ROOT / "train_configs", folder / "train_configs")
@@ -524,7 +524,7 @@ def test_dry_runs_of_a_page_run(page: str, tmp_path: Path):
 
 def test_a_config_function_of_yours(tmp_path: Path):
     """By the name that every command takes; a file extends it as well."""
-    _prepare(tmp_path, "docs/toml.md")
+    _prepare(tmp_path, "docs/configs.md")
     (tmp_path / "my_run.toml").unlink()
     shown = _run_commands(tmp_path, ["titan_ext show my_runs.my_16b"])
     assert 'parallelism.fsdp_wrap = "submodule"  # from my_runs.my_16b' in shown

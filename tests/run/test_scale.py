@@ -2,7 +2,7 @@
 
 The ranks are threads, or objects that take turns, over a store in this process that counts. A few
 tests have real ranks. Counts are asserted: what a rank sends, receives and opens does not depend on
-the number of ranks. ``python -m tests.run.test_scale`` prints the table of docs/multi_node.md.
+the number of ranks. ``python -m tests.run.test_scale`` prints the table of docs/running.md.
 
 Records and reports of ``debug.record_collectives`` have their tests in test_debug_collectives.
 """

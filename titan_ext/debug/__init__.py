@@ -3,5 +3,5 @@
 
 ``debug.record_collectives`` turns it on; otherwise nothing here is imported. ``watchdog`` writes
 the records and stops the run when ranks differ, ``hang_report`` reads them and says where. See
-docs/hangs_and_faults.md.
+docs/running.md.
 """

@@ -154,7 +154,7 @@ class DebugConfig(TitanDebugConfig):
     Record every collective of every rank in a file before it is issued, and compare the ranks at
     steps that are logged or saved. After a hang or an abort, python -m titan_ext.debug.hang_report
     names the ranks, the position in the order and the units. Costs some 50 microseconds a
-    collective. See docs/hangs_and_faults.md.
+    collective. See docs/running.md.
     """
 
     __setattr__ = set_known_key

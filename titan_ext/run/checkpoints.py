@@ -73,7 +73,7 @@ class CheckpointManager(TitanCheckpointManager):
         verify_checksums_up_to_gib: float = 64.0
         """
         Before a run loads a checkpoint of at most this many GiB, its ranks read all of it, each a
-        part, and compare the checksums. 0: never; inf: always. See docs/checkpoints.md.
+        part, and compare the checksums. 0: never; inf: always. See docs/running.md.
         """
         ignore_weights: list[str] = field(default_factory=list)
         """
