@@ -4,7 +4,7 @@
 ``tune`` plans dozens of configs, and a plan of 61 layers takes 25 CPU seconds. Layers repeat with
 a period (1, or 2 where attention alternates) after a few first ones (dense ones). So two short
 models that differ by one or more periods give what a period adds: milliseconds, and bytes at every
-phase. Held against whole models in tests/plan/test_plan_search.py and benchmarks/LOG.md.
+phase. Compared with whole models in tests/plan/test_plan_search.py and benchmarks/LOG.md.
 """
 
 import re
@@ -17,7 +17,7 @@ from titan_ext.plan.time import StepTime
 
 _LAYER = re.compile(r"\blayers\.(\d+)")
 # Planned: two periods of 16B gave a peak of 46.4 GiB for 38.38 of the whole model, three gave
-# 38.38 (benchmarks/LOG.md, 2026-11-24).
+# 38.38.
 _PERIODS, _MORE = 3, 2
 """Periods of the short model, and how many more the longer one has: with fewer than three, not all
 of FSDP's buffers of neighbours live at once."""

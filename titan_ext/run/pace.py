@@ -35,11 +35,11 @@ from titan_ext.base.agreement import this_job
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 
-# Guessed, and tried on synthetic steps: 500 quiet ones give no warning (tests/run/test_pace.py).
-# A twentieth called ranks late on noise (benchmarks/LOG.md).
+# Assumed, and tried on synthetic steps: 500 quiet ones give no warning (tests/run/test_pace.py).
+# A twentieth called ranks late on noise.
 _NOTABLE = 0.1
 """Least share of a step that is called late."""
-# Three in a row missed a slow link, since noise broke them (benchmarks/LOG.md).
+# Three in a row missed a slow link, since noise broke them.
 _LASTING, _RECENT = 3, 5
 """So many of the last logged steps make a warning."""
 _UNEVEN = 2.0
