@@ -8,7 +8,8 @@ set -euo pipefail
 : "${NNODES:?how many nodes run this script}"
 : "${HEAD:?the host name of the node where the agents meet; it runs this script too}"
 
-# Workers of torch 2.15 hang in init_process_group after a restart without it (docs/running.md).
+# Without it torchrun of torch 2.15 keeps one store for all attempts: a worker of the second can read the
+# address of one of the first, and fail or hang in init_process_group (docs/running.md).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # torchao 0.18 registers two enums in a way that torch warns of in each process.

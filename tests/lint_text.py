@@ -18,7 +18,7 @@ MOST_WORDS = 25
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *(ROOT / "benchmarks" / name for name in ("fp8_ac.md", "gpu_receipts.md")),
-    *(ROOT / "upstream" / name for name in ("README.md", "titan_main.md")),
+    *sorted((ROOT / "upstream").rglob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
@@ -63,19 +63,18 @@ def wrong_in_index() -> Iterator[str]:
 def wrong_upstream() -> Iterator[str]:
     """A folder that is not ready to be sent, or a patch that the installed sources refuse."""
     readme = (check.HERE / "README.md").read_text()
-    folders: list[check.Folder] = [*check.patches(), *check.comments()]
+    patches = check.patches()
     for name in {file.parent.name for file in check.HERE.glob("*/README.md")}:
-        if name not in {folder.name for folder in folders}:
-            yield f"{name} has neither a patch nor {check.SCRIPT}"
-    for folder in folders:
-        yield from (f"{folder.name}: {words}" for words in folder.lacks())
-        package, version = folder.applies_to
-        if f"]({folder.name}/README.md) | {package} {version} |" not in readme:
-            yield f"README.md has no row of {folder.name} for {package} {version}"
-        if isinstance(folder, check.Patch):
-            said = check.check(folder, quick=True).before
-            if said != "applies" and not said.startswith("not tried"):
-                yield said
+        if name not in {patch.name for patch in patches}:
+            yield f"{name} has no patch"
+    for patch in patches:
+        yield from (f"{patch.name}: {words}" for words in patch.lacks())
+        package, version = patch.applies_to
+        if f"]({patch.name}/README.md) | {package} {version} |" not in readme:
+            yield f"README.md has no row of {patch.name} for {package} {version}"
+        said = check.check(patch, quick=True).before
+        if said != "applies" and not said.startswith("not tried"):
+            yield said
 
 
 def main() -> int:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Try the patches and reproductions for torch and TorchTitan on the installed sources.
+"""Try the patches for torch and TorchTitan on the installed sources.
 
 A patch is worth a reviewer's time if its test fails without it and passes with it. This file shows
 both, without a checkout: it builds a tree of links to the installed package, in which only the
-files that the patch touches are copies, and puts it first on the path. A folder without a patch is
-a comment on somebody's issue: its ``reproduce.py`` has to show what the comment says.
+files that the patch touches are copies, and puts it first on the path.
 
     python upstream/check.py [--any-version] [FOLDER ...]
 
@@ -28,17 +27,16 @@ HERE = Path(__file__).parent
 PACKAGES = ("torch", "torchtitan")
 TESTS = ("test/", "tests/")
 """Where the repositories of torch and TorchTitan have their tests; their wheels have none."""
-ROWS = ("applies to", "answers", "measured", "state")
-"""What the table at the top of a README must say; a patch's also "fails before with"."""
-SCRIPT = "reproduce.py"
+ROWS = ("applies to", "fails before with", "answers", "measured", "state")
+"""What the table at the top of a README must say."""
 LIMIT_S = 1200
 PRELUDE = "import unittest\n\n\nclass TestCase(unittest.TestCase):\n    pass\n"
 """Stands in for the package expecttest: torch's test base derives from it, no test here uses it."""
 
 
 @dataclass(frozen=True)
-class Folder:
-    """What one folder has for upstream."""
+class Patch:
+    """A change in a folder, with its test and its description."""
 
     folder: Path
 
@@ -65,25 +63,9 @@ class Folder:
         here = installed(package)[0]
         return "" if here == version else f"not tried: {package} {here} is installed"
 
-    def lacks(self) -> list[str]:
-        """What keeps it from being sent, in words."""
-        return [f"its README has no row {row!r}" for row in ROWS if row not in self.rows]
-
-
-@dataclass(frozen=True)
-class Comment(Folder):
-    """A comment on an issue: the README, and a script that shows what it says."""
-
-
-@dataclass(frozen=True)
-class Patch(Folder):
-    """A change, with its test."""
-
     @property
     def file(self) -> Path:
-        """The patch; that in ``main``, if there is one, where another version is installed."""
-        others = [*self.folder.glob("main/0001-*.patch")] if self.wrong_version else []
-        (file,) = others or self.folder.glob("0001-*.patch")
+        (file,) = self.folder.glob("0001-*.patch")
         return file.resolve()
 
     @property
@@ -105,9 +87,8 @@ class Patch(Folder):
         return self.rows["fails before with"].strip("`")
 
     def lacks(self) -> list[str]:
-        wrong = super().lacks()
-        if "fails before with" not in self.rows:
-            wrong.append("its README has no row 'fails before with'")
+        """What keeps it from being sent, in words."""
+        wrong = [f"its README has no row {row!r}" for row in ROWS if row not in self.rows]
         text = self.file.read_bytes()
         header = text.partition(b"\n---\n")[0].decode("ascii", errors="replace")
         if not text.isascii():
@@ -123,10 +104,6 @@ class Patch(Folder):
 
 def patches() -> list[Patch]:
     return [Patch(file.parent) for file in sorted(HERE.glob("*/0001-*.patch"))]
-
-
-def comments() -> list[Comment]:
-    return [Comment(file.parent) for file in sorted(HERE.glob(f"*/{SCRIPT}"))]
 
 
 def installed(package: str) -> tuple[str, Path]:
@@ -208,9 +185,9 @@ def run_tests(patch: Patch, root: Path) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was seen of one patch, or in the column "before" of one comment."""
+    """What was seen of one patch."""
 
-    patch: Folder
+    patch: Patch
     tests: int = 0
     before: str = ""
     after: str = ""
@@ -258,43 +235,22 @@ def check(patch: Patch, quick: bool = False, any_version: bool = False) -> Verdi
     )
 
 
-def reproduce(comment: Comment) -> str:
-    """Run the script of ``comment``: "seen", or what it printed."""
-    if wrong := comment.wrong_version:
-        return wrong
-    done = subprocess.run(
-        [sys.executable, comment.folder / SCRIPT],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    return "seen" if done.returncode == 0 else f"not seen: {done.stdout[-2000:]}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", help="folders beside this file; none: all")
     parser.add_argument("--any-version", action="store_true", help="patches, on what is installed")
-    found = {folder.name: folder for folder in [*patches(), *comments()]}
+    found = {patch.name: patch for patch in patches()}
     given = parser.parse_args()
     chosen = [found[Path(folder).name] for folder in given.folders]
     good = True
     print(HEADER, flush=True)
-    for folder in chosen or found.values():
-        lacks = folder.lacks()
+    for patch in chosen or found.values():
+        lacks = patch.lacks()
         for words in lacks:
-            print(f"{folder.name}: {words}", file=sys.stderr)
-        if isinstance(folder, Patch):
-            verdict = check(folder, any_version=given.any_version)
-            good, row = good and verdict.good, verdict.row()
-        else:
-            seen = reproduce(folder)
-            row = Verdict(folder, before=seen).row()
-            good = good and seen == "seen"
-        good = good and not lacks
-        print(row, flush=True)
+            print(f"{patch.name}: {words}", file=sys.stderr)
+        verdict = check(patch, any_version=given.any_version)
+        good = good and verdict.good and not lacks
+        print(verdict.row(), flush=True)
     return 0 if good else 1
 
 

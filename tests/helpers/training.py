@@ -672,7 +672,7 @@ def _send_every_token_to_the_first_experts(trainer) -> None:
 
 
 def _count_experts_once(trainer) -> None:
-    """As upstream/titan-compiled-expert-load: Titan halves what compiled blocks count once."""
+    """Titan halves the load of checkpointed blocks, but compiled ones count it in forward alone."""
     for part in trainer.model_parts:
         for block in part.layers.values():
             block.checkpoint_impl = None

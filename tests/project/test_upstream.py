@@ -7,18 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from upstream import check
-
-
-def test_another_version_gets_the_patch_that_was_made_for_it(monkeypatch: pytest.MonkeyPatch):
-    (patch,) = (p for p in check.patches() if (p.folder / "main").is_dir())
-    of_release = patch.file
-    assert of_release.parent == patch.folder.resolve()
-    monkeypatch.setattr(check, "installed", lambda _: ("0.2.2", Path()))
-    assert patch.file == of_release.parent / "main" / of_release.name
-    assert not patch.lacks()
 
 
 def test_incomplete_folders_are_named(tmp_path: Path):
