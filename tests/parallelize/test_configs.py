@@ -17,6 +17,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.config_registry.resolve import load
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.passes import parallelize
+from titan_ext.plan.verify.arm import FLOAT8, NARROW, ROUNDS
 from titan_ext.run import trainer
 from titan_ext.run.trainer import Trainer, extend_config
 from titan_ext.toml.files import to_toml
@@ -172,11 +173,16 @@ def _new_keys() -> dict[str, tuple[str, set[str]]]:
 
 
 def test_the_page_of_keys_has_every_key():
-    """With its default and choices, and no other key."""
-    docs = Path(__file__).parents[2] / "docs"
-    rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|(.*?)\|", (docs / "configs.md").read_text(), re.M)
+    """With its default, choices and effect on results, and no other key."""
+    page = (Path(__file__).parents[2] / "docs" / "configs.md").read_text()
+    rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|(.*?)\|.*\|(.*?)\|$", page, re.MULTILINE)
     new = _new_keys()
-    assert sorted(key for key, _, _ in rows) == sorted(new)
-    for key, choices, default in rows:
+    assert sorted(key for key, *_ in rows) == sorted(new)
+    rounds = ROUNDS.keys() | {"parallelism.fsdp_expert_reduce_scatter"}
+    lossy = (FLOAT8 | NARROW).keys() - rounds
+    for key, choices, default, effect in rows:
         assert re.findall(r"`(.*?)`", default)[0] == new[key][0], key
         assert new[key][1] <= set(re.findall(r"`(.*?)`", choices)), key
+        if key in rounds or not key.startswith("activation_checkpoint."):
+            word = "rounding" if key in rounds else "lossy" if key in lossy else "same"
+            assert word in effect, key
