@@ -1,4 +1,4 @@
-"""The tables of docs/fp8_codec.md: relative RMS error by format, and beside an outlier.
+"""The errors that docs/float8.md gives: relative RMS by format, and beside an outlier.
 
     python benchmarks/fp8_error.py          # from the root of the repository; a minute on one core
 

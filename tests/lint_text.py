@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 MOST_WORDS = 25
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(ROOT / "benchmarks" / name for name in ("fp8_ac.md", "gpu_receipts.md")),
+    *(ROOT / "benchmarks" / name for name in ("fp8_ac.md", "gpu_receipts.md", "support.md")),
     *sorted((ROOT / "upstream").rglob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]

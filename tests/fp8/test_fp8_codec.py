@@ -272,7 +272,7 @@ def test_a_scale_twice_too_coarse_both_ways_fails_the_scale_check():
         check_scale_bytes(Coder(coarse), normal(4, 256), Codec())
 
 
-# Accuracy, as docs/fp8_codec.md has it.
+# Accuracy, as docs/float8.md has it.
 
 
 @pytest.mark.parametrize(

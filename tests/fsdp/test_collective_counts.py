@@ -1,4 +1,4 @@
-"""Collectives of a step, by unit: the numbers of docs/fsdp_units.md, their order, their bytes.
+"""Collectives of a step, by unit: the numbers of docs/fsdp.md, their order, their bytes.
 
 Counted on fake tensors (``helpers.collectives``), as one of 64 ranks. tests/plan holds such a step
 against one of real ranks.

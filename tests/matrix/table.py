@@ -1,4 +1,4 @@
-"""``python -m tests.matrix.table`` writes docs/support.md from the table of ``make matrix``."""
+"""``python -m tests.matrix.table`` writes benchmarks/support.md: what ``make matrix`` checks."""
 
 import textwrap
 from pathlib import Path
@@ -8,21 +8,21 @@ from tests.matrix.rows import AXES, EXACT, FEATURES, REFUSED, ROUNDING, rows
 
 __all__ = ["DOCUMENT", "document"]
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "support.md"
+DOCUMENT = Path(__file__).parents[2] / "benchmarks" / "support.md"
 
 
 def document() -> str:
-    """The text of docs/support.md."""
+    """The text of benchmarks/support.md."""
     cells = {feature: [f"{feature}, {axis}" for axis in AXES] for feature in FEATURES}
     in_table = {name for names in cells.values() for name in names}
     others = [name for name in rows() if name not in in_table | REFUSED.keys()]
     right = len(rows()) - len(REFUSED)
     counts = textwrap.fill(
-        f"{right} jobs have to be RIGHT by [`titan_ext verify`](verify.md), {len(RUNS)} runs to "
-        f"equal stock TorchTitan, and {len(REFUSED)} jobs are refused by a message. "
-        "`benchmarks/LOG.md` says which have run. All are on CPU ranks with gloo. The two SPMD "
-        "backends take turns from cell to cell. The model is Titan's debug model of DeepSeek-V3 "
-        "where no other is named.",
+        f"[`titan_ext verify`](../docs/verify.md) has to find {right} jobs RIGHT, {len(RUNS)} runs "
+        f"have to equal stock TorchTitan, and {len(REFUSED)} jobs have to be refused with a "
+        "message. [The log](LOG.md) says which have run. All use CPU ranks with gloo. The two SPMD "
+        "backends alternate from cell to cell. The model is Titan's debug model of DeepSeek-V3, "
+        "unless another is named.",
         width=120,
     )
     table = [["", *AXES], ["---"] * (1 + len(AXES))]
@@ -35,9 +35,9 @@ def document() -> str:
 
 {counts}
 
-- **equal**: besides, losses, norms, parameters and optimizer states of five steps equal stock's to the bit.
+- **equal**: also, losses, norms, parameters and optimizer states of five steps equal stock's bit for bit.
 - **rounding**: sums have another order; gradients stay within rounding.
-- **lossy**: fewer bits. With a codec that changes nothing it is exact.
+- **lossy**: values are rounded to fewer bits. With a codec that changes nothing, results are exact.
 
 {_lines(table)}
 

@@ -34,15 +34,15 @@ PAGES = {
     for path in [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        *(ROOT / "benchmarks" / name for name in ("fp8_ac.md", "gpu_receipts.md")),
+        *(ROOT / "benchmarks" / name for name in ("fp8_ac.md", "gpu_receipts.md", "support.md")),
         ROOT / "upstream" / "titan_main.md",
         *sorted(DOCS.glob("*.md")),
     ]
 }
 
 RUN = {
-    ("docs/fp8_ac.md", 0),
-    ("docs/fp8_codec.md", 0),
+    ("docs/float8.md", 0),
+    ("docs/float8.md", 1),
     ("docs/lora.md", 0),  # PEFT: tests/components/test_peft.py runs the page from its TOML to here
     ("docs/lora.md", 1),
     ("docs/configs.md", 0),
@@ -92,7 +92,7 @@ def test_a_config_function_in_python(folder: Path):
 
 
 def test_float8_store(capsys: pytest.CaptureFixture):
-    _python("docs/fp8_codec.md")
+    _python("docs/float8.md", 1)
     assert "float8" in capsys.readouterr().out
 
 
@@ -101,7 +101,7 @@ def _build_with_fp8() -> int:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
     dist.init_process_group("gloo")
-    model = _python("docs/fp8_ac.md")["model"]
+    model = _python("docs/float8.md")["model"]
     return sum(isinstance(block, CheckpointWrapper) for block in model.layers.values())
 
 

@@ -1,4 +1,4 @@
-"""docs/support.md says what the table of ``make matrix`` has, and each row of it is a job."""
+"""benchmarks/support.md says what the table of ``make matrix`` has, and each row of it is a job."""
 
 from pathlib import Path
 

@@ -358,7 +358,7 @@ class _Sizes:
         policies = set(CHOICES)
         rates = self._rates
         # One kernel each way at the rate of memory; not fitted. On an H100 they had 0.56 to 0.94
-        # of a copy's (docs/fp8_codec.md). A machine's file may have a measured factor.
+        # of a copy's (docs/float8.md). A machine's file may have a measured factor.
         codec_ms = max(moved / rates.memory, 2 * rates.launch) * 1e3
         if not moved or self._is_exempt(location.module):
             policies.discard(FLOAT8)

@@ -18,7 +18,7 @@ the output only if all of this holds:
 
 Else the output is recomputed, and the reason reported. So is what was saved and then written to in
 place: the value that was kept is lost. Exchanges are not repeated, since ranks might disagree.
-docs/fp8_ac.md says what this cannot see.
+docs/float8.md says what this cannot see.
 """
 
 import functools

@@ -37,7 +37,7 @@ class OpPolicy(StrEnum):
 
     Attributes:
         SAVE: The outputs.
-        SAVE_FLOAT8: The outputs in float8, where the codec can hold them (docs/fp8_ac.md).
+        SAVE_FLOAT8: The outputs in float8, where the codec can hold them (docs/float8.md).
         OFFLOAD, OFFLOAD_FLOAT8: The same, on the host.
         RECOMPUTE: Nothing; the operation runs again in backward.
         DISCARD: Nothing, and the operation does not run again. Backward must not read its outputs;

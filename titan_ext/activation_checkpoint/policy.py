@@ -85,7 +85,7 @@ class FP8AC(ActivationCheckpointing):
         """
         Bytes that a rank's blocks may hold for backward: "20GiB", or "fit" for what its memory
         leaves ("fit 80GiB": a device of that). Before it starts, the run finds the ``op_policies``
-        that take the least time within it (docs/fp8_ac.md).
+        that take the least time within it (docs/float8.md).
         """
 
         solved_with: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)

@@ -42,7 +42,7 @@ _A_RULE_US = 1e-3
 """Least cost of a policy other than "recompute": no rules that gain nothing."""
 # Not fitted. The best of all choices is met within 1e-3 in test_ac_budget.py.
 _GAP = 1e-4
-# Not measured: a solve takes seconds (docs/fp8_ac.md).
+# Not measured: a solve takes seconds.
 _TIME_LIMIT_S = 60.0
 _INFEASIBLE = 2
 """SciPy's ``status`` of a proof that there is no solution."""

@@ -8,10 +8,12 @@
     y.sum().backward()
 
 Callers choose how each tensor is stored, by its name: exact or in float8, on the device or on the
-host. docs/fp8_codec.md lists the rules in the order in which they apply. Parameters and buffers are
-kept by reference, and recognised by their storage: a detached or localised weight is a plain
-tensor, and a copy would defeat FSDP, which empties a gathered weight. Small tensors stay on the
-device.
+host. The first rule that matches applies: parameters and buffers; tensor subclasses other than
+DTensor, and sparse tensors; dtypes that the codec does not take; views of a storage that is kept
+anyhow; what the policy names (by default fp32 and small tensors); what would not shrink. These are
+kept exactly, and the memory report says why. Parameters and buffers are kept by reference, and
+recognised by their storage: a detached or localised weight is a plain tensor, and a copy would
+defeat FSDP, which empties a gathered weight. Small tensors stay on the device.
 
 The store waits for every tensor: inside selective checkpointing the output of a running collective
 is a plain tensor. It stores values once, and decodes them once, however often they and views of

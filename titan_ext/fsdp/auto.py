@@ -5,7 +5,7 @@ Smaller units hold less and gather more often. If the experts' shards lie on one
 rank, their gathers hide behind computation: a block is split into attention and MoE. Across nodes
 they may not. There the unit of experts alone issues as many collectives as a whole block. With two
 gathers ahead and two reduce-scatters behind backward it takes no more time than stock's blocks, by
-the clock of a dry run (docs/fsdp_units.md), and holds no more bytes.
+the clock of a dry run (docs/fsdp.md), and holds no more bytes.
 
 Several reduce-scatter buffers let backward go on while earlier reduce-scatters run, for the bytes
 of a unit's gradients each. They also give reduce-scatters a process group of their own, so that

@@ -36,13 +36,13 @@ class ParallelismConfig(TitanParallelismConfig):
       one node, or whole on a rank. Else "experts", two units ahead in backward, and two
       reduce-scatters that may run behind it.
 
-    The losses and gradient norms do not depend on it. See docs/fsdp_units.md.
+    The losses and gradient norms do not depend on it. See docs/fsdp.md.
     """
 
     # A wider type for a field of the parent.
     fsdp_reshard_after_forward: Reshard = "default"  # pyrefly: ignore[bad-override]
     """
-    When FSDP frees a unit's parameters, after its forward or not (see docs/fsdp_memory.md):
+    When FSDP frees a unit's parameters, after its forward or not (see docs/fsdp.md):
 
     - "default": yes, except in a pipeline, and except the last norm and head and small units
       outside the blocks.
@@ -83,7 +83,7 @@ class ParallelismConfig(TitanParallelismConfig):
 
     overlap_exchanges: OverlapExchanges = "shared_experts"
     """
-    Computation while tokens travel between expert-parallel ranks (see docs/fsdp_units.md):
+    Computation while tokens travel between expert-parallel ranks (see docs/exchanges.md):
 
     - "shared_experts": the shared experts of a MoE layer, while the outputs of its routed experts
       travel back, in forward and backward. The results stay the same. Only with expert parallelism,
@@ -98,7 +98,7 @@ class ParallelismConfig(TitanParallelismConfig):
     """
     Dtype of tokens that travel to other ranks' experts, and of gradients of what comes back.
     "float8": e4m3 and a byte of scale for 128 values, 0.504 of bfloat16's bytes; lossy. The other
-    two exchanges stay as they are. None: mixed_precision_param. See docs/fsdp_units.md.
+    two exchanges stay as they are. None: mixed_precision_param. See docs/exchanges.md.
     """
 
     exchange_rows: ExchangeRows = "expert"
@@ -107,7 +107,7 @@ class ParallelismConfig(TitanParallelismConfig):
     each. "rank": once; what goes back is one sum of their outputs, times the token's scores, made
     in float32. "node": once to each node of them, and from there to the ranks; where expert
     parallelism does not span several whole nodes it is "rank". Other rounding. Nothing changes
-    where no rank can have two of a token's experts. See docs/fsdp_units.md.
+    where no rank can have two of a token's experts. See docs/exchanges.md.
     """
 
     fsdp_replicate: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ class ParallelismConfig(TitanParallelismConfig):
     bfloat16's bytes. That rounds the gathered weights; master weights and checkpoints stay as they
     are. "experts": routed experts; needs expert_parallel_degree > 1 or fsdp_wrap "experts".
     "blocks": all matrices of blocks, routed experts too. Routers, norms and biases stay exact, and
-    so do embedding and head. See docs/fsdp_units.md.
+    so do embedding and head. See docs/fsdp.md.
     """
 
     fsdp_expert_reduce_scatter: Literal["bfloat16"] | None = None

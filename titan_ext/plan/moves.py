@@ -35,7 +35,7 @@ class Effect(StrEnum):
 
     NONE = "no result changes"
     ROUNDING = "rounds otherwise"
-    LOSSY = "lossy: losses are in docs/fsdp_units.md"
+    LOSSY = "lossy: docs/exchanges.md and docs/fsdp.md have losses"
 
 
 @dataclass(frozen=True)
