@@ -211,7 +211,8 @@ def test_op_policies_tensor_by_tensor(wrap: Wrap):
     assert exact.nbytes - outcome.nbytes == 2 * halved - halved * 129 // 128
 
 
-@pytest.mark.parametrize("wrap", [pytest.param("block", marks=pytest.mark.slow), "submodule"])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["block", "submodule"])
 def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
     """And runs no matrix multiplication more often: the checkpoint is inside compiled code."""
     compiled = run(SelectiveAC(SelectiveAC.Config()), wrap)
@@ -222,6 +223,7 @@ def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
     assert worst_cosine(compiled, eager) > 0.9999
 
 
+@pytest.mark.slow
 def test_without_float8_nothing_changes():
     """The partitioner is torch's own for graphs that do not ask for float8."""
     ours = outcome_of(exact=True, wrap="submodule")
@@ -317,6 +319,7 @@ def test_another_length_is_one_more_graph_of_each_kind(layers: int, kinds: int):
     assert outcome.graphs == 2 * kinds
 
 
+@pytest.mark.slow
 def test_blocks_that_decide_differently_share_no_code():
     """Dynamo would give the second block the code of the first: it does not guard on policies."""
 
@@ -334,6 +337,7 @@ def test_blocks_that_decide_differently_share_no_code():
     ]
 
 
+@pytest.mark.slow
 def test_nothing_is_computed_again_if_asked():
     """The compiler saves what it would save without a checkpoint, much of it in float8."""
 

@@ -60,6 +60,7 @@ def test_tokens_travel_while_the_other_half_computes(runs: Runs):
     _assert_travel(halves.collectives, whole.collectives)
 
 
+@pytest.mark.slow
 def test_float8_stores_what_an_exchange_brings_when_it_has_come(runs: Runs):
     run = replace(PLAIN, ac="fp8", save_all_to_all="always", parallelize="submodule")
     halves, whole = (runs.get(each).ranks[0].collectives for each in (_halves(run), run))
@@ -126,7 +127,12 @@ def test_a_stage_without_experts_takes_part(runs: Runs):
 
 
 @pytest.mark.parametrize(
-    "run", [replace(PLAIN, global_batch=2), replace(PLAIN, world=1, ep=1)], ids=str
+    "run",
+    [
+        pytest.param(replace(PLAIN, global_batch=2), marks=pytest.mark.slow),
+        replace(PLAIN, world=1, ep=1),
+    ],
+    ids=str,
 )
 def test_there_is_nothing_to_overlap(run: Run, runs: Runs):
     run = replace(run, parallelize="submodule", traced_step=0)

@@ -577,6 +577,7 @@ def test_shapes_share_kernels(dtype: torch.dtype, compiler: _Compiler):
     assert compiler.graphs <= 32
 
 
+@pytest.mark.slow
 def test_a_width_that_is_new_at_every_step_does_not_compile_at_every_step(
     compiler: _Compiler, monkeypatch: pytest.MonkeyPatch
 ):

@@ -22,7 +22,7 @@ def _short(row: Run) -> Run:
     return replace(observed(row), layers=2 if own else _LAYERS.get(row.model, row.layers))
 
 
-_SLOW = [row for row in FAST if row.world == 4 and row.parallelize == "submodule"]
+_SLOW = [row for row in FAST if row.world == 4]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_gather_inside_a_block_is_no_operation_of_its_checkpoint(runs: Runs):
     assert differences(halves, whole) == []
 
 
-@pytest.mark.parametrize("wrap", ["block", "experts"])
+@pytest.mark.parametrize("wrap", ["block", pytest.param("experts", marks=pytest.mark.slow)])
 def test_replicated_norms_inside_of_a_checkpointed_block(wrap: str, runs: Runs):
     """FSDP opens a profiler range for the first group of a recompute, which torch counts."""
     run = observed(Run(world=2, ep=2, layers=2, steps=2, ac="selective"))

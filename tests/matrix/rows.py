@@ -227,9 +227,10 @@ REFUSED |= {
         ),
         (
             ("bf16 reductions",),
-            [axis for axis in AXES if axis not in ("FSDP", "EP 2", "EP 2, CP 2")],
-            "needs experts that FSDP shards",
+            ("EP 4", "EP 4, TP 2", "EP 2, TP 2, no sequence parallelism", "EP 2, HSDP 2"),
+            "FSDP shards no routed experts of this model",
         ),
+        (("bf16 reductions",), ("EP 2, PP 2",), "needs parallelism.pipeline_parallel_degree = 1"),
     )
     for feature, axis in itertools.product(features, axes)
 }

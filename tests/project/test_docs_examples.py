@@ -116,6 +116,7 @@ def _run_own_loop() -> list[float]:
     return _python("docs/your_model.md", 2)["losses"]
 
 
+@pytest.mark.slow
 def test_own_loop(tmp_path: Path):
     ranks = run_ranks(_run_own_loop, 2, log_folder=tmp_path)
     for losses in ranks:
@@ -150,6 +151,7 @@ def _train_with_adapters(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_adapters_that_are_added_after_fsdp(tmp_path: Path):
     assert "`--module my_adapters --config with_adapters`" in PAGES["docs/lora.md"]
     (tmp_path / "my_adapters.py").write_text(examples("python")["docs/lora.md", 1])
@@ -227,6 +229,7 @@ def _yours(
     return first
 
 
+@pytest.mark.slow
 def test_a_model_that_declares_nothing_is_replicated(tmp_path: Path):
     """The same bits whatever the backend, the units, and whether it says how it is split."""
     layouts: list[dict[str, Any]] = [

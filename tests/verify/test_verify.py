@@ -44,8 +44,6 @@ from titan_ext.plan.verify.small import (
 
 QUICK = ("experts times EP", "load counted twice", "a detached router", "norm times 1.41")
 QUICK += ("too small a step",)
-QUICK_OTHERS = ("a float8 gradient times two", "prediction ahead times two", "own keys and values")
-QUICK_OTHERS += tuple(OF_FLOAT8)
 
 
 FLOAT8 = """
@@ -201,23 +199,14 @@ def test_what_a_resume_loses_is_named(fault: str, swept: Swept):
     assert on == {"2 ranks"} | ({"2 ranks, EP 2 x EDP 1"} if not only_in_another else set())
 
 
-def _check_other(fault: str, found: Swept, ranks: int, faults: Sequence[str]) -> None:
-    """In the job that has what the fault is of, with those of ``faults`` that it has, too."""
-    jobs = {FLOAT8: OF_FLOAT8, KINDS: OF_KINDS, CONTEXT: OF_CONTEXT}
-    jobs |= {REPLICAS: OF_REPLICAS, ADAPTERS: OF_ADAPTERS, IDLE: OF_IDLE}
-    text, of_job = next(job for job in jobs.items() if fault in job[1])
-    _check(fault, found(ranks, tuple(name for name in of_job if name in faults), text))
-
-
-@pytest.mark.parametrize("fault", QUICK_OTHERS)
-def test_a_fault_of_another_job_is_named(fault: str, swept: Swept):
-    _check_other(fault, swept, 2, QUICK_OTHERS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", OF_OTHERS)
 def test_all_faults_of_other_jobs_are_named(fault: str, swept: Swept):
-    _check_other(fault, swept, 4, [*OF_OTHERS])
+    """In the job that has what the fault is of."""
+    jobs = {FLOAT8: OF_FLOAT8, KINDS: OF_KINDS, CONTEXT: OF_CONTEXT}
+    jobs |= {REPLICAS: OF_REPLICAS, ADAPTERS: OF_ADAPTERS, IDLE: OF_IDLE}
+    text, of_job = next(job for job in jobs.items() if fault in job[1])
+    _check(fault, swept(4, tuple(of_job), text))
 
 
 @pytest.mark.slow
