@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.helpers.training import Run, Runs
 from tests.matrix.exact import RUNS, differences, reference_of
-from tests.matrix.rows import REFUSED, rows
-from tests.verify.search import NOT_VERIFIED, RIGHT, Job, verify
+from tests.matrix.rows import REFUSED, WRONG_IN_STOCK, rows
+from tests.verify.search import NOT_VERIFIED, RIGHT, WRONG, Job, verify
 
 
 def checks(folder: Path) -> dict[str, Callable[[], str]]:
@@ -26,7 +26,9 @@ def checks(folder: Path) -> dict[str, Callable[[], str]]:
     runs = Runs(folder / "runs")
 
     def judged(name: str, job: Job) -> str:
-        code, words = (NOT_VERIFIED, REFUSED[name]) if name in REFUSED else (RIGHT, "RIGHT")
+        code, words = RIGHT, "RIGHT"
+        for other, table in ((NOT_VERIFIED, REFUSED), (WRONG, WRONG_IN_STOCK)):
+            code, words = (other, table[name]) if name in table else (code, words)
         found = verify(job, folder)
         (folder / f"{name}.txt").write_text(found.said)
         return "" if found.code == code and words in found.said else found.said or "nothing said"

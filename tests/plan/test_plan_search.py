@@ -80,7 +80,6 @@ def _two_depths(folder: Path) -> Any:
     return depths, [found[at] for at in range(3)]
 
 
-@pytest.mark.slow
 def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
     """Milliseconds by category, and bytes by kind at the peak, which is in the same phase.
 

@@ -141,15 +141,14 @@ class Verify:
         from titan_ext.plan.verify.small import layout_of, make_small, why_not
         from titan_ext.run.budget import solve_in_dry_run
 
-        machine = machine_of(self.machine)
-        with no_accelerator.as_with_an_accelerator():
-            config = resolve(self.config, flags).config
-        ranks = ranks_of(self.config, self.ranks)
-        Mistakes(wrong_degrees(config, ranks)).raise_all()
-        if reason := why_not(config):
-            raise ValueError(reason)
-        if has_budget(config):
-            with as_rank(ranks, 0, machine.ranks_per_node, machine.nvlink_domain):
+        machine, ranks = machine_of(self.machine), ranks_of(self.config, self.ranks)
+        with as_rank(ranks, 0, machine.ranks_per_node, machine.nvlink_domain):
+            with no_accelerator.as_with_an_accelerator():
+                config = resolve(self.config, flags).config
+            Mistakes(wrong_degrees(config, ranks)).raise_all()
+            if reason := why_not(config):
+                raise ValueError(reason)
+            if has_budget(config):
                 # With a CPU's kernels, of which the table names operations.
                 solve_in_dry_run(config, ranks, ["--memory", self.memory], ["--on-cpu"])
         nodes = Nodes(machine.ranks_per_node, machine.nvlink_domain or machine.ranks_per_node)

@@ -25,6 +25,7 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.activation_checkpoint import FP8AC
@@ -313,8 +314,7 @@ def check_model_limits(
         raise ValueError(
             f"parallelism.tensor_parallel_degree is {tp} and expert_parallel_degree 1; under "
             "'spmd_types' TorchTitan 0.3 then adds the bias of gpt_oss' experts once for each of "
-            f"the {tp} ranks, and the loss is wrong. Expected spmd_backend = 'partial_dtensor', or "
-            "expert_parallel_degree > 1."
+            f"the {tp} ranks, and the loss is wrong. Expected expert_parallel_degree > 1."
         )
     if name == "gpt_oss" and training and training.mixed_precision_param == "float32":
         # torchtitan/models/gpt_oss/moe.py: unlike other experts', the result stays bfloat16.
@@ -401,6 +401,14 @@ def wrong_together(
             for axis, degree in (("pipeline", pp), ("context", cp))
         ),
         (
+            # torchtitan/models/common/linear.py divides the bias for the sum over ranks, and nobody
+            # sums its gradient; under spmd_types FSDP does. Found by ``titan_ext verify``.
+            backend == "partial_dtensor" and tp > 1 and _has(model, ScaledBiasRowwiseLinear.Config),
+            f"parallelism.tensor_parallel_degree is {tp}; under spmd_backend = 'partial_dtensor' "
+            f"TorchTitan 0.3 takes 1/{tp} of the gradient of attention.wo.bias for the whole. "
+            "Expected spmd_backend = 'spmd_types'.",
+        ),
+        (
             bool(settings.expert_reduce_scatter) and pp > 1,
             f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline "
             "sums the gradients of its microbatches in float32 before FSDP sends them.",
@@ -473,6 +481,10 @@ def wrong_together(
     if model is not None:
         found += [*wrong_dispatchers(model, changed), *wrong_float8(model, tp, ep, backend)]
     return found
+
+
+def _has(model: Decoder.Config | None, kind: type) -> bool:
+    return model is not None and any(True for _ in model.traverse(kind))
 
 
 def shard_axis(parallelism: ParallelismConfig) -> int | None:
