@@ -242,9 +242,8 @@ REFUSED |= {
 }
 """Words of the message by which a row ends. All others are RIGHT, but for ``WRONG_IN_STOCK``."""
 WRONG_IN_STOCK = {
-    # A split backward takes gradients of weights one after the other, which runs the block again for
-    # each, and counts again.
-    # The bias follows signs of differences, so that it is right all the same.
+    # A split backward takes the gradient of one weight after the other. Each runs the block again,
+    # which counts its tokens again. The bias follows signs of differences, so it stays right.
     "ZBVZeroBubble, full": "stock TorchTitan is wrong on this layout, too",
 }
 """Words of the blame of a row that is WRONG in stock TorchTitan."""

@@ -18,7 +18,7 @@ def test_the_document_is_up_to_date():
     assert DOCUMENT.read_text() == document(), "run python -m tests.matrix.table"
 
 
-_LATER = {"tied weights with PP", "gpt_oss with TP and no EP"} | {
+_LATER = {"tied weights with PP"} | {
     f"{feature}, EP 2, TP 2, no sequence parallelism"
     for feature in ("float8 gathers", "everything sent")
 }
