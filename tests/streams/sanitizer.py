@@ -359,23 +359,21 @@ class Step:
     """Process groups that communicated, of more than one rank."""
 
 
-def sanitized(
-    folder: Path,
-    *runs: Run,
-    rank: int = 0,
-    fault: Callable[[], Any] = contextlib.nullcontext,
-) -> list[Step]:
+Fault = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def sanitized(folder: Path, *runs: Run, rank: int = 0, faults: Sequence[Fault] = ()) -> list[Step]:
     """A steady step of one rank of each of ``runs``, which have the same degrees: in one process.
 
-    ``fault`` is a context in which they run.
+    ``faults`` are contexts, of each run one.
     """
-    arguments = runs, rank, folder, fault
+    arguments = runs, rank, folder, faults or [contextlib.nullcontext] * len(runs)
     return run_ranks(_sanitized, 1, *arguments, log_folder=folder / f"sanitized_{rank}")[0]
 
 
-def _sanitized(runs: Sequence[Run], rank: int, folder: Path, fault: Any) -> list[Step]:
+def _sanitized(runs: Sequence[Run], rank: int, folder: Path, faults: Sequence[Fault]) -> list[Step]:
     steps = []
-    for run in runs:
+    for run, fault in zip(runs, faults, strict=True):
         with as_rank(run.world, rank), patched(run):
             done = dry_run(planned_config(run, folder), run.world, rank, step=False)
             done._start_as_second_step()

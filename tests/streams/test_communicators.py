@@ -44,7 +44,6 @@ RUNS = {
     ("name", "ranks"),
     [
         *(pytest.param(name, range(4), marks=pytest.mark.slow) for name in RUNS),
-        ("an empty shard", (0, 3)),
         ("stages", (2, 3)),
     ],
 )
@@ -59,6 +58,7 @@ def test_all_ranks_give_one_order(name: str, ranks: Sequence[int], tmp_path: Pat
     assert compared > 0
 
 
+@pytest.mark.slow
 def test_how_many_communicators_there_are(tmp_path: Path):
     """Halves have one more, for counts of tokens, and rows by node two, for their hops."""
     run = replace(BASE, world=16, ep=16, experts=32, global_batch=32)

@@ -5,7 +5,7 @@ import functools
 import itertools
 import sys
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,18 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
 """Keys of ours, and an operation of which each runs another number than units alone do."""
 
 
-def _merged(*names: str) -> Run | None:
-    """A run with several features; None where two set the same key."""
-    keys: dict[str, Any] = {}
-    for name in names:
-        if keys.keys() & FEATURES[name][0].keys():
-            return None
-        keys |= FEATURES[name][0]
-    return replace(BASE, **keys)
+def _merged(names: Sequence[str]) -> Run:
+    """A run with several features."""
+    return replace(BASE, **dict(item for name in names for item in FEATURES[name][0].items()))
+
+
+def _go_together(*names: str) -> bool:
+    keys = [key for name in names for key in FEATURES[name][0]]
+    return len(keys) == len(set(keys))
+
+
+def _slow(run: Run, name: str) -> Any:
+    return pytest.param(run, id=name, marks=pytest.mark.slow)
 
 
 def _is_clean(step: Step) -> None:
@@ -57,9 +61,27 @@ def _is_clean(step: Step) -> None:
     assert step.unwaited == []
 
 
+TOGETHER = (
+    ("stock",),
+    ("experts", "bf16 reductions", "accumulation", "offload"),
+    ("halves", "rows", "float8 tokens", "no recompute", "replicated"),
+    ("float8 checkpoints", "saved exchanges", "float8 gathers"),
+)
+
+
 def test_no_feature_races(tmp_path: Path):
-    runs = [_merged(name) for name in FEATURES]
-    steps = dict(zip(FEATURES, sanitized(tmp_path, *filter(None, runs)), strict=True))
+    """Several at once; each engages."""
+    units, *steps = sanitized(tmp_path, BASE, *map(_merged, TOGETHER))
+    for names, step in zip(TOGETHER, steps, strict=True):
+        _is_clean(step)
+        for operation in filter(None, (FEATURES[name][1] for name in names)):
+            assert step.operations[operation] != units.operations[operation], (names, operation)
+
+
+@pytest.mark.slow
+def test_no_feature_races_by_itself(tmp_path: Path):
+    runs = [_merged([name]) for name in FEATURES]
+    steps = dict(zip(FEATURES, sanitized(tmp_path, *runs), strict=True))
     units = steps["units"].operations
     for name, (_, operation) in FEATURES.items():
         _is_clean(steps[name])
@@ -67,32 +89,30 @@ def test_no_feature_races(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [name for name in FEATURES if name not in ("stock", "units")])
+@pytest.mark.parametrize("first", [*FEATURES][2:-1])
 def test_no_pair_of_features_races(first: str, tmp_path: Path):
-    others = itertools.dropwhile(lambda name: name != first, FEATURES)
-    for step in sanitized(
-        tmp_path, *filter(None, (_merged(first, x) for x in others if x != first))
-    ):
-        _is_clean(step)
+    later = [*itertools.dropwhile(lambda name: name != first, FEATURES)][1:]
+    pairs = [(first, other) for other in later if _go_together(first, other)]
+    for pair, step in zip(pairs, sanitized(tmp_path, *map(_merged, pairs)), strict=True):
+        assert (pair, step.found, step.unwaited) == (pair, [], [])
 
 
 @pytest.mark.parametrize(
     "run",
     [
-        replace(BASE, tp=2, ep=2, ac="fp8", exchange_dtype="float8"),
+        _slow(replace(BASE, tp=2, ep=2, ac="fp8", exchange_dtype="float8"), "TP"),
+        _slow(replace(BASE, backend="partial_dtensor", ac="fp8", exchange_rows="rank"), "DTensor"),
+        _slow(replace(BASE, pp=2, ep=2, layers=4, ac="fp8", exchange_rows="rank"), "PP"),
         replace(BASE, dp_replicate=2, ep=2, ac="on_host_all", overlap_exchanges="halves"),
-        replace(BASE, backend="partial_dtensor", ac="fp8", exchange_rows="rank"),
-        replace(
-            BASE, pp=2, ep=2, layers=4, ac="fp8", overlap_exchanges="halves", microbatch_size=2
-        ),
     ],
-    ids=["TP", "HSDP", "partial_dtensor", "PP"],
+    ids=str,
 )
 def test_no_layout_races(run: Run, tmp_path: Path):
     (step,) = sanitized(tmp_path, run)
     _is_clean(step)
 
 
+@pytest.mark.slow
 def test_experts_of_no_rank_and_rows_of_nodes(tmp_path: Path):
     """Of 5 experts the last of 8 ranks has none; 16 ranks are two nodes."""
     empty = replace(BASE, ep=1, experts=5, parallelize="experts", ac="fp8", replicate=("router",))
@@ -199,13 +219,24 @@ PLANTED: dict[str, tuple[Run, Callable[[], Any], str, str]] = {
         "read after write",
         "start",
     ),
-    "a store of what has not come": (KEEPS, stored_too_early, "read after write", "start"),
+    "a store of what has not come": (
+        KEEPS,
+        stored_too_early,
+        "read after write",
+        "all_to_all_single",
+    ),
 }
 """A run, what is left out, the kind of race, and where its first access is."""
 
 
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
+    runs, faults = zip(*((run, fault) for run, fault, _, _ in PLANTED.values()), strict=True)
+    steps = sanitized(tmp_path_factory.mktemp("planted"), *runs, faults=faults)
+    return dict(zip(PLANTED, steps, strict=True))
+
+
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_race_is_found(name: str, tmp_path: Path):
-    run, fault, kind, where = PLANTED[name]
-    (step,) = sanitized(tmp_path, run, fault=fault)
-    assert [each for each in step.found if each.kind == kind and where in each.where]
+def test_a_planted_race_is_found(name: str, planted: dict[str, Step]):
+    _, _, kind, where = PLANTED[name]
+    assert [x for x in planted[name].found if x.kind == kind and where in x.where]
