@@ -76,7 +76,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("titan_ext needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=python3.11" % sys.version_info[:2])'
 	@echo 'installing into $(VENV); where packages have to be downloaded (3.2 GB), this takes minutes'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' $(TORCH:%=torch==%)
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' $(TORCH:%=torch==%)
 	@touch $@
 
 clean:

@@ -5,7 +5,7 @@ a plan counts 600 MiB for one.
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,3 +75,14 @@ def test_how_many_communicators_there_are(tmp_path: Path):
     )
     assert (stock, ours, halves) == (ours, ours, ours + 1)
     assert (node, both) == (ours + 2, halves + 2)
+
+
+def test_replicated_parameters_are_summed_over_replicas_of_shards_too(tmp_path: Path):
+    """Under HSDP two axes replicate them: that of the replicas, and that of the shards."""
+    run = replace(BASE, ep=2, dp_replicate=2)
+    sums = [
+        Counter(ranks for ranks, name in step.collectives if name == "c10d::allreduce_")
+        for step in sanitized(tmp_path, run, replace(run, replicate=("router",)))
+    ]
+    (more,) = (sums[1] - sums[0]).items()
+    assert more == (tuple(range(run.world)), 1)
