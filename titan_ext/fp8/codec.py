@@ -372,8 +372,11 @@ def _compile_and_run(
     try:
         compiled = _compiled(function, constant if constant in kinds else None)
         return compiled(*tensors, *settings)
-    # On an A100, for example: Triton does not convert to or from e4m3 there.
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except torch.OutOfMemoryError:
+        raise
+    # Dynamo's on an A100, where Triton does not convert to or from e4m3. Others come when a kernel
+    # is first run: a cache that cannot be written, or too few registers.
+    except Exception as error:
         _not_compiled.add(function)
         _warn_of_eager(str(error))
         return function(*tensors, *settings)
