@@ -9,7 +9,7 @@ planned.
 import gc
 import time
 import unittest.mock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from tests.helpers.training import Run, planned_config, start_as_planned
 from titan_ext.plan import stand_ins
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
-from titan_ext.plan.memory import BAND, COMPILED_BAND, CONTEXT, MemoryPlan
+from titan_ext.plan.memory import BANDS, CONTEXT, JobClass, MemoryPlan
 from titan_ext.plan.search import Plan
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import StepTime
@@ -248,8 +248,8 @@ def test_what_is_set_aside_decides_too(monkeypatch: pytest.MonkeyPatch):
     assert plan.allowance == 10 + 2 * 5 + 20  # pools of both streams hold 20 more than lives
     assert plan.spare == 0
     assert plan.verdict("rank 0").startswith("uncertain, it may fit")
-    assert plan.band == int(BAND * 80)
-    assert replace(plan, is_compiled=True).band == int(COMPILED_BAND * 80)
+    assert plan.band == int(BANDS[JobClass.EAGER] * 80)
+    assert replace(plan, job=JobClass.BLOCKS).band == int(BANDS[JobClass.BLOCKS] * 80)
     for memory, verdict in (
         (107, "fits"),
         (93, "does not fit"),
@@ -260,6 +260,59 @@ def test_what_is_set_aside_decides_too(monkeypatch: pytest.MonkeyPatch):
         assert plan.verdict("rank 0").startswith(verdict)
         assert (plan.surely_spare >= 0) is (verdict == "fits")
         assert Plan(plan, StepTime("h100", {}, 1, None)).fits is (verdict == "fits")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "ep", "job"),
+    [
+        ((), 1, JobClass.EAGER),
+        ((), 2, JobClass.EXCHANGING),
+        (("loss",), 2, JobClass.LOSS),
+        (("loss", "model"), 1, JobClass.BLOCKS),
+    ],
+)
+def test_a_class_of_jobs_has_its_band(compiled: Sequence[str], ep: int, job: JobClass):
+    assert JobClass.of(compiled, ep) is job
+    plan = MemoryPlan(
+        100, PEAK, (), communicators=0, on_host=frozenset(), reserved={0: 90}, job=job
+    )
+    assert plan.band == int(BANDS[job] * 90)
+    fused = any("without what is fused" in line for line in plan.table())
+    assert fused is bool(compiled)
+
+
+def test_another_dispatcher_is_not_planned():
+    """It may keep less than the exchange that is planned in its place: no word of not fitting."""
+    plan = MemoryPlan(50, PEAK, (), communicators=0, on_host=frozenset(), reserved={0: 60})
+    assert not plan.fits
+    assert plan.verdict("rank 0").startswith("does not fit")
+    plan = replace(plan, unplanned=["DeepEPTokenDispatcher"])
+    assert plan.fits
+    verdict = plan.verdict("rank 0")
+    assert verdict.startswith("not planned in 0.00 GiB, DeepEPTokenDispatcher keeps other tensors")
+    assert "does not fit" not in verdict
+
+
+def _held_of_exchanges(folder: Path, *jobs: dict[str, Any]) -> list[int]:
+    """Bytes of exchanges that each job keeps when forward is over."""
+    held = []
+    for job in jobs:
+        (plan,) = _plan(replace(BASE, layers=2, seq_len=64, **job), 0, folder, 1.0)
+        assert plan is not None
+        loss = next(phase for phase in plan.phases if phase.phase == "loss")
+        held.append(loss.by_kind.get(MemoryKind.ALL_TO_ALL, 0))
+    return held
+
+
+def test_compiled_stock_keeps_what_it_exchanges(tmp_path: Path):
+    """Titan takes an exchange that its save list has, where it compiles; ours is one anyway."""
+    stock, ours = {"parallelize": "stock"}, {"parallelize": "block", "save_all_to_all": "always"}
+    compiled = {"compiled": True}
+    jobs = stock, stock | compiled, ours, ours | compiled, stock | compiled | {"ac": "full"}
+    found = run_ranks(_held_of_exchanges, 1, tmp_path, *jobs, log_folder=tmp_path)[0]
+    eager, kept, *others = found
+    assert eager == 0 < kept
+    assert others == [kept, kept, 0]
 
 
 def _without_checkpointing(

@@ -21,7 +21,7 @@ from titan_ext.config_registry.tune import Tune
 from titan_ext.plan import tuned
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import FailedError, Forks
-from titan_ext.plan.memory import BAND, CONTEXT, MemoryKind, MemoryPlan, Peak
+from titan_ext.plan.memory import BANDS, CONTEXT, JobClass, MemoryKind, MemoryPlan, Peak
 from titan_ext.plan.moves import (
     EP,
     GLOBAL,
@@ -440,7 +440,7 @@ def _planned(room: int, at_most: float = float("inf"), spare: int = 20 * GIB) ->
     def step(solved: Checkpointing) -> Plan:
         tried.append(solved.nbytes)
         peak = Peak(solved.nbytes, "loss", {MemoryKind.EXACT: solved.nbytes})
-        device = round((1 + BAND) * spare) + CONTEXT
+        device = round((1 + BANDS[JobClass.EAGER]) * spare) + CONTEXT
         memory = MemoryPlan(device, peak, [peak], 0, frozenset())
         ms = {Category.FORWARD: 100.0, Category.RECOMPUTE: solved.ms}
         return Plan(memory, StepTime("h100", ms, 1000, None), solved)

@@ -272,7 +272,7 @@ class DryRun:
                 cut = f"{reason[: _REASON - 4]} ..." if len(reason) > _REASON else reason
                 failed.append(f"does not start: {name}: {cut}")
                 continue
-            fits, spare, time = other["spare"] >= 0, other["spare"], other["time"]
+            fits, spare, time = other["fits"], other["spare"], other["time"]
             saved, ms = spare - plan["spare"], time["step_ms"] if time else 0.0
             moved = f"{'saves' if saved >= 0 else 'needs'} {format_bytes(abs(saved))}"
             taken = f", {ms:.0f} ms a step" if time else ""

@@ -41,7 +41,7 @@ from titan_ext.components.early_scores import with_early_scores
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.plan.live import LASTING, LiveBytes
-from titan_ext.plan.memory import MemoryPlan
+from titan_ext.plan.memory import JobClass, MemoryPlan
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.plan.time import Category, StepClock, StepTime
@@ -222,7 +222,9 @@ class DryRun(Trainer):
         with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
         if memory is not None:
-            self.memory = MemoryPlan.of(live, memory, ranks_per_node())
+            self.memory = MemoryPlan.of(
+                live, memory, ranks_per_node(), job=self._class, unplanned=self.dispatchers
+            )
         if clock is not None:
             self.time = self._step_time(clock, machine)
 
@@ -230,6 +232,10 @@ class DryRun(Trainer):
     def _compiled(self) -> Sequence[str]:
         compiler = self.config.compile
         return compiler.components if compiler.enable else ()
+
+    @property
+    def _class(self) -> JobClass:
+        return JobClass.of(self._compiled, self.parallel_dims.ep)
 
     def _start_as_second_step(self) -> None:
         """Make the optimizer's states, and leave FSDP as the chunked loss of a step leaves it."""
@@ -266,7 +272,7 @@ class DryRun(Trainer):
             tokens=tokens / dims.non_data_parallel_size,
             flops_per_token=flops if rates.name and not has_quantization(spec.model) else None,
             is_measured=bool(rates.slower) or not rates.name,
-            is_compiled="model" in self._compiled,
+            is_compiled=self._class is JobClass.BLOCKS,
         )
 
     def forward_backward(self) -> None:

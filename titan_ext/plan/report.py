@@ -51,8 +51,9 @@ def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     plan: MemoryPlan = run.memory
     return {
         "verdict": plan.verdict(run.name()),
-        "fits": plan.spare >= 0,
+        "fits": plan.fits,
         "uncertain": plan.is_uncertain,
+        "class": str(plan.job),
         "reserved": sum(plan.reserved.values()),
         "reserved_aside": sum(n for stream, n in plan.reserved.items() if stream),
         "memory": plan.memory,

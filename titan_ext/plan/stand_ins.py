@@ -44,6 +44,7 @@ from torchtitan.models.common.token_dispatcher import (
 )
 
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.machines import RANKS_PER_NODE
 from titan_ext.base.op_cost import NVLINK_DOMAIN
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
@@ -64,7 +65,11 @@ def use_stand_ins(
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
     names = {type(at[1]).__qualname__: None for at in spec.traverse(BaseEPTokenDispatcher.Config)}
-    planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
+    # Titan chooses its exchange by torch.compiler.is_compiling(), which is false where compiled
+    # blocks run eagerly (torchtitan/models/common/token_dispatcher.py).
+    planned = functools.partial(
+        _plan_dispatcher, imbalance=imbalance, is_compiled=compiles_model(config.compile)
+    )
     replace_configs(spec, BaseEPTokenDispatcher.Config, planned)
     for _, moe, _, _ in spec.traverse(MoE.Config):
         moe.routed_experts.token_dispatcher.router = moe.router
@@ -155,10 +160,11 @@ def _titans(config: Any, kind: type) -> Any:
     return derive(config, kind) if type(config).__module__.startswith("titan_ext.") else config
 
 
-def _plan_dispatcher(config: Any, *, imbalance: float) -> Any:
+def _plan_dispatcher(config: Any, *, imbalance: float, is_compiled: bool) -> Any:
     if type(config) not in _PLANNED:
         config = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
-    return derive(config, _PLANNED[type(config)], imbalance=imbalance)
+    kind = PlannedTokenDispatcher.Config if is_compiled else _PLANNED[type(config)]
+    return derive(config, kind, imbalance=imbalance)
 
 
 def _rms_norm(config: Any) -> Any:
