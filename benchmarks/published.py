@@ -25,6 +25,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from titan_ext.plan.memory import BANDS, JobClass
 from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS
 from titan_ext.toml.files import to_toml
 
@@ -59,7 +60,7 @@ def read_rows() -> dict[str, dict[str, Any]]:
         row["values"] = tomllib.loads(row["config"])
         if (base := rows.get(row.get("like"))) is not None:
             row["values"] = _merged(base["values"], row["values"])
-            taken = ("source", "dry_run", "differs", "time", "fits")
+            taken = ("source", "dry_run", "differs", "time", "fits", "planned")
             rows[name] = {key: base[key] for key in taken if key in base} | row
     return rows
 
@@ -106,36 +107,91 @@ def memory_table(
     rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """Lines of Markdown, and what they come to."""
-    lines = ["| row | job | allocated | reserved | published | off by | verdict | it |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    errors: dict[bool, list[float]] = {False: [], True: []}
+    lines = ["| row | job | class | allocated | reserved | published | off by | verdict | it |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     wrong, uncertain = [], []
     for name, plan in plans.items():
         row, off_by = rows[name], ""
         verdict = "uncertain" if plan["uncertain"] else "fits" if plan["fits"] else "does not fit"
-        if plan["uncertain"]:
+        if not row.get("planned", True):
+            verdict = "not planned"
+        elif plan["uncertain"]:
             uncertain.append(name)
         elif plan["fits"] != row["fits"]:
             wrong.append(name)
         if "reserved" in row:
-            error = plan["reserved"] / _GIB / row["reserved"] - 1
-            errors[is_compiled(row)].append(abs(error))
-            off_by = f"{error:+.1%}"
+            off_by = f"{_error(name, rows, plans):+.1%}"
         lines.append(
-            f"| {name} | {row['job']} | {plan['peak']['sum'] / _GIB:.1f} "
+            f"| {name} | {row['job']} | {plan['class']} | {plan['peak']['sum'] / _GIB:.1f} "
             f"| {plan['reserved'] / _GIB:.1f} | {row.get('reserved', '')} | {off_by} | {verdict} "
             f"| {'ran' if row['fits'] else 'did not'} |"
         )
-    for compiled, found in errors.items():
-        if found:
-            limit = 0.15 if compiled else 0.08
-            lines.append(
-                f"{'compiled' if compiled else 'uncompiled'}: {len(found)} rows, mean "
-                f"{statistics.mean(found):.1%}, largest {max(found):.1%}, "
-                f"{sum(x <= limit for x in found)} within {limit:.0%}"
+    lines += [f"verdicts: {len(plans)}, wrong {wrong}, uncertain {uncertain}", ""]
+    return [*lines, *_by_class(rows, plans), "", *_lines_through(rows, plans)]
+
+
+def _error(
+    name: str, rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]
+) -> float:
+    return plans[name]["reserved"] / _GIB / rows[name]["reserved"] - 1
+
+
+def _by_class(
+    rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]
+) -> Iterable[str]:
+    """A line for each class of jobs: how far its plans are off, and what each job adds to that."""
+    for job_class in JobClass:
+        jobs: dict[str, float] = {}
+        errors = []
+        for name, plan in plans.items():
+            if plan["class"] == job_class and "reserved" in rows[name]:
+                errors.append(abs(_error(name, rows, plans)))
+                if not rows[name].get("found", False):
+                    job = _family(name, rows)
+                    jobs[job] = max(jobs.get(job, 0.0), errors[-1])
+        if jobs:
+            beyond = [
+                f"{job} {error:.1%} (others {max([0.0, *others]):.1%})"
+                for job, error in jobs.items()
+                for others in [[x for other, x in jobs.items() if other != job]]
+                if error > max([0.0, *others])
+            ]
+            band = BANDS[job_class]
+            yield (
+                f"{job_class}: {len(errors)} rows of {len(jobs)} jobs, mean "
+                f"{statistics.mean(errors):.1%}, largest {max(errors):.1%}; band {band:.0%}, "
+                f"{sum(x <= band for x in errors)} within; left out in turn, beyond the others: "
+                f"{', '.join(beyond)}"
             )
-    lines.append(f"verdicts: {len(plans)}, wrong {wrong}, uncertain {uncertain}")
-    return lines
+
+
+def _lines_through(
+    rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]
+) -> Iterable[str]:
+    """GiB whatever the batch, and GiB a sequence, of rows that differ in that alone."""
+    for name, row in rows.items():
+        base = row.get("like")
+        values = row["values"]["training"]
+        others = {**row["values"], "training": None}
+        if base is None or base not in plans or name not in plans:
+            continue
+        before = rows[base]["values"]
+        both = all("reserved" in rows[x] for x in (name, base))
+        if (
+            not both
+            or others != {**before, "training": None}
+            or row["dry_run"] != rows[base]["dry_run"]
+        ):
+            continue
+        few, many = before["training"]["local_batch_size"], values["local_batch_size"]
+        found = []
+        for low, high in (
+            (rows[base]["reserved"], row["reserved"]),
+            (plans[base]["reserved"] / _GIB, plans[name]["reserved"] / _GIB),
+        ):
+            slope = (high - low) / (many - few)
+            found.append(f"{low - few * slope:.1f} + {slope:.2f} a sequence")
+        yield f"{base} and {name}: published {found[0]}, planned {found[1]} GiB"
 
 
 def is_compiled(row: Mapping[str, Any]) -> bool:
