@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from torchtitan.config import ConfigManager
 
 from tests.helpers.toml_files import DEBUG
 from titan_ext import config_registry
+from titan_ext.base.messages import PHASE, without_phases
 from titan_ext.config_registry.commands import main
+from titan_ext.config_registry.dry_run import DryRun
 from titan_ext.config_registry.resolve import load
 from titan_ext.config_registry.tune import Tune
+from titan_ext.config_registry.verify import Verify
 from titan_ext.toml.convert import leaves
 from titan_ext.toml.files import find, ranks_of, shipped_configs
 
@@ -248,9 +252,8 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         (["dry-run", "moe_debug.toml", "--ranks", "1000000000"], "expected 1 to 1,048,576 ranks"),
         (["tune", "moe_debug.toml", "--ranks", "4", "--machine", "h10"], "did you mean 'h100'?"),
         (["tune", "moe_debug.toml", "--ranks", "4", "--rank", "4"], "--rank is 4"),
-        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "mine"], "whose name ends in .toml"),
-        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "run.toml"], "run.toml exists"),
-        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "no/a.toml"], "no folder no"),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "run.toml"], "run.toml: File exists."),
+        (["tune", "moe_debug.toml", "--ranks", "4", "--out", "old"], "old/tuned.toml exists"),
         (
             ["tune", "moe_debug.toml", "--ranks", "4", "--exact", "--batch", "free"],
             "--exact changes no",
@@ -289,6 +292,8 @@ def test_a_mistake_is_one_message(
     (folder / "run.toml").write_text(DEBUG + "steps = 3\n")
     (folder / "config.yaml").touch()
     (folder / "my_runs.py").touch()
+    (folder / "old").mkdir()
+    (folder / "old" / "tuned.toml").touch()
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert message in error
@@ -303,27 +308,79 @@ def test_tune_takes_the_nodes_of_its_machine(folder: Path):
         assert search.job.facts.ranks_per_node == ranks
 
 
+@pytest.mark.parametrize(("machine", "memory"), [("h100", "79GiB"), ("gb200", ""), ("", "")])
+def test_commands_take_the_same_machine_and_memory_for_the_same_words(
+    machine: str, memory: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What verify solves for is a dry run's, on the nodes of the machine that it is told."""
+    asked: Any = {"machine": machine} if machine else {}
+    dry_run = DryRun("moe_debug.toml", 4, **asked)
+    other = replace(dry_run, imbalance=9.0)  # which is refused once all is read
+    with pytest.raises(ValueError, match="--imbalance"):
+        other.run([])
+    assert (other.machine, other.memory) == (machine, memory)
+    options = []
+
+    def solve(config: Any, ranks: int, *words: list[str]) -> str:
+        options.extend(words)
+        raise ValueError("solved")
+
+    monkeypatch.setattr("titan_ext.run.budget.solve_in_dry_run", solve)
+    (folder / "fit.toml").write_text(
+        'extends = "moe_debug.toml"\n[activation_checkpoint]\npolicy = "fp8"\nbudget = "fit"\n'
+    )
+    with pytest.raises(ValueError, match="solved"):
+        Verify("fit.toml", 4, **asked)._small([])
+    of_default = memory if machine else "79GiB"
+    words = ["--memory", of_default] if of_default else []
+    assert options == [words, ["--machine", machine or "h100", "--on-cpu"]]
+
+
 _SHOWS = """
-from titan_ext.config_registry.terminal import coloured, working
-with working("dry-run", None):
-    print(coloured("memory      does not fit in 80.00 GiB"))
+from titan_ext.config_registry.terminal import coloured, loading, phase
+loading()
+phase("too early")
+import titan_ext.config_registry.terminal as terminal
+terminal._started -= 7
+phase("later")
+print(coloured("memory      does not fit in 80.00 GiB"))
 print("fits")
 """
 
 
-def test_a_terminal_gets_colours_and_progress_and_a_pipe_none():
+def test_a_terminal_gets_colours_and_both_get_phases():
     command = [sys.executable, "-c", _SHOWS]
     piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert piped.stdout == "memory      does not fit in 80.00 GiB\nfits\n"
-    assert not piped.stderr
+    first, *others = piped.stderr.splitlines()
+    assert first == f"{PHASE}loading torch and TorchTitan"
+    assert others[-1].startswith(f"{PHASE}later (7 s)")
+    assert without_phases(f"{piped.stderr}a mistake\n") == "a mistake\n"
     terminal, other_end = os.openpty()
     subprocess.run(command, cwd=ROOT, stdout=other_end, env=os.environ | _A_TERMINAL, check=True)
     os.close(other_end)
     shown = os.read(terminal, 100_000).decode()
     os.close(terminal)
     assert "\x1b[31mdoes not fit\x1b[0m in 80.00 GiB" in shown
-    assert "planning a step" in shown
     assert shown.endswith("fits\r\n")
+
+
+def test_the_program_ends_with_its_last_line():
+    """It takes nothing down, not even what is registered for its end, and keeps its exit code."""
+    for arguments, code in ((["show"], 0), (["shw"], 1), (["show", "--help"], 0)):
+        lines = (
+            "import atexit, sys",
+            "from titan_ext.config_registry.commands import main",
+            "atexit.register(print, 'taken down')",
+            f"sys.argv = ['titan_ext', *{arguments}]",
+            "sys.exit(main())",
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == code
+        assert "taken down" not in done.stdout
+        assert done.stdout or done.stderr
 
 
 _A_TERMINAL = {"TERM": "xterm", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from titan_ext.base.messages import without_phases
 from titan_ext.plan.verify.ranks import free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -117,7 +118,8 @@ def _run_module(
             os.dup2(file.fileno(), stream.fileno())
     before = resource.getrusage(resource.RUSAGE_SELF)
     try:
-        with forked_commands():
+        # The program ends its process; this one has an answer to give.
+        with forked_commands(), unittest.mock.patch.object(os, "_exit", sys.exit):
             (runpy.run_path if is_script else runpy.run_module)(module, run_name="__main__")
         code = 0
     except SystemExit as end:
@@ -126,7 +128,8 @@ def _run_module(
     sys.stderr.flush()
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Command(code, out.read_text(), error.read_text(), cpu_s, after.ru_maxrss / 2**20)
+    said = without_phases(error.read_text())
+    return Command(code, out.read_text(), said, cpu_s, after.ru_maxrss / 2**20)
 
 
 @contextlib.contextmanager

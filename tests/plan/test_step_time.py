@@ -411,13 +411,19 @@ def test_tokens_a_second_are_those_of_the_sum():
     assert time.step_ms == 23.0
     assert time.tokens_per_second == 100_000
     assert time.mfu == 1e14 / get_peak_flops("H200")
-    assert "; ideal 100,000 tokens/s a GPU, MFU 10.1% of 989 TFLOP/s" in time.verdict()
-    assert time.verdict().startswith(f"expect {100_000 / KERNELS:,.0f} tokens/s a GPU (+-")
+    first = f"expect {100_000 / KERNELS:,.0f} tokens/s a GPU (+-32%), {23 * KERNELS:.1f} ms a step"
+    assert time.verdict() == f"{first} on h200"
+    *parts, total, ideal = time.table()
+    assert [float(line.split()[0]) for line in parts] == [
+        round(ms * KERNELS, 1) for ms in counted.values()
+    ]
+    assert total.split() == [f"{23 * KERNELS:.1f}", "sum"]
+    assert ideal.endswith("kernels: 100,000 tokens/s a GPU, MFU 10.1% of 989 TFLOP/s")
     assert replace(time, is_compiled=True).expected_ms == 23.0 * COMPILED_KERNELS
     waiting = replace(time, ms={Category.FORWARD: 13.0, Category.EXCHANGES: 10.0})
     assert waiting.expected_ms == 10.0 + 13.0 * KERNELS  # links are no slower
     measured = replace(time, is_measured=True)
-    assert measured.verdict().startswith("100,000 tokens/s a GPU, MFU")
+    assert measured.verdict() == "expect 100,000 tokens/s a GPU, 23.0 ms a step on h200"
     assert measured.expected_ms == measured.step_ms
     for machine in MACHINES:
         assert replace(time, machine=machine).peak > MACHINES[machine].gemm  # Titan knows it

@@ -97,6 +97,16 @@ def table_flag(value_from: Callable[[str], Any] = str) -> PrimitiveConstructorSp
     )
 
 
+PHASE = "-- now: "
+"""Begins a line on stderr that says what a command does now."""
+
+
+def without_phases(text: str) -> str:
+    """What a command wrote on stderr, but for what it did when."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(PHASE))
+
+
 def duration(seconds: float) -> str:
     """``35 s``, ``12 min``, ``2 h 5 min`` or ``3 d 4 h``."""
     if seconds < 90:

@@ -5,6 +5,7 @@ Commands are dataclasses that tyro parses. What it does not know are Titan's fla
 parses again over the config. Nothing here imports torch before a command needs it.
 """
 
+import contextlib
 import functools
 import operator
 import os
@@ -12,14 +13,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
 
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import did_you_mean
 from titan_ext.config_registry.dry_run import DryRun
-from titan_ext.config_registry.terminal import quiet, working
+from titan_ext.config_registry.terminal import loading, phase, quiet
 from titan_ext.config_registry.tune import Tune
 from titan_ext.config_registry.verify import Verify
 from titan_ext.toml.files import check_new_file, extends_in, listing, nearest, read_chain, to_toml
@@ -98,10 +99,12 @@ class Peft:
     """Name of the base model; by default what the run started from."""
 
     def run(self, flags: list[str]) -> None:
+        loading()
         from titan_ext.components.lora import export_adapters
         from titan_ext.config_registry.resolve import resolve
 
         config = resolve(self.config, flags).config
+        phase("exporting adapters")
         print(export_adapters(config, self.output, self.base_model))
 
 
@@ -152,15 +155,31 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0, or 1 and one message for a mistake of the user's."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run one command; 0, or 1 and one message for a mistake of the user's.
+
+    Without ``arguments`` it is the program, which ends with its last line.
+    """
+    if arguments is not None:
+        return _run(arguments)
+    try:
+        code = _run(sys.argv[1:])
+    except SystemExit as end:
+        code = cast(int, end.code or 0)
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.stderr.flush()
+    # Else Python takes torch and Titan down, object by object: 40 s on a busy machine.
+    os._exit(code)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         _import_as_python_m()
         name = arguments[0] if arguments else ""
         if name not in _COMMANDS and name[:1] not in ("", "-"):
             raise ValueError(f"{name}: no such command{nearest(name, _COMMANDS)}")
         command, flags = _parse(arguments)
-        with quiet(getattr(command, "verbose", False)), working(name, command):
+        with quiet(getattr(command, "verbose", False)):
             command.run(flags)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: titan_ext show | head

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from titan_ext.base.machines import machine_of
+from titan_ext.base.machines import MEMORY, machine_of
 from titan_ext.base.messages import Mistakes, format_bytes, size_of
-from titan_ext.config_registry.terminal import coloured
+from titan_ext.config_registry.terminal import coloured, loading, phase
 from titan_ext.toml.files import extends_in, ranks_of, to_toml
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class DryRun:
     all_stages: bool = False
     """One rank of every pipeline stage, one after another."""
     memory: str = ""
-    """Memory of each GPU, such as 80GiB: plan the bytes of a step, and whether they fit."""
+    """Memory of each GPU, such as 80GiB: plan the bytes of a step, and whether they fit. With
+    --machine as much as torch finds on one by default."""
     stock: bool = False
     """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
     machine: str = ""
@@ -68,7 +69,7 @@ class DryRun:
     imbalance: float = 1.0
     """Tokens of the rank's experts, as a multiple of their balanced share."""
     out: Path | None = None
-    """Folder to write into. With --memory: plan_rank0.json and a picture of it; a run whose
+    """Folder for what is found. With --memory: plan_rank0.json and a picture of it; a run whose
     dump_folder it is compares itself with its plan. With --activations: budget.toml."""
     against: tuple[_Config, ...] = ()
     """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
@@ -80,6 +81,7 @@ class DryRun:
             self._run(flags, Path(folder))
 
     def _run(self, flags: list[str], folder: Path) -> None:
+        self.memory = self.memory or MEMORY.get(self.machine, "")
         memory = size_of("--memory", self.memory)
         machine = machine_of(self.machine or "h100")  # for its nodes
         self.ranks = ranks_of(self.config, self.ranks)
@@ -88,6 +90,7 @@ class DryRun:
             self.out.mkdir(parents=True, exist_ok=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects, and we end soon
+        loading()
         from titan_ext.activation_checkpoint.op_rules import has_budget
         from titan_ext.base import no_accelerator
         from titan_ext.config_registry.resolve import resolve
@@ -119,6 +122,7 @@ class DryRun:
             if self.stock:
                 as_stock(config)
             if has_budget(config):
+                phase(f"solving for the budget of {self.config}")
                 options = self._words("memory"), self._words(*_MODEL)
                 print(solve_in_dry_run(config, self.ranks, *options))
             if self.all_stages:
@@ -133,6 +137,7 @@ class DryRun:
                     memory=memory,
                     machine=self.machine,
                     imbalance=self.imbalance,
+                    say=phase,
                 )
                 print(coloured(run.report()), flush=True)
                 plans = [] if run.memory is None else [to_json(run, asked)]
@@ -186,6 +191,7 @@ class DryRun:
     def _plan_activations(self, resolved: "Resolved", memory: int | None) -> None:
         from titan_ext.plan.dry_run import plan_activations
 
+        phase("solving for the budget")
         changed = [f"{key} = {value}" for key, value, _ in resolved.given()]
         fits = self.activations == "fit"
         plan = plan_activations(
@@ -273,11 +279,12 @@ class DryRun:
                 failed.append(f"does not start: {name}: {cut}")
                 continue
             fits, spare, time = other["fits"], other["spare"], other["time"]
-            saved, ms = spare - plan["spare"], time["step_ms"] if time else 0.0
+            saved = spare - plan["spare"]
+            speed = time["expected_tokens_per_second"] if time else 0.0
             moved = f"{'saves' if saved >= 0 else 'needs'} {format_bytes(abs(saved))}"
-            taken = f", {ms:.0f} ms a step" if time else ""
-            line = f"{'fits' if fits else 'does not fit'}, {moved}{taken}: {name}"
-            found.append((not fits, ms if fits else 0.0, -spare, line))
+            expected = f", expect {speed:,.0f} tokens/s a GPU" if time else ""
+            line = f"{'fits' if fits else 'does not fit'}, {moved}{expected}: {name}"
+            found.append((not fits, -speed if fits else 0.0, -spare, line))
         yield from (line for *_, line in sorted(found))
         yield from failed
         used_s = sum(os.times()[2:4]) - sum(before[2:4])  # of processes that have ended

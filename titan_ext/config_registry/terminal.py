@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Log and terminal: filters for Titan's log; colours and progress of commands, none in a pipe.
+"""Log and terminal: filters for Titan's log; phases, progress and colours of commands.
 
-rich draws progress. It is imported only where there is a terminal.
+rich draws the progress of a search. It is imported only where there is a terminal.
 """
 
 import contextlib
@@ -9,9 +9,12 @@ import logging
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from titan_ext.base.messages import PHASE
 
 if TYPE_CHECKING:
     from titan_ext.plan.search import Search
@@ -30,8 +33,7 @@ _NOISE = (
 """Lines of Titan's log that say nothing of a healthy run, by function and first words."""
 _VERDICTS = {"fits": 32, "does not fit": 31, "uncertain": 33}
 """First words of a plan's verdict, and the colours of ANSI terminals."""
-_TAKES_A_WHILE = {"dry-run": "planning a step", "peft": "exporting adapters"}
-"""Commands with nothing else to show; the stages of a pipeline print from other processes."""
+_started = time.monotonic()
 _VERDICT = re.compile(rf"^(memory +|-- .*: )?({'|'.join(_VERDICTS)})\b", re.M)
 
 
@@ -94,59 +96,42 @@ def coloured(text: str) -> str:
     )
 
 
-@contextlib.contextmanager
-def working(name: str, command: Any) -> Iterator[None]:
-    """A line that says for how long a command has run; what it prints comes above."""
-    what = _TAKES_A_WHILE.get(name)
-    if what is None or getattr(command, "all_stages", False) or not sys.stdout.isatty():
-        yield
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def phase(text: str) -> None:
+    """Say on stderr what a command does now, a line each, from its second second on."""
+    seconds = time.monotonic() - _started
+    if seconds >= 1:
+        print(f"{PHASE}{text} ({seconds:.0f} s)", file=sys.stderr, flush=True)
 
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, transient=True) as progress:
-        progress.add_task(what, total=None)
-        yield
+
+def loading() -> None:
+    """``phase`` of the first import of torch, which takes longer than a second in any case."""
+    if "torch" not in sys.modules:
+        print(f"{PHASE}loading torch and TorchTitan", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress_of(search: "Search") -> Iterator[None]:
-    """On a terminal: what is tried, i of n so far, time left and the best; nothing in a pipe.
+    """What is tried, i of about n plans, time left and the best: a bar, or a line each in a pipe.
 
     Without rich's thread, for processes are forked here.
     """
     if not sys.stderr.isatty():
+        search.say = lambda text: phase(f"{text}: {search.progress()}")
         yield
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[best]}"),
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}")
     console = Console(stderr=True)
     with Progress(
         *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False
     ) as progress:
-        bar = progress.add_task("", total=None, best="")
+        bar = progress.add_task("", total=None, state="")
 
         def tick() -> None:
-            best = ""
-            if search.tried and (plan := search.best.plan) is not None:
-                fits = "" if plan.fits else ", does not fit"
-                best = f"best so far: {plan.time.tokens_per_second:,.0f} tokens/s{fits}"
-            forks = search.forks
-            progress.update(bar, completed=forks.called, total=forks.planned, best=best)
+            done, left = search.work()
+            progress.update(bar, completed=done, total=done + left, state=search.progress())
             progress.refresh()
 
         search.say = lambda text: progress.update(bar, description=text)

@@ -6,6 +6,7 @@ The search itself is ``plan.search``. Nothing here imports torch before the comm
 
 import gc
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,16 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from titan_ext.base.machines import machine_of
+from titan_ext.base.machines import MEMORY, machine_of
 from titan_ext.base.messages import Mistakes, duration, size_of
-from titan_ext.config_registry.terminal import progress_of
+from titan_ext.config_registry.terminal import loading, progress_of
 from titan_ext.toml.files import check_new_file, extends_in, ranks_of, to_toml
 
 if TYPE_CHECKING:
     from titan_ext.plan.search import Search
 
-_MEMORY = {"h100": "79GiB", "h200": "139GiB", "b200": "178GiB", "mi300x": "191GiB"}
-"""Memory that torch finds on one, about."""
+_FILE = "tuned.toml"
 _DOES_NOT_FIT, _INTERRUPTED = 3, 130
 
 
@@ -34,7 +34,7 @@ class Tune:
 
     It plans some dozens of configs of the job: batch, degrees, FSDP units, checkpointing, exchanges
     of tokens. It prints the best beside yours and says what each change saves. Nothing is written
-    without --out. Ctrl-C gives the best so far.
+    without --out. Ctrl-C and SIGTERM give the best so far.
     """
 
     config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
@@ -52,7 +52,8 @@ class Tune:
     host_memory: str = ""
     """Memory of a node, such as 1TiB, for activations that wait there; by default none do."""
     out: Path | None = None
-    """A TOML file to write, which extends yours; with it a JSON file and a picture of all tried."""
+    """Folder for what is found: tuned.toml, which extends yours, and tuned.json and a picture of
+    all that was tried."""
     rank: int = 0
     """The rank to plan."""
     imbalance: float = 1.0
@@ -60,7 +61,7 @@ class Tune:
     processes: int = 0
     """Plans at a time; 0 for one on each core."""
     verbose: bool = False
-    """Print what the search does next."""
+    """Print the log of the start as well."""
 
     def run(self, flags: list[str]) -> None:
         self.ranks = ranks_of(self.config, self.ranks)
@@ -68,14 +69,14 @@ class Tune:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects
         started = time.monotonic()
+        loading()
         from titan_ext.plan.stand_ins import as_rank
 
         machine = machine_of(self.machine)
         nodes = machine.ranks_per_node, machine.nvlink_domain
         with tempfile.TemporaryDirectory() as folder, as_rank(self.ranks, self.rank, *nodes):
             search, given = self.search(flags, Path(folder))
-            if self.verbose:
-                search.say = lambda text: print(f"-- {text}", flush=True)
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
             try:
                 with search.forks, progress_of(search):
                     search.run()
@@ -83,6 +84,8 @@ class Tune:
                 if not search.tried:
                     raise SystemExit(_INTERRUPTED) from None
                 print("stopped: the best so far, by plans of shortened models")
+            finally:
+                signal.signal(signal.SIGTERM, before)
         self._report(search, given)
         took = duration(time.monotonic() - started)
         print(f"{len(search.tried)} plans in {took}, {sum(os.times()[:4]):.0f} CPU seconds")
@@ -91,7 +94,7 @@ class Tune:
 
     def _check(self) -> None:
         machine_of(self.machine)
-        default = _MEMORY.get(self.machine, "")
+        default = MEMORY.get(self.machine, "")
         rows = (
             (not 0 <= self.rank < self.ranks, f"--rank is {self.rank}; expected one of --ranks."),
             (
@@ -106,7 +109,8 @@ class Tune:
         )
         Mistakes(problem for is_wrong, problem in rows if is_wrong).raise_all()
         if self.out is not None:
-            check_new_file(self.out)
+            self.out.mkdir(parents=True, exist_ok=True)
+            check_new_file(self.out / _FILE)
         self.memory = self.memory or default
 
     def search(self, flags: list[str], folder: Path) -> "tuple[Search, dict[str, str]]":
@@ -172,12 +176,12 @@ class Tune:
         print(*tuned.report(search), sep="\n")
         if self.out is None:
             return
-        extends = extends_in(self.out.parent, self.config)
+        file, extends = self.out / _FILE, extends_in(self.out, self.config)
         about = f"titan_ext tune {self.config} --ranks {self.ranks} --machine {self.machine}"
         about += f" --memory {self.memory}{' --exact' if self.exact else ''}"
-        self.out.write_text("\n".join(tuned.file_lines(search, extends, given, about)) + "\n")
+        file.write_text("\n".join(tuned.file_lines(search, extends, given, about)) + "\n")
         title = f"{self.config} on {self.ranks} {self.machine}, {self.memory} each"
-        tuned.write(search, self.out.parent, self.out.stem, title)
-        picture = self.out.with_suffix(".png")
-        print(f"\n{self.out} extends {extends}; {picture} has all that was tried")
-        print(f"titan_ext verify {self.out} --ranks {self.ranks} proves its numbers")
+        tuned.write(search, self.out, file.stem, title)
+        picture = file.with_suffix(".png")
+        print(f"\n{file} extends {extends}; {picture} has all that was tried")
+        print(f"titan_ext verify {file} proves its numbers")

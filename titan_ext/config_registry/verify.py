@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from titan_ext.base.machines import machine_of
+from titan_ext.base.machines import MEMORY, machine_of
 from titan_ext.base.messages import Mistakes
+from titan_ext.config_registry.terminal import loading, phase
 from titan_ext.toml.files import WORLD_SIZE, KeyLocation, find, import_first, ranks_of, to_toml
 
 if TYPE_CHECKING:
@@ -53,8 +54,11 @@ class Verify:
     """Verify stock TorchTitan on the same layout, without titan_ext and its keys."""
     machine: str = "h100"
     """The machine whose nodes the job has, as dry-run takes it."""
-    memory: str = "80GiB"
-    """Memory of each GPU, for activation_checkpoint.budget = "fit"."""
+    memory: str = ""
+    """Memory of each GPU, for activation_checkpoint.budget = "fit"; by default as much as torch
+    finds on one."""
+    out: Path = Path()
+    """Folder for the smallest file that is wrong."""
     quick: bool = False
     """Hold it in fp32 against one process only. If that is right, the exit code is 2."""
     model: Annotated[str, tyro.conf.arg(metavar="MODULE.FUNCTION")] = ""
@@ -71,6 +75,7 @@ class Verify:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # forks are safe without threads
         gc.disable()  # imports alone make it walk millions of objects
         started = time.monotonic()
+        loading()
         try:
             with tempfile.TemporaryDirectory(prefix="titan_ext_verify_") as folder:
                 is_right = self._verify(flags, Path(folder))
@@ -149,9 +154,13 @@ class Verify:
             if reason := why_not(config):
                 raise ValueError(reason)
             if has_budget(config):
+                phase(f"solving for the budget of {self.config}")
+                memory = self.memory or MEMORY.get(self.machine, "")
                 # With a CPU's kernels, of which the table names operations.
-                solve_in_dry_run(config, ranks, ["--memory", self.memory], ["--on-cpu"])
+                options = ["--machine", self.machine, "--on-cpu"]
+                solve_in_dry_run(config, ranks, ["--memory", memory] if memory else [], options)
         nodes = Nodes(machine.ranks_per_node, machine.nvlink_domain or machine.ranks_per_node)
+        phase("making a small copy")
         spec = self._own_model() if self.model else None
         job = make_small(config, layout_of(config, ranks, nodes), keep=self.keep, spec=spec)
         return replace(job, routing=self.routing)
@@ -181,7 +190,8 @@ class Verify:
             return
         again = self.config
         if self.config.endswith(".toml"):
-            again = f"wrong_{Path(self.config).name}"
+            self.out.mkdir(parents=True, exist_ok=True)
+            again = str(self.out / f"wrong_{Path(self.config).name}")
             lines = [
                 f"# The fewest keys of {self.config} with which titan_ext verify says WRONG.",
                 f"extends = {to_toml(str(Path(find(self.config)).resolve()))}",

@@ -407,6 +407,7 @@ def dry_run(
     as_on_a_gpu: bool = True,
     imbalance: float = 1.0,
     step: bool = True,
+    say: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
     """Build the trainer of ``rank`` of ``ranks`` and run one step of it.
 
@@ -419,6 +420,7 @@ def dry_run(
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.
         imbalance: Tokens that this rank's experts get, for one if routing were balanced.
         step: Whether to run one, where nothing is planned.
+        say: Is told what it does next.
 
     Raises:
         ValueError: for a config that would not start, or a machine whose accelerator is visible.
@@ -434,8 +436,10 @@ def dry_run(
     no_accelerator.adapt_config(config)
     # What a compiler would fuse is taken out by rule (plan.pools).
     torch.compiler.set_stance("force_eager")
+    say("building the model and its parallelism")
     run = DryRun(config, ranks, rank)
     run.imbalance, run.dispatchers, run.weights = imbalance, dispatchers, weights
+    say("running a step on tensors without data")
     if memory is not None or machine:
         run.plan(memory, machine)
     elif step:

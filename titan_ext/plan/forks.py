@@ -156,6 +156,7 @@ def _serve(
     for other in others:
         other.close()  # or the end of the parent would not end this
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)

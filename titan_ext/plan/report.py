@@ -77,10 +77,13 @@ def _phase(peak: Peak) -> dict[str, Any]:
 
 
 def _time(time: StepTime) -> dict[str, Any]:
-    keys = ("machine", "step_ms", "tokens_per_second", "mfu")
-    keys += ("expected_ms", "expected_tokens_per_second")
-    times = {category.name.lower(): ms for category, ms in time.ms.items()}
-    return {key: getattr(time, key) for key in keys} | {"ms": times, "kernels": {**time.kernels}}
+    keys = ("machine", "expected_tokens_per_second", "expected_ms")
+    keys += ("tokens_per_second", "step_ms", "mfu")
+    parts = {
+        name: {category.name.lower(): ms for category, ms in found.items()}
+        for name, found in {"expected": time.expected, "ms": time.ms}.items()
+    }
+    return {key: getattr(time, key) for key in keys} | parts | {"kernels": {**time.kernels}}
 
 
 def write(plan: Mapping[str, Any], folder: Path) -> None:

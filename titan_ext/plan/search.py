@@ -14,13 +14,15 @@ Checkpointing is no coordinate: each candidate has the best one for itself. The 
 the room that a step leaves, as the plan of the best candidate has it, and then its own plan. In the
 end each change is taken back once, and what saves nothing goes. The winner and the user's config
 are then planned as whole models, all others as two shortened ones (``plan.shorten``). A candidate
-is planned in a fork (``plan.forks``).
+is planned in a fork (``plan.forks``). One whose first plan, of the shorter model, cannot win is
+planned no further.
 
 benchmarks/tune_check.py holds the search against all configs of a small grid.
 """
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -28,10 +30,10 @@ from typing import Any, NamedTuple
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_rules import KEY
 from titan_ext.activation_checkpoint.solver import BudgetTooSmallError, Solution
-from titan_ext.base.messages import Mistakes
+from titan_ext.base.messages import Mistakes, duration
 from titan_ext.parallelize.limits import wrong_degrees
 from titan_ext.plan.dry_run import dry_run
-from titan_ext.plan.forks import FailedError, Forks
+from titan_ext.plan.forks import Forks
 from titan_ext.plan.memory import MemoryKind, MemoryPlan
 from titan_ext.plan.moves import (
     GLOBAL,
@@ -46,7 +48,7 @@ from titan_ext.plan.moves import (
     with_move,
 )
 from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
-from titan_ext.plan.time import StepTime
+from titan_ext.plan.time import Category, StepTime
 from titan_ext.run.budget import TracedBlocks, without_checkpointing
 
 _GAIN = 0.003
@@ -108,6 +110,30 @@ def with_defaults(values: Keys) -> dict[str, Any]:
     return {f"{KEY}.{name}": getattr(usual, name) for name in names} | dict(values)
 
 
+class Sketch(NamedTuple):
+    """The first plan of a candidate, of its short model: enough to see that it cannot win."""
+
+    us: float
+    """Of a token, as expected; ``recompute_us`` of it to run again what was not kept."""
+    recompute_us: float
+    spare: int
+
+    @classmethod
+    def of(cls, memory: MemoryPlan, time: StepTime) -> "Sketch":
+        us = time.expected_ms * 1e3 / time.tokens
+        share = time.expected.get(Category.RECOMPUTE, 0.0) / time.expected_ms
+        return cls(us, us * share, memory.spare)
+
+    def is_lost(self, best: "Sketch") -> bool:
+        """True if it saves nothing, and no memory either, or not if all of that were kept."""
+        is_slower = self.us >= best.us
+        return is_slower and (self.spare <= best.spare or self.us - self.recompute_us >= best.us)
+
+
+class LostError(Exception):
+    """A candidate cannot beat the best so far."""
+
+
 class Plan(NamedTuple):
     """A step of a candidate; ``checkpointing`` None is the user's own."""
 
@@ -116,6 +142,7 @@ class Plan(NamedTuple):
     checkpointing: Checkpointing | None = None
     is_whole: bool = False
     """True if the whole model was planned."""
+    sketch: Sketch | None = None
 
     @property
     def fits(self) -> bool:
@@ -124,8 +151,8 @@ class Plan(NamedTuple):
 
     @property
     def us_per_token(self) -> float:
-        """Microseconds of a GPU."""
-        return self.time.step_ms * 1e3 / self.time.tokens
+        """Microseconds of a GPU, as expected: the figure that is printed decides."""
+        return self.time.expected_ms * 1e3 / self.time.tokens
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -173,7 +200,7 @@ def with_best_checkpointing(
         room = int(min(found.room, _LESS * too_large))
         before, now = best.checkpointing, solve(room)
         if best.fits and before is not None:
-            saved = (before.ms - now.ms) / best.time.step_ms
+            saved = (before.ms - now.ms) * best.time.slowdown / best.time.expected_ms
             is_lost = best.us_per_token * (1 - saved) > at_most
             if saved < _GAIN or is_lost or len(tried) >= tries:
                 break
@@ -207,27 +234,49 @@ class Job:
     depths: Depths | None = None
 
     def plan(
-        self, keys: Keys, room: int | None, at_most: float = math.inf, is_whole: bool = False
-    ) -> Plan:
+        self,
+        keys: Keys,
+        room: int | None,
+        at_most: float = math.inf,
+        is_whole: bool = False,
+        best: Sketch | None = None,
+    ) -> Plan | str:
         """Plan a candidate with the best checkpointing, or the user's own where ``room`` is None.
 
-        Raises ValueError if it does not start. Other arguments are ``with_best_checkpointing``'s.
+        Raises ValueError if it does not start. Other arguments are ``with_best_checkpointing``'s,
+        and what it is held against: where it cannot win, the reason comes in place of a plan.
         """
+        try:
+            return self._plan(keys, room, at_most, is_whole, best)
+        except LostError as lost:
+            return str(lost)
 
+    def _plan(
+        self, keys: Keys, room: int | None, at_most: float, is_whole: bool, best: Sketch | None
+    ) -> Plan:
         depths = self.depths
 
+        def seen(step: tuple[MemoryPlan, StepTime]) -> Sketch:
+            sketch = Sketch.of(*step)
+            if best is not None and sketch.is_lost(best):
+                raise LostError("saves nothing, by the plan of a shorter model")
+            return sketch
+
         def plan(checkpointing: Checkpointing | None) -> Plan:
-            return Plan(*self.step(self.all_keys(keys, checkpointing)), checkpointing, True)
+            step = self.step(self.all_keys(keys, checkpointing))
+            return Plan(*step, checkpointing, True, seen(step) if depths is None else None)
 
         def shortened(checkpointing: Checkpointing | None) -> Plan:
             assert depths is not None
             asked = self.all_keys(keys, checkpointing)
-            short, longer = self.step(asked, depths.short), self.step(asked, depths.longer)
+            short = self.step(asked, depths.short)
+            sketch, longer = seen(short), self.step(asked, depths.longer)
             try:
                 memory = whole_memory(short[0], longer[0], depths)
             except NotAlikeError:
                 return plan(checkpointing)
-            return Plan(memory, whole_time(short[1], longer[1], depths), checkpointing)
+            time = whole_time(short[1], longer[1], depths)
+            return Plan(memory, time, checkpointing, sketch=sketch)
 
         of_step = shortened if depths is not None and not is_whole else plan
         if room is None:
@@ -327,13 +376,15 @@ class Tried:
     Attributes:
         choices: Its changes, by the moves that made them.
         keys: The same by key, without what the user has.
-        plan: None if it does not start; ``reason`` says why.
+        plan: None if it does not start, or cannot win; ``reason`` says why.
+        is_lost: Whether it cannot win.
     """
 
     choices: Choices
     keys: Keys
     plan: Plan | None = None
     reason: str = ""
+    is_lost: bool = False
 
     @property
     def planned(self) -> Plan:
@@ -391,9 +442,13 @@ class Search:
     compared: Tried = field(init=False)
     _best: Tried | None = None
     _tried: dict[Any, Tried] = field(default_factory=dict)
+    _ahead: int = len(MOVES)
+    _times: tuple[float, float] = 0.0, 0.0
+    """When the search began, and when it has had its last plan."""
 
     def run(self) -> None:
         """Search, and confirm what was found. Raises ValueError if the user's config is wrong."""
+        self._times = (time.monotonic(),) * 2
         self.say("your config")
         (self.own,) = self.evaluate([{}], None)
         if self.own.plan is None:
@@ -406,25 +461,41 @@ class Search:
         self._confirm()
 
     def evaluate(
-        self, every: Sequence[Choices], near: Tried | None, *, is_whole: bool = False
+        self,
+        every: Sequence[Choices],
+        near: Tried | None,
+        *,
+        is_whole: bool = False,
+        to_win: bool = False,
     ) -> list[Tried]:
         """Plan candidates, each with the best checkpointing that fits; of shortened models.
 
-        ``near`` says about how much they may hold; None is for the user's own checkpointing.
+        ``near`` says about how much they may hold; None is for the user's own checkpointing. With
+        ``to_win`` one that cannot beat the best needs no plan.
         """
         held = near.checkpointing if near else None
         room = held.nbytes if held else near.plan.room if near and near.plan else None
         is_race = near is not None and self._best is not None and self._best.fits and not is_whole
         at_most = self.best.us_per_token if is_race else math.inf
+        sketch = self.best.planned.sketch if is_race and to_win else None
         is_whole = is_whole or self.job.depths is None
         asked = [keys_of(choices, self.job.values) for choices in every]
         jobs = [(frozenset(_job(keys).items()), near is None, is_whole) for keys in asked]
-        new = [at for at, job in enumerate(jobs) if job not in self._tried]
-        calls = [(asked[at], room, at_most, is_whole) for at in new]
+        new = [
+            at
+            for at, job in enumerate(jobs)
+            if (seen := self._tried.get(job)) is None or (seen.is_lost and not to_win)
+        ]
+        calls = [(asked[at], room, at_most, is_whole, sketch) for at in new]
         for place, plan in self.forks.run(calls):
-            at, reason = new[place], str(plan) if isinstance(plan, FailedError) else ""
+            self._times = self._times[0], time.monotonic()
+            at, reason = new[place], "" if isinstance(plan, Plan) else str(plan)
             self._tried[jobs[at]] = Tried(
-                choices=every[at], keys=asked[at], plan=None if reason else plan, reason=reason
+                choices=every[at],
+                keys=asked[at],
+                plan=None if reason else plan,
+                reason=reason,
+                is_lost=isinstance(plan, str),
             )
         return [self._tried[job] for job in jobs]
 
@@ -432,6 +503,22 @@ class Search:
     def tried(self) -> Sequence[Tried]:
         """All candidates that were planned, in this order."""
         return list(self._tried.values())
+
+    def work(self) -> tuple[int, int]:
+        """Plans that have ended, and about how many are left if no further change helps."""
+        return self.forks.called, self.forks.planned - self.forks.called + self._ahead
+
+    def progress(self) -> str:
+        """``work`` in words, with the time that is left by that, and the best so far."""
+        (done, left), (begin, last) = self.work(), self._times
+        said = [f"{done} plans of about {done + left}"]
+        if done:
+            left_s = (last - begin) * (done + left) / done - (time.monotonic() - begin)
+            said.append(f"about {duration(max(left_s, 1.0))} left")
+        if self.tried and (plan := self.best.plan) is not None:
+            speed = f"expect {plan.time.expected_tokens_per_second:,.0f} tokens/s a GPU"
+            said.append(f"best: {speed}{'' if plan.fits else ', does not fit'}")
+        return ", ".join(said)
 
     @property
     def best(self) -> Tried:
@@ -453,23 +540,41 @@ class Search:
     def _descend(self) -> None:
         moves = [move for move in MOVES if move.effect is Effect.NONE or not self.job.exact]
         since = 0
-        for move in itertools.cycle(moves):
-            base = self.best
-            changes = list(self._changes(move, base))
-            if changes:
+        for at in itertools.cycle(range(len(moves))):
+            base, move = self.best, moves[at]
+            every = self._changed(move, base)
+            to_come = [*moves, *moves][at + 1 : at + len(moves) - since]
+            self._ahead = sum(len(self._new(self._changed(other, base))) for other in to_come)
+            self._ahead += len(base.choices) + self._whole_plans
+            if self._new(every):
                 self.say(move.words)
-            every = [self._with(base, move, change) for change in changes]
-            since = 0 if self._go_on_from(self.evaluate(every, _near(base))) else since + 1
+            found = self.evaluate(every, _near(base), to_win=True)
+            since = 0 if self._go_on_from(found) else since + 1
             if since == len(moves):
                 return
+
+    @property
+    def _whole_plans(self) -> int:
+        """For how many plans the two of whole models in the end count."""
+        depths = self.job.depths
+        return 2 * (1 + depths.whole // (depths.short + depths.longer)) if depths else 2
+
+    def _new(self, every: Iterable[Choices]) -> list[Choices]:
+        """Those that nobody has planned, with a checkpointing of their own."""
+        tried = {frozenset(items) for items, is_own, _ in self._tried if not is_own}
+        keys = [frozenset(_job(keys_of(one, self.job.values)).items()) for one in every]
+        return [one for one, key in zip(every, keys, strict=True) if key not in tried]
+
+    def _changed(self, move: Move, base: Tried) -> list[Choices]:
+        return [self._with(base, move, change) for change in self._changes(move, base)]
 
     def _changes(self, move: Move, base: Tried) -> Iterator[Keys]:
         """Changes of a move, if it acts on categories that take a while."""
         (memory, time), solved = base.planned[:2], base.checkpointing
         nbytes = sum(memory.peak.by_kind.get(kind, 0) for kind in move.frees)
-        acts_on = sum(time.ms.get(category, 0.0) for category in move.shortens)
-        acts_on += nbytes * (solved.ms_of_a_byte if solved else 0.0)
-        if not base.fits or acts_on >= _WORTH * time.step_ms:
+        acts_on = sum(time.expected.get(category, 0.0) for category in move.shortens)
+        acts_on += nbytes * (solved.ms_of_a_byte * time.slowdown if solved else 0.0)
+        if not base.fits or acts_on >= _WORTH * time.expected_ms:
             yield from move.changes({**self.job.values, **base.keys}, self.job.facts)
 
     def _with(self, base: Tried, move: Move, change: Keys) -> Choices:
@@ -481,6 +586,7 @@ class Search:
     def _take_back(self) -> None:
         """Leave out the changes that save nothing."""
         best = self.compared = self.best
+        self._ahead = self._whole_plans
         self.say("each change taken back")
         every = [_but(best.choices, move) for move in best.choices]
         without = dict(zip(best.choices, self.evaluate(every, _near(best)), strict=True))
@@ -497,9 +603,12 @@ class Search:
 
     def _confirm(self) -> None:
         """Plan the best and the user's config as whole models."""
+        self._ahead = self._whole_plans - 1
         self.say("whole models")
         found = self.evaluate([self.best.choices], _near(self.best), is_whole=True)
+        self._ahead = self._whole_plans // 2 - 1
         (self.own,) = self.evaluate([{}], None, is_whole=True)
+        self._ahead = 0
         if self.own.plan is None:  # a shortened model reads no checkpoint, and needs less memory
             raise ValueError(self.own.reason)
         self.winner = min([*found, self.own], key=lambda one: one.order)

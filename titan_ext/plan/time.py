@@ -393,13 +393,20 @@ class StepTime:
         return self.tokens / self.step_ms * 1e3
 
     @property
-    def expected_ms(self) -> float:
-        """Time of a step whose kernels are as far from ideal as those of published runs."""
-        waits = sum(self.ms.get(category, 0.0) for category in WAITS)
-        # Waits get no factor: published rows do not tell how far links are from their rates.
+    def slowdown(self) -> float:
+        """How many times longer than the ideal its kernels are expected to take."""
         usual = COMPILED_KERNELS if self.is_compiled else KERNELS
-        factor = 1.0 if self.is_measured else usual
-        return waits + factor * (self.step_ms - waits)
+        return 1.0 if self.is_measured else usual
+
+    @property
+    def expected(self) -> Mapping[Category, float]:
+        """``ms`` of a step whose kernels are as far from ideal as those of published runs."""
+        # Waits get no factor: published rows do not tell how far links are from their rates.
+        return {at: ms if at in WAITS else self.slowdown * ms for at, ms in self.ms.items()}
+
+    @property
+    def expected_ms(self) -> float:
+        return sum(self.expected.values())
 
     @property
     def expected_tokens_per_second(self) -> float:
@@ -417,18 +424,21 @@ class StepTime:
         # Titan looks for names such as "H100" in this text (torchtitan/tools/utils.py).
         return get_peak_flops(machine_of(self.machine).name.upper())
 
+    @property
+    def band(self) -> str:
+        """How far nine of ten published runs are from it; no run tells that of measured rates."""
+        return "" if self.is_measured else f" (+-{SPREAD:.0%})"
+
     def verdict(self) -> str:
-        mfu = f", MFU {self.mfu:.1%} of {self.peak / 1e12:.0f} TFLOP/s" if self.mfu else ""
-        now = f"{self.tokens_per_second:,.0f}"
-        if not self.is_measured:
-            expected = f"expect {self.expected_tokens_per_second:,.0f} tokens/s a GPU"
-            now = f"{expected} (+-{SPREAD:.0%}); ideal {now}"
-        where = Path(self.machine).stem
-        return f"{now} tokens/s a GPU{mfu}: {self.step_ms:.1f} ms a step on {where}"
+        expected = f"expect {self.expected_tokens_per_second:,.0f} tokens/s a GPU{self.band}"
+        return f"{expected}, {self.expected_ms:,.1f} ms a step on {Path(self.machine).stem}"
 
     def table(self) -> Iterator[str]:
-        """A line for each category, in ms, and what the sum assumes."""
+        """A line for each category, in ms as expected, their sum, and the ideal."""
         for category in Category:
-            if (ms := f"{self.ms.get(category, 0.0):.1f}") != "0.0":
+            if (ms := f"{self.expected.get(category, 0.0):.1f}") != "0.0":
                 yield f"{ms:>8}  {category}"
-        yield f"{self.step_ms:>8.1f}  sum, ideal: at the rates of single kernels"
+        yield f"{self.expected_ms:>8.1f}  sum"
+        mfu = f", MFU {self.mfu:.1%} of {self.peak / 1e12:.0f} TFLOP/s" if self.mfu else ""
+        rates = "at measured rates" if self.is_measured else "ideal, at the rates of single kernels"
+        yield f"{self.step_ms:>8.1f}  {rates}: {self.tokens_per_second:,.0f} tokens/s a GPU{mfu}"

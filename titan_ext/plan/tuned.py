@@ -51,13 +51,20 @@ def table(search: Search) -> Iterator[str]:
     own, best = plans = search.own.planned, search.best.planned
     rows = [
         ("", ["yours", "tuned"]),
-        ("tokens/s a GPU", [f"{plan.time.tokens_per_second:,.0f}" for plan in plans]),
-        ("ms a step", [f"{plan.time.step_ms:,.1f}" for plan in plans]),
+        (
+            f"expect tokens/s a GPU{best.time.band}",
+            [f"{plan.time.expected_tokens_per_second:,.0f}" for plan in plans],
+        ),
+        (
+            "ideal, at the rates of single kernels",
+            [f"{x.time.tokens_per_second:,.0f}" for x in plans],
+        ),
+        ("ms a step", [f"{plan.time.expected_ms:,.1f}" for plan in plans]),
         ("GiB counted at the peak", [f"{plan.memory.peak.nbytes / _GIB:.2f}" for plan in plans]),
         ("GiB to spare", [f"{plan.memory.spare / _GIB:.2f}" for plan in plans]),
     ]
     for category in Category:
-        both = [plan.time.ms.get(category, 0.0) for plan in plans]
+        both = [plan.time.expected.get(category, 0.0) for plan in plans]
         if max(both) >= 0.05:
             rows.append((f"  {category}", [f"{ms:,.1f}" for ms in both]))
     for name, values in rows:
@@ -79,7 +86,8 @@ def changes(search: Search) -> Iterator[tuple[Mapping[str, Any], str]]:
             yield mine, f"{_saves(search, move)}: {move.words}; {move.effect}"
     if keys and solved is not None:
         held = format_bytes(solved.nbytes)
-        words = f"{held} of activations are kept, and {solved.ms:.0f} ms recomputed"
+        recomputed_ms = solved.ms * best.planned.time.slowdown
+        words = f"{held} of activations are kept, and {recomputed_ms:.0f} ms recomputed"
         words = words if solved.table else "no checkpointing: there is room for everything"
         exact = search.job.exact or not solved.table
         effect = Effect.NONE if exact else "what is kept in float8 is rounded"
@@ -101,14 +109,13 @@ def _saves(search: Search, move: Any) -> str:
 def file_lines(search: Search, extends: str, given: Mapping[str, str], about: str) -> list[str]:
     """A TOML file with the winner's changes, and the flags that were ``given`` to the command."""
     best, own = (
-        f"{plan.time.tokens_per_second:,.0f} tokens/s a GPU, {plan.time.step_ms:,.0f} ms a step, "
-        f"{plan.memory.peak.nbytes / _GIB:.1f} GiB"
+        f"{plan.time.verdict()}; {plan.memory.peak.nbytes / _GIB:.1f} GiB"
         for plan in (search.best.planned, search.own.planned)
     )
     verdict = "" if search.own.fits else f", which {_why_not(search.own.planned)}"
     lines = [
         f"# {about}",
-        f"# Planned, not measured: {best}.",
+        f"# {best[:1].upper()}{best[1:]}: planned, not measured.",
         f"# Without the changes: {own}{verdict}.",
         f"extends = {to_toml(extends)}",
         f"{WORLD_SIZE} = {search.job.facts.ranks}",
@@ -124,9 +131,9 @@ def file_lines(search: Search, extends: str, given: Mapping[str, str], about: st
 def words(search: Search) -> Iterator[str]:
     """Lines on where the time goes now, and on what would have to change to go further."""
     time = search.best.planned.time
-    parts = sorted(time.ms.items(), key=lambda item: -item[1])
-    large = [(category, ms) for category, ms in parts if ms >= _SEEN * time.step_ms]
-    shares = ", ".join(f"{ms / time.step_ms:.0%} {category}" for category, ms in large[:4])
+    parts = sorted(time.expected.items(), key=lambda item: -item[1])
+    large = [(category, ms) for category, ms in parts if ms >= _SEEN * time.expected_ms]
+    shares = ", ".join(f"{ms / time.expected_ms:.0%} {category}" for category, ms in large[:4])
     yield f"where the time goes now: {shares}."
     seen: set[str] = set()
     for category, _ in large[:4]:
@@ -165,8 +172,10 @@ def _candidate(one: Tried) -> dict[str, Any]:
         "fits": one.fits,
         "spare": memory.spare,
         "peak": memory.peak.nbytes,
-        "step_ms": time.step_ms,
+        "expected_tokens_per_second": time.expected_tokens_per_second,
+        "expected_ms": time.expected_ms,
         "tokens_per_second": time.tokens_per_second,
+        "step_ms": time.step_ms,
         "ms": {category.name.lower(): ms for category, ms in time.ms.items()},
     }
 
@@ -182,8 +191,8 @@ def front(search: Search) -> list[Tried]:
 
 
 def _point(one: Tried) -> tuple[float, float]:
-    """GiB at the peak, and tokens/s."""
-    return one.planned.memory.peak.nbytes / _GIB, one.planned.time.tokens_per_second
+    """GiB at the peak, and tokens/s as expected."""
+    return one.planned.memory.peak.nbytes / _GIB, one.planned.time.expected_tokens_per_second
 
 
 def draw(search: Search, title: str) -> Any:
@@ -201,8 +210,9 @@ def draw(search: Search, title: str) -> Any:
     axes.plot(*line, color="#1f4e79", lw=1, label="front: none is better in both")
     for one, name, marker, size in ((search.own, "yours", "s", 8), (search.best, "tuned", "*", 14)):
         at = _point(one)
-        axes.plot(*at, marker, color="#c00000", ms=size, label=f"{name}: {at[1]:,.0f} tokens/s")
-    axes.set(xlabel="GiB counted at the peak", ylabel="tokens/s a GPU, planned", title=title)
+        axes.plot(*at, marker, color="#c00000", ms=size, label=f"{name}: expect {at[1]:,.0f}")
+    band = search.best.planned.time.band
+    axes.set(xlabel="GiB counted at the peak", ylabel=f"expect tokens/s a GPU{band}", title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure

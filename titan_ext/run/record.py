@@ -33,7 +33,7 @@ from torchtitan.tools.logging import logger
 
 import titan_ext
 from titan_ext.activation_checkpoint import memory_report_of
-from titan_ext.base.messages import and_more, format_bytes, matches
+from titan_ext.base.messages import and_more, format_bytes, matches, without_phases
 from titan_ext.base.op_cost import collective_kind, ranks_per_node
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.run_folder import RECORD
@@ -396,7 +396,7 @@ def dry_run_elsewhere(
     Titan allows one layout in a process, and a run must not keep a dry run's fake groups. After
     ``timeout_s`` it raises ``subprocess.TimeoutExpired``. Its output is in the result.
     """
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "titan_ext", "dry-run", str(file), *options],
         env={key: value for key, value in os.environ.items() if not key.startswith(_OF_TORCHRUN)},
         capture_output=True,
@@ -404,6 +404,8 @@ def dry_run_elsewhere(
         timeout=timeout_s,
         check=False,
     )
+    done.stderr = without_phases(done.stderr)
+    return done
 
 
 def file_name(rank: int) -> str:

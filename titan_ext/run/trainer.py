@@ -108,7 +108,8 @@ class Trainer(TitanTrainer):
             """Raise ValueError with every mistake; what needs the number of ranks comes later."""
             mistakes = Mistakes(wrong_values(self))
             mistakes.raise_all()  # the other checks compute with the values
-            mistakes.extend(wrong_degrees(self, ranks=None))
+            if any(wrong_degrees(self, ranks=None)):  # with the ranks it names what can fit
+                mistakes.extend(wrong_degrees(self, world_size(self)))
             if self.hf_assets_path == STDLIB_CORPUS:  # by a flag; resolve() does it for files
                 self.hf_assets_path = str(default_tokenizer_path())
             no_accelerator.adapt_config(self)
