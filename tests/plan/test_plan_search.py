@@ -516,6 +516,26 @@ def test_what_cannot_win_is_planned_no_further(
     assert planned == [3, 5]
 
 
+def test_what_was_lost_is_planned_where_its_figure_is_asked_for():
+    search, asked = _search(), []
+    run, choices = search.forks.function, {MOVES[0]: {EP: 2, LOCAL: 2}}
+
+    def plan(*call: Any) -> Any:
+        asked.append(call[-1])
+        return run(*call) if call[-1] is None else "saves nothing"
+
+    sketch = Sketch(us=1.0, recompute_us=0.0, spare=0)
+    best = replace(search.best, plan=search.best.planned._replace(sketch=sketch))
+    search.forks.function, search.winner = plan, best
+    (lost,) = search.evaluate([choices], best, to_win=True)
+    assert (lost.plan, lost.reason, lost.is_lost) == (None, "saves nothing", True)
+    (again,) = search.evaluate([choices], best, to_win=True)
+    assert again is lost
+    (found,) = search.evaluate([choices], best)
+    assert found.plan is not None
+    assert asked == [sketch, None]
+
+
 def test_what_does_not_fit_is_made_to(tmp_path: Path):
     """A start that lacks memory ends with a config that fits."""
     search = _search({REPLICATE: 8})

@@ -1,5 +1,6 @@
 """The shipped TOML files: they load, and their degrees fit the world size that each one names."""
 
+import re
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +29,9 @@ NAMES = [
     "qwen3_30b_a3b",
     "qwen3_30b_a3b_tuned",
 ]
+
+
+expected_in_header = r"Expect ([\d,]+) tokens/s a GPU \(\+-32%\) on H100s"
 
 
 def world_size(path: Path) -> int:
@@ -68,6 +72,18 @@ def test_degrees_fit_the_world_size(name: str):
         assert cast(GroupedExperts.Config, experts).num_experts % p.expert_parallel_degree == 0
     if p.expert_parallel_degree > 1:
         assert config.training.disable_cuda_graphs
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "debug" not in name])
+def test_a_file_says_what_to_expect_and_is_no_slower_than_titans_own(name: str):
+    """A slow test of plan/test_dry_run.py plans the first figure."""
+    header = (FOLDER / f"{name}.toml").read_text().partition("\nextends")[0].replace("\n# ", " ")
+    titans = r"(?:TorchTitan\D*\S*, same ranks and batch|\(--stock\)): ([\d,]+)"
+    ours, other = (
+        int(found[1].replace(",", "")) if (found := re.search(text, header)) else 0
+        for text in (expected_in_header, titans)
+    )
+    assert ours >= other > 0
 
 
 def test_moe_debug_is_sized_for_a_small_machine():
