@@ -237,7 +237,7 @@ def test_every_stage_of_a_pipeline(folder: Path):
     assert _files(folder) == ["plans", *files]
     plans = [json.loads((folder / name).read_text()) for name in files[::2]]
     fullest = min(plans, key=lambda plan: plan["spare"])
-    assert done.out.splitlines()[-1] == f"-- the fullest of 2 stages: {fullest['verdict']}"
+    assert f"-- the fullest of 2 stages: {fullest['verdict']}" in done.out.splitlines()
     assert re.findall(r"^-- rank (\d)", done.out, re.M) == ["0", "2"]
     assert re.findall(r"^stage +(\d) of 2", done.out, re.M) == ["0", "1"]
     assert _line(done.out, "FSDP units")[1].endswith("1 head")

@@ -34,7 +34,7 @@ class Effect(StrEnum):
     """Effect of a move on results; none changes the optimizer's mathematics."""
 
     NONE = "no result changes"
-    ROUNDING = "rounds otherwise"
+    ROUNDING = "changes rounding"
     LOSSY = "lossy: docs/exchanges.md and docs/fsdp.md have losses"
 
 
