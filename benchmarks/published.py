@@ -1,6 +1,6 @@
 """Published figures of real GPUs, and the plan of each job beside them.
 
-    python -m benchmarks.published                       # the tables of docs/plan.md, 10 minutes
+    python -m benchmarks.published                       # the tables of published.md, 10 minutes
     python -m benchmarks.published --rows A1 B1          # some of them
     python -m benchmarks.published --plot docs/images/published.png
 

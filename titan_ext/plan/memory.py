@@ -14,7 +14,7 @@ from typing import Any
 from titan_ext.base.messages import format_bytes
 from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 
-# No run of ours has read them off a device (docs/plan.md, "What is a guess").
+# No run of ours has read them off a device (docs/plan.md, "The memory of a step").
 CONTEXT, COMMUNICATOR = 600 * 2**20, 600 * 2**20
 """Bytes of CUDA's context, with cuBLAS's workspaces, and of NCCL for each process group that
 communicates: guesses."""

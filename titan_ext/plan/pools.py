@@ -139,7 +139,7 @@ _DECOMPOSED = {
 @functools.cache  # torch makes its list anew each time
 def is_fusible(func: Any) -> bool:
     packet = func.overloadpacket
-    # Rules, and nothing fitted: published compiled jobs are off by 8.5% at most (docs/plan.md).
+    # Rules, and nothing fitted: benchmarks/published.md has how far compiled jobs are off.
     is_listed = packet in _DECOMPOSED or packet in get_default_op_list().fusible_ops
     return is_listed or torch.Tag.pointwise in func.tags
 
