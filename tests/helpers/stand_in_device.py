@@ -104,7 +104,8 @@ def main(ep: int, backend: Any, how: str = "") -> None:
     dims.build_mesh()
     spec = api.extend_model_spec(model_registry("debugmodel"))
     training = TrainingConfig()
-    use_stand_ins(SimpleNamespace(model_spec=spec, parallelism=parallelism, training=training))
+    sections = {"parallelism": parallelism, "training": training, "compile": CompileConfig()}
+    use_stand_ins(SimpleNamespace(model_spec=spec, **sections))
     config: Any = spec.model
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     config.layers = config.layers[: 4 if how else 2]  # backward takes the last two from it
