@@ -1,7 +1,6 @@
 """What a step makes torch's allocator reserve, and what of it compiled modules never make."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -151,22 +150,13 @@ def test_products_and_exchanges_are_not_fusible():
 _Op = tuple[object, str, bool, Sequence[int], Sequence[int]]
 
 
-def _edited(*ops: _Op, sizes: Mapping[int, int] = MappingProxyType({})) -> list[Event]:
-    """Events that are left, of operations on storages 1, 2, ... of 1 byte each, or their size.
-
-    A storage that only forward reads is freed when forward is over.
-    """
+def _edited(*ops: _Op) -> list[Event]:
+    """Events that are left, of operations on storages 1, 2, ... of 1 byte each."""
     fusion, events = Fusion(), []
-    forward = [storage for *_, backward, _, made in ops if not backward for storage in made]
-    kept = {storage for *_, backward, read, _ in ops if backward for storage in read}
     for func, region, in_backward, read, made in ops:
-        if in_backward:
-            events += [Event(storage, 0, 0) for storage in forward if storage not in kept]
-            forward = []
         fusion.see(func, region, len(events), in_backward=in_backward, read=read, made=made)
-        events += [Event(storage, 0, sizes.get(storage, 1)) for storage in made]
-    ended = {event.storage for event in events if not event.nbytes}
-    events += [Event(storage, 0, 0) for storage in sorted({e.storage for e in events} - ended)]
+        events += [Event(storage, 0, 1) for storage in made]
+    events += [Event(storage, 0, 0) for storage in sorted({e.storage for e in events})]
     return fusion.apply(events)
 
 
@@ -187,59 +177,6 @@ def test_what_a_product_of_backward_reads_is_kept():
     """torch's partitioner does not make again what has to be in memory then."""
     kept = (ADD, "layers.0", False, [], [1]), (MM, "layers.0", False, [1], [2])
     assert 1 in _fused(*kept, (MM, "layers.0", True, [1], [3]))
-
-
-@pytest.mark.parametrize(("nbytes", "kept"), [(2, [1]), (8, [1, 2])])
-def test_what_is_smaller_crosses_to_backward(nbytes: int, kept: Sequence[int]):
-    """A product in bf16 stays instead of its copy in fp32; a larger one is not worth it."""
-    block = "layers.0"
-    product, cast = (MM, block, False, [], [1]), (ADD, block, False, [1], [2])
-    events = _edited(product, cast, (ADD, block, True, [2], [3]), sizes={1: nbytes, 2: 4})
-    made = [event.storage for event in events if event.nbytes]
-    assert [storage for storage in made if storage < 3] == kept
-    # It lives until backward has read it: so much is there then.
-    assert _most(events) == (2 if nbytes == 2 else nbytes + 4)
-    at_once = [event for event in events if event.storage == 1]
-    assert at_once == [Event(1, 0, nbytes), Event(1, 0, 0)]
-
-
-def test_what_one_copy_keeps_others_have_for_nothing():
-    """Either of two copies alone is smaller than what both are made from."""
-    block = "layers.0"
-    ops = [(MM, block, False, [], [1])]
-    ops += [(ADD, block, False, [1], [storage]) for storage in (2, 3)]
-    ops += [(ADD, block, True, [storage], [storage + 2]) for storage in (2, 3)]
-    made = [e.storage for e in _edited(*ops, sizes={1: 4, 2: 6, 3: 3}) if e.nbytes]
-    assert made == [1]
-
-
-def test_another_block_makes_nothing_again():
-    """What a block reads is made by the one before it, which is another graph."""
-    ops = [(ADD, "layers.0", False, [], [1]), (MM, "layers.1", False, [1], [2])]
-    ops += [(ADD, "layers.1", False, [1], [3]), (ADD, "layers.1", True, [3], [4])]
-    events = _edited(*ops, sizes={1: 2, 3: 4})
-    assert [event.storage for event in events if event.nbytes] == [1, 2]
-
-
-def test_a_compiled_loss_takes_four_bytes_a_logit():
-    """Inductor keeps the logits in bf16, and makes their gradient: no copy in fp32."""
-    tokens, vocabulary = 8192, 4096  # no weight is as large
-
-    def bytes_a_logit(compiled: Sequence[str]) -> float:
-        with FakeTensorMode():
-            model = _Model()
-            x = torch.empty(tokens, 1024, dtype=torch.bfloat16)
-            with LiveBytes([model], [], compiled=compiled) as live:
-                labels = torch.zeros(tokens, dtype=torch.int64)
-                loss = cross_entropy(model(x).float(), labels)
-                loss.backward()
-        large = {e.storage for e in live.events if e.nbytes >= 2 * tokens * vocabulary}
-        large -= {e.storage for e in live.events[: live.step_at]}
-        events = live._fusion.apply(live.events) if compiled else live.events
-        return _most([e for e in events if e.storage in large]) / (tokens * vocabulary)
-
-    assert bytes_a_logit([]) >= 10
-    assert bytes_a_logit(["loss"]) == 4
 
 
 def test_what_backward_makes_again_is_held_until_its_last_product():

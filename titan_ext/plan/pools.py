@@ -12,7 +12,7 @@ partitioner (``torch/_functorch/partitioners.py``), applied to the operations th
 
 - what a fusible operation makes for fusible ones only is never in memory: they are one kernel;
 - what a fusible operation makes is not kept for backward if backward's fusible operations can make
-  it again, from tensors that are there anyway, or from smaller ones that stay for it.
+  it again, from tensors that are there anyway.
 
 Everything else stays, above all what products, attention and exchanges read and write. Kernels that
 Inductor does not fuse, though it could, are not known here.
@@ -20,7 +20,7 @@ Inductor does not fuse, though it could, are not known here.
 
 import functools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -129,9 +129,6 @@ _DECOMPOSED = {
     _ops._softmax,
     _ops._softmax_backward_data,
     _ops.copy_,
-    _ops.index_select,
-    _ops.slice_backward,
-    _ops.select_backward,
 }
 """Fusible, once Inductor has decomposed them; the partitioner's list knows their parts."""
 
@@ -152,37 +149,12 @@ class _Use(NamedTuple):
     in_backward: bool
 
 
-class _Fused(NamedTuple):
-    """A storage that a compiler makes by the way, or frees early."""
-
-    storage: int
-    at: int
-    """Place at which it is freed; -1 if it is never in memory."""
-    until: int
-    """Place up to which it has to be made again."""
-    crosses: bool
-    """Whether forward would keep it for backward, which is another graph."""
-
-
 @dataclass(slots=True)
 class _Made:
     region: str
     in_backward: bool
     inputs: Sequence[int]
     uses: list[_Use] = field(default_factory=list)
-
-    def fused(self, storage: int) -> _Fused | None:
-        """What a compiler can save of it; None if it is as in eager mode."""
-        # Uses that a compiled region of its own would have: not those of its backward.
-        here = [use for use in self.uses if self.in_backward or not use.in_backward]
-        later = [use for use in self.uses if use.in_backward and not self.in_backward]
-        if any(use.region != self.region for use in here) or not all(x.is_fusible for x in later):
-            return None
-        solid = [use.at for use in self.uses if not use.is_fusible]
-        if solid and not later:
-            return None
-        until = self.uses[-1].at if self.uses else -1
-        return _Fused(storage, solid[-1] + 1 if solid else -1, until, bool(later))
 
 
 class Fusion:
@@ -215,56 +187,47 @@ class Fusion:
                 self._made[storage] = _Made(region, in_backward, tuple(read))
 
     def apply(self, events: Sequence[Event]) -> list[Event]:
-        """``events`` without what is fused away, and with what has to live longer for that.
-
-        A storage that a kernel makes again needs its inputs there, and those stay. Between forward
-        and backward torch's partitioner cuts where fewest bytes cross: that is done if they are
-        smaller than all that is made from them. In one graph it is done, too, where no input is
-        larger: one kernel then reads them all.
-        """
-        sizes = {event.storage: event.nbytes for event in events if event.nbytes}
-        ends = {event.storage: at for at, event in enumerate(events) if not event.nbytes}
-        groups: dict[frozenset[int], list[_Fused]] = {}
+        """``events`` without what is fused away, and with what is not kept freed early."""
+        end = {event.storage: at for at, event in enumerate(events) if not event.nbytes}
+        gone, early = set(), {}
         for storage, made in self._made.items():
-            if storage in ends and (fused := made.fused(storage)) is not None:
-                groups.setdefault(self._lacks(made, fused.until, ends), []).append(fused)
-        freed: dict[int, int] = {}
-        """Places at which storages end, where that is not as in eager mode; -1 if never made."""
-
-        def pays(lacks: frozenset[int], some: Sequence[_Fused]) -> bool:
-            # What one group needs to stay, others have for nothing.
-            kept = [sizes[storage] for storage in lacks if storage not in freed]
-            saved = [sizes[fused.storage] for fused in some]
-            in_one_graph = not any(fused.crosses for fused in some)
-            return sum(kept) <= sum(saved) or (in_one_graph and max(kept) <= min(saved))
-
-        while paid := [lacks for lacks, some in groups.items() if pays(lacks, some)]:
-            for lacks in paid:
-                for fused in groups.pop(lacks):
-                    freed[fused.storage] = max(fused.at, freed.get(fused.storage, -1))
-                    for storage in lacks:
-                        freed[storage] = max(fused.until + 1, freed.get(storage, -1))
-        at_place: dict[int, list[int]] = {}
-        for storage, at in freed.items():
-            at_place.setdefault(at, []).append(storage)
+            if (last := self._last_use(storage, made, end)) is None:
+                continue
+            if last < 0:
+                gone.add(storage)
+            else:
+                early.setdefault(last, []).append(storage)
+        freed = {storage for some in early.values() for storage in some}
         edited = []
         for at, event in enumerate(events):
-            edited += [Event(storage, 0, 0) for storage in at_place.get(at, ())]
-            if event.storage not in freed or (event.nbytes and freed[event.storage] >= 0):
+            edited += [Event(storage, 0, 0) for storage in early.get(at, ())]
+            if event.storage not in gone and (event.nbytes or event.storage not in freed):
                 edited.append(event)
         return edited
 
-    def _lacks(self, made: _Made, at: int, ends: Mapping[int, int]) -> frozenset[int]:
-        """Storages that have ended at ``at``, and of which it could be made again then."""
-        found, seen, waiting = set(), set(), [*made.inputs]
-        while waiting:
-            storage = waiting.pop()
-            if storage in seen or ends.get(storage, at + 1) >= at:
-                continue
-            seen.add(storage)
+    def _last_use(self, storage: int, made: _Made, end: dict[int, int]) -> int | None:
+        """Place where it can be freed; -1 if it never exists; None if it is as in eager mode."""
+        # Uses that a compiled region of its own would have: not those of its backward.
+        here = [use for use in made.uses if made.in_backward or not use.in_backward]
+        if storage not in end or any(use.region != made.region for use in here):
+            return None
+        later = [use for use in made.uses if use.in_backward and not made.in_backward]
+        if later and not (
+            all(use.is_fusible for use in later)
+            and self._can_be_made_again(made, later[-1].at, end)
+        ):
+            return None
+        solid = [use.at for use in made.uses if not use.is_fusible]
+        if not solid:
+            return -1
+        return solid[-1] + 1 if later else None
+
+    def _can_be_made_again(self, made: _Made, at: int, end: dict[int, int]) -> bool:
+        """True if all its inputs are there at ``at``, or can be made again."""
+        for storage in made.inputs:
             one = self._made.get(storage)
-            if one is not None and one.region == made.region:
-                waiting += one.inputs
-            else:
-                found.add(storage)
-        return frozenset(found)
+            if end.get(storage, at + 1) < at and not (
+                one is not None and self._can_be_made_again(one, at, end)
+            ):
+                return False
+        return True
