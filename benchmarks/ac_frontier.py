@@ -2,13 +2,10 @@
 
     python benchmarks/ac_frontier.py --out docs/images/frontier.png
     python benchmarks/ac_frontier.py --early --ep 8   # scores before the last GEMM
-    python benchmarks/ac_frontier.py --grid --model deepseek_v3_16b qwen3_30b_a3b gpt_oss_20b
 
 One MoE block with 4096 tokens a rank, traced in a dry run of 8 ranks at EP 1 and EP 8. Figures are
 priced, not measured: bytes are those that a real block holds (tests), the milliseconds of recompute
 and codec come from ``op_cost`` at an H100's rates.
-
-``--grid`` solves 12 budgets instead, and compares each with the fastest policy that holds no more.
 """
 
 import argparse
@@ -24,7 +21,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 MIB = 2**20
 RANKS = 8
-GRID = 12
 CURVES: dict[str, dict[str, Any]] = {
     "budget, nothing in float8": {"float8": False},
     "budget, attention exact": {},
@@ -49,9 +45,7 @@ _MARKERS = {
 """Of policies in the picture, whose points lie too close for names beside them."""
 
 
-def frontier(
-    model_name: str, ep: int, *, grid: bool = False, early: bool = False
-) -> dict[str, Any]:
+def frontier(model_name: str, ep: int, *, early: bool = False) -> dict[str, Any]:
     """Points ``[MiB, ms]`` of policies and of curves; one layout in a process."""
     from titan_ext.activation_checkpoint import FP8AC
     from titan_ext.activation_checkpoint.solver import BlockKind, BudgetTooSmallError, solve
@@ -101,12 +95,7 @@ def frontier(
         "no checkpointing": [graph.none_nbytes / MIB, 0.0],
     }
     most = graph.none_nbytes / MIB
-    if grid:
-        least = min(mib for mib, _ in policies.values())
-        tried = {least * (most / least) ** (k / GRID) for k in range(GRID)}
-        tried.add(policies["stock selective"][0])
-    else:
-        tried = {*(mib for mib, _ in policies.values()), *(10 * 1.25**k for k in range(21))}
+    tried = {*(mib for mib, _ in policies.values()), *(10 * 1.25**k for k in range(21))}
     points = sorted(mib for mib in tried if mib <= most)
     curves = {
         name: [point for mib in points if (point := best(mib, **options)) is not None]
@@ -129,22 +118,6 @@ def table(result: dict[str, Any]) -> str:
             for curve in curves.values()
         )
         lines.append(f"{name:34}{mib:7.1f}{ms:7.2f}" + "".join(f"{cell:>32}" for cell in cells))
-    return "\n".join(lines)
-
-
-def grid_table(result: dict[str, Any]) -> str:
-    """A line a budget: the best possible, and the fastest policy that holds no more."""
-    exact, inexact = (dict(result["curves"][name]) for name in list(CURVES)[1:])
-    lines = [f"{result['title']}: MiB, ms with attention exact, in float8, fastest policy"]
-    for mib in sorted(inexact):
-        fits = [(ms, name) for name, (held, ms) in result["policies"].items() if held <= mib]
-        ms, name = min(fits)
-        best = exact.get(mib, inexact[mib])
-        lines.append(
-            f"{mib:7.1f}{best:7.2f}{inexact[mib]:7.2f}{ms:7.2f} {name} ({inexact[mib] / ms:.0%})"
-            + (f", {best / ms:.0%} exact" if mib in exact else "")
-            + (", slower" if best > 1.0001 * ms else "")
-        )
     return "\n".join(lines)
 
 
@@ -187,23 +160,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ep", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--model", nargs="+", default=["deepseek_v3_16b"])
-    parser.add_argument("--grid", action="store_true", help="12 budgets instead of the curves")
     parser.add_argument("--early", action="store_true", help="scores before the last expert GEMM")
     parser.add_argument("--out", type=Path, help="where to draw")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         (model,), (ep,) = arguments.model, arguments.ep
-        print(json.dumps(frontier(model, ep, grid=arguments.grid, early=arguments.early)))
+        print(json.dumps(frontier(model, ep, early=arguments.early)))
         return
     results = []
     for model in arguments.model:
         for ep in arguments.ep:
             command = [sys.executable, __file__, "--one", "--model", model, "--ep", str(ep)]
-            command += ["--grid"] * arguments.grid + ["--early"] * arguments.early
+            command += ["--early"] * arguments.early
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             results.append(json.loads(done.stdout.splitlines()[-1]))
-            print((grid_table if arguments.grid else table)(results[-1]), flush=True)
+            print(table(results[-1]), flush=True)
     if arguments.out is not None:
         draw(results, arguments.out)
 

@@ -25,6 +25,7 @@ from titan_ext.base.messages import without_phases
 from titan_ext.base.op_cost import group_ms, nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import is_plain
 from titan_ext.config_registry.commands import main
+from titan_ext.config_registry.dry_run import DryRun
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.stand_ins import as_rank
@@ -155,6 +156,20 @@ def test_other_configs_are_planned_beside_one(folder: Path):
     assert tried.startswith("2 tried, ")
     done = _dry_run(folder, "whole.toml", "--ranks", "8", "--against", "half.toml")
     assert "--against needs --memory" in done.error
+
+
+def test_the_fastest_config_that_fits_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """By tokens a second: a step of a larger batch takes longer."""
+    plans = iter(
+        {"fits": spare >= 0, "spare": spare, "time": {"expected_tokens_per_second": speed}}
+        for spare, speed in ((8, 100.0), (-1, 300.0), (2, 200.0))
+    )
+    monkeypatch.setattr(DryRun, "_elsewhere", lambda *_: (SimpleNamespace(), next(plans)))
+    names = ("moe_debug.toml", "deepseek_v3_671b.toml", "gpt_oss_20b.toml")
+    command = DryRun(config="", ranks=8, against=names)
+    said = [*command._compare({"rank": 0, "spare": 0}, folder)]
+    first, second, third = (line.rpartition(": ")[2] for line in said[4:-1])
+    assert (second, third, first) == names
 
 
 def test_a_stage_names_the_blocks_that_only_others_have(folder: Path):

@@ -81,25 +81,23 @@ class Sanitizer(TorchDispatchMode):
     """Finds races of the step that runs while it is entered.
 
     Attributes:
-        found: How often each was seen.
+        found: What was found, each once.
         collectives: Communicators and names of collectives, in order.
         groups: Ranks of each communicator.
         operations: Operations by name.
-        waits: Waits by kind.
         unwaited: Functional collectives for whose result nobody has waited.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[Finding] = Counter()
+        self.found: set[Finding] = set()
         self.collectives: list[tuple[str, str]] = []
         self.groups: dict[str, list[int]] = {}
         self.operations: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
         self._clocks: defaultdict[Hashable, Clock] = defaultdict(dict)
         self._names: dict[int, tuple[Any, str]] = {}
         self._storages: dict[Hashable, _Storage] = {}
-        self._freed: defaultdict[Hashable, list[list[_Use]]] = defaultdict(list)
+        self._freed: defaultdict[Hashable, list[_Use]] = defaultdict(list)
         self._pending: dict[int, tuple[Clock, Any, str]] = {}
         """By storage of the result: the clock at the end, what was sent, and from where."""
         self._slabs: set[int] = set()
@@ -126,7 +124,7 @@ class Sanitizer(TorchDispatchMode):
         event: Any = torch.cpu.Event
 
         def wait_stream(waits: Any, other: Any) -> None:
-            sanitizer._join(waits, sanitizer._clocks[sanitizer._name(other)], "wait_stream")
+            sanitizer._join(waits, sanitizer._clocks[sanitizer._name(other)])
 
         def record_event(of: Any, into: Any = None) -> Any:
             into = event() if into is None else into
@@ -134,7 +132,7 @@ class Sanitizer(TorchDispatchMode):
             return into
 
         def wait_event(waits: Any, other: Any) -> None:
-            sanitizer._join(waits, getattr(other, "clock", {}), "wait_event")
+            sanitizer._join(waits, getattr(other, "clock", {}))
 
         def record(into: Any, of: Any = None) -> None:
             record_event(torch.cpu.current_stream() if of is None else of, into)
@@ -143,7 +141,7 @@ class Sanitizer(TorchDispatchMode):
             wait_event(torch.cpu.current_stream() if waits is None else waits, other)
 
         def synchronize(other: Any) -> None:
-            sanitizer._join(HOST, getattr(other, "clock", {}), "synchronize")
+            sanitizer._join(HOST, getattr(other, "clock", {}))
 
         yield patch(stream, "wait_stream", wait_stream)
         yield patch(stream, "record_event", record_event)
@@ -214,8 +212,7 @@ class Sanitizer(TorchDispatchMode):
     def _current(self) -> Hashable:
         return self._name(torch.cpu.current_stream())
 
-    def _join(self, waits: Any, clock: Clock, kind: str) -> None:
-        self.waits[kind] += 1
+    def _join(self, waits: Any, clock: Clock) -> None:
         mine = self._clocks[self._name(waits)]
         for queue, at in list(clock.items()):
             mine[queue] = max(mine.get(queue, 0), at)
@@ -230,7 +227,7 @@ class Sanitizer(TorchDispatchMode):
         if name == "_c10d_functional::wait_tensor":
             # As on real tensors; the fake one is new.
             clock, _, _ = self._pending.pop(args[0].untyped_storage()._cdata, ({}, None, ""))
-            self._join(queue, clock, "wait_tensor")
+            self._join(queue, clock)
             return args[0]
         out = func(*args, **kwargs)
         self.operations[name] += 1
@@ -250,7 +247,7 @@ class Sanitizer(TorchDispatchMode):
         self.groups[communicator] = dist.get_process_group_ranks(group)
         self.collectives.append((communicator, name))
         # A collective starts behind what its stream has been given.
-        self._join(communicator, self._clocks[queue], "start")
+        self._join(communicator, self._clocks[queue])
         functional = "functional" in name
         sides = (args, out) if functional else (args[1:], args[:1])
         read, written = (list(tensors_in(side)) for side in sides)
@@ -260,7 +257,7 @@ class Sanitizer(TorchDispatchMode):
             for x in written:
                 self._pending[x.untyped_storage()._cdata] = clock, read, _where()
         else:
-            self._join(queue, clock, "c10d")
+            self._join(queue, clock)
 
     def _access(
         self,
@@ -271,7 +268,7 @@ class Sanitizer(TorchDispatchMode):
         made_on: Hashable | None = None,
     ) -> None:
         clock = self._clocks[queue]
-        self._join(queue, self._clocks[HOST], "launch")
+        self._join(queue, self._clocks[HOST])
         now = _Use(queue, clock.get(queue, 0) + 1, f"{name} at {_where()}")
         clock[queue] = now.at
         read, written = list(read), list(written)
@@ -293,7 +290,7 @@ class Sanitizer(TorchDispatchMode):
     def _ordered(self, now: _Use, before: _Use | None, kind: str) -> None:
         if before is not None and self._clocks[now.queue].get(before.queue, 0) < before.at:
             what = f"{now.where} on {now.queue}"
-            self.found[Finding(kind, what, f"{before.where} on {before.queue}")] += 1
+            self.found.add(Finding(kind, what, f"{before.where} on {before.queue}"))
 
     # -- storages
 
@@ -318,15 +315,13 @@ class Sanitizer(TorchDispatchMode):
             return
         self._slabs.discard(key)  # type: ignore[arg-type]
         uses = [*storage.read.values(), *([storage.written] if storage.written else [])]
-        if others := [use for use in uses if use.queue != storage.queue]:
-            self._freed[storage.queue].append(others)
+        self._freed[storage.queue] += [use for use in uses if use.queue != storage.queue]
 
     def _reuse(self, queue: Hashable) -> None:
-        for uses in self._freed.pop(queue, ()):
-            for use in uses:
-                if self._clocks[queue].get(use.queue, 0) < use.at:
-                    where = f"{use.where} on {use.queue}"
-                    self.found[Finding("reuse after free", f"a storage of {queue}", where)] += 1
+        for use in self._freed.pop(queue, ()):
+            if self._clocks[queue].get(use.queue, 0) < use.at:
+                where = f"{use.where} on {use.queue}"
+                self.found.add(Finding("reuse after free", f"a storage of {queue}", where))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -350,7 +345,7 @@ def _where() -> str:
 class Step:
     """What a sanitized step says of itself, without its tensors."""
 
-    found: list[Finding]
+    found: set[Finding]
     unwaited: list[str]
     operations: Counter[str]
     collectives: list[tuple[tuple[int, ...], str]]
@@ -382,5 +377,5 @@ def _sanitized(runs: Sequence[Run], rank: int, folder: Path, faults: Sequence[Fa
         groups = {name: tuple(ranks) for name, ranks in seen.groups.items()}
         ran = [(groups[name], operation) for name, operation in seen.collectives]
         alive = sum(len(ranks) > 1 for ranks in groups.values())
-        steps.append(Step([*seen.found], seen.unwaited, seen.operations, ran, alive))
+        steps.append(Step(seen.found, seen.unwaited, seen.operations, ran, alive))
     return steps

@@ -57,7 +57,7 @@ def _slow(run: Run, name: str) -> Any:
 
 
 def _is_clean(step: Step) -> None:
-    assert step.found == []
+    assert step.found == set()
     assert step.unwaited == []
 
 
@@ -94,7 +94,7 @@ def test_no_pair_of_features_races(first: str, tmp_path: Path):
     later = [*itertools.dropwhile(lambda name: name != first, FEATURES)][1:]
     pairs = [(first, other) for other in later if _go_together(first, other)]
     for pair, step in zip(pairs, sanitized(tmp_path, *map(_merged, pairs)), strict=True):
-        assert (pair, step.found, step.unwaited) == (pair, [], [])
+        assert (pair, step.found, step.unwaited) == (pair, set(), [])
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,7 @@ def _command(folder: Path, flags: list[str], fault: Any) -> tuple[int, str]:
     from titan_ext.config_registry.commands import main
 
     os.chdir(folder)  # a file for the next try is written there
+    del os.environ["WORLD_SIZE"]  # as in a terminal
     said, code = io.StringIO(), 0
     with contextlib.redirect_stdout(said), fault() if fault else contextlib.nullcontext():
         try:
@@ -294,6 +295,9 @@ def test_the_fewest_keys_are_found(faulty: tuple[int, ...], monkeypatch: pytest.
     assert len(runs) <= 1 + 12 + len(faulty)
 
 
+_WHOLE_EXPERTS = ("--parallelism.expert_parallel_degree", "4")
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -304,6 +308,10 @@ def test_the_fewest_keys_are_found(faulty: tuple[int, ...], monkeypatch: pytest.
             "--keep training.seqlen: expected some of",
         ),
         (("--parallelism.tensor_parallel_degree", "3"), "expected degrees whose product divides 4"),
+        (  # which only the number of ranks tells
+            (*_WHOLE_EXPERTS, "--parallelism.fsdp_expert_reduce_scatter", "bfloat16"),
+            'fsdp_expert_reduce_scatter = "bfloat16" needs experts that FSDP shards',
+        ),
     ],
 )
 def test_what_cannot_be_verified_ends_with_2(flags: tuple[str, ...], says: str, tmp_path: Path):
