@@ -76,7 +76,8 @@ WAITS = (
 # alone took 1.18 of the plan (benchmarks/gpu_receipts.md and LOG.md).
 KERNELS, COMPILED_KERNELS, SPREAD = 1.62, 1.17, 0.32
 """Factors by which kernels take longer than the ideal in published runs, eager and compiled, and
-how far nine of ten others are from that: fitted on a random half by benchmarks/published.py."""
+how far nine of ten others are from that: fitted on a random half of the rows of 2026-11-25. With
+those of benchmarks/published.md a half gives 1.62, 1.40 and 0.30."""
 
 
 @dataclass(eq=False, slots=True)
