@@ -1,7 +1,9 @@
 """One card as a rank of a large job: what its step takes, beside what a dry run plans for it.
 
     python -m benchmarks.full_scale --out outputs/full_scale         # a GPU; about 5 minutes
-    python -m benchmarks.full_scale --jobs 16B --shallow --arms whole halves halves-wire
+    python -m benchmarks.full_scale --jobs 16B --shallow --arms stock whole halves halves-wire
+    python -m benchmarks.full_scale --jobs 16B --no-plans      # where a card is lent by the minute,
+    python -m benchmarks.full_scale --add-plans                # then, anywhere, the same --out
     python -m benchmarks.full_scale --out outputs/dry --dry          # a debug model on a CPU
 
 Titan's fake process group (``comm.mode`` "fake_backend") makes one process a rank of any mesh, with
@@ -22,6 +24,7 @@ A job that ends in an error, such as too little memory, has its last line there.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -53,7 +56,15 @@ DRY_JOBS = {
     )
 }
 _HALVES = "--parallelism.overlap_exchanges halves"
-ARMS = {"whole": "", "halves": _HALVES, "halves-wire": _HALVES}
+_COMPILED = "--compile.enable --compile.components model,loss"
+ARMS = {
+    "whole": "",
+    "stock": "",
+    "halves": _HALVES,
+    "halves-wire": _HALVES,
+    "compiled": _COMPILED,
+    "stock-compiled": _COMPILED,
+}
 _EXCEPTION = re.compile(r"(\[rank\d+\]:)?\s*[A-Za-z_][\w.]*(: |$)")
 _GIB = 2**30
 _BYTES = {
@@ -70,9 +81,11 @@ Figures = dict[str, Any]
 def _config(job: str, depth: int, arm: str, own: Sequence[str]) -> Any:
     """The job's config, cut to its first layers.
 
-    ``own`` are flags of this program; a policy's name stands last.
+    ``own`` are flags of this program; a policy's name stands last. An arm "stock" is TorchTitan's
+    own job, without titan_ext.
     """
     from titan_ext.config_registry.resolve import resolve
+    from titan_ext.plan.stand_ins import as_stock
 
     name, _, _, *flags = job.split()
     more = ["--debug.moe_force_load_balance", *own, *ARMS[arm].split()]
@@ -80,6 +93,8 @@ def _config(job: str, depth: int, arm: str, own: Sequence[str]) -> Any:
     model = config.model_spec.model
     assert len(model.layers) >= depth
     model.layers = model.layers[:depth]
+    if arm.startswith("stock"):
+        as_stock(config)
     return config
 
 
@@ -245,6 +260,7 @@ def _result(process: subprocess.Popen[str]) -> Figures:
     if process.returncode == 0:
         return json.loads(said.splitlines()[-1])
     lines = [line for line in errors.splitlines() if line.strip()] or [""]
+    print("\n".join(lines[-12:]), file=sys.stderr)
     # An exception's line begins with its dotted name, behind torchrun's prefix; "Error running
     # lspci", which Titan logs on a healthy machine without it, does not.
     raised = [line for line in lines if _EXCEPTION.match(line)]
@@ -362,6 +378,8 @@ def main() -> None:
     parser.add_argument("--machine", default="h100", help="whose plan stands beside")
     parser.add_argument("--shallow", action="store_true", help="only the first of two depths")
     parser.add_argument("--dry", action="store_true", help="a debug model, on a CPU")
+    parser.add_argument("--no-plans", action="store_true", help="measure alone")
+    parser.add_argument("--add-plans", action="store_true", help="plan what --out has measured")
     task = parser.add_mutually_exclusive_group()  # what a process of its own does
     task.add_argument("--plan", action="store_true", help=argparse.SUPPRESS)
     task.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
@@ -377,7 +395,7 @@ def main() -> None:
             )
         print(json.dumps(found))
         return
-    if not args.dry:
+    if not (args.dry or args.add_plans):
         import torch
 
         if not torch.cuda.is_available():
@@ -389,12 +407,23 @@ def main() -> None:
         for depth in depths[: 1 if args.shallow else None]
         for arm in args.arms
     ]
-    plans = [_start("--plan", *of, args.dry, args.machine) for _, *of in wanted]
     rows = []
-    for (name, job, depth, arm), planning in zip(wanted, plans, strict=True):
+    if args.add_plans:
+        rows = json.loads((args.out / "full_scale.json").read_text())["rows"]
+        of_job = DRY_JOBS | JOBS
+        for row in (row for row in rows if not row["planned"]):
+            job, of = of_job[row["job"]][0], (row["depth"], row["arm"])
+            row["planned"] = _result(_start("--plan", job, *of, args.dry, args.machine))
+            write(rows, args.machine, args.out)
+            print("\n".join(lines([row])), flush=True)
+        return
+    planned = [] if args.no_plans else wanted
+    plans = [_start("--plan", *of, args.dry, args.machine) for _, *of in planned]
+    for (name, job, depth, arm), planning in itertools.zip_longest(wanted, plans):
         measured = _result(_start("--measure", job, depth, arm, args.dry, args.machine))
         row = {"job": name, "depth": depth, "arm": arm, "measured": measured}
-        row |= {"name": f"{name}, {depth} layers, {arm}", "planned": _result(planning)}
+        row |= {"name": f"{name}, {depth} layers, {arm}"}
+        row |= {"planned": _result(planning) if planning else {}}
         rows.append(row)
         write(rows, args.machine, args.out)
         print("\n".join(lines([row])), flush=True)

@@ -656,3 +656,29 @@ def test_whatever_can_be_kept_is_kept(stock):
     everything = Config(preset="stock", op_policies={"*:aten.*": "save"})
     kept = _gradients(everything)
     assert all(torch.equal(stock[name], kept[name]) for name in stock)
+
+
+class _Region(nn.Module):
+    """A block with a region that Inductor compiles, as FlexAttention is one on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        # As Titan compiles FlexAttention.
+        options: Any = {"wrap_inductor_compiled_regions": True}
+        self._region = torch.compile(lambda x: (x.sin() * x).cumsum(-1), options=options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self._region(self.first(x)))
+
+
+def test_regions_that_inductor_compiles() -> None:
+    torch.manual_seed(0)
+    block, x = _Region(), torch.randn(4, 8)
+    block(x).sum().backward()
+    expected = [parameter.grad for parameter in block.parameters()]
+    block.zero_grad()
+    report = measure_block(block, x, config=Config(preset="stock"))
+    assert any("inductor_compiled_code" in row.name for row in report.stored)
+    for parameter, grad in zip(block.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)

@@ -5,10 +5,12 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.nn as nn
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
 
@@ -17,6 +19,17 @@ from tests.helpers.training import titan_config
 from titan_ext.components.dispatch import replace_configs
 
 STEPS = 3
+
+
+class SavesCasts(SelectiveAC):
+    """A user's policy: Titan's, and what is cast is saved."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() | {torch.ops.aten._to_copy.default}
 
 
 def debug_model(

@@ -328,9 +328,10 @@ def test_jobs_on_one_card_are_as_shipped(name: str, tmp_path: Path) -> None:
         config = full_scale.trained_config(job, depths[-1], arm, str(tmp_path))
         assert config.comm.mode == "fake_backend"
         assert config.debug.moe_force_load_balance
-        assert config.parallelism.overlap_exchanges == (
-            "shared_experts" if arm == "whole" else "halves"
-        )
+        stock, halves, compiled = (word in arm for word in ("stock", "halves", "compiled"))
+        overlap = None if stock else "halves" if halves else "shared_experts"
+        assert getattr(config.parallelism, "overlap_exchanges", None) == overlap
+        assert not compiled or "model" in config.compile.components
         layers = config.model_spec.model.layers
         assert len(layers) == depths[-1] > depths[0] > 0
         assert sum(layer.moe is not None for layer in layers[: depths[0]]) >= 2

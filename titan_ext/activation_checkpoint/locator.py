@@ -16,23 +16,60 @@ from titan_ext.base.tensors import plain_tensors, storage_ids
 from titan_ext.components.overlap import current_half
 
 
-class OpLocator:
+class FSDPWatch:
+    """Tells FSDP's operations from the block's, where FSDP's hooks run inside of the block.
+
+    They gather parameters in the forward, and mostly not in the recompute.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._unwatched: nn.Module | None = block
+        self._given: frozenset[int] | None = None
+        self.is_inside = False
+
+    def watch(self) -> None:
+        """Start of a forward: FSDP comes after checkpointing, and before the first of these."""
+        if self._unwatched is not None:
+            for module in self._unwatched.modules():
+                self._call_watched(module._forward_pre_hooks)
+                self._call_watched(module._forward_hooks)
+            self._unwatched = None
+
+    def is_fsdp(self, args: tuple[Any, ...]) -> bool:
+        """True if an operation on ``args`` is FSDP's own, and none on what the block computes."""
+        given = self._given
+        return given is not None and given.isdisjoint(storage_ids(args))
+
+    def _call_watched(self, hooks: dict[int, Any]) -> None:
+        # In a group of one rank FSDP casts its shard by an operation that a block has, too.
+        # Counted, it took another's place in the recompute: gradients were not finite. On a GPU
+        # the counts of tokens came for a cast, since Titan's policy saves copies to the host.
+        for key, hook in hooks.items():
+            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
+                hooks[key] = functools.wraps(hook)(functools.partial(self._run_fsdp, hook))
+                self.is_inside = True
+
+    def _run_fsdp(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
+        self._given = frozenset(storage_ids(given))  # FSDP may cast these
+        try:
+            return hook(module, *given)
+        finally:
+            self._given = None
+
+
+class OpLocator(FSDPWatch):
     """Names the operations of one block while it runs, in forward and in recompute.
 
     A dispatch mode sees only ``aten.mm`` and two tensors. Hooks on the modules of the block tell
     the module, the storage of the operands tells the parameter.
-
-    Where FSDP's hooks run inside of the block, it tells theirs from the block's: they gather
-    parameters in the forward, and mostly not in the recompute.
 
     Attributes:
         left: The modules that have returned in this forward, in order.
     """
 
     def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
         self.left: list[nn.Module] = []
-        self._block: nn.Module | None = block
-        self._given_to_fsdp: frozenset[int] | None = None
         self._stacks = [""], [""]  # of the two halves of a batch, which pause inside of modules
         self._handles = []
         self._slots: list[tuple[dict[str, Any], str, str]] = []
@@ -66,18 +103,9 @@ class OpLocator:
         """The innermost running module, named within the block; "" for the block itself."""
         return self._stacks[current_half()][-1]
 
-    def is_fsdp(self, args: tuple[Any, ...]) -> bool:
-        """True if an operation on ``args`` is FSDP's own, and none on what the block computes."""
-        given = self._given_to_fsdp
-        return given is not None and given.isdisjoint(storage_ids(args))
-
     def begin(self, *, with_operands: bool) -> None:
         """Start of a forward."""
-        if self._block is not None:  # FSDP comes after checkpointing, and before the first forward
-            for module in self._block.modules():
-                self._watch_fsdp(module._forward_pre_hooks)
-                self._watch_fsdp(module._forward_hooks)
-            self._block = None
+        self.watch()
         self.left.clear()
         self._names.clear()
         self._storages.clear()
@@ -114,21 +142,6 @@ class OpLocator:
     def _name_parameters(self, slots: Iterable[tuple[dict[str, Any], str, str]]) -> None:
         for tensors, key, name in slots if self._with_operands else ():
             self._call(tensors.get(key), name)
-
-    def _watch_fsdp(self, hooks: dict[int, Any]) -> None:
-        """Call FSDP's among ``hooks`` so that ``is_fsdp`` knows."""
-        # In a group of one rank FSDP casts its shard by an operation that a block has, too.
-        # Counted, it took another's place in the recompute: gradients were not finite.
-        for key, hook in hooks.items():
-            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
-                hooks[key] = functools.wraps(hook)(functools.partial(self._run_fsdp, hook))
-
-    def _run_fsdp(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
-        self._given_to_fsdp = frozenset(storage_ids(given))  # FSDP may cast these
-        try:
-            return hook(module, *given)
-        finally:
-            self._given_to_fsdp = None
 
     def _hooks(self, name: str, slots: list[tuple[dict[str, Any], str, str]]):
         def enter(module: nn.Module, args: Any) -> None:
