@@ -423,6 +423,16 @@ class _Copy:
 class _SavedValues(TorchDispatchMode):
     """Active during a forward; knows copies of narrower tensors."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True, as of torch's modes of checkpoints: under any other mode Dynamo compiles nothing.
+
+        FlexAttention would then make all its scores, and the codec run in 17 kernels.
+        """
+        return True
+
     def __init__(self, locator: OpLocator) -> None:
         super().__init__()
         self._locator = locator
