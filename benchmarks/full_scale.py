@@ -17,8 +17,9 @@ stream of its own, and is waited for until they have come: a wire of the host's 
 as a network card's. So the profiler shows how much of it lies beside kernels.
 
 Each job runs at two depths, so that slopes show what a layer adds, in processes of its own: one for
-the plan and one for three steps. The first makes states and tunes kernels. The second is timed, and
-its peaks are read. The third is profiled. ``full_scale.json`` and ``full_scale.md`` have all of it.
+the plan and one for four steps. The first makes states and tunes kernels. The second begins with an
+empty allocator, for its peaks. The third is timed, and the fourth is profiled.
+``full_scale.json`` and ``full_scale.md`` have all of it.
 A job that ends in an error, such as too little memory, has its last line there.
 """
 
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -177,7 +178,7 @@ class _Wire:
 
 
 def measure(job: str, depth: int, arm: str) -> Figures:
-    """Of the second and the third step of Titan's trainer, in the units of ``plan``."""
+    """Of the second to the fourth step of Titan's trainer, in the units of ``plan``."""
     import torch
     from torchtitan.tools import utils as titan_utils
 
@@ -213,13 +214,15 @@ def measure(job: str, depth: int, arm: str) -> Figures:
         device.synchronize()
         device.empty_cache()
         device.reset_peak_memory_stats()
+        step()
+        device.synchronize()
+        stats = device.memory_stats()
+        segments = torch.cuda.memory_snapshot() if cuda else []
         begin = time.perf_counter()
         step()
         host = time.perf_counter() - begin
         device.synchronize()
         whole = time.perf_counter() - begin
-        stats = device.memory_stats()
-        segments = torch.cuda.memory_snapshot() if cuda else []
         events = events_of(step, cuda)
         busy = busy_in(events, cuda)
         trainer.close()
@@ -235,7 +238,24 @@ def measure(job: str, depth: int, arm: str) -> Figures:
         "host_ms": 1e3 * host,
         "launched": sum(not b.is_copy for b in busy),
         "idle": idle_share(busy),
+        "host_calls": _host_calls(events),
     }
+
+
+def _host_calls(events: Iterable[Any], most: int = 8) -> dict[str, list[float]]:
+    """Calls of CUDA's runtime and driver in which the host spent most: their number, and ms.
+
+    Those that wait say why the host is late: a synchronization, or memory that is mapped.
+    """
+    from torch.autograd import DeviceType
+
+    found: dict[str, list[float]] = {}
+    for event in events:
+        if event.device_type == DeviceType.CPU and re.match(r"cu(da)?[A-Z]", event.name):
+            call = found.setdefault(event.name, [0, 0.0])
+            call[0] += 1
+            call[1] += event.time_range.elapsed_us() / 1e3
+    return dict(sorted(found.items(), key=lambda item: -item[1][1])[:most])
 
 
 def _start(task: str, job: str, depth: int, arm: str, dry: bool, machine: str) -> Any:
@@ -289,6 +309,8 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ):
             if key in measured:
                 yield f"{name}: {words} = {measured[key]:g}"
+        for call, (count, ms) in measured.get("host_calls", {}).items():
+            yield f"{name}: ms of the host in {count} {call} = {ms:.1f}"
         ratio = _ratio(_computing(measured), _computing(planned))
         if ratio is not None:
             yield f"{name}: ms of all kernels, of the plan's = {ratio:.3f}"

@@ -357,6 +357,23 @@ def test_a_wire_copies_what_is_exchanged() -> None:
         assert not any(b.is_copy for b in device_events.device_busy(step, cuda=False))
 
 
+def test_calls_in_which_the_host_waits() -> None:
+    def call(name: str, us: float, device: DeviceType = DeviceType.CPU) -> Any:
+        span = SimpleNamespace(elapsed_us=lambda: us)
+        return SimpleNamespace(name=name, device_type=device, time_range=span)
+
+    events = [
+        call("cudaLaunchKernel", 500),
+        call("cuMemMap", 250),
+        call("cudaStreamSynchronize", 2000),
+        call("cudaLaunchKernel", 700),
+        call("aten::cumsum", 9000),
+        call("cudaKernel", 9000, DeviceType.CUDA),
+    ]
+    calls = full_scale._host_calls(events, most=2)
+    assert calls == {"cudaStreamSynchronize": [1, 2.0], "cudaLaunchKernel": [2, 1.2]}
+
+
 def test_a_job_on_one_card_beside_its_plan(tmp_path: Path) -> None:
     def side(layers: int, ms: float, **more: float) -> dict[str, Any]:
         sizes = dict.fromkeys(("allocated", "reserved", "reserved_aside"), layers << 30)

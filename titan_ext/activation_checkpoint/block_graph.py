@@ -244,7 +244,7 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
         # Torch's checkpoint does not count these either: numbers of operations must be the same.
-        if func in SAC_IGNORED_OPS or self.locator.is_fsdp(args):
+        if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         if func._schema.name == _WAIT and type(args[0]) is FakeTensor:
             return args[0]  # as on real tensors; the fake one is new

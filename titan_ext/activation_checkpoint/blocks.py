@@ -7,7 +7,6 @@ output that the policy saves. They store them in the form that the policy names.
 to one call: a pipeline runs several forwards before the first backward.
 """
 
-import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +17,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    CheckpointWrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,7 +32,7 @@ from torch.utils.checkpoint import (
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
-from titan_ext.activation_checkpoint.locator import FSDPWatch, OpLocator
+from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_effects import is_mutable, must_write
 from titan_ext.activation_checkpoint.op_policies import (
@@ -126,59 +122,6 @@ class BlockCheckpoint(EagerBlock):
         return out
 
 
-class _BlocksOperations(TorchDispatchMode):
-    """One of torch's modes, which counts operations, for those of the block and not of FSDP."""
-
-    # FlexAttention on a GPU is one: a region that Inductor compiled (inductor_compiled_code).
-    # Torch's own modes are registered for it by class, which a subclass is not.
-    supports_higher_order_operators = True
-
-    def __init__(self, watch: FSDPWatch, policy: Any, saved: dict[Any, Any], *more: Any) -> None:
-        super().__init__(policy, saved, *more)  # pyrefly: ignore[bad-argument-count]
-        self._watch = watch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._watch.is_fsdp(args):
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-# Subclasses of torch's private modes: its checkpoint passes ``respect_saved_tensors_hooks`` to no
-# other class (torch/utils/checkpoint.py), and ``base.tensors`` knows checkpointing by them.
-class _Forward(_BlocksOperations, _CachingTorchDispatchMode):
-    pass
-
-
-class _Recompute(_BlocksOperations, _CachedTorchDispatchMode):
-    pass
-
-
-def leave_out_fsdp(wrapper: CheckpointWrapper) -> None:
-    """Let a selective checkpoint of Titan's or of a user's count what its block runs, not FSDP.
-
-    It stays as it is if it is not selective, or has modes of its own.
-    """
-    checkpoint_fn = wrapper.checkpoint_fn
-    contexts = getattr(checkpoint_fn, "keywords", {}).get("context_fn")
-    if contexts is None:
-        return
-    watch = FSDPWatch(wrapper._checkpoint_wrapped_module)
-
-    def context_fn() -> tuple[Any, Any]:
-        forward, again = contexts()
-        watch.watch()
-        kinds = type(forward), type(again)
-        if not watch.is_inside or kinds != (_CachingTorchDispatchMode, _CachedTorchDispatchMode):
-            return forward, again
-        saved, may_change = forward.storage, again.allow_cache_entry_mutation
-        return (
-            _Forward(watch, forward.policy_fn, saved),
-            _Recompute(watch, None, saved, may_change),
-        )
-
-    wrapper.checkpoint_fn = functools.partial(checkpoint_fn, context_fn=context_fn)
-
-
 class _Call:
     """One forward of one block."""
 
@@ -203,8 +146,13 @@ class _Call:
         """Torch's, for the forward and the recompute; they share what is saved."""
         # As create_selective_checkpoint_contexts makes it, but ours to change (``_run_again``).
         self._saved: dict[Any, dict[int, Any]] = defaultdict(dict)
-        locator = self._locator
-        return _Forward(locator, self.decide, self._saved), _Recompute(locator, None, self._saved)
+        # These very classes: torch's checkpoint passes ``respect_saved_tensors_hooks`` to no other
+        # (torch/utils/checkpoint.py). And regions that Inductor compiled, such as FlexAttention on
+        # a GPU, know no subclass of them (torch/_higher_order_ops/wrap.py).
+        return (
+            _CachingTorchDispatchMode(self.decide, self._saved),
+            _CachedTorchDispatchMode(None, self._saved),
+        )
 
     def decide(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Policy of one operation. Torch asks in the forward only, after each operation."""

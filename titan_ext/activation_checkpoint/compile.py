@@ -47,7 +47,6 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.blocks import leave_out_fsdp
 from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver
 from titan_ext.activation_checkpoint.op_rules import CHILDREN, OpLocation, OpPolicy, Rule, join
@@ -57,7 +56,6 @@ from titan_ext.activation_checkpoint.partition import (
     annotation,
     compile_arguments,
 )
-from titan_ext.activation_checkpoint.policy import checkpointed_blocks
 from titan_ext.base.tensors import parts_in, plain_tensors
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks, vision_modules
 
@@ -106,10 +104,6 @@ def checkpoint_blocks(
     for tower in vision_modules(model).values():
         if hasattr(tower, "layers"):
             policy.apply(tower)
-    if not compiled:
-        for _, block in checkpointed_blocks(model):
-            if isinstance(block, CheckpointWrapper):
-                leave_out_fsdp(block)
 
 
 def _checkpoint_inside(model: Decoder) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Names for the operations of one block while it runs."""
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,52 +11,37 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_rules import GEMMS, OpLocation
-from titan_ext.base.tensors import plain_tensors, storage_ids
+from titan_ext.base.tensors import out_of_sight_of_checkpointing, plain_tensors
 from titan_ext.components.overlap import current_half
 
 
-class FSDPWatch:
-    """Tells FSDP's operations from the block's, where FSDP's hooks run inside of the block.
+class _OutOfSight:
+    """A hook of FSDP's that runs without the mode of selective checkpointing."""
 
-    They gather parameters in the forward, and mostly not in the recompute.
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        with out_of_sight_of_checkpointing():
+            return self._hook(module, *given)
+
+
+def hide_fsdp(modules: Iterable[nn.Module]) -> None:
+    """Let FSDP's hooks on ``modules`` run unseen by checkpoints of the blocks that these are in.
+
+    A hook gathers parameters in the forward, and mostly not in the recompute. In a group of one
+    rank it casts its shard by an operation that a block has, too. Counted, that took another's
+    place in the recompute: gradients were not finite. On a GPU a cast got the counts of tokens,
+    since Titan's selective policy saves copies to the host.
     """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._unwatched: nn.Module | None = block
-        self._given: frozenset[int] | None = None
-        self.is_inside = False
-
-    def watch(self) -> None:
-        """Start of a forward: FSDP comes after checkpointing, and before the first of these."""
-        if self._unwatched is not None:
-            for module in self._unwatched.modules():
-                self._call_watched(module._forward_pre_hooks)
-                self._call_watched(module._forward_hooks)
-            self._unwatched = None
-
-    def is_fsdp(self, args: tuple[Any, ...]) -> bool:
-        """True if an operation on ``args`` is FSDP's own, and none on what the block computes."""
-        given = self._given
-        return given is not None and given.isdisjoint(storage_ids(args))
-
-    def _call_watched(self, hooks: dict[int, Any]) -> None:
-        # In a group of one rank FSDP casts its shard by an operation that a block has, too.
-        # Counted, it took another's place in the recompute: gradients were not finite. On a GPU
-        # the counts of tokens came for a cast, since Titan's policy saves copies to the host.
-        for key, hook in hooks.items():
-            if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
-                hooks[key] = functools.wraps(hook)(functools.partial(self._run_fsdp, hook))
-                self.is_inside = True
-
-    def _run_fsdp(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
-        self._given = frozenset(storage_ids(given))  # FSDP may cast these
-        try:
-            return hook(module, *given)
-        finally:
-            self._given = None
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
+                    hooks[key] = _OutOfSight(hook)
 
 
-class OpLocator(FSDPWatch):
+class OpLocator:
     """Names the operations of one block while it runs, in forward and in recompute.
 
     A dispatch mode sees only ``aten.mm`` and two tensors. Hooks on the modules of the block tell
@@ -68,8 +52,8 @@ class OpLocator(FSDPWatch):
     """
 
     def __init__(self, block: nn.Module) -> None:
-        super().__init__(block)
         self.left: list[nn.Module] = []
+        self._block: nn.Module | None = block
         self._stacks = [""], [""]  # of the two halves of a batch, which pause inside of modules
         self._handles = []
         self._slots: list[tuple[dict[str, Any], str, str]] = []
@@ -105,7 +89,9 @@ class OpLocator(FSDPWatch):
 
     def begin(self, *, with_operands: bool) -> None:
         """Start of a forward."""
-        self.watch()
+        if self._block is not None:  # FSDP comes after checkpointing, and before the first forward
+            hide_fsdp(self._block.modules())
+            self._block = None
         self.left.clear()
         self._names.clear()
         self._storages.clear()

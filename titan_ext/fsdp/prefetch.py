@@ -117,8 +117,6 @@ def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
             hook = _BeforeForward(module, ahead, unit.frees_buffer)
             for member in unit.modules(model):
                 member.register_forward_pre_hook(hook, prepend=True)
-                if unit.kind is UnitKind.EXPERTS:
-                    member.register_forward_pre_hook(_open_range, prepend=True)
 
 
 def prefetch_unplanned(modules: Sequence[nn.Module], *, gathers: bool) -> None:
@@ -129,21 +127,8 @@ def prefetch_unplanned(modules: Sequence[nn.Module], *, gathers: bool) -> None:
     for module in modules:
         if isinstance(module, FSDPModule):  # not one inside of another
             module.set_modules_to_backward_prefetch([module])  # gathered already
-            hook = _BeforeForward(module) if gathers else _open_range
-            module.register_forward_pre_hook(hook, prepend=True)
-
-
-@torch._dynamo.disable
-def _open_range(module: nn.Module, args: Any) -> None:
-    """Open a profiler range before each forward of a group inside of a block.
-
-    In a recompute FSDP2 takes the first group of a block for a new forward's root, and opens a
-    range for it (``FSDPState._root_pre_forward`` in torch's _fsdp_state.py). Selective
-    checkpointing counts these as operations, and wants as many in the forward.
-    """
-    if not in_backward():
-        with torch.profiler.record_function("titan_ext::before_forward"):
-            pass
+            if gathers:
+                module.register_forward_pre_hook(_BeforeForward(module), prepend=True)
 
 
 def _set_chunks_prefetch(model: Decoder, head: FSDPModule) -> None:

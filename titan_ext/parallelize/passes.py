@@ -12,6 +12,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.compile import checkpoint_blocks, compile_units
+from titan_ext.activation_checkpoint.locator import hide_fsdp
 from titan_ext.base.agreement import leaves_files
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan.parallelism import context_mesh, keep_frozen
@@ -118,6 +119,8 @@ def apply_recipe(
     if skip_dp:
         return
     shard(model, recipe.fsdp, parallel_dims)
+    if compiled is None:
+        hide_fsdp(model.modules())
     # Scales are made from shards: after FSDP, ahead of its first hook.
     make_scales_together(model)
 
