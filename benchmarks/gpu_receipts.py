@@ -37,6 +37,7 @@ _TRAIN = (
     "-m torchtitan.train --module titan_ext --config train_configs/moe_debug_gpu.toml "
     "--checkpoint.no-enable --dump_folder {out}/"
 )
+_SHALLOW = "-m benchmarks.full_scale --out {out}/16B --shallow"
 _HALVES = "-m benchmarks.full_scale --out {out}/halves --shallow --arms whole halves halves-wire"
 _TWO_RANKS = "-m torch.distributed.run --nproc_per_node=2 --master_port 29511"
 _MINUTES, _QUICK_MINUTES = 30, 10
@@ -67,6 +68,14 @@ class Item:
 
 ITEMS = (
     Item(
+        "16B beside stock",
+        "ms a step of stock's, eager and compiled: 1; which calls the host waits in",
+        190,
+        f"{_SHALLOW} --jobs 16B --arms stock whole stock-compiled compiled",
+        f"{_SHALLOW} --dry --arms stock whole",
+        trains=True,
+    ),
+    Item(
         "codec",
         "bandwidth as the store calls it, of a copy's: 0.80; one kernel each way",
         50,
@@ -84,7 +93,7 @@ ITEMS = (
     Item(
         "full scale",
         "one card as a rank of 8 to 512: bytes and kernel time of the plan's, by class: 1",
-        400,
+        280,
         "-m benchmarks.full_scale --out {out}/full_scale",
         "-m benchmarks.full_scale --out {out}/full_scale --dry",
         trains=True,
@@ -136,13 +145,6 @@ ITEMS = (
         "benchmarks/step_time.py --toy --blocks --rounds 1 --layers 3 --arms fp8-offload",
     ),
     Item(
-        "host offload, timeline",
-        "copies beside computation: 1; the picture shows them",
-        50,
-        "benchmarks/step_profile.py --out {out}/offload --layers 4 --arms fp8-offload",
-        "benchmarks/step_profile.py --out {out}/offload --toy --layers 2 --arms fp8-offload",
-    ),
-    Item(
         "units",
         "what the allocator gave to FSDP at most; losses as stock's",
         80,
@@ -157,13 +159,6 @@ ITEMS = (
         f"{_STEPS} --steps 8 --compile inductor --arms fp8-memory stock-memory-budget",
         f"{_TOY} --compile aot_eager --arms fp8-memory",
         trains=True,
-    ),
-    Item(
-        "block of 16k tokens",
-        "as the block of 8k tokens",
-        60,
-        f"benchmarks/step_time.py --cuda --blocks --layers 1 --batch 4 --arms {_ARMS}",
-        "benchmarks/step_time.py --toy --blocks --layers 1 --rounds 1 --arms stock-full",
     ),
     Item(
         "float8 experts",

@@ -142,7 +142,7 @@ def _receipts(monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str) -> int:
 def test_gpu_receipts_leave_results_and_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    codec = gpu_receipts.ITEMS[0]
+    codec = next(item for item in gpu_receipts.ITEMS if item.name == "codec")
     broken = gpu_receipts.Item("broken", "", 60, "", "-c 1/0")
     slow = gpu_receipts.Item("slow", "", 1, "", "-m http.server --bind 127.0.0.1 0")
     monkeypatch.setattr(gpu_receipts, "ITEMS", (codec, broken, slow))
@@ -208,8 +208,9 @@ def test_rates_are_those_by_which_the_times_were_made(monkeypatch: pytest.Monkey
 def test_gpu_receipts_fit_their_minutes() -> None:
     seconds = [item.seconds for item in gpu_receipts.ITEMS]
     assert sum(seconds) <= 30 * 60
-    assert [item.name for item in gpu_receipts.ITEMS[:3]] == ["codec", "gradients", "full scale"]
-    assert sum(seconds[:5]) <= 10 * 60, "codec, gradients, full scale, rates and block: --quick"
+    first = [item.name for item in gpu_receipts.ITEMS[:4]]
+    assert first == ["16B beside stock", "codec", "gradients", "full scale"]
+    assert sum(seconds[:4]) <= 10 * 60, "--quick ends with the plan at full scale"
 
 
 def test_gpu_receipts_leave_out_what_an_older_torch_cannot_train(
