@@ -1,16 +1,20 @@
 """Linears that FSDP2 gathers in float8: the same results, fewer bytes, one all-reduce of scales."""
 
+import unittest.mock
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, observed
 from tests.matrix.exact import differences
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.components import float8_linears
 from titan_ext.components.float8_linears import Float8Scales
 
 PLAIN = observed(Run(world=2, ep=2, parallelize="submodule", global_batch=8, layers=2))
@@ -94,19 +98,37 @@ def test_ranks_without_rows_take_part(tmp_path: Path):
     assert found == [pytest.approx(expected)] * 4
 
 
+def test_what_is_gathered_ahead_of_a_forward_has_the_scales_of_its_step(runs: Runs):
+    """Some schedules gather a stage before its forward begins, which makes the scales."""
+    run = Run(world=2, pp=2, layers=4, schedule="Interleaved1F1B", steps=2, ac="none")
+    run = replace(run, converters=GATHERED.converters, parallelize="block")
+    ours, stock = (runs.get(each) for each in (run, replace(run, parallelize="stock")))
+    assert ours.losses == stock.losses
+    assert ours.grad_norms == stock.grad_norms
+
+
 def test_scales_follow_the_optimizer():
     made = []
-    scales = Float8Scales([])
-    scales.make = lambda: made.append(1)  # type: ignore[method-assign]
-    for _ in range(2):
+    shard = SimpleNamespace(_precomputed_scale=None)
+    with unittest.mock.patch.object(float8_linears, "local_tensor", lambda weight: weight):
+        scales = Float8Scales([shard])  # type: ignore[list-item]
+
+        def make() -> None:
+            made.append(1)
+            shard._precomputed_scale = 1.0
+
+        scales.make = make  # type: ignore[method-assign]
+        for _ in range(2):
+            scales()
+        assert len(made) == 2  # no step has been seen
+        step = torch.optim.SGD([nn.Parameter(torch.ones(1))]).step
+        step()
+        assert shard._precomputed_scale is None  # a gather ahead of the forward makes its own
         scales()
-    assert len(made) == 2  # nobody tells of steps
-    scales.knows_steps = True
-    scales()
-    scales.stale = True
-    scales()
-    scales()
-    assert len(made) == 3
+        scales()
+        assert len(made) == 3
+    del scales
+    step()  # asks nobody
 
 
 FOUR = replace(GATHERED, world=4, global_batch=8)

@@ -163,7 +163,13 @@ EXACT = (
     "offload",
 )
 """Features that are no computation."""
-ROUNDING = ("halves", "a row a rank", "replicated", "scores before the last GEMM")
+ROUNDING = (
+    "halves",
+    "a row a rank",
+    "bf16 reductions",
+    "replicated",
+    "scores before the last GEMM",
+)
 """Features that change the order of sums. The others have fewer bits."""
 
 _SPLITS = {

@@ -10,19 +10,22 @@ scale would belong to a row of the whole weight. A file asks for them as a conve
     filter_fqns = ["lm_head", "router.gate"]
 
 A scale needs the largest value of the whole weight, of which a rank holds a part. So a forward that
-follows an optimizer's step begins with one all-reduce for the scales of all weights together.
-Source: torchao/float8/fsdp_utils.py, whose own function for that fails on a rank without rows.
+follows an optimizer's step begins with one all-reduce for the scales of all weights together. What
+is gathered ahead of that forward makes its own, as schedules of pipelines with several stages on a
+rank do. Source: torchao/float8/fsdp_utils.py, whose own functions fail on a rank without rows.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_utils import amax_to_scale
@@ -51,8 +54,14 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
         )
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        known = self._precomputed_scale
         with out_of_sight_of_checkpointing():
-            return super().fsdp_pre_all_gather(mesh)
+            if known is None:
+                (self._precomputed_scale,) = _scales([self], mesh, [Shard(0)])
+            try:
+                return super().fsdp_pre_all_gather(mesh)
+            finally:
+                self._precomputed_scale = known
 
 
 class GatheredFloat8Linear(_Float8Linear):
@@ -109,20 +118,36 @@ class TensorwiseFloat8LinearConverter(Float8LinearConverter):
 
 
 class Float8Scales:
-    """A forward pre-hook of a model: makes the scales of its gathered float8 weights.
+    """A forward pre-hook of a model: makes the scales of its gathered float8 weights, all together.
 
-    ``stale`` says that the weights may have changed. Whoever builds the optimizer sets it after
-    each step (``note_steps``); without that, every forward makes them anew.
+    A step of any of torch's optimizers makes them unknown. Until the first one, every forward makes
+    them anew: weights may change in a way that shows nowhere.
     """
 
     def __init__(self, weights: list[DTensor]) -> None:
         self._weights = weights
-        self.stale, self.knows_steps = True, False
+        self._knows_steps = False
+        # A model may end before the process does, and its hook with it.
+        forget = weakref.WeakMethod(self._forget)
+
+        def stepped(*_: Any) -> None:
+            if (method := forget()) is not None:
+                method()
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def __call__(self, *_: Any) -> None:
-        if self.stale or not self.knows_steps:
+        unknown = (shard._precomputed_scale is None for shard in self._shards())
+        if not self._knows_steps or any(unknown):
             self.make()
-            self.stale = False
+
+    def _forget(self) -> None:
+        self._knows_steps = True
+        for shard in self._shards():
+            shard._precomputed_scale = None
+
+    def _shards(self) -> Iterator[Any]:
+        return map(local_tensor, self._weights)
 
     @torch.no_grad()
     def make(self) -> None:
@@ -132,16 +157,19 @@ class Float8Scales:
             by_layout.setdefault((weight.device_mesh, weight.placements), []).append(weight)
         for (mesh, placements), weights in by_layout.items():
             shards: list[Any] = [local_tensor(weight) for weight in weights]
-            values = [shard._tensor for shard in shards]
-            largest = torch.stack([x.abs().amax() if len(x) else x.new_zeros(()) for x in values])
-            of_ranks = [Partial("max") if p.is_shard() else Replicate() for p in placements]
-            whole = DTensor.from_local(largest, mesh, of_ranks).redistribute(
-                placements=[Replicate()] * mesh.ndim
-            )
-            for shard, amax in zip(shards, whole.to_local(), strict=True):
-                # torchao's fsdp_pre_all_gather reads it. Where it is None, each weight has
-                # an all-reduce of its own.
-                shard._precomputed_scale = amax_to_scale(amax, shard._dtype)
+            for shard, scale in zip(shards, _scales(shards, mesh, placements), strict=True):
+                shard._precomputed_scale = scale  # torchao's fsdp_pre_all_gather reads it
+
+
+@torch.no_grad()
+def _scales(shards: list[Any], mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """Scales ``(N,)`` of the whole weights of which these are a rank's ``N`` shards."""
+    values = [shard._tensor for shard in shards]
+    largest_N = torch.stack([x.abs().amax() if len(x) else x.new_zeros(()) for x in values])
+    of_ranks = [Partial("max") if p.is_shard() else Replicate() for p in placements]
+    whole = DTensor.from_local(largest_N, mesh, of_ranks)
+    amax_N = whole.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+    return torch.stack([amax_to_scale(a, x._dtype) for a, x in zip(amax_N, shards, strict=True)])
 
 
 def gathers_float8(model: Module.Config) -> bool:
@@ -181,17 +209,3 @@ def make_scales_together(model: nn.Module) -> None:
     sharded: list[Any] = [weight for weight in found if isinstance(weight, DTensor)]
     if sharded:
         model.register_forward_pre_hook(Float8Scales(sharded), prepend=True)
-
-
-def note_steps(then: Callable[..., None] | None) -> Callable[..., None]:
-    """A model spec's ``post_optimizer_build_fn``: ``then``, and scales that follow the steps."""
-
-    def after_build(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
-        if then is not None:
-            then(optimizers, model_parts, parallel_dims)
-        hooks = [hook for part in model_parts for hook in part._forward_pre_hooks.values()]
-        for scales in (hook for hook in hooks if isinstance(hook, Float8Scales)):
-            scales.knows_steps = True
-            optimizers.register_step_post_hook(lambda *_, s=scales: setattr(s, "stale", True))
-
-    return after_build

@@ -17,7 +17,6 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.base.titan.parallelism import has_experts
 from titan_ext.components.dispatch import use_functional_all_to_all
-from titan_ext.components.float8_linears import gathers_float8, note_steps
 from titan_ext.components.hf_export import for_replicated_weights
 from titan_ext.components.lora import lora_settings
 from titan_ext.fsdp.units import decoder_blocks
@@ -88,8 +87,6 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
         after_optimizer = balance_all_blocks
     if isinstance(spec, ExtendedModelSpec):
         return spec
-    if gathers_float8(spec.model):
-        after_optimizer = note_steps(after_optimizer)
     return ExtendedModelSpec(
         name=spec.name,
         flavor=spec.flavor,
