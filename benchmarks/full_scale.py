@@ -392,6 +392,18 @@ def write(rows: Sequence[Mapping[str, Any]], machine: str, out: Path) -> None:
     (out / "full_scale.md").write_text("\n".join([f"Plans for {machine}.", "", *table(rows), ""]))
 
 
+def add_plans(machine: str, out: Path) -> None:
+    """Plan what was measured with ``--no-plans``, one after another."""
+    rows = json.loads((out / "full_scale.json").read_text())["rows"]
+    for row in rows:
+        if not row["planned"]:
+            job, _ = (DRY_JOBS | JOBS)[row["job"]]
+            dry = row["job"] in DRY_JOBS
+            row["planned"] = _result(_start("--plan", job, row["depth"], row["arm"], dry, machine))
+            write(rows, machine, out)
+            print("\n".join(lines([row])), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "full_scale")
@@ -417,7 +429,10 @@ def main() -> None:
             )
         print(json.dumps(found))
         return
-    if not (args.dry or args.add_plans):
+    if args.add_plans:
+        add_plans(args.machine, args.out)
+        return
+    if not args.dry:
         import torch
 
         if not torch.cuda.is_available():
@@ -429,18 +444,9 @@ def main() -> None:
         for depth in depths[: 1 if args.shallow else None]
         for arm in args.arms
     ]
-    rows = []
-    if args.add_plans:
-        rows = json.loads((args.out / "full_scale.json").read_text())["rows"]
-        of_job = DRY_JOBS | JOBS
-        for row in (row for row in rows if not row["planned"]):
-            job, of = of_job[row["job"]][0], (row["depth"], row["arm"])
-            row["planned"] = _result(_start("--plan", job, *of, args.dry, args.machine))
-            write(rows, args.machine, args.out)
-            print("\n".join(lines([row])), flush=True)
-        return
     planned = [] if args.no_plans else wanted
     plans = [_start("--plan", *of, args.dry, args.machine) for _, *of in planned]
+    rows = []
     for (name, job, depth, arm), planning in itertools.zip_longest(wanted, plans):
         measured = _result(_start("--measure", job, depth, arm, args.dry, args.machine))
         row = {"job": name, "depth": depth, "arm": arm, "measured": measured}

@@ -37,8 +37,8 @@ _TRAIN = (
     "-m torchtitan.train --module titan_ext --config train_configs/moe_debug_gpu.toml "
     "--checkpoint.no-enable --dump_folder {out}/"
 )
-_SHALLOW = "-m benchmarks.full_scale --out {out}/16B --shallow"
-_HALVES = "-m benchmarks.full_scale --out {out}/halves --shallow --arms whole halves halves-wire"
+_SHALLOW = "-m benchmarks.full_scale --shallow --out {out}/"
+_HALVES = f"{_SHALLOW}halves --arms whole halves halves-wire"
 _TWO_RANKS = "-m torch.distributed.run --nproc_per_node=2 --master_port 29511"
 _MINUTES, _QUICK_MINUTES = 30, 10
 _DRY_TIMES = 5
@@ -71,8 +71,8 @@ ITEMS = (
         "16B beside stock",
         "ms a step of stock's, eager and compiled: 1; which calls the host waits in",
         190,
-        f"{_SHALLOW} --jobs 16B --arms stock whole stock-compiled compiled",
-        f"{_SHALLOW} --dry --arms stock whole",
+        f"{_SHALLOW}16B --jobs 16B --arms stock whole stock-compiled compiled",
+        f"{_SHALLOW}16B --dry --arms stock whole",
         trains=True,
     ),
     Item(

@@ -15,7 +15,7 @@ from tests.helpers.training import Run, Runs, observed
 from tests.matrix.exact import differences
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components import float8_linears
-from titan_ext.components.float8_linears import Float8Scales
+from titan_ext.components.float8_linears import Float8Scales, GatheredWeight
 
 PLAIN = observed(Run(world=2, ep=2, parallelize="submodule", global_batch=8, layers=2))
 GATHERED = replace(PLAIN, converters=("float8_gather",))
@@ -71,7 +71,6 @@ def _scales_of_uneven_shards() -> list[float]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
@@ -80,14 +79,16 @@ def _scales_of_uneven_shards() -> list[float]:
         whole = torch.arange(1.0, 1 + 16 * rows).view(rows, 16)
         weight = distribute_tensor(whole, mesh, [Shard(0)])
         no_gemm: Any = None
-        inner: Any = WeightWithDynamicFloat8CastTensor(
-            weight._local_tensor, no_gemm, torch.float8_e4m3fn
-        )
+        inner: Any = GatheredWeight(weight._local_tensor, no_gemm, torch.float8_e4m3fn)
         weight._local_tensor = inner
         weights.append(weight)
-    Float8Scales(weights).make()
     inners: list[Any] = [weight._local_tensor for weight in weights]
+    # What is gathered ahead of the forward makes its own scale, and keeps none.
+    ahead = [inner.fsdp_pre_all_gather(mesh)[1][0] for inner in inners]
+    assert [inner._precomputed_scale for inner in inners] == [None, None]
+    Float8Scales(weights).make()
     scales = [float(inner._precomputed_scale) for inner in inners]
+    assert scales == ahead
     dist.destroy_process_group()
     return scales
 

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.fp8_activations import SavesCasts
 from tests.helpers.training import Run, make_config
 from titan_ext.fsdp import prefetch
 
@@ -177,6 +178,16 @@ def test_a_late_group_is_gathered_in_a_recompute(one_rank: None):
         ):
             hook(module, ())
         assert unshard.call_count == recomputes
+
+
+def test_no_checkpoint_counts_what_a_late_group_runs(tmp_path: Path):
+    """A group of one rank casts its parameters, in the forward alone."""
+    run = replace(EXPERTS, world=1, ep=1, accumulate=1)
+    plain, saving = (
+        _train(replace(run, ac=policy), tmp_path / str(policy)[:9], late=True)
+        for policy in ("selective", SavesCasts.Config())
+    )
+    assert saving == plain
 
 
 @pytest.mark.parametrize("run", [EXPERTS, pytest.param(REPLICAS, marks=pytest.mark.slow)], ids=str)

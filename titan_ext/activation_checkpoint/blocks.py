@@ -377,7 +377,7 @@ class _SavedValues(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """True, as of torch's modes of checkpoints: under any other mode Dynamo compiles nothing.
 
-        FlexAttention would then make all its scores, and the codec run in 17 kernels.
+        FlexAttention would then make all its scores.
         """
         return True
 

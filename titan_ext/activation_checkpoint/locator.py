@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Names for the operations of one block while it runs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,34 +11,9 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_rules import GEMMS, OpLocation
-from titan_ext.base.tensors import out_of_sight_of_checkpointing, plain_tensors
+from titan_ext.base.tensors import plain_tensors
 from titan_ext.components.overlap import current_half
-
-
-class _OutOfSight:
-    """A hook of FSDP's that runs without the mode of selective checkpointing."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
-        with out_of_sight_of_checkpointing():
-            return self._hook(module, *given)
-
-
-def hide_fsdp(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP's hooks on ``modules`` run unseen by checkpoints of the blocks that these are in.
-
-    A hook gathers parameters in the forward, and mostly not in the recompute. In a group of one
-    rank it casts its shard by an operation that a block has, too. Counted, that took another's
-    place in the recompute: gradients were not finite. On a GPU a cast got the counts of tokens,
-    since Titan's selective policy saves copies to the host.
-    """
-    for module in modules:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in hooks.items():
-                if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
-                    hooks[key] = _OutOfSight(hook)
+from titan_ext.fsdp.prefetch import hide_fsdp
 
 
 class OpLocator:

@@ -7,10 +7,10 @@ titan_ext gives FSDP2 explicit lists: a number of units ahead, or as many as fit
 bytes, in both directions. What "auto" is, ``fsdp.auto`` says.
 
 A recompute needs only the units of its own block. FSDP2 mistakes it for another forward and would
-gather the units ahead again. A pipeline may also have kept a unit gathered since the previous
-microbatch. Selective checkpointing would then see FSDP's operations in the recompute but not in the
-forward. So before each forward a unit inside a block checks whether backward is running. If so, it
-gathers only its own parameters.
+gather the units ahead again. So before each forward a unit inside a block checks whether backward
+is running. If so, it gathers only its own parameters. A pipeline may also have kept a unit gathered
+since the previous microbatch. So FSDP2's operations differ between forward and recompute, and
+selective checkpointing must not see them (``hide_fsdp``).
 
 FSDP2 keeps the all-gather buffer of a unit in forward until it copies out the next unit. So that
 gather may overlap with the copy. But whole blocks are large and copies are short. So a block that
@@ -18,7 +18,7 @@ was gathered ahead copies out before FSDP2's own hook, and its buffer is freed a
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -129,6 +129,32 @@ def prefetch_unplanned(modules: Sequence[nn.Module], *, gathers: bool) -> None:
             module.set_modules_to_backward_prefetch([module])  # gathered already
             if gathers:
                 module.register_forward_pre_hook(_BeforeForward(module), prepend=True)
+
+
+class _OutOfSight:
+    """A hook of FSDP's that runs without the mode of selective checkpointing."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        with out_of_sight_of_checkpointing():
+            return self._hook(module, *given)
+
+
+def hide_fsdp(modules: Iterable[nn.Module]) -> None:
+    """Let FSDP's hooks on ``modules`` run unseen by checkpoints of the blocks that these are in.
+
+    A hook gathers parameters in the forward, and mostly not in the recompute. In a group of one
+    rank it casts its shard by an operation that a block has, too. Counted, that took another's
+    place in the recompute: gradients were not finite. On a GPU a cast got the counts of tokens,
+    since Titan's selective policy saves copies to the host.
+    """
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
+                    hooks[key] = _OutOfSight(hook)
 
 
 def _set_chunks_prefetch(model: Decoder, head: FSDPModule) -> None:

@@ -40,7 +40,7 @@ from titan_ext.base.messages import and_more
 from titan_ext.base.titan.parallelism import keep_frozen, mesh_with_axes
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.plan import GroupKind, plan_of
-from titan_ext.fsdp.prefetch import prefetch_unplanned
+from titan_ext.fsdp.prefetch import hide_fsdp, prefetch_unplanned
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import param_groups
 
@@ -178,6 +178,7 @@ def synchronize_unmanaged_parameters(
             **arguments,
         )
         prefetch_unplanned(group, gathers=True)
+        hide_fsdp(group)  # none of it is inside of what is compiled
     meshes.sum_gradients(model)
     assert not unmanaged_parameters(model)
     return sorted(names)

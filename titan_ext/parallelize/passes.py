@@ -12,7 +12,6 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.compile import checkpoint_blocks, compile_units
-from titan_ext.activation_checkpoint.locator import hide_fsdp
 from titan_ext.base.agreement import leaves_files
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan.parallelism import context_mesh, keep_frozen
@@ -20,6 +19,7 @@ from titan_ext.components.dispatch import exchange_in_float8
 from titan_ext.components.float8_linears import make_scales_together
 from titan_ext.components.overlap import overlap_in_halves, overlap_shared_experts
 from titan_ext.components.rows import exchange_once, hops_across_nodes
+from titan_ext.fsdp.prefetch import hide_fsdp
 from titan_ext.fsdp.shard import shard
 from titan_ext.fsdp.units import decoder_blocks
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
