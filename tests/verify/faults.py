@@ -27,6 +27,7 @@ from titan_ext.base.no_accelerator import PlainFlexAttention
 from titan_ext.components import early_scores, exchange
 from titan_ext.fp8 import saved_tensors
 from titan_ext.fsdp import collectives
+from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.units import param_groups
 from titan_ext.plan.verify import arm
 
@@ -258,14 +259,14 @@ def bias_in_scores() -> Any:
 
 
 def bfloat16_before_reduction() -> Any:
-    def build(trainer: Any, method: Any, *arguments: Any) -> None:
-        method(*arguments)
-        if not trainer.arm.stock:
-            for part in trainer.parts:
-                for group in param_groups(part.modules()):
-                    group.mp_policy = replace(group.mp_policy, reduce_dtype=torch.bfloat16)
+    """In titan_ext alone, whose FSDP gets it."""
+    real = FSDPMeshes.arguments
 
-    return _trainers(__init__=build)
+    def rounded(meshes: FSDPMeshes, dtypes: Any) -> dict[str, Any]:
+        given = real(meshes, dtypes)
+        return {**given, "mp_policy": replace(given["mp_policy"], reduce_dtype=torch.bfloat16)}
+
+    return patch(FSDPMeshes, "arguments", rounded)
 
 
 def float8_times_two() -> Any:

@@ -337,7 +337,8 @@ class _Watched:
     def dtypes(self) -> dict[str, str]:
         """Dtypes of what is trained, of what FSDP sends, and of what the optimizer keeps."""
         params = [param for part in self.parts for param in part.parameters()]
-        policies = [group.mp_policy for group in self._groups()]
+        # Of parameters: torch 2.15's groups have none.
+        policies = [p.mp_policy for group in self._groups() for p in group.fsdp_params]
         states = [
             value
             for optimizer in cast(Any, self).optimizers
