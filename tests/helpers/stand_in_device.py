@@ -105,7 +105,7 @@ def main(ep: int, backend: Any, how: str = "") -> None:
     spec = api.extend_model_spec(model_registry("debugmodel"))
     training = TrainingConfig()
     sections = {"parallelism": parallelism, "training": training, "compile": CompileConfig()}
-    use_stand_ins(SimpleNamespace(model_spec=spec, **sections))
+    use_stand_ins(SimpleNamespace(model_spec=spec, activation_checkpoint=None, **sections))
     config: Any = spec.model
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     config.layers = config.layers[: 4 if how else 2]  # backward takes the last two from it

@@ -13,13 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining.stage import PipelineStage
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from tests.helpers.cluster import Command, run_command, run_ranks
 from tests.helpers.toml_files import DEBUG
 from tests.helpers.training import Run, make_config
 from tests.project.test_train_configs import NAMES, expected_in_header, world_size
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base import no_accelerator
 from titan_ext.base.machines import MACHINES
 from titan_ext.base.messages import without_phases
 from titan_ext.base.op_cost import group_ms, nvlink_domain, ranks_per_node
@@ -28,7 +33,7 @@ from titan_ext.config_registry.commands import main
 from titan_ext.config_registry.dry_run import DryRun
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.plan.dry_run import dry_run
-from titan_ext.plan.stand_ins import as_rank
+from titan_ext.plan.stand_ins import AttentionShapes, as_rank, use_stand_ins
 from titan_ext.toml.files import shipped_configs
 
 ROOT = Path(__file__).parents[2]
@@ -317,6 +322,32 @@ def test_context_parallelism(folder: Path):
     assert (done.code, done.error) == (0, "")
     assert "rank 0 of 8: FSDP 4, CP 2, EP 2 (spmd_types)" in done.out
     assert "optimizer, on fake tensors" in done.out
+
+
+def _kept_of_attention(config: str, *flags: str) -> int:
+    """Bytes that Titan's selective policy keeps of a planned attention of 4 KiB each of q, k, v."""
+    with no_accelerator.as_with_an_accelerator():
+        planned: Any = resolve(config, [*flags]).config
+    use_stand_ins(planned)
+    (*_, attention) = (at[1] for at in planned.model_spec.traverse(AttentionShapes.Config))
+    ops = SelectiveAC(SelectiveAC.Config()).get_save_ops()
+    caching, _ = create_selective_checkpoint_contexts(list(ops))
+    with FakeTensorMode(), caching:
+        attention.build()(*(torch.empty(1, 8, 4, 32) for _ in range(3)))
+    saved = [
+        getattr(x, "val", None)
+        for calls in caching.storage.values()
+        for x in tree_leaves([*calls.values()])
+    ]
+    return sum(x.nbytes for x in saved if isinstance(x, torch.Tensor) and x.numel() >= 1024)
+
+
+def test_selective_checkpointing_keeps_q_and_k_of_an_eager_flex_attention():
+    """An H100 held them, since the attention's compiled region returns them for its backward."""
+    job = "deepseek_v3_16b.toml"
+    assert _kept_of_attention(job) == 3 * 4096
+    assert _kept_of_attention(job, "--compile.components", "model,loss") == 4096
+    assert _kept_of_attention(job, "activation_checkpoint:fp8") == 4096
 
 
 def test_cuda_graphs_are_off_where_titan_has_none(folder: Path):

@@ -51,6 +51,7 @@ from titan_ext.fp8.saved_tensors import StoredEntry
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _INPUT = OpLocation("", INPUT)
+_REGION = "inductor_compiled_code"
 _KNOWN = ("titan_ext", "torchtitan")
 
 
@@ -187,6 +188,8 @@ class _Call:
     def pack(self, x: torch.Tensor) -> Any:
         """Store one tensor: torch passes every input of the block and every saved output."""
         policy, location = self._policy, self._location
+        if location.op == _REGION and (given := _Given.of(x, self._locator)) is not None:
+            return given
         if policy is OpPolicy.DISCARD and has_values(x) and may_wrap(x):
             entry: Any = self._discards.add(x, location, len(self._locator.left))
         elif (
@@ -283,6 +286,37 @@ class _Arriving:
 
     def restore(self) -> torch.Tensor:
         return restore(self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """An argument of the running module that a compiled region returns, for its backward.
+
+    Inductor's forward returns what its backward needs, inputs too. Kept, q and k of FlexAttention
+    would be as many bytes as its output and more, in every layer. The recompute has them again.
+    """
+
+    locator: OpLocator
+    index: int
+    view: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, x: torch.Tensor, locator: OpLocator) -> "_Given | None":
+        """For ``x`` if it lies in the memory of an argument; else None."""
+        if is_plain(x):
+            for index, arg in enumerate(locator.given()):
+                if (
+                    arg is not None
+                    and arg.dtype is x.dtype
+                    and storage_ids([arg]) == storage_ids([x])
+                ):
+                    return cls(locator, index, _view(x))
+        return None
+
+    def restore(self) -> torch.Tensor:
+        argument = self.locator.given()[self.index]
+        assert argument is not None, "the recompute gives the module what the forward gave it"
+        return argument.detach().as_strided(*self.view)
 
 
 def restore(entry: Any) -> torch.Tensor:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_rules import GEMMS, OpLocation
-from titan_ext.base.tensors import plain_tensors
+from titan_ext.base.tensors import is_plain, plain_tensors
 from titan_ext.components.overlap import current_half
 from titan_ext.fsdp.prefetch import hide_fsdp
 
@@ -30,6 +31,7 @@ class OpLocator:
         self.left: list[nn.Module] = []
         self._block: nn.Module | None = block
         self._stacks = [""], [""]  # of the two halves of a batch, which pause inside of modules
+        self._arguments: tuple[list[Any], list[Any]] = [()], [()]  # of these modules
         self._handles = []
         self._slots: list[tuple[dict[str, Any], str, str]] = []
         # By storage: parameters, and their copies in another dtype. A weak reference keeps no
@@ -82,6 +84,14 @@ class OpLocator:
         operand = next(filter(None, names), "")
         return OpLocation(module, op, operand.removeprefix(module).lstrip("."))
 
+    def given(self) -> list[torch.Tensor | None]:
+        """This rank's part of each positional argument of the innermost running module."""
+        parts = (
+            x._local_tensor if isinstance(x, DTensor) else x
+            for x in self._arguments[current_half()][-1]
+        )
+        return [x if isinstance(x, torch.Tensor) and is_plain(x) else None for x in parts]
+
     def see_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """Note that ``out`` is ``source`` cast to another dtype: it gets its parameter name."""
         if self._with_operands and (name := self._name_of(source)):
@@ -107,11 +117,13 @@ class OpLocator:
     def _hooks(self, name: str, slots: list[tuple[dict[str, Any], str, str]]):
         def enter(module: nn.Module, args: Any) -> None:
             self._stacks[current_half()].append(name)
+            self._arguments[current_half()].append(args)
             # FSDP may just have put other parameters in place.
             self._name_parameters(slots)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._stacks[current_half()].pop()
+            self._arguments[current_half()].pop()
             self.left.append(module)
 
         return enter, leave

@@ -48,7 +48,9 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
     ``func`` is the operation (``torch._ops.OpOverload``), as a dispatch mode sees it, with any
     tensors: real, fake, meta or DTensors.
     """
-    if moves_nothing(func):
+    if moves_nothing(func) or (
+        getattr(func, "overloadpacket", None) in _ATTENTION and _share_masked(func, args) == 1
+    ):
         return OpCost(0, 0, 0.0)
     made, read = _traffic(func, args, kwargs, out)
     # The schema has the name without the overload; func.name() is "aten::add.Tensor".

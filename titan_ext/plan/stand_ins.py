@@ -77,10 +77,15 @@ def use_stand_ins(
         replace_configs(spec, RMSNorm.Config, _rms_norm)
         replace_configs(spec, TokenChoiceTopKRouter.Config, _router)
     if not context_parallel and as_on_a_gpu:
+        is_eager = not compiles_model(config.compile)
+        selective = is_eager and isinstance(config.activation_checkpoint, SelectiveAC.Config)
         for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
-            for _, _, parent, key in list(spec.traverse(kind.Config)):
+            for _, attention, parent, key in list(spec.traverse(kind.Config)):
                 window = getattr(parent, "sliding_window_size", None) or 0
-                setattr(parent, str(key), AttentionShapes.Config(window=window))
+                keeps = selective and isinstance(attention, FlexAttention.Config)
+                stand_in = AttentionShapes.Config(window=window, keeps=keeps)
+                if not isinstance(attention, AttentionShapes.Config):
+                    setattr(parent, str(key), stand_in)
     elif context_parallel and parallelism.spmd_backend == "spmd_types":
         # With its masks, which are split too.
         flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
@@ -266,7 +271,7 @@ class _OneKernel:
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        self.window = config.window
+        self.window, self.keeps = config.window, getattr(config, "keeps", False)
 
     def forward(
         self,
@@ -284,6 +289,10 @@ class _OneKernel:
         fused: Any = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
         masked = self._share_masked(q_BNLH.shape[-2])
         out_BNLH, lse_BNL = fused(q_BNLH, k_BNLH, v_BNLH, None, masked, True, scale=scale)[:2]
+        # What a selective policy keeps of such an operation is its output: here one like q, one
+        # like k, of scores that are all left out, which cost nothing.
+        for x_BNLH in (q_BNLH, k_BNLH) if self.keeps and torch.is_grad_enabled() else ():
+            fused(*[x_BNLH.detach()] * 3, None, 1.0, True)
         out_BLNH = out_BNLH.transpose(1, 2)
         if out_transform is None:
             return out_BLNH
@@ -301,6 +310,10 @@ class AttentionShapes(_OneKernel, ScaledDotProductAttention):
     class Config(ScaledDotProductAttention.Config):
         window: int = 0
         """Positions that a query sees, itself included; 0 for all before it."""
+        keeps: bool = False
+        """Whether q and k are kept as well: Titan's selective checkpointing saves what an eager
+        FlexAttention's region returns, and it returns them for its backward. v is a projection's
+        output, which is kept already."""
 
 
 class FlexAttentionShapes(_OneKernel, FlexAttention):
