@@ -16,8 +16,8 @@ from tests.helpers.training import Run, Runs
 from titan_ext.plan.live import MemoryKind
 
 # One dense block and two MoE blocks. Dense groups gather over all ranks; experts over efsdp, which
-# has world / EP ranks: one rank gathers nothing. ChunkedLoss runs norm and lm_head apart. Stock
-# gathers the pair three times and reduces it twice; we gather the norm twice and the head once.
+# has world / EP ranks: one rank gathers nothing. ChunkedLoss runs norm and lm_head apart, so
+# the pair is gathered three times and reduced twice.
 _DENSE_BLOCKS, _MOE_BLOCKS = 1, 2
 _BLOCKS = _DENSE_BLOCKS + _MOE_BLOCKS
 _HEAD_GATHERS, _HEAD_REDUCES = 3, 2
@@ -113,13 +113,12 @@ def test_collectives_per_unit(steps: Mapping[str, PlannedStep]):
         "layers.2.moe": 4,
     }
     for name in ("saved", "plain", "nothing ahead", "two ahead"):
-        assert _gathers(steps[name]) == {"tok_embeddings": 1, **blocks, "norm": 2, "lm_head": 1}
+        assert _gathers(steps[name]) == {"tok_embeddings": 1, **blocks, "lm_head": 3}
     # Chunked loss frees it by itself.
     once = {unit: gathers // 2 for unit, gathers in blocks.items()}
     assert _gathers(steps["never"]) == {"tok_embeddings": 1, **once, "lm_head": 3}
-    # The head is gathered with its norm, where units of blocks stay gathered.
-    kept = {"layers.0.attention": 1, "layers.1.attention": 1, "lm_head": 3}
-    assert _gathers(steps["kept"]) == {"tok_embeddings": 1, **blocks, **kept}
+    kept = {"layers.0.attention": 1, "layers.1.attention": 1}
+    assert _gathers(steps["kept"]) == {"tok_embeddings": 1, **blocks, **kept, "lm_head": 3}
     recomputed = [e for e in steps["saved"].collectives if e.kind == "all_to_all" and e.in_backward]
     assert len(recomputed) == 2 * _MOE_BLOCKS  # only the two that carry gradients
 
@@ -205,21 +204,23 @@ def test_all_matrices_of_blocks_travel_in_float8(steps: Mapping[str, PlannedStep
     assert [a for a, _ in pairs] == [b for _, b in pairs]
     gathers = [(a, b) for a, b in pairs if a.kind == "all_gather"]
     exact = {a.main_module for a, b in gathers if a.nbytes == b.nbytes}
-    assert exact == {"tok_embeddings", "norm", "lm_head"}
+    assert exact == {"tok_embeddings", "lm_head"}
     shares = [b.nbytes / a.nbytes for a, b in gathers if a.main_module not in exact]
     assert all(0.5 < share < 0.53 for share in shares), shares
 
 
 def test_bytes_of_a_reduction(steps: Mapping[str, PlannedStep]):
-    """Of the head's gradient: the sum of the loss's chunks, what is sent, and this rank's share."""
+    """The sum of the loss's chunks waits for the norm's backward; a unit's input, for the next."""
     step = steps["plain"]
-    (whole,) = {
-        e.nbytes
-        for e in step.collectives
-        if (e.kind, e.main_module) == ("reduce_scatter", "lm_head")
+    reduced = {
+        unit: max(e.nbytes for e in step.collectives if (e.kind, e.main_module) == (kind, unit))
+        for kind, unit in (("reduce_scatter", "lm_head"), ("reduce_scatter", "layers.1.attention"))
     }
-    (loss,) = (phase.by_kind for phase in step.phases if phase.phase == "loss")
-    assert loss[MemoryKind.REDUCE] == whole + whole + whole // _PLAIN.world
+    held = {phase.phase: phase.by_kind for phase in step.phases}
+    assert MemoryKind.REDUCE not in held["loss"]
+    assert held["backward of norm"][MemoryKind.REDUCE] == reduced["lm_head"]
+    of_two = held["backward of layers.1"][MemoryKind.REDUCE] / reduced["layers.1.attention"]
+    assert 2 < of_two < 2.1
 
 
 _SUBMODULE = Run(world=2, ep=2, parallelize="submodule", narrow=True, steps=2)

@@ -1,6 +1,5 @@
 """Reshard and prefetch settings: what is decided for each unit."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -64,9 +63,6 @@ def _decisions(plan: FSDPPlan) -> dict[str, bool | int]:
 def test_one_setting_for_all(reshard: Reshard, pp_enabled: bool, blocks, head):
     decisions = _decisions(_plan(reshard_after_forward=reshard, pp_enabled=pp_enabled))
     assert decisions.pop("lm_head") is head
-    # The norm is a rounding error, which "default" keeps. Alone only where nothing else is kept.
-    apart = {("default", False): False, ("always", False): True}
-    assert decisions.pop("norm", None) is apart.get((str(reshard), pp_enabled))
     if isinstance(reshard, int):  # its backward gathers nothing
         assert decisions.pop("tok_embeddings") is True
     assert all(decision is blocks for decision in decisions.values())
@@ -98,32 +94,6 @@ def test_the_head_is_freed_as_its_own_entry_says():
     stays = _plan(reshard_after_forward="always", reshard_groups={"head": "default"})
     assert _decisions(stays)["lm_head"] is False
     assert _decisions(_plan(reshard_groups={"head": 2}))["lm_head"] == 2
-
-
-def test_a_unit_that_stays_gathered_keeps_the_norm_with_the_head():
-    """However small it is: the chunked loss would have FSDP free it."""
-    for after in ("never", 2):
-        plan = _plan(reshard_groups={"layers.0.feed_forward": after})
-        assert plan.units[-1].module_names == ("norm", "lm_head")
-    assert _plan(reshard_groups={"head": 2}).units[-1].module_names == ("norm", "lm_head")
-    apart = _plan(reshard_groups={"embedding": "never", "head": "never"})
-    assert [unit.module_names for unit in apart.units[-2:]] == [("norm",), ("lm_head",)]
-
-
-def _wrapped(forward: Any) -> Any:
-    return functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
-
-
-@pytest.mark.parametrize("wraps", [False, True])
-def test_a_forward_of_the_users_keeps_the_norm_with_the_head(
-    wraps: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """Also one that goes by the name of TorchTitan's."""
-    assert _plan().units[-1].module_names == ("lm_head",)
-    mine: Any = lambda *args, **kwargs: None  # noqa: E731
-    mine = _wrapped(DeepSeekV3Model.forward) if wraps else mine
-    monkeypatch.setattr(DeepSeekV3Model, "forward", mine)
-    assert _plan().units[-1].module_names == ("norm", "lm_head")
 
 
 def test_tied_weights_are_the_head():
@@ -175,9 +145,9 @@ def test_prefetch_by_units():
         "layers.0.feed_forward",
         "layers.0.attention",
     )
-    assert plan["layers.5.attention"].forward_prefetch == ("layers.5.moe", "norm", "lm_head")
+    assert plan["layers.5.attention"].forward_prefetch == ("layers.5.moe", "lm_head")
     assert plan["lm_head"].forward_prefetch == ()
-    assert plan["lm_head"].backward_prefetch == ("norm", "layers.5.moe")
+    assert plan["lm_head"].backward_prefetch == ("layers.5.moe", "layers.5.attention")
     assert plan["tok_embeddings"].backward_prefetch == ()
 
 

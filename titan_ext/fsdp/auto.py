@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The rule behind "auto" for FSDP's units, prefetch and reduce-scatter buffers, without a model.
 
-Smaller units hold less and gather more often. If the experts' shards lie on one node, or whole on a
-rank, their gathers hide behind computation: a block is split into attention and MoE. Across nodes
-they may not. There the unit of experts alone issues as many collectives as a whole block. With two
-gathers ahead and two reduce-scatters behind backward it takes no more time than stock's blocks, by
-the clock of a dry run (docs/fsdp.md), and holds no more bytes.
+Smaller units hold less and gather more often. Experts that lie whole on a rank are never gathered.
+So attention apart saves next to nothing, and each unit costs the host time: whole blocks. If the
+experts' shards lie on one node, their gathers hide behind computation: a block is split into
+attention and MoE. Across nodes they may not. There the unit of experts alone issues as many
+collectives as a whole block. With two gathers ahead and two reduce-scatters behind backward it
+takes no more time than stock's blocks, by the clock of a dry run (docs/fsdp.md), and holds no more
+bytes.
 
 Several reduce-scatter buffers let backward go on while earlier reduce-scatters run, for the bytes
 of a unit's gradients each. They also give reduce-scatters a process group of their own, so that
@@ -26,7 +28,7 @@ from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan.parallelism import has_experts
 from titan_ext.fsdp.prefetch import PrefetchLimit
 from titan_ext.fsdp.settings import RESHARD_GROUPS, FSDPSettings
-from titan_ext.fsdp.units import Unit, Wrap, plan_units, with_norm_apart
+from titan_ext.fsdp.units import Unit, Wrap, plan_units
 
 AUTO_FORWARD = PrefetchLimit(units=1)
 AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
@@ -50,6 +52,7 @@ class Choice:
     why: str = ""
 
 
+_WHOLE = (Choice("block"), Choice("submodule"), Choice("experts"))
 _NEAR = (Choice("submodule"), Choice("experts"), Choice("block"))
 # Two buffers beside the unit of experts are the bytes that stock has in flight too: its unit has
 # two groups, each with a buffer. Attention and MoE apart have twice the reduce-scatters of a block.
@@ -78,15 +81,17 @@ def choose(
     ep, shards = parallel_dims.ep, parallel_dims.dp_shard * parallel_dims.cp * parallel_dims.tp
     if not splits_experts(model.config, ep):
         return Choice("block" if settings.wrap == "auto" else settings.wrap)
-    near = shards in (ep, 1) or shards <= nodes.ranks
-    where = "across nodes"
-    if near:
-        where = "whole on a rank" if shards == ep else "on one node"
+    where, choices = "across nodes", _ACROSS_NODES
+    if shards in (ep, 1):
+        where, choices = "whole on a rank", _WHOLE
+    elif shards <= nodes.ranks:
+        where, choices = "on one node", _NEAR
+    near = choices is not _ACROSS_NODES
     has_buffers = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")  # torch 2.14.1 has it
     can_wait = has_buffers and not settings.symm_mem  # which has one input buffer
     candidates = [
         choice
-        for choice in (_NEAR if near else _ACROSS_NODES)
+        for choice in choices
         if settings.wrap in ("auto", choice.wrap)
         and not (choice.wrap == "experts" and compiled)
         # With one buffer small units would cost time.
@@ -115,11 +120,7 @@ def splits_experts(model: Decoder.Config, ep: int) -> bool:
 
 
 def check_reshard_groups(settings: FSDPSettings, units: Sequence[Unit]) -> None:
-    """Raise ValueError for a name in ``fsdp_reshard_groups`` that matches none of ``units``.
-
-    The last norm may become a unit of its own later; its name is right, too.
-    """
-    units = list(dict.fromkeys([*units, *with_norm_apart(units)]))
+    """Raise ValueError for a name in ``fsdp_reshard_groups`` that matches none of ``units``."""
     for name in settings.reshard_groups:
         if not any(unit.is_named(name) for unit in units):
             kinds = list(dict.fromkeys(unit.kind_name for unit in units))

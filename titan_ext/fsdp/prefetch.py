@@ -17,7 +17,6 @@ gather may overlap with the copy. But whole blocks are large and copies are shor
 was gathered ahead copies out before FSDP2's own hook, and its buffer is freed at once.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -35,7 +34,6 @@ from titan_ext.fsdp.units import (
     SUBMODULE_KINDS,
     Unit,
     UnitKind,
-    before_first_forward,
     splits_blocks,
 )
 
@@ -109,9 +107,6 @@ def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
         # An empty list would mean FSDP2's own choice. The unit itself has been gathered already.
         behind = [modules[name] for name in unit.backward_prefetch] or [module]
         module.set_modules_to_backward_prefetch(behind)
-        if unit.is_head_alone:
-            # Not now: Titan's trainer sets _skip_lm_head once the model is parallelized.
-            before_first_forward(model, functools.partial(_set_chunks_prefetch, model, module))
         if unit.kind in SUBMODULE_KINDS or unit.frees_buffer:
             # Prepended after fully_shard, and so ahead of FSDP2's hook, which reads these lists.
             hook = _BeforeForward(module, ahead, unit.frees_buffer)
@@ -155,12 +150,6 @@ def hide_fsdp(modules: Iterable[nn.Module]) -> None:
             for key, hook in hooks.items():
                 if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
                     hooks[key] = _OutOfSight(hook)
-
-
-def _set_chunks_prefetch(model: Decoder, head: FSDPModule) -> None:
-    """Nothing: Titan's chunked loss ends a backward with each, and FSDP2 frees what is ahead."""
-    if model._skip_lm_head:
-        head.set_modules_to_backward_prefetch([head])
 
 
 @dataclass(eq=False)
@@ -213,10 +202,7 @@ def _freeing(units: Sequence[UnitPlan], ahead: Mapping[str, tuple[str, ...]]) ->
 
 def _within(units: Sequence[UnitPlan], limit: PrefetchLimit) -> tuple[str, ...]:
     if limit.units is not None:
-        ahead = units[: limit.units]
-        if ahead and ahead[-1].kind is UnitKind.NORM:  # too small to count
-            ahead = units[: limit.units + 1]
-        return tuple(unit.name for unit in ahead)
+        return tuple(unit.name for unit in units[: limit.units])
     assert limit.nbytes is not None
     totals = accumulate(unit.gathered_nbytes for unit in units)
     return tuple(u.name for u, nbytes in zip(units, totals, strict=True) if nbytes <= limit.nbytes)

@@ -52,13 +52,11 @@ from titan_ext.fsdp.units import (
     UnitKind,
     find_ignored,
     find_replicated,
-    has_titans_forward,
     innermost_first,
     plan_units,
     replicated_by_unit,
     units_without,
     vision_units,
-    with_norm_apart,
 )
 
 
@@ -111,14 +109,7 @@ def resolve_sharding(
     others = {*ignored.values()}
     for name in replicated:
         others |= {*model.get_submodule(name).parameters(recurse=False)}
-    # Over one rank nothing is gathered. A forward of the user's may read the head's weight after
-    # the norm, which gathers both in stock; Titan's forwards call the head.
-    together = of.is_chunk or sizes.dense == 1 or not has_titans_forward(model)
-    apart = units if together else with_norm_apart(units)
-    # Whether blocks are freed is known from a plan alone, so the units are planned apart first.
-    planned = _plan_units(of, apart, others)
-    if apart != units and not _frees_blocks(planned):
-        planned = _plan_units(of, units, others)
+    planned = _plan_units(of, units, others)
     _check_collectives(of, planned)
     limit = settings.prefetch_limit
     return FSDPPlan(
@@ -243,19 +234,6 @@ def _reshard_of(
     if value == "default" and (is_head or (is_rounding_error and is_outside_blocks)):
         return False
     return get_fsdp_reshard_after_forward_policy(value, of.is_chunk)
-
-
-def _frees_blocks(units: Sequence[UnitPlan]) -> bool:
-    """True if blocks are freed after forward, and nothing is resharded to a smaller world.
-
-    If not, the last norm stays with the head: a head alone has FSDP2 free in the loss what is to
-    stay gathered, and hold the shards of a smaller world until the next step.
-    """
-    return all(
-        unit.reshard_after_forward is True
-        or (unit.reshard_after_forward is False and unit.kind not in BLOCK_KINDS)
-        for unit in units
-    )
 
 
 def _plan_groups(of: _Job, unit: Unit, owned: Mapping[str, _Owned]) -> tuple[GroupPlan, ...]:

@@ -10,7 +10,7 @@ are gathered only while they run.
 
 Norms are in the unit of what follows them: a group of a few KiB costs the same collectives as a
 large one. So a unit may have several modules. FSDP2 gathers them before the first one runs and
-frees them after the last. The last norm is apart: see ``with_norm_apart``.
+frees them after the last.
 
 A router or a norm is small: sharding it saves nothing, and gathering it costs. Replicated
 (``fsdp_replicate``), it is in no unit: every rank holds it whole, in an FSDP2 group that gathers
@@ -68,7 +68,6 @@ class UnitKind(StrEnum):
     FEED_FORWARD = "feed_forward"
     EXPERTS = "experts"
     BLOCK = "block"
-    NORM = "norm"
     HEAD = "head"
     VISION = "vision"
     TIED = "tied_embedding_and_head"
@@ -108,11 +107,6 @@ class Unit:
     def is_named(self, name: str) -> bool:
         """True if a name in fsdp_reshard_groups, a kind or a pattern, means this unit."""
         return name == self.kind_name or fnmatchcase(self.name, name)
-
-    @property
-    def is_head_alone(self) -> bool:
-        """True if it is the head without its norm, which the chunked loss runs by itself."""
-        return self.kind is UnitKind.HEAD and self.module_names == ("lm_head",)
 
     @property
     def gathers_in_backward(self) -> bool:
@@ -207,36 +201,12 @@ def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
     for name, block in decoder_blocks(model):
         units.extend(_block_units(name, block, wrap))
 
+    # Norm and head together, as in stock. Titan's chunked loss runs the head by itself. FSDP2 would
+    # take each chunk's backward of a head alone for the end of backward and visit all groups:
+    # 24 ms of the host for 8 layers, beside an H100 (benchmarks/gpu_receipts.md).
     if head and not model.enable_weight_tying:
         units.append(Unit(name=head[-1], kind=UnitKind.HEAD, module_names=head))
     return units
-
-
-def with_norm_apart(units: Sequence[Unit]) -> list[Unit]:
-    """``units`` with a unit of its own for the norm before the head.
-
-    Titan's chunked loss runs the head by itself, and frees it. So FSDP2 gathers a unit of both
-    three times a step: for the norm, for the loss, and for the norm's backward. It gathers a head
-    alone once. But it takes the backward of each chunk for the end of backward, and frees what
-    other units keep gathered for theirs. Whatever reads the head's weight outside of the head would
-    get a shard.
-    """
-    split = []
-    for unit in units:
-        if unit.kind is UnitKind.HEAD and len(unit.module_names) > 1:
-            norm, head = unit.module_names
-            split.append(Unit(name=norm, kind=UnitKind.NORM, module_names=(norm,)))
-            unit = replace(unit, module_names=(head,))
-        split.append(unit)
-    return split
-
-
-def has_titans_forward(model: nn.Module) -> bool:
-    """True if the class of ``model`` has a forward of TorchTitan's."""
-    # Not the instance's, which ``Module.parallelize`` wraps (torchtitan/protocols/module.py). By
-    # its globals: functools.wraps gives a user's wrapper of it the name of Titan's module.
-    inside = getattr(type(model).forward, "__globals__", {})
-    return inside.get("__name__", "").startswith("torchtitan.models.")
 
 
 def splits_blocks(units: Sequence[Unit]) -> bool:

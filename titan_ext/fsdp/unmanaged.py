@@ -8,8 +8,7 @@ training loop.
 
 Until the model has run, FSDP2 takes new units, so ``synchronize_unmanaged_parameters`` makes some.
 FSDP2 then shards the new parameters and sums, scales, accumulates and clips their gradients as
-usual. The new modules of one unit form one group. It stays gathered from forward to backward,
-unless Titan's chunked loss ends a backward in between (``units.with_norm_apart``).
+usual. The new modules of one unit form one group. It stays gathered from forward to backward.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence

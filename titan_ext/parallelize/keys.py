@@ -32,9 +32,9 @@ class ParallelismConfig(TitanParallelismConfig):
       block is unsharded at a time. More, smaller collectives.
     - "experts": the routed experts, and all else in the block. As many collectives as "block" when
       expert_parallel_degree > 1; the experts are gathered only while they run. Not with compile.
-    - "auto": "block" without expert parallelism. With it, "submodule" if the experts' shards lie on
-      one node, or whole on a rank. Else "experts", two units ahead in backward, and two
-      reduce-scatters that may run behind it.
+    - "auto": "block" without expert parallelism, and with experts that lie whole on a rank, which
+      FSDP never gathers. "submodule" if the experts' shards lie on one node. Else "experts", two
+      units ahead in backward, and two reduce-scatters that may run behind it.
 
     The losses and gradient norms do not depend on it. See docs/fsdp.md.
     """
