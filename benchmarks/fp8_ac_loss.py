@@ -3,6 +3,7 @@
     python benchmarks/fp8_ac_loss.py                    # every arm, 3 seeds; goes on where it was
     python benchmarks/fp8_ac_loss.py --arms selective noise --seeds 0
     python benchmarks/fp8_ac_loss.py --report-only
+    python benchmarks/fp8_ac_loss.py --recorded docs/images/fp8_ac_loss.png   # no run
     python benchmarks/fp8_ac_loss.py --ep 1 --warm 300 --steps 100 \
         --arms selective noise float8-gather bad-gather --output outputs/fp8_gather_loss
     python benchmarks/fp8_ac_loss.py --warm 200 --steps 80 --output outputs/exchange_loss \
@@ -34,6 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
+import tomllib
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
@@ -270,47 +272,59 @@ def table(runs: dict[str, dict[int, list[float]]]) -> str:
     return "\n".join(lines)
 
 
-def plot(runs: dict[str, dict[int, list[float]]], file: Path, window: int = 20) -> None:
-    """A panel for each arm: its loss minus that of the reference, a mean over ``window`` steps."""
-    import matplotlib
+def plot(gaps: dict[str, dict[int, float]], job: str, file: Path) -> None:
+    """A row for each arm with a point for each seed: its mean loss less that of the reference.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    Args:
+        gaps: As of ``differences``, by arm and seed.
+        job: Model, ranks and batch, for the title.
+        file: The picture.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator
 
-    def smooth(arm: str, seed: int) -> list[float]:
-        pairs = zip(runs[arm][seed], runs[REFERENCE][seed], strict=True)
-        gaps = [mine - reference for mine, reference in pairs]
-        return [statistics.fmean(gaps[max(0, i - window) : i + 1]) for i in range(len(gaps))]
-
-    curves = {
-        arm: {seed: smooth(arm, seed) for seed in sorted(runs[arm].keys() & runs[REFERENCE].keys())}
-        for arm in runs
-        if arm != REFERENCE
-    }
-    figure, panels = pyplot.subplots(
-        len(curves),
-        sharex=True,
-        figsize=(9.5, 1 + 2 * len(curves)),
-        layout="constrained",
-        squeeze=False,
+    figure = Figure(figsize=(9.5, 2 + 0.4 * len(gaps)), layout="constrained")
+    axes = figure.subplots()
+    noise = max(map(abs, gaps.get("noise", {}).values()), default=0.0)
+    if noise:
+        axes.axvspan(-noise, noise, color="0.88", label="within the largest difference of noise")
+    axes.axvline(0, color="0.5", linewidth=1)
+    for row, (arm, by_seed) in enumerate(gaps.items()):
+        found = list(by_seed.values())
+        colour = "#c00000" if arm.startswith(("bad-", "a codec")) else "#1f4e79"
+        axes.plot([min(found), max(found)], [row, row], color=colour, linewidth=2, alpha=0.4)
+        axes.plot(found, [row] * len(found), "o", color=colour, label=None if row else "one seed")
+        mean = statistics.fmean(found)
+        label = None if row else "mean of the seeds"
+        axes.plot([mean], [row], "|", color="black", markersize=16, label=label)
+    axes.set_yticks(
+        range(len(gaps)),
+        [f"{arm} ({len(x)} seed{'s' if len(x) > 1 else ''})" for arm, x in gaps.items()],
     )
-    # One scale for all, by which float8 can be told from noise; a broken codec leaves it.
-    honest = [by_seed for arm, by_seed in curves.items() if not arm.startswith("bad-")]
-    most = max((abs(x) for by_seed in honest for one in by_seed.values() for x in one), default=0)
-    limit = 1.2 * most or BOUND
-    for axes, (arm, by_seed) in zip(panels[:, 0], curves.items(), strict=True):
-        if limit > BOUND:  # else the scale itself is finer
-            axes.axhspan(-BOUND, BOUND, color="0.9", label=f"limit of the mean, {BOUND:g}")
-        for seed, curve in by_seed.items():
-            axes.plot(curve, linewidth=1, label=f"seed {seed}")
-        axes.set_title(arm, loc="left")
-        axes.set_ylim(-limit, limit)
-        axes.grid(alpha=0.3)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-    panels[-1, 0].set_xlabel("step")
-    figure.supylabel(f"loss minus {REFERENCE}, nats a token, mean of {window} steps")
+    axes.invert_yaxis()
+    # Linear where noise is, and then by powers of ten: a broken codec is on the same axis.
+    straight = 2 * noise or BOUND
+    every = [gap for by_seed in gaps.values() for gap in by_seed.values()]
+    low, high = min([-straight, *every]), max([straight, *every])
+    axes.set_xscale("symlog", linthresh=straight, linscale=2)
+    axes.set_xlim(1.3 * low, 1.8 * high)
+    ticks = [0.0, noise, straight, *(x for x in (1e-3, 1e-2, 1e-1, 1.0) if x > 2 * straight)]
+    axes.xaxis.set_major_locator(FixedLocator(sorted({*ticks, *(-x for x in ticks)})))
+    axes.xaxis.set_minor_locator(FixedLocator([]))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.5f}".rstrip("0").rstrip(".") if x else "0")
+    axes.set_xlabel(
+        "mean of the last 50 losses, difference in nats a token (linear as far as twice the grey)"
+    )
+    axes.grid(axis="x", alpha=0.3)
+    figure.suptitle(f"Loss less that of stock selective checkpointing\n{job}", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+
+
+def recorded() -> tuple[str, dict[str, dict[int, float]]]:
+    """The job and the differences of docs/float8.md, as ``plot`` takes them."""
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    return table["job"], {arm: dict(enumerate(gaps)) for arm, gaps in table["gaps"].items()}
 
 
 def main() -> None:
@@ -326,7 +340,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--output", type=Path, default=Path("outputs/fp8_ac_loss"))
     parser.add_argument("--report-only", action="store_true", help="train nothing")
+    parser.add_argument("--recorded", type=Path, help="draw fp8_ac_loss.toml into this file, only")
     args = parser.parse_args()
+    if args.recorded:
+        job, gaps = recorded()
+        plot(gaps, job, args.recorded)
+        return
     if not args.report_only:
         make_corpus()
         for seed in args.seeds:
@@ -348,7 +367,12 @@ def main() -> None:
     if not runs:
         raise ValueError(f"{args.output} has no run yet; leave --report-only out.")
     print(table(runs))
-    plot(runs, args.output / "fp8_ac_loss.png")
+    gaps = {arm: found for arm in runs if arm != REFERENCE and (found := differences(runs, arm))}
+    job = (
+        f"DeepSeek-V3 debug model, 3 layers, 2 gloo ranks, EP {args.ep}, {args.batch} x "
+        f"{args.seq_len} tokens a rank, {args.steps} steps after {args.warm}"
+    )
+    plot(gaps, job, args.output / "fp8_ac_loss.png")
 
 
 if __name__ == "__main__":

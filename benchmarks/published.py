@@ -2,7 +2,7 @@
 
     python -m benchmarks.published                       # the tables of published.md, 10 minutes
     python -m benchmarks.published --rows A1 B1          # some of them
-    python -m benchmarks.published --plot docs/images/published.png
+    python -m benchmarks.published --recorded --plot docs/images/published.png   # of published.md
 
 Rows are in published.toml, with their sources. No byte is fitted: memory is what torch's allocator
 would reserve for the plan's storages. Of the time two factors are, on kernels of eager and of
@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import random
+import re
 import shlex
 import statistics
 import subprocess
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.plan.memory import BANDS, JobClass
-from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, WAITS
+from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, SPREAD, WAITS
 from titan_ext.toml.files import to_toml
 
 _GIB = 2**30
@@ -43,14 +44,18 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=list(rows), default=list(rows))
     parser.add_argument("--plot", type=Path, help="a picture to write")
     parser.add_argument("--plans", type=Path, help="folder of plans to keep, and to take if there")
+    parser.add_argument("--recorded", action="store_true", help="plot published.md; plan nothing")
     args = parser.parse_args()
+    if args.recorded:
+        draw(rows, recorded()).savefig(args.plot, dpi=100)
+        return
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(_AT_ONCE) as threads:
         folder = args.plans or Path(temporary)
         plans = threads.map(lambda name: planned(name, rows[name], folder), args.rows)
         done = dict(zip(args.rows, plans, strict=True))
     print(*memory_table(rows, done), "", *time_table(rows, done), sep="\n")
     if args.plot is not None:
-        draw(rows, done).savefig(args.plot, dpi=100)
+        draw(rows, figures(rows, done)).savefig(args.plot, dpi=100)
 
 
 def read_rows() -> dict[str, dict[str, Any]]:
@@ -304,71 +309,92 @@ def _expected(plan: Mapping[str, Any], factor: float) -> float:
     return time["tokens_per_second"] * time["step_ms"] / step
 
 
-def draw(rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]) -> Any:
-    """A matplotlib figure: planned over published, in GiB and in tokens/s."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
+def figures(
+    rows: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """GiB reserved and tokens/s expected by the plans of rows whose published figure is known."""
+    found = {name: plan["reserved"] / _GIB for name, plan in plans.items()}
+    speeds = {
+        name: _expected(plan, COMPILED_KERNELS if is_compiled(rows[name]) else KERNELS)
+        for name, plan in plans.items()
+        if "tokens" in rows[name]
+    }
+    return {"reserved": {n: x for n, x in found.items() if "reserved" in rows[n]}, "tokens": speeds}
 
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
-    for axes, key, unit in zip(
-        figure.subplots(1, 2), ("reserved", "tokens"), ("GiB", "tokens/s a GPU"), strict=True
-    ):
-        names = [name for name in plans if key in rows[name]]
-        published = [rows[name][key] for name in names]
-        found = {
-            name: plans[name]["reserved"] / _GIB
-            if key == "reserved"
-            else _expected(plans[name], COMPILED_KERNELS if is_compiled(rows[name]) else KERNELS)
-            for name in names
-        }
-        for compiled, colour in ((False, "#1f4e79"), (True, "#ed7d31")):
-            some = [name for name in names if is_compiled(rows[name]) == compiled]
-            label = "compiled" if compiled else "eager"
-            axes.plot(
-                [rows[n][key] for n in some],
-                [found[n] for n in some],
-                "o",
-                color=colour,
-                label=label,
+
+def recorded() -> dict[str, dict[str, float]]:
+    """The figures of published.md's two tables, as ``figures`` gives them."""
+    found: dict[str, dict[str, float]] = {"reserved": {}, "tokens": {}}
+    for line in Path(__file__).with_suffix(".md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 9 and cells[6].endswith("%") and cells[4]:
+            found["reserved"][cells[0]] = float(cells[4])
+        elif len(cells) == 7 and cells[5][:1] in "+-" and cells[5].endswith("%"):
+            found["tokens"][cells[0]] = float(cells[3].replace(",", ""))
+    return found
+
+
+def draw(rows: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[str, float]]) -> Any:
+    """A matplotlib figure: a row for each job, planned over published, with the plan's error."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    titles = {
+        "reserved": "memory reserved, planned over published",
+        "tokens": "tokens/s a GPU, planned over published",
+    }
+    figure, jobs = Figure(figsize=(16, 8), layout="constrained"), _jobs(rows)
+    for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        names = list(planned[key])
+        for at, name in enumerate(names):
+            ratio = planned[key][name] / rows[name][key]
+            band = _band(rows[name]) if key == "reserved" else SPREAD
+            colour = "#ed7d31" if is_compiled(rows[name]) else "#1f4e79"
+            axes.errorbar(
+                *([ratio - 1], [at]), xerr=[[ratio * band]] * 2, fmt="o", color=colour, capsize=2
             )
-            points = {name: (rows[name][key], found[name]) for name in some}
-            beside: Any = {"xytext": (-6, 4), "ha": "right"} if compiled else {"xytext": (6, -9)}
-            for group in _near(points):
-                at = (min if compiled else max)(points[name] for name in group)
-                words = " ".join(sorted(group))
-                axes.annotate(words, at, textcoords="offset points", fontsize=8, **beside)
-        ends = (0.8 * min(published), 1.25 * max(published))
-        axes.plot(ends, ends, color="grey", lw=1)
-        axes.fill_between(
-            ends,
-            [0.85 * x for x in ends],
-            [1.15 * x for x in ends],
-            color="grey",
-            alpha=0.15,
-            label="+-15%",
-        )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:,.0f}")
-            axis.set_minor_formatter("")
-        axes.set_xlabel(f"published, {unit}")
-        axes.set_ylabel(f"{'reserved' if key == 'reserved' else 'expected'} by the plan, {unit}")
-        axes.legend(loc="upper left", frameon=False)
+        axes.axvline(0, color="grey", linewidth=1)
+        labels = [f"{name}  {jobs[name]}" for name in names]
+        axes.set_yticks(range(len(names)), labels, fontsize=7)
+        axes.invert_yaxis()
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_title(title, fontsize=10)
+    for colour, label in (("#1f4e79", "eager blocks"), ("#ed7d31", "compiled blocks")):
+        figure.axes[1].plot([], [], "o", color=colour, label=label)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    figure.supxlabel(
+        "off by; a bar is the plan's error, and crosses 0 where that covers it", size=10
+    )
     return figure
 
 
-def _near(points: Mapping[str, tuple[float, float]], apart: float = 0.15) -> list[list[str]]:
-    """Names by which of their points lie so near to one another that labels would overlap."""
-    groups: list[list[str]] = []
-    for name in sorted(points, key=lambda name: points[name]):
-        last = points[groups[-1][-1]] if groups else (math.inf, math.inf)
-        if all(abs(a / b - 1) < apart for a, b in zip(points[name], last, strict=True)):
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-    return groups
+def _band(row: Mapping[str, Any]) -> float:
+    """The error of a plan's memory: of eager jobs without expert parallelism it is smaller."""
+    compiles = row["values"].get("compile", {}).get("enable", False)
+    degree = row["values"].get("parallelism", {}).get("expert_parallel_degree", 1)
+    return BANDS[JobClass.BLOCKS if compiles or degree > 1 else JobClass.EAGER]
+
+
+def _jobs(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """What ran, by row: "the same" as the row above is put into words, model and ranks at least."""
+    jobs: dict[str, str] = {}
+    base = ""
+    for name, row in rows.items():
+        job = row["job"]
+        if same := re.match(r"the same( as (\w+))?, ", job):
+            rest = job[same.end() :].split(", ")
+            parts = jobs.get(same[2], base).split(", ")
+            kinds = [k for k in (r"\d+ \w*H100", r"\d+ x \d+", r"EP \d+") if re.match(k, rest[0])]
+            if len(rest) == 1 and kinds:  # that alone differs
+                if not any(re.match(kinds[0], part) for part in parts):
+                    parts = jobs[row["like"]].split(", ")
+                parts = [rest[0] if re.match(kinds[0], part) else part for part in parts]
+            else:
+                parts = [*parts[: 1 if kinds[:1] == [r"\d+ \w*H100"] else 2], *rest]
+            job = ", ".join(parts)
+        jobs[name] = base = job
+    return jobs
 
 
 if __name__ == "__main__":

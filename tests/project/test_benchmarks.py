@@ -92,6 +92,14 @@ def test_kept_bytes_counts_a_storage_once_and_leaves_parameters_out() -> None:
     assert kept.classes() == []
 
 
+def test_the_recorded_losses_are_those_of_the_docs() -> None:
+    page = (ROOT / "docs" / "float8.md").read_text()
+    _, gaps = fp8_ac_loss.recorded()
+    for by_seed in gaps.values():
+        cells = ", ".join(f"{gap:+.5f}" for gap in by_seed.values())
+        assert f"| {cells} |" in page
+
+
 def test_loss_table_and_plot_from_files(tmp_path: Path) -> None:
     size = {"steps": 60, "batch": 2, "seq_len": 64, "lr": 2e-4, "seconds": 1.0}
     for arm, shift in (("selective", 0.0), ("noise", -0.002), ("fp8", 0.004), ("bad-codec", -0.3)):
@@ -103,7 +111,8 @@ def test_loss_table_and_plot_from_files(tmp_path: Path) -> None:
     lines = fp8_ac_loss.table(runs).splitlines()
     assert "| fp8 | 2 | 3.5040 | +0.00400, +0.00400 | +0.00400 | 2.0 |" in lines
     assert "| bad-codec | 2 | 3.2000 | -0.30000, -0.30000 | -0.30000 | 150.0 |" in lines
-    fp8_ac_loss.plot(runs, tmp_path / "plot.png")
+    gaps = {arm: fp8_ac_loss.differences(runs, arm) for arm in ("noise", "fp8", "bad-codec")}
+    fp8_ac_loss.plot(gaps, "a job", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
     kept = fp8_ac_loss.train("fp8", 0, steps=60, batch=2, seq_len=64, lr=2e-4, output=tmp_path)
@@ -433,9 +442,17 @@ def test_rows_that_are_alike_are_fitted_or_tested_together() -> None:
             assert len(set(pair) & set(some)) != 1
 
 
-def test_points_that_lie_together_share_a_label() -> None:
-    points = {"B": (100.0, 90.0), "A": (98.0, 99.0), "C": (101.0, 200.0), "D": (150.0, 200.0)}
-    assert published._near(points) == [["A", "B"], ["C"], ["D"]]
+def test_the_picture_of_published_rows_is_drawn_from_the_page() -> None:
+    rows, found = published.read_rows(), published.recorded()
+    assert found["reserved"]["A13"] == 237.5
+    assert found["tokens"]["C1"] == 4752
+    assert all("reserved" in rows[name] for name in found["reserved"])
+    jobs = published._jobs(rows)
+    assert jobs["A14"] == "gpt-oss 20B, 64 GB300, 8 x 8192, selective, compiled"
+    assert jobs["D2"] == "Llama 3.1 8B, 128 H100, 2 x 8192, selective, compiled"
+    assert jobs["F1"].startswith("Llama 3.1 8B, 8 H100 of 96 GB and 500 W, linears in float8")
+    labels = [text.get_text() for text in published.draw(rows, found).axes[0].get_yticklabels()]
+    assert [label.split()[0] for label in labels] == list(found["reserved"])
 
 
 def test_factors_are_on_kernels_alone() -> None:
