@@ -73,12 +73,14 @@ def test_a_folder_without_losses_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("ending", "saved", "line"),
     [
-        ("finished", 30, ""),
-        ("stopped", 27, "stopped at 27 of 30; the same command goes on"),
-        ("stopped", 20, "stopped at 27 of 30; this step was not saved"),
+        ("finished", 27, "finished at step 27 of 30; the same command trains on from there"),
+        ("stopped", 27, "stopped at step 27 of 30; the same command trains on from there"),
+        ("stopped", 20, "stopped at step 27 of 30; this step was not saved"),
     ],
 )
-def test_the_last_line_says_where_a_run_stopped(ending: str, saved: int, line: str, tmp_path: Path):
+def test_the_last_line_says_how_a_run_ended_and_what_is_next(
+    ending: str, saved: int, line: str, tmp_path: Path
+):
     _checkpoint(tmp_path, saved)
     starts = [{"ending": "stopped", "step": 3}, {"ending": ending, "step": 27}]
     (tmp_path / RECORD).write_text(json.dumps({"starts": starts}))

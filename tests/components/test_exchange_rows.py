@@ -464,7 +464,7 @@ def test_two_hops_need_whole_nodes(ep: int, joined: int, nodes: int):
         model.model, parallelism, TrainingConfig(), dims, Nodes(8, joined), compiled=False
     )
     assert nodes == Nodes(8, joined).among(ep)
-    said = f'"node" does as "rank": {ep} ranks exchange tokens, and NVLink joins {joined}.'
+    said = f'"node" works as "rank": {ep} ranks exchange tokens, and NVLink joins {joined}.'
     assert any(said in note for note in exchanges.notes) == (not nodes)
     # Of 64 experts no rank of 64 has two, and the 12 ranks share none evenly.
     rows = "node" if nodes else "rank" if ep < 64 else "expert"

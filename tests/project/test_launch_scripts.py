@@ -386,7 +386,9 @@ def test_ctrl_c_ends_make_train_in_good_order(tmp_path: Path):
     assert "SIGTERM" in output
     assert "Traceback" not in output
     assert "***" not in output
-    assert output.splitlines()[-1] == "stopped at 27 of 30; the same command goes on"
+    assert (
+        output.splitlines()[-1] == "stopped at step 27 of 30; the same command trains on from there"
+    )
 
 
 def _is_readable(file: int) -> bool:

@@ -57,8 +57,9 @@ def test_train_resume_and_survive_a_kill(tmp_path: Path):
     folder = tmp_path / "run"
     output = _finish(_make_train(folder))
     assert latest_checkpoint_step(folder) == 4
-    *_, last_line = output.strip().splitlines()
-    assert re.match(r"loss \d+\.\d+ at step 1 -> \d+\.\d+ at step 4; .*loss.png", last_line)
+    *_, said, last_line = output.strip().splitlines()
+    assert re.match(r"loss \d+\.\d+ at step 1 -> \d+\.\d+ at step 4; .*loss.png", said)
+    assert last_line == "finished at step 4 of 4; the same command trains on from there"
     assert (folder / "loss.png").exists()
     assert 'FSDP units: auto is "submodule" (EP 2' in output
     losses = read_scalar(folder, LOSS)
@@ -86,7 +87,7 @@ def test_train_resume_and_survive_a_kill(tmp_path: Path):
     stopped_at = latest_checkpoint_step(folder)
     assert reached < stopped_at < 20, output[-3000:]
     last_line = output.splitlines()[-1]
-    assert last_line == f"stopped at {stopped_at} of 20; the same command goes on"
+    assert last_line == f"stopped at step {stopped_at} of 20; the same command trains on from there"
     assert "Traceback" not in output
     assert process.returncode == -signal.SIGTERM
 

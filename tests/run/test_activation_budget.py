@@ -154,7 +154,7 @@ def test_devices_with_less_memory_than_rank_0_are_said_once(tmp_path: Path):
     said, *others = run_ranks(_with_devices, 3, [80, 80, 40], log_folder=tmp_path / "less")
     assert said == [
         "activation_checkpoint.budget: solved for the 80.0 GiB of rank 0's device, and rank 2 can "
-        'have 40.0 GiB. "fit 40.0GiB" would do for all.'
+        'have 40.0 GiB. "fit 40.0GiB" fits all of them.'
     ]
     assert others == [[], []]
     assert run_ranks(_with_devices, 2, [40, 80], log_folder=tmp_path / "more") == [[], []]

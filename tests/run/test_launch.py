@@ -56,6 +56,35 @@ def test_toml_with_flags_that_win(launch: Callable[..., str], tmp_path: Path):
     assert re.search(r'FSDP units: submodule, 15 units.*, auto is "submodule" \(EP 2', output)
 
 
+def _first_screen() -> list[str]:
+    """The commands of the README above its picture."""
+    text = (ROOT / "README.md").read_text().partition("\n![")[0]
+    return re.findall(r"^    (\S.*)$", text, flags=re.MULTILINE)
+
+
+def test_the_first_screen_of_the_readme_in_an_empty_folder(tmp_path: Path):
+    """As printed, but for the size of the run; the last line's job needs GPUs, so it is read."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    install, train, cluster = _first_screen()
+    assert install == "pip install ."  # tests/project/test_wheel.py does it
+    flags = _small(Path("outputs/moe_debug"))
+    del flags[flags.index("--dump_folder") :]
+    ranks = run_line(folder, f"{train} {shlex.join(flags)}")
+    output = re.sub(r"\x1b\[[0-9;]*m", "", ranks[0].out + ranks[0].error)
+    assert [rank.code for rank in ranks] == [0, 0, 0, 0], output[-3000:]
+    assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
+    assert "Finished at step 1; outputs/moe_debug/run.json says what ran." in output
+    assert (folder / "outputs" / "moe_debug" / "run.json").exists()
+
+    *variables, script = shlex.split(cluster)
+    given = dict(variable.split("=") for variable in variables)
+    assert (given["MODULE"], script) == ("titan_ext", "./run_train.sh")
+    (shown,) = run_line(folder, f"titan_ext show {given['CONFIG']} --changed")
+    assert shown.code == 0, shown.error
+    assert "expert_parallel_degree = 8" in shown.out
+
+
 @pytest.mark.slow
 def test_config_function_of_titan(tmp_path: Path):
     """MODULE=deepseek_v3 to MODULE=titan_ext, and everything else kept."""

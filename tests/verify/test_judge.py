@@ -279,7 +279,9 @@ def test_ranks_that_should_have_the_same():
     assert apart(stages) == ["b"]
     verdict = Verdict()
     verdict.note_apart(apart(stages))
-    assert verdict.lines() == ["ranks     WRONG           b on some ranks is not as on others"]
+    assert verdict.lines() == [
+        "ranks     WRONG           b differs between ranks that should have the same"
+    ]
     whole = Verdict()
     whole.note_apart(apart(stages[2:]))
     assert whole.is_right

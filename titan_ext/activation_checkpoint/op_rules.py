@@ -256,7 +256,7 @@ def check_releases(solved_with: Mapping[str, str]) -> None:
         if name in here and solved != here[name]:
             raise ValueError(
                 f"{KEY}.op_policies was solved with {name} {solved}, and this is {here[name]}: "
-                "the numbers of its operations may mean others. Expected a table that is solved "
-                f"again (titan_ext dry-run --activations), or no {KEY}.solved_with: then nothing "
-                "is compared."
+                "its operations may have other numbers. Expected a table that is solved again "
+                f"(titan_ext dry-run --activations), or a table without {KEY}.solved_with, which "
+                "is not compared."
             )

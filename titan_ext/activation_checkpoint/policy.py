@@ -77,8 +77,8 @@ class FP8AC(ActivationCheckpointing):
 
         offload_limit: str = ""
         """
-        Most pinned host memory of a rank for "offload" and "offload_float8" ("64GiB"). What finds
-        no room stays on the device. "": no limit.
+        Most pinned host memory of a rank for "offload" and "offload_float8" ("64GiB"). What does
+        not fit stays on the device. "": no limit.
         """
 
         budget: str = ""

@@ -77,13 +77,11 @@ def report(folder: Path) -> str:
 
 
 def ending(folder: Path, target: int) -> str:
-    """The line about a run that a signal stopped before step ``target``; "" for a whole one."""
+    """The last line about a run, finished or stopped by a signal: what to do next."""
     last = json.loads((folder / RECORD).read_text())["starts"][-1]
-    if last.get("ending") != "stopped":
-        return ""
-    goes_on = latest_checkpoint_step(folder) == last["step"]
-    more = "the same command goes on" if goes_on else "this step was not saved"
-    return f"stopped at {last['step']} of {target}; {more}"
+    is_saved = latest_checkpoint_step(folder) == last["step"]
+    more = "the same command trains on from there" if is_saved else "this step was not saved"
+    return f"{last['ending']} at step {last['step']} of {target}; {more}"
 
 
 def _draw(losses: dict[int, float], picture: Path) -> None:

@@ -95,7 +95,7 @@ def resolve_exchanges(
     among = nodes.among(ep) if rows == "node" else 0
     if rows == "node" and not among:
         why = f"{ep} ranks exchange tokens, and NVLink joins {nodes.nvlink_domain}"
-        notes.append(f'parallelism.exchange_rows = "node" does as "rank": {why}.')
+        notes.append(f'parallelism.exchange_rows = "node" works as "rank": {why}.')
         rows = "rank"
     if rows != "expert" and not any(
         # _owner is the class that a config builds; of Titan's dispatchers ours alone has this.

@@ -153,7 +153,7 @@ def check_param_groups(
 ) -> None:
     """Raise ValueError for a wrong key of ``optimizer.param_groups``, or what DistMuon cannot take.
 
-    A pattern is wrong if it is no regular expression or takes no parameter of the model. Every
+    A pattern is wrong if it is not a regular expression or takes no parameter of the model. Every
     trainable parameter must be in a group, and every optimizer and its keys must exist.
     """
     for index, group in enumerate(config.param_groups):

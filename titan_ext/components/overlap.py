@@ -344,8 +344,8 @@ class Kept:
             if tree != tree_of_b or any(value is _NONE for value in whole):
                 raise ValueError(
                     f"{_HALVES}: {owner} keeps {name!r} of its call, and what the two halves of "
-                    "a batch keep there is no tensor of sequences or tokens, so that nobody can "
-                    "put it together. Expected a tensor with the batch as its first dimension, a "
+                    "a batch keep there is not a tensor of sequences or tokens, so titan_ext "
+                    "cannot join it. Expected a tensor with the batch as its first dimension, a "
                     'list to which each call appends, or "none".'
                 )
             values[name] = tree_unflatten(whole, tree)

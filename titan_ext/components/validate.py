@@ -54,15 +54,15 @@ class Validator(TitanValidator):
         )
         if lacking and not self._has_batch:
             raise ValueError(
-                f"validator.dataloader has not one batch for {lacking} of {ranks} data-parallel "
-                "rank(s); expected more documents, or fewer ranks."
+                f"validator.dataloader does not have one batch for {lacking} of {ranks} "
+                "data-parallel rank(s); expected more documents, or fewer ranks."
             )
         self._has_batch = True
         if 0 < lacking < ranks and not self._has_said:
             self._has_said = True
             logger.info(
                 f"Validation ends with the data of {lacking} of {ranks} data-parallel rank(s); the "
-                "others leave out the rest of theirs, every time."
+                "others skip the rest of theirs each time."
             )
         return not lacking
 

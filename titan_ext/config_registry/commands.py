@@ -47,10 +47,10 @@ class Show:
     config: tyro.conf.Positional[_Config] = ""
     """The config to show."""
     changed: bool = False
-    """Only what differs from the config function at the end of the chain."""
+    """Print only what differs from the config function at the end of the chain."""
     out: Path | None = None
-    """A TOML file to write in place of that. With --changed it extends CONFIG, with Titan's flags
-    as its first keys."""
+    """A TOML file to write instead of printing. With --changed it extends CONFIG, with Titan's
+    flags as its first keys."""
 
     def run(self, flags: list[str]) -> None:
         if not self.config:

@@ -52,10 +52,10 @@ class DryRun:
     rank: int = 0
     """The rank to simulate. Each stage of a pipeline is a block of consecutive ranks."""
     all_stages: bool = False
-    """One rank of every pipeline stage, one after another."""
+    """Plan one rank of every pipeline stage, one after another."""
     memory: str = ""
     """Memory of each GPU, such as 80GiB: plan the bytes of a step, and whether they fit. With
-    --machine as much as torch finds on one by default."""
+    --machine the default is what torch finds on such a GPU."""
     stock: bool = False
     """Plan the same job with stock TorchTitan: without titan_ext and its keys."""
     machine: str = ""
@@ -65,12 +65,12 @@ class DryRun:
     """Bytes that the blocks may hold for backward, such as 20GiB, or "fit" for all that --memory
     leaves: find the best activation checkpointing for that."""
     on_cpu: bool = False
-    """With --activations: for a run on CPUs, with their kernels."""
+    """With --activations: solve for a run on CPUs, with their kernels."""
     imbalance: float = 1.0
     """Tokens of the rank's experts, as a multiple of their balanced share."""
     out: Path | None = None
-    """Folder for what is found. With --memory: plan_rank0.json and a picture of it; a run whose
-    dump_folder it is compares itself with its plan. With --activations: budget.toml."""
+    """Folder for what is found. With --memory: plan_rank0.json and a picture of it. A run with this
+    dump_folder compares itself with the plan. With --activations: budget.toml."""
     against: tuple[_Config, ...] = ()
     """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
     verbose: bool = False

@@ -89,7 +89,7 @@ def load_base(name: str, at: KeyLocation) -> Base:
         who = f"{name} " if at.key else ""  # else the name stands in front
         raise at.error(f"{who}failed: {type(error).__name__}: {error}") from error
     if not isinstance(config, TitanTrainer.Config):
-        raise at.error(f"{name} is no config function: it returned {type(config).__name__}.")
+        raise at.error(f"{name} is not a config function: it returned {type(config).__name__}.")
     try:
         values = values_of(config) | extended_sections(config)
     except ValueError as error:

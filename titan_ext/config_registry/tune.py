@@ -42,7 +42,7 @@ class Tune:
     ranks: int = 0
     """Number of the job's GPUs; by default the file's world_size."""
     machine: str = "h100"
-    """Their kind: h100, h200, b200, ... or a TOML file with rates of yours (docs/plan.md)."""
+    """Kind of the GPUs: h100, h200, b200, ... or a TOML file with rates of yours (docs/plan.md)."""
     memory: str = ""
     """Memory of each GPU, such as 80GiB; by default as much as torch finds on one."""
     exact: bool = False

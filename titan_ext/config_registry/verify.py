@@ -60,13 +60,13 @@ class Verify:
     out: Path = Path()
     """Folder for the smallest file that is wrong."""
     quick: bool = False
-    """Hold it in fp32 against one process only. If that is right, the exit code is 2."""
+    """Compare in fp32 with one process only. If that is right, the exit code is 2."""
     model: Annotated[str, tyro.conf.arg(metavar="MODULE.FUNCTION")] = ""
     """A function of yours that returns a small ModelSpec, in place of the job's made small."""
     keep: tuple[str, ...] = ()
-    """Of training.seq_len, training.max_norm and lr_scheduler.warmup_steps: those of the job."""
+    """Values of the job to keep: training.seq_len, training.max_norm, lr_scheduler.warmup_steps."""
     routing: Literal["balanced", "skewed", "idle"] = "balanced"
-    """Send all tokens to the first expert of each layer, too ("skewed"), or none ("idle")."""
+    """Send every token also to the first expert of each layer ("skewed"), or none ("idle")."""
     verbose: bool = False
     """Print the log of the start, too."""
 
@@ -94,7 +94,7 @@ class Verify:
         job = self._small(flags)
         if changed := differences(job.decisions, decisions(job.config, job.layout)):
             raise ValueError(
-                f"the small job decides otherwise than the job does: {'; '.join(changed)}."
+                f"the small copy makes other decisions than the job: {'; '.join(changed)}."
             )
         print(f"model     {job.summary}: {job.parameters / 1e6:.1f} M parameters")
         print(f"layout    {job.large_layout} -> {job.layout}", flush=True)
@@ -120,7 +120,7 @@ class Verify:
         not_here += [*_NOT_HERE, *(f"{kind} (plain in the copy)" for kind in job.plain)]
         print(f"not verified here: {', '.join(not_here)}")
         if self.quick and not self.stock and is_right and not wrong:
-            raise ValueError("the job's dtypes were not looked at (--quick); all else is right.")
+            raise ValueError("the job's dtypes were not compared (--quick); all else is right.")
         return is_right and not wrong
 
     def _look_at_data(self, job: "SmallJob", folder: Path) -> tuple[bool, list[str]]:

@@ -395,13 +395,13 @@ def _compiled(function: Callable[..., Any], constant: Any) -> Callable[..., Any]
 
 def _encode(x: torch.Tensor, codec: Codec) -> Any:
     if not torch.compiler.is_dynamo_compiling():
-        _warn_of_eager("torch.compile is switched off, or was asked for too many kinds of shapes")
+        _warn_of_eager("torch.compile is switched off, or has reached its recompile limit")
     return tuple(quantize(x, codec))
 
 
 def _decode(data: torch.Tensor, scales: torch.Tensor, codec: Codec, dtype: torch.dtype) -> Any:
     if not torch.compiler.is_dynamo_compiling():
-        _warn_of_eager("torch.compile is switched off, or was asked for too many kinds of shapes")
+        _warn_of_eager("torch.compile is switched off, or has reached its recompile limit")
     return dequantize(Quantized(data, scales), codec, dtype)
 
 

@@ -309,8 +309,8 @@ class Offload:
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise RuntimeError(
                 f"rank {rank} is out of host memory: it holds {memory.reserved} bytes for "
-                f"offloaded activations, and {nbytes} more for {group.block} cannot be had. Lower "
-                f"{self._limit_name}, which all ranks of a node add up, or offload less."
+                f"offloaded activations, and {nbytes} more for {group.block} cannot be allocated. "
+                f"Lower {self._limit_name}, which all ranks of a node add up, or offload less."
             ) from error
         if slab is not None:
             return _Copy(group, x, memory, slab)
@@ -318,6 +318,6 @@ class Offload:
             self._is_full = True
             _logger.warning(
                 f"{self._limit_name} is reached: {self._limit} bytes. {nbytes} bytes of "
-                f"{group.block}, and whatever finds no room from here on, stay on the device."
+                f"{group.block}, and all later copies that do not fit, stay on the device."
             )
         return None

@@ -63,7 +63,7 @@ def find_frozen_linears(
     if not frozen and not is_chunk:
         raise ValueError(
             f"{QUANTIZE_FROZEN} quantizes frozen linears, and this model has none; expected LoRA "
-            "adapters (docs/lora.md), which freeze the others, or no such key."
+            "adapters (docs/lora.md), which freeze the others, or a config without this key."
         )
     named = [pattern for pattern in patterns if pattern != "*"]
     for pattern in () if is_chunk else named:

@@ -256,7 +256,7 @@ def _plan_groups(of: _Job, unit: Unit, owned: Mapping[str, _Owned]) -> tuple[Gro
         if float8 and hasattr(param, "fsdp_pre_all_gather"):
             raise ValueError(
                 f"{ALL_GATHER} rounds what is gathered, and {name}, which a converter has made, "
-                "says itself what travels. Expected no such key."
+                "decides itself what travels. Expected a config without this key."
             )
         shard_dim = expert_dim if is_routed else 0
         plan = _plan_param(of, name, param, shape, shard_dim=shard_dim, float8=float8)

@@ -91,7 +91,7 @@ class FSDPSettings:
         if self.expert_reduce_scatter not in (None, "bfloat16"):
             raise ValueError(
                 f"{EXPERT_REDUCE_SCATTER} is {self.expert_reduce_scatter!r}; expected "
-                '"bfloat16", or no such key.'
+                '"bfloat16", or a config without this key.'
             )
         for key, value in self.collectives.items():
             if self.symm_mem:

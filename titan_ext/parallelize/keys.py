@@ -106,8 +106,8 @@ class ParallelismConfig(TitanParallelismConfig):
     Number of times that a token travels to a rank with several of its experts. "expert": once for
     each. "rank": once; what goes back is one sum of their outputs, times the token's scores, made
     in float32. "node": once to each node of them, and from there to the ranks; where expert
-    parallelism does not span several whole nodes it is "rank". Other rounding. Nothing changes
-    where no rank can have two of a token's experts. See docs/exchanges.md.
+    parallelism does not span several whole nodes it is "rank". Changes floating-point rounding.
+    Nothing changes where no rank can have two of a token's experts. See docs/exchanges.md.
     """
 
     fsdp_replicate: list[str] = field(default_factory=list)

@@ -436,7 +436,7 @@ def wrong_together(
             (
                 not halves and compiled,
                 f"{said} does not go with compile.enable = true: the compiler would have to see "
-                "through an exchange in two steps. Expected no such key.",
+                "through an exchange in two steps. Expected a config without this key.",
             ),
         ]
     for key, value in settings.collectives.items():
@@ -451,8 +451,8 @@ def wrong_together(
             (
                 of_experts and shards is not None and shards * tp // max(ep, 1) <= 1,
                 f"{said} needs experts that FSDP shards: with parallelism.expert_parallel_degree "
-                f"= {ep} each rank holds its experts whole. Expected a smaller degree, or no such "
-                "key.",
+                f"= {ep} each rank holds its experts whole. Expected a smaller degree, or "
+                "a config without this key.",
             ),
         ]
     for key, ranks in settings.reshard_by_key.items():

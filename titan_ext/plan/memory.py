@@ -164,8 +164,8 @@ class MemoryPlan:
             room = self.room(phase)
             if (left := room + held - (min(one, held) if runs else 0)) < 0:
                 raise ValueError(
-                    f"without activations a step needs {format_bytes(-left)} more than surely fit: "
-                    "no policy makes it fit. A budget of a size is tried all the same."
+                    f"without activations a step needs {format_bytes(-left)} more than is sure to "
+                    "fit: no policy makes it fit. A budget of a size is tried all the same."
                 )
             if room < 0:
                 budget = min(budget, left * everything // held)
@@ -175,7 +175,8 @@ class MemoryPlan:
         fits = "fits" if self.spare >= 0 else "does not fit"
         if self.is_uncertain:
             fits = f"uncertain, {'it may fit' if self.spare >= 0 else 'it may not fit'}"
-        margin = f"{_gib(abs(self.spare))} GiB {'to spare' if self.spare >= 0 else 'too many'}"
+        gib = f"{_gib(abs(self.spare))} GiB"
+        margin = f"{gib} to spare" if self.spare >= 0 else f"over by {gib}"
         if self.unplanned:
             others = f"{' and '.join(self.unplanned)} keeps other tensors than Titan's all-to-all"
             fits, margin = "not planned", f"{others}, which would have {margin}"
@@ -206,7 +207,7 @@ class MemoryPlan:
             f"pools of other streams{fused}"
         )
         yield (
-            f"{_gib(self._fixed):>8}  guessed: {_gib(CONTEXT)} context and cuBLAS, "
+            f"{_gib(self._fixed):>8}  assumed: {_gib(CONTEXT)} context and cuBLAS, "
             f"{_gib(COMMUNICATOR)} for each of {self.communicators} communicators"
         )
 

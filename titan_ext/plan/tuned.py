@@ -71,7 +71,7 @@ def table(search: Search) -> Iterator[str]:
         yield f"{name:<48.48}" + "".join(f"{value:>12}" for value in values)
     if not best.fits:
         lacks = format_bytes(-best.memory.surely_spare)
-        yield f"nothing that was tried surely fits; the least lacks {lacks}."
+        yield f"no config that was tried is sure to fit; the smallest is over by {lacks}."
     elif not own.fits:
         yield f"yours {_why_not(own)}: its times are of a step that would run out of memory."
 
@@ -97,7 +97,7 @@ def changes(search: Search) -> Iterator[tuple[Mapping[str, Any], str]]:
 def _saves(search: Search, move: Any) -> str:
     without = search.without.get(move)
     if without is None or without.plan is None:
-        return "needed by the others" if without is not None else "goes with the others"
+        return "required by another change" if without is not None else "comes with another change"
     best = search.compared
     if not without.fits:
         freed = format_bytes(max(best.planned.memory.spare - without.planned.memory.spare, 0))

@@ -409,7 +409,7 @@ def _less_than_rank_0(memories: list[tuple[str, list[int]]]) -> str:
         return ""
     return (
         f"solved for the {format_bytes(of_rank_0)} of rank 0's device, and {ranks_in_words(ranks)} "
-        f'can have {format_bytes(least)}. "{FIT} {least / 2**30:.1f}GiB" would do for all.'
+        f'can have {format_bytes(least)}. "{FIT} {least / 2**30:.1f}GiB" fits all of them.'
     )
 
 

@@ -230,7 +230,7 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     None for a fresh start, for safetensors, and for a remote folder, which is not inspected.
 
     Raises ValueError if the newest in the run's own folder is safetensors, that is, an export:
-    Titan would take it for a checkpoint and fail. Also if ``initial_load_path`` is no checkpoint.
+    Titan would take it for a checkpoint and fail. Also if ``initial_load_path`` is not one.
     """
     checkpoint = config.checkpoint
     if not is_inspected(config):
@@ -442,9 +442,10 @@ def _check_data(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
     facts = json.loads(state["train_state"]["data"])
     if difference := other_data(facts, data_facts(config.dataloader, trainer.dataloader)):
         raise ValueError(
-            f"{folder} was made with {difference}: the saved position and leftover tokens are not "
-            "of these. Run as it was, or with --checkpoint.exclude_from_loading dataloader: "
-            "weights, optimizer and schedule continue, and the data starts from its beginning."
+            f"{folder} was made with {difference}: the saved position and leftover tokens do not "
+            "belong to this data. Run as it was, or with --checkpoint.exclude_from_loading "
+            "dataloader: weights, optimizer and schedule continue, and the data starts from its "
+            "beginning."
         )
 
 

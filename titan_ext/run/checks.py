@@ -128,7 +128,7 @@ class FiniteGradients(RunCheck):
         first = _first_that_is_not_finite(trainer, passes)
         if not are_finite(_parameters(trainer)):
             first = " Weights are not finite either: an earlier step made them so."
-        return first or " Run again, the step has finite gradients."
+        return first or " When the step ran again, its gradients were finite."
 
 
 def _parameters(trainer: Any) -> Iterator[torch.nn.Parameter]:

@@ -170,7 +170,7 @@ class StopOnSignal(RunCheck):
                     is_asked = is_stop or last_step.look()
                 except RuntimeError as error:  # its process has ended
                     if not self._is_over:
-                        logger.warning(f"no signal to another rank is heard of any more: {error}")
+                        logger.warning(f"signals to other ranks are no longer noticed: {error}")
                     return
 
         self._thread = threading.Thread(target=answer, name="stop", daemon=True)

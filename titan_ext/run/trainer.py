@@ -258,7 +258,7 @@ class Trainer(TitanTrainer):
         self.step -= 1
         if not self.step:
             raise ValueError(
-                "the data have not one step's batches for every data-parallel rank: nothing was "
+                "the data do not have one step's batches for every data-parallel rank: nothing was "
                 "trained. Expected more documents in dataloader.dataset, fewer ranks, or "
                 "dataloader.infinite = true."
             )

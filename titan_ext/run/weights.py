@@ -169,7 +169,7 @@ def _read_safetensors(
         else:
             way_on = f"TorchTitan cannot read them for {spec.name}: convert them to bfloat16"
         said = and_more([f"{name} ({coded[name]})" for name in unread], 2)
-        wrong.append(f"with codes that are no numbers without their scales: {said}; {way_on}")
+        wrong.append(f"with codes that mean nothing without their scales: {said}; {way_on}")
     block = getattr(reader, "block_size", 0)  # torch's reader of float8 has one, and asks nobody
     for scale, weight in scales.items():
         sizes = stored[weight].size, stored[scale].size

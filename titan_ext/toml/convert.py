@@ -193,7 +193,7 @@ def _class_for(declared: Any, choice: str, table: dict, at: KeyLocation, current
     config = getattr(found, "Config", found)
     if not (isinstance(config, type) and is_dataclass(config) and issubclass(config, declared)):
         wanted = declared.__qualname__.removesuffix(".Config")
-        raise at.error(f"expected a kind of {wanted}, but {name} is none.")
+        raise at.error(f"expected a kind of {wanted}, but {name} is not one.")
     return config
 
 
@@ -253,14 +253,14 @@ def named_choices(hint: Any) -> dict[str, type]:
 
 
 def _checked(hint: Any, value: Any, at: KeyLocation, current: Any = MISSING) -> Any:
-    """Let pydantic check a value without config classes: true is no integer, "3" no number."""
+    """Let pydantic check a value without config classes: true is not an integer, nor is "3"."""
     if plain(hint) in (Any, object):
         return _like(current, value, at)
     for option in options_of(hint):
         if isinstance(value, str) and Callable in (option, get_origin(option)):
             found = import_dotted(value, at)
             if not callable(found):
-                raise at.error(f"{value} is no function, but {type(found).__name__}.")
+                raise at.error(f"{value} is not a function, but {type(found).__name__}.")
             return found
         if isinstance(option, type) and issubclass(option, enum.Enum):
             return option[_checked(_Literal[tuple(option.__members__)], value, at)]

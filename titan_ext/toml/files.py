@@ -43,7 +43,7 @@ _PACKAGES = {
 }
 """Module -> package, where the names differ."""
 REFUSED_MODELS = {
-    "flux": "it is no decoder (so its units are unknown) and has a training loop of its own"
+    "flux": "it is not a decoder (so its units are unknown) and has a training loop of its own"
 }
 """Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
 TITAN_MODULES = _supported_models | _supported_experiments

@@ -276,7 +276,7 @@ class _Data:
                 restarts_BL = positions_BL[:, 1:] == 0
                 knows_documents |= bool(restarts_BL.any())
                 if not bool((goes_on_BL | restarts_BL).all()):
-                    self._say_once("positions neither go on nor begin again at 0")
+                    self._say_once("positions neither continue nor restart at 0")
                 if int(positions_BL.min()) < 0 or int(positions_BL.max()) >= length:
                     self._say_once(f"positions are not below {batch.SEQUENCE} = {length}")
             counted += int(inner_BL.sum())
@@ -371,7 +371,7 @@ class _Data:
         elif again < len(before):
             what = f"repeats the last {len(before) - again} of {len(before)} batches"
         else:
-            what = "goes on with other batches"
+            what = "continues with other batches"
         self._resumed(f"data rank {data_rank}, resumed, {what}")
 
     def _resumed(self, wrong: str) -> None:

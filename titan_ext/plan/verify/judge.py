@@ -36,7 +36,7 @@ class Wrong:
     Attributes:
         name: Of the parameter, or what else it is.
         error: Norm of the difference, as a share of the right tensor's; 0 if the name says it all.
-        factor: Least-squares factor between the two; 1 where the difference is no factor.
+        factor: Least-squares factor between the two; 1 where the difference is not a factor.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Verdict:
     def note_apart(self, names: Sequence[str]) -> None:
         """Tensors that differ between ranks which should have the same are wrong on one of them."""
         if names:
-            said = (f"{name} on some ranks is not as on others" for name in names)
+            said = (f"{name} differs between ranks that should have the same" for name in names)
             self.wrong["ranks"] = [Wrong(name, 0.0) for name in said]
 
     def take(self, other: "Verdict", where: str) -> None:

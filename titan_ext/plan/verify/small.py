@@ -229,8 +229,8 @@ def why_not(config: Any) -> str:
     model = config.model_spec.model
     if compiles_model(config.compile):
         return (
-            "compile.enable is true: compiled kernels are not verified, and a compiled job decides "
-            "otherwise. Expected --compile.no-enable, which verifies the job without it."
+            "compile.enable is true: compiled kernels are not verified, and a compiled job makes "
+            "other decisions. Expected --compile.no-enable, which verifies the job without it."
         )
     spec = copy.deepcopy(config.model_spec)
     in_full_precision(spec, emulates=False)
