@@ -1,10 +1,10 @@
 """Step time of activation checkpointing policies, in turn with stock selective's, in one run.
 
-    python benchmarks/step_time.py                       # CPU: two debug MoE blocks, one process
     python benchmarks/step_time.py --cuda                # GPU: DeepSeek-V3 16B geometry, 4 layers
+    python benchmarks/step_time.py --toy                 # the same program, tiny, on the CPU
 
-On a CPU only the ratio means something, and little: a CPU converts float8 in software. On a GPU
-the model is 4 layers of the 16B geometry with embedding and head, 8 sequences of 4096 tokens.
+On a GPU the model is 4 layers of the 16B geometry with embedding and head, 8 sequences of 4096
+tokens. On a CPU times mean little (host_and_memory.py has those of a whole step).
 Figures are tokens per second, peak memory, and both as ratios to stock selective. A round runs
 every arm, one after the other. Ratios are of one round; the median is printed. ``--graph`` then
 times each step as a CUDA graph, which no Python slows down: on a CPU the step itself.
@@ -33,27 +33,11 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.utils import set_default_dtype
 
 from benchmarks.activation_bytes import ARMS
-from benchmarks.moe_blocks import BlockRun, Layout
 from titan_ext.components.dispatch import replace_configs
 from titan_ext.components.early_scores import use_early_scores
 
 STOCK = "stock-selective"
 GIB = 2**30
-
-
-def cpu_step(arm: str, tokens: int) -> Callable[[], None]:
-    """One forward and backward of a debug MoE block."""
-    run = BlockRun("debug", Layout(), tokens)
-    model = run.build(ARMS[arm](), stock=True)
-    leaf_BLD = run.input_BLD.clone().requires_grad_()
-
-    def step() -> None:
-        with run.context():
-            run.forward(model, leaf_BLD).backward()
-        model.zero_grad()
-        leaf_BLD.grad = None
-
-    return step
 
 
 @dataclass(frozen=True)
@@ -127,12 +111,10 @@ def seconds(step: Callable[[], None], cuda: bool) -> float:
     return time.perf_counter() - begin
 
 
-def measure(
-    arms: list[str], *, tokens: int, rounds: int, warm_up: int, size: Size | None = None
-) -> dict[str, list[float]]:
-    """Seconds of a step by arm, one value a round; of a debug block, or of a model of ``size``."""
-    cuda = size is not None and size.device == "cuda"
-    steps = {arm: model_step(arm, size) if size else cpu_step(arm, tokens) for arm in arms}
+def measure(arms: list[str], *, rounds: int, warm_up: int, size: Size) -> dict[str, list[float]]:
+    """Seconds of a step by arm, one value a round."""
+    cuda = size.device == "cuda"
+    steps = {arm: model_step(arm, size) for arm in arms}
     for step in steps.values():
         for _ in range(warm_up):
             step()
@@ -233,50 +215,45 @@ def peak_bytes(arm: str, size: Size) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cuda", action="store_true", help="16B geometry, 4 layers, on a GPU")
-    parser.add_argument("--toy", action="store_true", help="what --cuda runs, tiny, on the CPU")
+    device = parser.add_mutually_exclusive_group(required=True)
+    device.add_argument("--cuda", action="store_true", help="16B geometry, 4 layers, on a GPU")
+    device.add_argument("--toy", action="store_true", help="what --cuda runs, tiny, on the CPU")
     parser.add_argument("--blocks", action="store_true", help="on a GPU: MoE layers alone")
     parser.add_argument("--layers", type=int, default=4, help="on a GPU, or of --toy (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="on a GPU: sequences (%(default)s)")
     parser.add_argument("--arms", nargs="+", default=["fp8-memory", "fp8-speed"], choices=ARMS)
     parser.add_argument("--graph", action="store_true", help="and as CUDA graphs")
     parser.add_argument("--gradients", action="store_true", help="beside stock's; nothing is timed")
-    parser.add_argument("--tokens", type=int, help="default: 4096 on a GPU, 512 on a CPU")
+    parser.add_argument("--tokens", type=int, default=4096, help="on a GPU (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     if args.cuda and not torch.cuda.is_available():
-        parser.error("--cuda needs a GPU, and torch sees none here; without it, the CPU is timed.")
+        parser.error("--cuda needs a GPU, and torch sees none here.")
 
-    tokens = args.tokens or (4096 if args.cuda else 512)
-    size = None
-    if args.cuda:
-        size = Size("16B", args.layers, args.batch, tokens, args.blocks)
-    elif args.toy:
-        tokens = 16
-        size = Size("debugmodel", args.layers, 2, tokens, args.blocks, device="cpu")
+    size = Size("16B", args.layers, args.batch, args.tokens, args.blocks)
+    if args.toy:
+        size = Size("debugmodel", args.layers, 2, 16, args.blocks, device="cpu")
     arms = [STOCK, *(arm for arm in args.arms if arm != STOCK)]
     if args.gradients:
-        if size is None:
-            parser.error("--gradients needs --cuda, or --toy.")
         for line in gradient_lines(arms, size):
             print(line, flush=True)
         return
     # One after another, before the timed models are all there together.
-    peaks = {arm: peak_bytes(arm, size) for arm in arms} if args.cuda and size else {}
-    times = measure(arms, tokens=tokens, rounds=args.rounds, warm_up=2, size=size)
-    device = torch.cuda.get_device_name() if args.cuda else "CPU"
-    batch = size.batch if size else 1
-    print(f"{device}, torch {torch.__version__}, {batch} x {tokens} tokens, {args.rounds} rounds")
+    peaks = {arm: peak_bytes(arm, size) for arm in arms} if args.cuda else {}
+    times = measure(arms, rounds=args.rounds, warm_up=2, size=size)
+    name = torch.cuda.get_device_name() if args.cuda else "CPU"
+    batch, tokens = f"{size.batch} x {size.tokens} tokens", size.batch * size.tokens
+    print(f"{name}, torch {torch.__version__}, {batch}, {args.rounds} rounds")
     for arm, values in times.items():
         ratios = [a / b for a, b in zip(values, times[STOCK], strict=True)]
         line = (
-            f"{arm:20} {batch * tokens / statistics.median(values):10.0f} tokens/s, step time "
+            f"{arm:20} {tokens / statistics.median(values):10.0f} tokens/s, step time "
             f"{statistics.median(ratios):.3f} of stock ({min(ratios):.3f} to {max(ratios):.3f})"
         )
         if peaks:
             line += f", peak {peaks[arm] / GIB:.2f} GiB, {peaks[arm] / peaks[STOCK]:.3f} of stock"
         print(line, flush=True)
-    if args.graph and size:
+    if args.graph:
         for line in replay_lines(arms, args.rounds, size):
             print(line, flush=True)
 

@@ -18,6 +18,7 @@ from benchmarks import (
     fp8_ac_loss,
     full_scale,
     gpu_receipts,
+    host_and_memory,
     published,
     rates,
     step_time,
@@ -121,15 +122,11 @@ def test_loss_table_and_plot_from_files(tmp_path: Path) -> None:
         fp8_ac_loss.train("fp8", 0, steps=61, batch=2, seq_len=64, lr=2e-4, output=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param("debug block", marks=pytest.mark.slow), "GPU's model", "GPU's blocks"]
-)
-def test_step_time_measures_every_arm(what: str) -> None:
-    size = step_time.Size("debugmodel", 2, 2, 16, blocks="blocks" in what, device="cpu")
+@pytest.mark.parametrize("blocks", [False, True], ids=["model", "blocks"])
+def test_step_time_measures_every_arm(blocks: bool) -> None:
+    size = step_time.Size("debugmodel", 2, 2, 16, blocks, device="cpu")
     arms = ["stock-selective", "fp8-speed-early"]
-    times = step_time.measure(
-        arms, tokens=32, rounds=2, warm_up=0, size=None if what == "debug block" else size
-    )
+    times = step_time.measure(arms, rounds=2, warm_up=0, size=size)
     assert {arm: len(values) for arm, values in times.items()} == dict.fromkeys(arms, 2)
 
 
@@ -170,6 +167,34 @@ def test_gpu_receipts_leave_results_and_go_on(
     capsys.readouterr()
     assert _receipts(monkeypatch, tmp_path, "--only", "codec") == 0
     assert "codec: done before" in capsys.readouterr().out
+
+
+def test_gathered_bytes_count_a_unit_once_and_its_buffer_beside() -> None:
+    """A unit that is whole, one that arrives, and a buffer that FSDP2 has copied out of."""
+
+    def group(wholes: list[torch.Tensor], buffer: torch.Tensor | None, kept: Any = None) -> Any:
+        params = [SimpleNamespace(all_gather_outputs=[whole, whole[:1]]) for whole in wholes]
+        arriving = None if buffer is None else SimpleNamespace(all_gather_output=buffer)
+        state = SimpleNamespace(all_gather_state=kept)
+        return SimpleNamespace(fsdp_params=params, _all_gather_result=arriving, comm_ctx=state)
+
+    last = SimpleNamespace(all_gather_result=SimpleNamespace(all_gather_output=torch.ones(20)))
+    groups = [group([torch.ones(2), torch.ones(3)], None, last), group([], torch.ones(7))]
+    with (gathered := host_and_memory.Gathered(groups)):
+        torch.ones(1)
+        groups[0].fsdp_params.clear()
+        torch.ones(1)
+    assert (gathered.units, gathered.buffers) == (4 * (5 + 7), 4 * (5 + 7 + 20))
+
+
+def test_the_host_beside_stock() -> None:
+    """Ratios are of one round: a slow round slows both."""
+    plan = {"held": 2**20}
+    stock = {"step": [1.0, 2.0, 9.0], "held": 2**21, "plan": plan}
+    ours = {"step": [0.9, 2.0, 9.9], "held": 2**20, "plan": plan, "hooked": 0, "block": None}
+    *_, line = host_and_memory.table({"stock": stock, "ours": ours})
+    step, held = "2.00 (1.000, 0.900 to 1.100)", "1.00 (0.500; plan 1.00)"
+    assert line == f"| ours |  | {step} | {held} |  |  |  |  |"
 
 
 @pytest.mark.slow
