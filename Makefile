@@ -8,6 +8,7 @@
 # make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
 # make upstream  the patches for torch and TorchTitan: their tests fail without and pass with them
 # make gpu-receipts  on a GPU: every figure that the docs leave open, within 30 minutes (ARGS=--quick: 10)
+# make slow-link  as root: stock and ours over a real slow link (RATES="20 100" MODELS=qwen3); 20 minutes
 # ARGS="--training.seq_len 512" adds Titan flags to train; PYTEST_ARGS="-k units" picks tests.
 # TORCH=2.15.0 is the release to test on, in an environment of its own.
 # Each sets up what it needs (.venv, data) and can be repeated. PYTHON=... picks the interpreter.
@@ -21,6 +22,8 @@ STEPS := 30
 NGPU := 4
 ARGS :=
 KILLS := 50
+RATES := 20 100
+MODELS := deepseek_v3
 SECONDS := 600
 # Three at a time on 2 cores: ranks wait for each other. A test has up to four.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10
@@ -28,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 # torchao 0.18 registers two enums in a way that torch warns of in each process.
 export TORCH_LOGS ?= -torch.utils._pytree
 
-.PHONY: train test test-all matrix search mutants faults upstream gpu-receipts lint setup data clean
+.PHONY: train test test-all matrix search mutants faults upstream gpu-receipts slow-link lint setup data clean
 
 train: data
 	@exec env PYTHON=$(BIN)/python CONFIG=train_configs/moe_debug.toml RUN_FOLDER=$(RUN_FOLDER) \
@@ -58,6 +61,9 @@ upstream: setup
 
 gpu-receipts: data
 	$(BIN)/python benchmarks/gpu_receipts.py $(ARGS)
+
+slow-link: data
+	$(BIN)/python -m benchmarks.slow_link --rates $(RATES) --models $(MODELS) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
