@@ -17,18 +17,21 @@ stream of its own, and is waited for until they have come: a wire of the host's 
 as a network card's. So the profiler shows how much of it lies beside kernels.
 
 Each job runs at two depths, so that slopes show what a layer adds, in processes of its own: one for
-the plan and one for four steps. The first makes states and tunes kernels. The second begins with an
-empty allocator, for its peaks. The third is timed, and the fourth is profiled.
+the plan and one for steps, all of one batch, so that the host makes none meanwhile. The first step
+makes states and tunes kernels. The second begins with an empty allocator, for its peaks. The next
+five are timed: figures are their medians. The last is profiled.
 ``full_scale.json`` and ``full_scale.md`` have all of it.
 A job that ends in an error, such as too little memory, has its last line there.
 """
 
 import argparse
 import contextlib
+import copy
 import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -73,6 +76,7 @@ _BYTES = {
     "reserved": "GiB reserved",
     "reserved_aside": "GiB reserved by other streams",
 }
+_TIMED = 5
 _WIRE = ("exchanges", "gathers", "reductions", "collectives")
 """Messages of a plan, and the class of kernels that stand for them."""
 
@@ -178,7 +182,7 @@ class _Wire:
 
 
 def measure(job: str, depth: int, arm: str) -> Figures:
-    """Of the second to the fourth step of Titan's trainer, in the units of ``plan``."""
+    """Of steps of Titan's trainer, in the units of ``plan``; see above."""
     import torch
     from torchtitan.tools import utils as titan_utils
 
@@ -203,12 +207,12 @@ def measure(job: str, depth: int, arm: str) -> Figures:
     ):
         trainer = trained_config(job, depth, arm, folder).build()
         trainer.metrics_processor.log = lambda *_, **__: None  # it would begin a new peak
-        batches = trainer.batch_generator(trainer.dataloader)
+        batch = next(trainer.batch_generator(trainer.dataloader))
         device = titan_utils.device_module
 
         def step() -> None:
             trainer.step += 1
-            trainer.train_step(batches)
+            trainer.train_step(map(copy.deepcopy, itertools.repeat(batch)))
 
         step()
         device.synchronize()
@@ -218,11 +222,14 @@ def measure(job: str, depth: int, arm: str) -> Figures:
         device.synchronize()
         stats = device.memory_stats()
         segments = torch.cuda.memory_snapshot() if cuda else []
-        begin = time.perf_counter()
-        step()
-        host = time.perf_counter() - begin
-        device.synchronize()
-        whole = time.perf_counter() - begin
+        timed = []
+        for _ in range(_TIMED):
+            begin = time.perf_counter()
+            step()
+            host = time.perf_counter() - begin
+            device.synchronize()
+            timed.append((host, time.perf_counter() - begin))
+        host, whole = map(statistics.median, zip(*timed, strict=True))
         events = events_of(step, cuda)
         busy = busy_in(events, cuda)
         trainer.close()

@@ -215,7 +215,7 @@ def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
     assert "deepseek_v3 debugmodel, 33.01 M parameters" in out
     assert "rank 0 of 64: FSDP 64, EP 2 (spmd_types)" in out
     # On 64 ranks the experts are sharded across nodes: what auto takes there.
-    assert "14 units in 14 groups: 1 embedding, 6 block, 5 experts, 1 norm, 1 head" in out
+    assert "13 units in 13 groups: 1 embedding, 6 block, 5 experts, 1 head" in out
     assert re.search(r'^ +auto is "experts", 2 .* \(EP 2, experts. shards across nodes', out, re.M)
     assert "256 sequences (65,536 tokens) a step" in out
     parameters, gradients, states = map(

@@ -159,8 +159,6 @@ def test_an_imbalance_is_more_of_what_experts_get_and_no_more_of_what_they_send(
         1.25, rel=0.01
     )
     assert more[MemoryKind.PARAMETERS] == balanced[MemoryKind.PARAMETERS]
-    # Of the head's 2,048 x 256, in fp32: the gradient, and a reduction's input and output.
-    assert balanced[MemoryKind.REDUCE] == (4 + 4 + 4 / run.world) * 2048 * 256
 
 
 def _allocated(measured: Measured) -> int:

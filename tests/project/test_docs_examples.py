@@ -121,7 +121,7 @@ def test_own_loop(tmp_path: Path):
     ranks = run_ranks(_run_own_loop, 2, log_folder=tmp_path)
     for losses in ranks:
         assert losses[-1] < losses[0] - 0.5
-    assert "submodule, 15 units in 20 groups" in (tmp_path / "rank_0.log").read_text()
+    assert "submodule, 14 units in 19 groups" in (tmp_path / "rank_0.log").read_text()
 
 
 def _train_with_adapters(folder: Path) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_your_model_trains_as_the_page_says(tmp_path: Path):
     ranks = run_line(tmp_path, command)
     output = re.sub(r"\x1b\[[0-9;]*m", "", "".join(rank.out + rank.error for rank in ranks))
     assert [rank.code for rank in ranks] == [0, 0], output[-3000:]
-    assert "FSDP units: submodule, 21 units" in output
+    assert "FSDP units: submodule, 20 units" in output
     assert "6 block, 6 attention, 6 feed_forward" in output, "the gain is a group of the block"
     losses = [float(loss) for loss in re.findall(r"step: +5 +loss: +(\d+\.\d+)", output)]
     assert len(losses) == 2

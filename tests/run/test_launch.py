@@ -54,7 +54,7 @@ def test_toml_with_flags_that_win(launch: Callable[..., str], tmp_path: Path):
     assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
     assert "sequence length 64, total steps 1" in output
     assert "says what ran. No checkpoint was saved" in output, "the last line says what is next"
-    assert re.search(r'FSDP units: submodule, 15 units.*, auto is "submodule" \(EP 2', output)
+    assert re.search(r'FSDP units: block, 8 units.*, auto is "block" \(EP 2', output)
 
 
 def _first_screen() -> list[str]:
@@ -97,7 +97,7 @@ def test_config_function_of_titan(tmp_path: Path):
     flags = _small(tmp_path, *data, "--parallelism.expert_parallel_degree", "2")
     output = _launch("deepseek_v3_debugmodel", *flags)
     assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
-    assert re.search(r'FSDP units: submodule, 15 units.*, auto is "submodule" \(EP 2', output)
+    assert re.search(r'FSDP units: block, 8 units.*, auto is "block" \(EP 2', output)
 
 
 @pytest.mark.slow

@@ -189,7 +189,13 @@ PLANTED: dict[str, tuple[Run, Callable[[], Any], str, str]] = {
     ),
     "FSDP2's buffers": (
         BASE,
-        functools.partial(no_wait, "wait_event", "_wait_all_gather_streams_on_event"),
+        # As torch 2.14 calls it, and 2.15.
+        functools.partial(
+            no_wait,
+            "wait_event",
+            "_wait_all_gather_streams_on_event",
+            "wait_all_gather_streams_on_event",
+        ),
         "reuse after free",
         "",
     ),
