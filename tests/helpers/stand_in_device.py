@@ -18,6 +18,7 @@ import traceback
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.backend_registration import (
     _DummyBackendModule,
@@ -137,6 +138,11 @@ def main(ep: int, backend: Any, how: str = "") -> None:
         model.to_empty(device=NAME)
         tokens_BL = torch.zeros(2, 64, dtype=torch.int64, device=NAME)
         positions_BL = torch.arange(64, device=NAME).expand(2, -1).contiguous()
+        with (
+            torch.autograd.set_multithreading_enabled(True),
+            pytest.raises(ValueError, match=r"set_multithreading_enabled\(False\)"),
+        ):
+            model(tokens_BL, positions=positions_BL)
         for _ in range(2):
             out: Any = model(tokens_BL, positions=positions_BL)
             out = out.to_local() if hasattr(out, "to_local") else out

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
@@ -21,7 +22,7 @@ from titan_ext.components.overlap import overlap_in_halves, overlap_shared_exper
 from titan_ext.components.rows import exchange_once, hops_across_nodes
 from titan_ext.fsdp.prefetch import hide_fsdp
 from titan_ext.fsdp.shard import shard
-from titan_ext.fsdp.units import decoder_blocks
+from titan_ext.fsdp.units import before_first_forward, decoder_blocks
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
 from titan_ext.parallelize.recipe import Recipe, resolve
 
@@ -84,6 +85,7 @@ def apply_recipe(
     # On this chunk alone: Titan deep-copies the whole model for each stage of a pipeline, before
     # it calls us (torchtitan/distributed/pipeline_parallel.py).
     model.__dict__["_recipe"] = recipe
+    before_first_forward(model, lambda: _refuse_threads(model))
 
     # Model axes first: FSDP shards what they leave. Quantized linears are there already: Titan's
     # converters put them into the model's config. Titan 0.3 makes frozen parameters trainable here
@@ -123,6 +125,20 @@ def apply_recipe(
         hide_fsdp(model.modules())
     # Scales are made from shards: after FSDP, ahead of its first hook.
     make_scales_together(model)
+
+
+def _refuse_threads(model: Decoder) -> None:
+    """Refuse a backward in autograd's own threads, which accelerators have, in a loop of a user's.
+
+    A recompute there has none of the meshes that this thread is in.
+    """
+    on_accelerator = next(model.parameters()).device.type != "cpu"
+    if on_accelerator and torch.autograd.is_multithreading_enabled():
+        raise ValueError(
+            "backward would run in another thread, which lacks the meshes of this one. Expected "
+            "torch.autograd.set_multithreading_enabled(False) before the first step, as in "
+            "TorchTitan (docs/your_model.md)."
+        )
 
 
 def _shard_model_axes(model: Decoder, parallel_dims: ParallelDims) -> None:
