@@ -6,8 +6,8 @@ So attention apart saves next to nothing, and each unit costs the host time: who
 experts' shards lie on one node, their gathers hide behind computation: a block is split into
 attention and MoE. Across nodes they may not. There the unit of experts alone issues as many
 collectives as a whole block. With two gathers ahead and two reduce-scatters behind backward it
-takes no more time than stock's blocks, by the clock of a dry run (docs/fsdp.md), and holds no more
-bytes.
+takes no more time than stock's blocks, by the clock of a dry run (benchmarks/LOG.md), and holds no
+more bytes.
 
 Several reduce-scatter buffers let backward go on while earlier reduce-scatters run, for the bytes
 of a unit's gradients each. They also give reduce-scatters a process group of their own, so that
