@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import random
-import re
 import shlex
 import statistics
 import subprocess
@@ -201,8 +200,12 @@ def _lines_through(
 
 def is_compiled(row: Mapping[str, Any]) -> bool:
     """Whether the blocks are; a compiled loss alone leaves them eager."""
+    return "model" in _compiled(row)
+
+
+def _compiled(row: Mapping[str, Any]) -> Sequence[str]:
     compiler = row["values"].get("compile", {})
-    return compiler.get("enable", False) and "model" in compiler.get("components", ["model"])
+    return compiler.get("components", ["model"]) if compiler.get("enable", False) else ()
 
 
 def time_table(
@@ -343,7 +346,7 @@ def draw(rows: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[st
         "reserved": "memory reserved, planned over published",
         "tokens": "tokens/s a GPU, planned over published",
     }
-    figure, jobs = Figure(figsize=(16, 8), layout="constrained"), _jobs(rows)
+    figure = Figure(figsize=(16, 8), layout="constrained")
     for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         names = list(planned[key])
         for at, name in enumerate(names):
@@ -354,7 +357,7 @@ def draw(rows: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[st
                 *([ratio - 1], [at]), xerr=[[ratio * band]] * 2, fmt="o", color=colour, capsize=2
             )
         axes.axvline(0, color="grey", linewidth=1)
-        labels = [f"{name}  {jobs[name]}" for name in names]
+        labels = [f"{name}  {rows[name]['job']}" for name in names]
         axes.set_yticks(range(len(names)), labels, fontsize=7)
         axes.invert_yaxis()
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
@@ -370,31 +373,9 @@ def draw(rows: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[st
 
 
 def _band(row: Mapping[str, Any]) -> float:
-    """The error of a plan's memory: of eager jobs without expert parallelism it is smaller."""
-    compiles = row["values"].get("compile", {}).get("enable", False)
+    """The error of a plan's memory, of the class of its job."""
     degree = row["values"].get("parallelism", {}).get("expert_parallel_degree", 1)
-    return BANDS[JobClass.BLOCKS if compiles or degree > 1 else JobClass.EAGER]
-
-
-def _jobs(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """What ran, by row: "the same" as the row above is put into words, model and ranks at least."""
-    jobs: dict[str, str] = {}
-    base = ""
-    for name, row in rows.items():
-        job = row["job"]
-        if same := re.match(r"the same( as (\w+))?, ", job):
-            rest = job[same.end() :].split(", ")
-            parts = jobs.get(same[2], base).split(", ")
-            kinds = [k for k in (r"\d+ \w*H100", r"\d+ x \d+", r"EP \d+") if re.match(k, rest[0])]
-            if len(rest) == 1 and kinds:  # that alone differs
-                if not any(re.match(kinds[0], part) for part in parts):
-                    parts = jobs[row["like"]].split(", ")
-                parts = [rest[0] if re.match(kinds[0], part) else part for part in parts]
-            else:
-                parts = [*parts[: 1 if kinds[:1] == [r"\d+ \w*H100"] else 2], *rest]
-            job = ", ".join(parts)
-        jobs[name] = base = job
-    return jobs
+    return BANDS[JobClass.of(_compiled(row), degree)]
 
 
 if __name__ == "__main__":

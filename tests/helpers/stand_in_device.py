@@ -143,6 +143,8 @@ def main(ep: int, backend: Any, how: str = "") -> None:
             pytest.raises(ValueError, match=r"set_multithreading_enabled\(False\)"),
         ):
             model(tokens_BL, positions=positions_BL)
+        with torch.autograd.set_multithreading_enabled(True), torch.no_grad():
+            model(tokens_BL, positions=positions_BL)  # nothing runs backward
         for _ in range(2):
             out: Any = model(tokens_BL, positions=positions_BL)
             out = out.to_local() if hasattr(out, "to_local") else out

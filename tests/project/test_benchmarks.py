@@ -472,7 +472,7 @@ def test_the_picture_of_published_rows_is_drawn_from_the_page() -> None:
     assert found["reserved"]["A13"] == 237.5
     assert found["tokens"]["C1"] == 4752
     assert all("reserved" in rows[name] for name in found["reserved"])
-    jobs = published._jobs(rows)
+    jobs = {name: row["job"] for name, row in rows.items()}
     assert jobs["A14"] == "gpt-oss 20B, 64 GB300, 8 x 8192, selective, compiled"
     assert jobs["D2"] == "Llama 3.1 8B, 128 H100, 2 x 8192, selective, compiled"
     assert jobs["F1"].startswith("Llama 3.1 8B, 8 H100 of 96 GB and 500 W, linears in float8")

@@ -298,25 +298,37 @@ class _Given:
 
     locator: OpLocator
     index: int
-    view: tuple[Any, ...]
+    dims: list[int]
 
     @classmethod
     def of(cls, x: torch.Tensor, locator: OpLocator) -> "_Given | None":
-        """For ``x`` if it lies in the memory of an argument; else None."""
-        if is_plain(x):
-            for index, arg in enumerate(locator.given()):
-                if (
-                    arg is not None
-                    and arg.dtype is x.dtype
-                    and storage_ids([arg]) == storage_ids([x])
-                ):
-                    return cls(locator, index, _view(x))
+        """For ``x`` if it is an argument, or that with its dims in another order; else None."""
+        for index, arg in enumerate(locator.given() if is_plain(x) else ()):
+            if arg is not None and (dims := _order(x, arg)) is not None:
+                return cls(locator, index, dims)
         return None
 
     def restore(self) -> torch.Tensor:
+        # By dims, not by strides: what was kept in another form may come back with others.
         argument = self.locator.given()[self.index]
         assert argument is not None, "the recompute gives the module what the forward gave it"
-        return argument.detach().as_strided(*self.view)
+        return argument.detach().permute(self.dims)
+
+
+def _order(x: torch.Tensor, arg: torch.Tensor) -> list[int] | None:
+    """The dims of ``arg`` in the order in which ``x``, the same memory, has them; else None."""
+    places = x.dtype, x.storage_offset(), storage_ids([x])
+    if places != (arg.dtype, arg.storage_offset(), storage_ids([arg])):
+        return None
+    left = list(zip(arg.shape, arg.stride(), range(arg.dim()), strict=True))
+    dims = []
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        found = next((dim for dim in left if dim[:2] == (size, stride)), None)
+        if found is None:
+            return None
+        left.remove(found)
+        dims.append(found[2])
+    return None if left else dims
 
 
 def restore(entry: Any) -> torch.Tensor:

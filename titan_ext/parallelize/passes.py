@@ -133,7 +133,7 @@ def _refuse_threads(model: Decoder) -> None:
     A recompute there has none of the meshes that this thread is in.
     """
     on_accelerator = next(model.parameters()).device.type != "cpu"
-    if on_accelerator and torch.autograd.is_multithreading_enabled():
+    if on_accelerator and torch.is_grad_enabled() and torch.autograd.is_multithreading_enabled():
         raise ValueError(
             "backward would run in another thread, which lacks the meshes of this one. Expected "
             "torch.autograd.set_multithreading_enabled(False) before the first step, as in "

@@ -79,13 +79,12 @@ def use_stand_ins(
     if not context_parallel and as_on_a_gpu:
         is_eager = not compiles_model(config.compile)
         selective = is_eager and isinstance(config.activation_checkpoint, SelectiveAC.Config)
-        for kind in (FlexAttention, VarlenAttention, ScaledDotProductAttention):
-            for _, attention, parent, key in list(spec.traverse(kind.Config)):
+        # The first kind first: the stand-ins are of its subclass.
+        for kind in (ScaledDotProductAttention, FlexAttention, VarlenAttention):
+            for _, _, parent, key in list(spec.traverse(kind.Config)):
                 window = getattr(parent, "sliding_window_size", None) or 0
-                keeps = selective and isinstance(attention, FlexAttention.Config)
-                stand_in = AttentionShapes.Config(window=window, keeps=keeps)
-                if not isinstance(attention, AttentionShapes.Config):
-                    setattr(parent, str(key), stand_in)
+                keeps = selective and kind is FlexAttention
+                setattr(parent, str(key), AttentionShapes.Config(window=window, keeps=keeps))
     elif context_parallel and parallelism.spmd_backend == "spmd_types":
         # With its masks, which are split too.
         flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
