@@ -106,12 +106,15 @@ def run(
             arguments["backend"] = without_kernels
         for part in parts(model, units):
             part.main.compile(fullgraph=True, **arguments)
+    waiting: dict[int, int] = {}
+    profiler = profile()
     for seq_len in lengths:
-        waiting: dict[int, int] = {}
+        waiting.clear()
         model.zero_grad()
         torch.manual_seed(1)
         x_BLD = torch.randn(B, seq_len, D).bfloat16().requires_grad_()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        profiler = profile(activities=[ProfilerActivity.CPU])
+        with profiler:
             at("before")
             h_BLD = x_BLD
             with torch.autograd.graph.saved_tensors_hooks(_count_into(waiting, model), _same):

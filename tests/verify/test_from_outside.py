@@ -176,6 +176,7 @@ def _passed(layer: Any, passes: int = 1, dtype: torch.dtype = torch.float32) -> 
     layer.to(dtype)
     x_BLD, grad_BLD = _tokens(layer)
     mesh = layer.routed_experts.token_dispatcher.ep_mesh
+    out_BLD = x_BLD
     for _ in range(passes):
         layer.zero_grad()
         with set_current_spmd_mesh(mesh):

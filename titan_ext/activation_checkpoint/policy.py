@@ -361,7 +361,7 @@ def checkpointed_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     for tower in ("", *vision_modules(model)):
         layers = getattr(model.get_submodule(tower), "layers", None)
-        for name, block in layers.named_children() if layers is not None else ():
+        for name, block in layers.named_children() if isinstance(layers, nn.Module) else ():
             yield join(tower, f"layers.{name}"), block
 
 

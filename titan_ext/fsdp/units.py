@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -146,7 +146,7 @@ def before_first_forward(model: nn.Module, do: Callable[[], object]) -> None:
 def decoder_blocks(model: Decoder) -> list[tuple[str, nn.Module]]:
     """The transformer blocks of a decoder in forward order, multi-token-prediction blocks last."""
     blocks = [(f"layers.{name}", block) for name, block in model.layers.items()]
-    for index, block in enumerate(getattr(model, "mtp_layers", None) or []):
+    for index, block in enumerate(cast(Any, getattr(model, "mtp_layers", None)) or []):
         blocks.append((f"mtp_layers.{index}", block))
     return blocks
 

@@ -84,7 +84,7 @@ class Trainer(TitanTrainer):
             default_factory=ParallelismConfig
         )
         # Titan's choices and one more name on the command line.
-        activation_checkpoint: (  # pyrefly: ignore[bad-override-mutable-attribute]
+        activation_checkpoint: (  # pyrefly: ignore[bad-override]
             ActivationCheckpointingConfig | Annotated[FP8AC.Config, tyro.conf.subcommand("fp8")]
         ) = field(default_factory=SelectiveAC.Config)
         checkpoint: BaseCheckpointManager.Config = field(default_factory=CheckpointManager.Config)

@@ -70,6 +70,7 @@ def verify(
     with use_codec(Codec("exact")), no_accelerator.list_all_to_all(), KeepDtype():
         model = build()
         sum_in_order(model)
+        verdict: Any = None  # type checkers do not know that a draw follows
         for seed in range(DRAWS):
             fill_model([model], seed, "balanced")
             model.zero_grad()
