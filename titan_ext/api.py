@@ -23,7 +23,7 @@ from titan_ext.base import no_accelerator
 from titan_ext.components.lora import check_lora_targets
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
-from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters, synchronize_unmanaged_parameters
+from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.parallelize.limits import check_model_limits
 from titan_ext.parallelize.model_spec import extend_model_spec
@@ -40,7 +40,6 @@ __all__ = [
     "parallelize",
     "refuse_unmanaged_parameters",
     "shard_decoder",
-    "synchronize_unmanaged_parameters",
     "verify",
 ]
 

@@ -1,22 +1,15 @@
-"""Parameters that are not FSDP's like all others: added late, replicated, or ignored.
-
-However they are held, training is the same: the reference has the same adapters before FSDP, and
-shards everything.
-"""
+"""Parameters that are not FSDP's like all others: replicated, ignored, or added late, refused."""
 
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.fp8_activations import SavesCasts
 from tests.helpers.training import Run, make_config
-from titan_ext.fsdp import prefetch
 
 REPLICATE = ("router", "norms", "layers.1.attention.wq")
 # Nothing is clipped: the norm of a whole tensor and that of its shards differ in the last bit.
@@ -40,7 +33,6 @@ class Trained:
     state: dict[str, str]
     """SHA-256 of each parameter and optimizer state, unsharded."""
     norms: list[float]
-    synchronized: list[str]
     replicated: list[str]
     optimized: int
 
@@ -86,32 +78,21 @@ def _add_adapters(model: Any) -> None:
             block.attention.wq = _adapted(block.attention.wq, up, down)
 
 
-def _train_rank(run: Run, late: bool, folder: Path) -> Trained:
+def _train_rank(run: Run, folder: Path) -> Trained:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
-    from titan_ext.api import synchronize_unmanaged_parameters
     from titan_ext.base import no_accelerator
 
     config = make_config(run, folder)
     spec = config.model_spec
     assert spec is not None
     parallelize = spec.parallelize_fn
-    synchronized: list[str] = []
 
-    def with_adapters(model, *, parallel_dims, training, **others):
-        if not late:
-            _add_adapters(model)
-        model = parallelize(model, parallel_dims=parallel_dims, training=training, **others)
-        if late:
-            _add_adapters(model)
-            synchronized.extend(
-                synchronize_unmanaged_parameters(
-                    model, parallel_dims=parallel_dims, training=training
-                )
-            )
-        return model
+    def with_adapters(model, **others):
+        _add_adapters(model)
+        return parallelize(model, **others)
 
     spec.parallelize_fn = with_adapters
     with no_accelerator.layout_independent_init():
@@ -141,7 +122,6 @@ def _train_rank(run: Run, late: bool, folder: Path) -> Trained:
     result = Trained(
         state=state,
         norms=norms,
-        synchronized=synchronized,
         replicated=[
             name
             for name, param in named.items()
@@ -159,63 +139,29 @@ def _train_rank(run: Run, late: bool, folder: Path) -> Trained:
     return result
 
 
-def _train(run: Run, folder: Path, *, late: bool = False) -> list[Trained]:
-    return run_ranks(_train_rank, run.world, run, late, folder, log_folder=folder / "logs")
-
-
-def test_a_late_group_is_gathered_in_a_recompute(one_rank: None):
-    """FSDP2's own hook would gather where selective checkpointing counts it."""
-    import torch.nn as nn
-    from torch.distributed.fsdp import fully_shard
-
-    module: Any = fully_shard(nn.Linear(2, 2))
-    prefetch.prefetch_unplanned([module], gathers=True)
-    hook = next(iter(module._forward_pre_hooks.values()))
-    for recomputes in (False, True):
-        with (
-            patch.object(prefetch, "in_backward", lambda: recomputes),  # noqa: B023
-            patch.object(module, "unshard") as unshard,
-        ):
-            hook(module, ())
-        assert unshard.call_count == recomputes
-
-
-def test_no_checkpoint_counts_what_a_late_group_runs(tmp_path: Path):
-    """A group of one rank casts its parameters, in the forward alone."""
-    run = replace(EXPERTS, world=1, ep=1, accumulate=1)
-    plain, saving = (
-        _train(replace(run, ac=policy), tmp_path / str(policy)[:9], late=True)
-        for policy in ("selective", SavesCasts.Config())
-    )
-    assert saving == plain
+def _train(run: Run, folder: Path) -> list[Trained]:
+    return run_ranks(_train_rank, run.world, run, folder, log_folder=folder / "logs")
 
 
 @pytest.mark.parametrize("run", [EXPERTS, pytest.param(REPLICAS, marks=pytest.mark.slow)], ids=str)
-def test_late_or_replicated_trains_as_sharded(run: Run, tmp_path: Path):
-    early = _train(run, tmp_path / "early")
-    late = _train(run, tmp_path / "late", late=True)
+def test_replicated_trains_as_sharded(run: Run, tmp_path: Path):
+    """A model of a user's, too, whose adapters are added before it is parallelized."""
+    sharded = _train(run, tmp_path / "sharded")
     replicating = replace(run, replicate=REPLICATE, reduce_scatter_buffers=2)
     kept = _train(replicating, tmp_path / "kept")
 
-    adapters = [
-        f"layers.{i}.attention.wq.adapter.{name}.weight"
-        for i in range(2)
-        for name in ("down", "up")
-    ]
-    for reference, other, replicated in zip(early, late, kept, strict=True):
-        assert other.synchronized == sorted(adapters)
-        assert other.state == reference.state == replicated.state == early[0].state
-        assert other.norms == reference.norms
+    for reference, replicated in zip(sharded, kept, strict=True):
+        assert reference.state == replicated.state == sharded[0].state
         assert replicated.norms == pytest.approx(reference.norms, rel=1e-5)
-        assert other.optimized == reference.optimized == replicated.optimized
-        assert {f"{name}.exp_avg" for name in adapters} <= set(other.state)
+        assert reference.optimized == replicated.optimized
+        assert "layers.1.attention.wq.adapter.up.weight.exp_avg" in reference.state
     if run.dp_replicate > 1:
         return  # one copy each, whatever is kept
     kinds = Counter(name.split(".")[-2] for name in kept[0].replicated)
     assert kinds["gate"] == 1
     assert kinds["base"] == kinds["down"] == kinds["up"] == 1
     assert kinds["attention_norm"] == kinds["ffn_norm"] == kinds["kv_norm"] == 2
-    assert early[0].replicated == []
+    assert sharded[0].replicated == []
 
 
 def _own_loop(folder: Path) -> dict[str, Any]:
@@ -251,47 +197,18 @@ def _own_loop(folder: Path) -> dict[str, Any]:
             return str(error)
         return ""
 
-    def whole_of(param: Any) -> torch.Tensor:
-        return param.full_tensor()
-
-    def synchronize() -> list[str]:
-        return api.synchronize_unmanaged_parameters(
-            model, parallel_dims=parallel_dims, training=training
-        )
-
     def forward() -> Any:
         tokens = (torch.arange(2 * 32).view(2, 32) * 7 + dist.get_rank()) % 2048
         return model(tokens, positions=torch.arange(32).expand(2, 32)).float().square().mean()
 
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Module) -> None:
-            super().__init__()
-            self.base = base
-            self.down = nn.Linear(256, 4, bias=False)
-            self.up = nn.Linear(4, attention.wq.out_features, bias=False)
-
-        def forward(self, x: Any) -> Any:
-            return self.base(x) + self.up(self.down(x))
-
-    found["nothing late"] = synchronize()
-    attention.own = nn.Parameter(torch.ones(4))
-    found["in a unit"] = error_of(synchronize)
-    del attention.own
     whole = attention.wo.weight
-    attention.wo.weight = nn.Parameter(torch.ones(4, 4))
-    found["replaced"] = error_of(synchronize)
-    attention.wo.weight = whole
-
-    torch.manual_seed(dist.get_rank())
-    attention.wq = Adapted(attention.wq)
-    attention.wq.down.compile(backend="eager")
-    found["compiled"] = error_of(synchronize)
-    attention.wq.down._compiled_call_impl = None
     with get_spmd_context(parallel_dims=parallel_dims)():
-        found["at first forward"] = error_of(forward)
-        mine = attention.wq.down.weight.detach().clone()
-        found["names"] = synchronize()
-        found["rank 0's values"] = torch.equal(whole_of(attention.wq.down.weight), mine)
+        attention.wo.weight = nn.Parameter(torch.ones(4, 4))
+        found["replaced"] = error_of(forward)
+        attention.wo.weight = whole
+        attention.late = nn.Linear(4, 4)
+        found["late"] = error_of(forward)
+        del attention.late
         optimizer = torch.optim.AdamW(
             [p for name, p in model.named_parameters() if not name.startswith(ignored)], lr=1e-2
         )
@@ -304,11 +221,6 @@ def _own_loop(folder: Path) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     found["ignored is whole"] = not isinstance(model.get_parameter(f"{ignored}.weight"), DTensor)
-    found["after"] = {
-        name: whole_of(param).sum().item() for name, param in attention.wq.named_parameters()
-    }
-    attention.wo.more = nn.Linear(4, 4)
-    found["it has run"] = error_of(synchronize)
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -317,19 +229,10 @@ def _own_loop(folder: Path) -> dict[str, Any]:
 def test_own_loop(tmp_path: Path):
     first, second = run_ranks(_own_loop, 2, tmp_path, log_folder=tmp_path / "logs")
     for found in (first, second):
-        assert found["nothing late"] == []
-        assert found["in a unit"].startswith("layers.0.attention is an FSDP unit")
-        assert found["replaced"].startswith("layers.0.attention.wo.weight replaces a parameter")
-        assert found["compiled"].startswith("layers.0.attention.wq.down was added to")
-        assert found["at first forward"].startswith(
-            "layers.0.attention.wq.down.weight, layers.0.attention.wq.up.weight: added to"
+        assert found["replaced"].startswith("layers.0.attention.wo.weight: added to the model, or")
+        assert found["late"].startswith(
+            "layers.0.attention.late.weight, layers.0.attention.late.bias: added to"
         )
-        assert "titan_ext.api.synchronize_unmanaged_parameters" in found["at first forward"]
-        assert found["names"] == [f"layers.0.attention.wq.{n}.weight" for n in ("down", "up")]
-        assert found["it has run"].startswith("synchronize_unmanaged_parameters: the model has run")
         assert found["ignored is whole"]
-    assert first["rank 0's values"]
-    assert not second["rank 0's values"]
-    assert first["after"] == second["after"]
     assert first["norm"] == second["norm"]
     assert first["ignored gradient"] != second["ignored gradient"]

@@ -152,7 +152,7 @@ def _train_with_adapters(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_adapters_that_are_added_after_fsdp(tmp_path: Path):
+def test_adapters_of_your_own(tmp_path: Path):
     assert "`--module my_adapters --config with_adapters`" in PAGES["docs/lora.md"]
     (tmp_path / "my_adapters.py").write_text(examples("python")["docs/lora.md", 1])
     make_corpus()

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
+    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
 )
@@ -30,7 +31,6 @@ from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from titan_ext.base.no_accelerator import reduce_without_premul_sum
 from titan_ext.base.titan.parallelism import dense_mesh, experts_mesh
 from titan_ext.fsdp.plan import FSDPPlan, GroupKind, UnitPlan
-from titan_ext.fsdp.prefetch import prefetch_unplanned
 from titan_ext.fsdp.settings import FSDPSettings
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult]
@@ -86,7 +86,10 @@ class FSDPMeshes:
             names = tuple(name for name in mesh.mesh_dim_names or () if name in data_axes)
             axes = DataParallelMeshDims(replicate=names)
             fully_shard(list(modules), mesh=mesh, dp_mesh_dims=axes, **arguments)
-        prefetch_unplanned(modules, gathers=False)
+        for module in modules:
+            if isinstance(module, FSDPModule):  # not one inside of another
+                # It is whole already. FSDP2 would choose a unit that its backward prefetches.
+                module.set_modules_to_backward_prefetch([module])
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Have FSDP2 sum gradients, not average them: Titan divides the loss by all tokens."""

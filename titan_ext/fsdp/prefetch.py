@@ -114,18 +114,6 @@ def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
                 member.register_forward_pre_hook(hook, prepend=True)
 
 
-def prefetch_unplanned(modules: Sequence[nn.Module], *, gathers: bool) -> None:
-    """Prepare a group that is in no unit of the plan: FSDP2 would choose what it prefetches.
-
-    Its backward prefetches nothing. If it ``gathers``, it does so in a recompute as units do.
-    """
-    for module in modules:
-        if isinstance(module, FSDPModule):  # not one inside of another
-            module.set_modules_to_backward_prefetch([module])  # gathered already
-            if gathers:
-                module.register_forward_pre_hook(_BeforeForward(module), prepend=True)
-
-
 class _OutOfSight:
     """A hook of FSDP's that runs without the mode of selective checkpointing."""
 
