@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import pytest
 import tyro
@@ -353,17 +353,12 @@ optimizer_name = "AdamW"
 
 
 @pytest.mark.parametrize("model", _FUNCTIONS)
-def test_what_a_file_does_not_name_stays_as_the_function_made_it(
-    model: str, folder: Path, config: Loader
-):
+def test_what_a_function_made_stays(model: str, folder: Path, config: Loader):
     text = _CHANGED.format(model=model, function=_FUNCTIONS[model])
     (folder / f"mine_{model}.py").write_text(text)
     for name in ("stock", "changed"):
         of_function = config(f'extends = "mine_{model}.{name}"\n')
         (folder / "whole.toml").write_text(dump(of_function))  # names every key, [model] too
         assert model_text(load("whole.toml")) == model_text(of_function)
-    adapted = config(f'extends = "mine_{model}.changed"\n' + _LORA)
-    found = cast(Any, adapted.model_spec).model
-    assert len(found.layers) == 2
-    assert (found.layers[1].attention_norm.eps, found.norm.eps) == (0.25, 0.5)
-    assert lora_settings(found) == {(8, 16.0)}
+    adapted: Any = config(f'extends = "mine_{model}.stock"\n' + _LORA).model_spec
+    assert lora_settings(adapted.model) == {(8, 16.0)}

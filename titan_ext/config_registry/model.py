@@ -3,26 +3,24 @@
 
 ``[model]`` holds what Titan's config functions pass to ``model_registry``. A config holds the
 finished spec. To change a choice, titan_ext makes a new spec from the same registry, with the
-function's other choices. What the function changes after its call of the registry (layers, sizes,
-norms) is merged into it, field by field; where both change one field, the file is refused.
+function's other choices. A function that changes its model afterwards has to make all changes.
 """
 
 import contextlib
-import functools
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from types import FrameType, FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext.base import no_accelerator
-from titan_ext.base.messages import and_more
 from titan_ext.components.lora import wrong_targets
 from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.run.trainer import Trainer, extended_class, extended_sections
@@ -222,63 +220,18 @@ def _remade(base: Base, arguments: dict[str, Any], at: KeyLocation) -> ModelSpec
     if not base.is_fresh:  # checked in Python already, which adapts attention to this machine
         for spec in (before, after):
             no_accelerator.adapt_spec(spec)
-    hooks = (spec.post_optimizer_build_fn for spec in (before, after, mine))
-    try:
-        merged = _merge("model", before.model, after.model, mine.model)
-        # LoRA takes balancing of load away; a function may have put a hook of its own there.
-        hook = _merge("post_optimizer_build_fn", *hooks)
-    except _ConflictError as conflict:
-        changed = [name for name in arguments if arguments[name] != base.call.arguments.get(name)]
+    if _what_a_registry_makes(before) != _what_a_registry_makes(mine):
         raise at.error(
-            f"{base.name} changes {conflict} after {_name(base.call.registry)}, and so does "
-            f"{and_more([f'{MODEL}.{name}' for name in changed])}: only one can. Set it in the "
-            "function."
-        ) from None
-    return replace(mine, model=merged, flavor=after.flavor, post_optimizer_build_fn=hook)
+            f"{base.name} changes what {_name(base.call.registry)} returns, and a file would "
+            "change it back. Set this in the function, too."
+        )
+    hook = after.post_optimizer_build_fn
+    return replace(mine, model=after.model, flavor=after.flavor, post_optimizer_build_fn=hook)
 
 
-class _ConflictError(Exception):
-    """A field that a file and the function change; the message is its name."""
-
-
-def _merge(name: str, before: Any, after: Any, mine: Any) -> Any:
-    """``mine`` with what is other in ``after`` than in ``before``; a three-way merge of configs."""
-    if _equal(before, after):
-        return mine
-    if _equal(before, mine) or _equal(after, mine):
-        return after
-    if isinstance(before, list) and len(before) == len(after) >= len(mine):  # layers taken away
-        rows = zip(before, after, mine, strict=False)
-        return [_merge(f"{name}.{index}", *row) for index, row in enumerate(rows)]
-    if is_dataclass(before) and type(mine) is type(before):
-        values = {f.name: getattr(after, f.name) for f in fields(cast(Any, after)) if f.init}
-        for key in values.keys() & {f.name for f in fields(before) if f.init}:
-            parts = (getattr(config, key) for config in (before, after, mine))
-            values[key] = _merge(f"{name}.{key}", *parts)
-        return type(after)(**values)
-    raise _ConflictError(name)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """True for equal configs and values; functions are equal by source and bound values."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if is_dataclass(one):
-        return all(_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, functools.partial):
-        parts = ((p.func, p.args, p.keywords) for p in (one, other))
-        return _equal(*parts)
-    if isinstance(one, FunctionType):
-        bound = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other))
-        is_one_source = one.__code__ is other.__code__ and one.__defaults__ == other.__defaults__
-        return is_one_source and _equal(*bound)
-    return bool(one == other)
+def _what_a_registry_makes(spec: ModelSpec) -> tuple[str, Any]:
+    """The model, with functions by name and bound values, and the hook on its optimizers."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(spec.model)), spec.post_optimizer_build_fn
 
 
 def _make_spec(call: RegistryCall, arguments: dict[str, Any], at: KeyLocation) -> ModelSpec:
