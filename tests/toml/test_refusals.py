@@ -81,8 +81,8 @@ def test_refused(case: Case, folder: Path, request: pytest.FixtureRequest):
         except ValueError as error:
             message = str(error)
     if not {"python", "ranks"} & case.around.keys():
-        assert re.match(r"(\w+\.\w+|command line): |accepted$", message), message
-    said = re.sub(r"^([\w. ]+: )?\d+ mistakes:\n +|^bad\.toml: ", "", message)
+        assert re.match(r"\w+\.\w+( with flags)?: |accepted$", message), message
+    said = re.sub(r"^([\w. ]+: )?\d+ mistakes:\n +|^bad\.toml( with flags)?: ", "", message)
     pieces = [re.split(r"(?: |^)\.\.\.(?: |$)", line) for line in case.lines]
     wanted = r"\n *".join(".*".join(map(re.escape, line)) for line in pieces)
     assert re.fullmatch(wanted, said), f"expected {case.lines}, got: {message}"

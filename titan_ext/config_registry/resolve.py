@@ -5,11 +5,8 @@
 ``titan_ext show NAME [Titan flags]`` prints that.
 """
 
-import contextlib
-import io
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +67,16 @@ def load(name: str | Path) -> Trainer.Config:
     return resolve(name).config
 
 
-def resolve(name: str | Path, flags: Sequence[str] = (), *, flags_follow: bool = False) -> Resolved:
+def resolve(name: str | Path, flags: Sequence[str] = ()) -> Resolved:
     """The trainer config that a name and flags describe, with the origin of every value.
 
     Args:
         name: As ``--config`` takes it (``toml.files.find``): a TOML file or a config function.
         flags: Titan's command-line flags, which win over the file.
-        flags_follow: Return a config that fails its checks, too: the caller changes it further.
 
     Raises:
         ValueError: with one message that names the file and each wrong key.
+        SystemExit: for a wrong flag, which tyro has explained on stderr.
     """
     warn_once()
     function, files = chain = read_chain(name)
@@ -102,80 +99,25 @@ def resolve(name: str | Path, flags: Sequence[str] = (), *, flags_follow: bool =
     with checks_later():
         unflagged = config = build(base.cls, values, at)
         if flags:
-            config = _with_flags(config, flags)
-    before, wanted = leaves(unflagged, model), leaves(config)
+            ConfigManager()  # registers Titan's rules, such as A,B,C for a list of strings
+            config = tyro.cli(
+                type(config), prog="titan", args=flags, default=config, registry=custom_registry
+            )
+    before, flagged = leaves(unflagged, model), leaves(config, model)
     try:
         config = replace(config)
     except ValueError as error:
-        if not flags_follow:
-            raise TomlConfigError(_to_blame(unflagged, at.file), "", str(error)) from error
+        where = f"{at.file} with flags" if flags else at.file
+        raise TomlConfigError(where, "", str(error)) from error
     if (spec := config.model_spec) is not None:
         spec.extends, spec.choices = base.name, model
     names = tuple(file.name for file in files)
     resolved = Resolved(config, names, chain.world_size, base.name, model, {})
-    named = {key for flag in flags for key in _keys_of(flag)}
     for key, value in resolved.values.items():
         origin = KeyLocation("", key, at.origins).origin() or base.name
-        if wanted.get(key, value) != value:
+        if flagged.get(key, value) != value:
             origin = "titan_ext, as the log says"  # no accelerator, or no CUDA graphs
-        elif key in named or before.get(key, value) != value or key not in before:
+        elif before.get(key, MISSING) != value:
             origin = COMMAND_LINE
         resolved.origins[key] = origin
     return resolved
-
-
-def _to_blame(unflagged: Any, file: str) -> str:
-    """The origin of a mistake in a config with flags: the flags, if ``file`` alone is fine."""
-    try:
-        replace(unflagged)
-    except ValueError:
-        return file
-    return COMMAND_LINE
-
-
-def _with_flags(config: Any, flags: Sequence[str]) -> Any:
-    """A new config with flags on top, parsed as Titan's ConfigManager does right after.
-
-    There a wrong flag prints a box and exits on every rank, and torchrun cannot tell why.
-
-    Raises:
-        TomlConfigError: for a wrong flag; in place of a file it names the command line.
-    """
-    ConfigManager()  # registers Titan's rules, such as A,B,C for a list of strings
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                type(config), prog="titan", args=flags, default=config, registry=custom_registry
-            )
-    except SystemExit as end:
-        if not end.code:  # --help
-            raise
-    raise TomlConfigError(COMMAND_LINE, "", _unboxed(said.getvalue()))
-
-
-def _unboxed(box: str) -> str:
-    """A message of tyro's in one line, with the flags, and policies before them, that it suggests.
-
-    tyro writes a title, and a rule between paragraphs; where the stream takes it, all in a box.
-    """
-    lines = [line.strip(" \u2500\u2502\u2570\u256f") for line in box.strip().splitlines()[1:]]
-    text = "\n".join("" if set(line) == {"-"} else line for line in lines)
-    message, *hints = re.split("\n\n+", text.strip())
-    said = " ".join(message.split())
-    flags = re.findall(r"^(--[^\s,]+)", "\n".join(hints), re.MULTILINE)
-    policies = re.findall(r"^in titan (\S+:\S+ )?--help$", "\n".join(hints), re.MULTILINE)
-    if policies:
-        meant = [policy + flag for policy, flag in zip(policies, flags, strict=False)]
-        said += f"; did you mean {' or '.join(meant)}?"
-    elif ":" in said.partition(": ")[2]:  # a policy, which tyro calls a subcommand
-        said += f"; {' '.join(hints[0].split())}"
-    return said
-
-
-def _keys_of(flag: str) -> tuple[str, ...]:
-    """The dotted key of a flag, as it stands and without the ``no-`` of ``--compile.no-enable``."""
-    if not flag.startswith("--"):
-        return ()
-    section, dot, key = flag[2:].split("=")[0].replace("-", "_").rpartition(".")
-    return section + dot + key, section + dot + key.removeprefix("no_")
