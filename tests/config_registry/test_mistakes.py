@@ -144,17 +144,18 @@ def test_titans_own_command_ends_with_the_message():
 
 
 @pytest.mark.parametrize(
-    ("section", "wrong", "meant"),
+    "key",
     [
-        ("parallelism", "fsdp_prefech", "fsdp_prefetch"),
-        ("debug", "record_colectives", "record_collectives"),
-        ("checkpoint", "intervall", "interval"),
-        ("optimizer", "param_group", "param_groups"),
-        ("activation_checkpoint", "presets", "preset"),
+        "parallelism.fsdp_prefech",
+        "debug.record_colectives",
+        "checkpoint.intervall",
+        "optimizer.param_group",
+        "activation_checkpoint.presets",
     ],
 )
-def test_a_misspelt_key_of_a_config_in_python(section: str, wrong: str, meant: str):
+def test_a_misspelt_key_of_a_config_in_python(key: str):
     config = getattr(config_registry, "moe_debug.toml")()
     config.activation_checkpoint = FP8AC.Config()
-    with pytest.raises(AttributeError, match=f"no key '{wrong}'; did you mean '{meant}'"):
-        setattr(getattr(config, section), wrong, None)
+    section, name = key.split(".")
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+        setattr(getattr(config, section), name, None)

@@ -31,7 +31,7 @@ from titan_ext.activation_checkpoint.op_rules import (
     parse_rules,
 )
 from titan_ext.activation_checkpoint.presets import Preset, block_policies, block_recipe
-from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, set_known_key, table_flag
+from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, table_flag
 from titan_ext.components.early_scores import has_early_scores
 from titan_ext.components.exchange_policy import Exchanges
 from titan_ext.fp8 import SavedTensorStore
@@ -105,8 +105,6 @@ class FP8AC(ActivationCheckpointing):
         """
         Globs for modules, named in the model, that use no float8 ("layers.0", "*.attention").
         """
-
-        __setattr__ = set_known_key
 
         def __post_init__(self) -> None:
             for key, literal in {"mode": Mode, "preset": Preset}.items():

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -34,16 +33,6 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     by_lower = {word.lower(): word for word in known}
     close = get_close_matches(str(name).lower(), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else "."
-
-
-def set_known_key(config: Any, name: str, value: Any) -> None:
-    """``__setattr__`` for a config class with slots: the error for another name has the nearest."""
-    try:
-        object.__setattr__(config, name, value)
-    except AttributeError:
-        known = [field.name for field in fields(config)]
-        what = type(config).__qualname__.removesuffix(".Config")
-        raise AttributeError(f"{what} has no key {name!r}{did_you_mean(name, known)}") from None
 
 
 def and_more(names: Collection[object], limit: int = 5) -> str:

@@ -37,7 +37,7 @@ from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.logging import logger
 
-from titan_ext.base.messages import and_more, did_you_mean, set_known_key
+from titan_ext.base.messages import and_more, did_you_mean
 
 MUON = "DistMuon"
 """The ``optimizer_name`` of Titan's Muon."""
@@ -55,7 +55,7 @@ class OptimizersContainer(TitanOptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanOptimizersContainer.Config):
-        __setattr__ = set_known_key
+        pass
 
     def __init__(
         self, config: TitanOptimizersContainer.Config, *, model_parts: list[nn.Module]

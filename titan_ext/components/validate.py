@@ -15,7 +15,6 @@ from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_ext.base.messages import set_known_key
 from titan_ext.base.titan.data import may_end, split_among_workers, together
 from titan_ext.base.titan.parallelism import ranks_without_data
 
@@ -25,7 +24,7 @@ class Validator(TitanValidator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanValidator.Config):
-        __setattr__ = set_known_key
+        pass
 
     _positions: torch.Tensor | None = None
     _has_said = False

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from torchtitan.config import DebugConfig as TitanDebugConfig
 from torchtitan.config import ParallelismConfig as TitanParallelismConfig
 
-from titan_ext.base.messages import set_known_key, table_flag
+from titan_ext.base.messages import table_flag
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 from titan_ext.components.exchange_policy import OverlapExchanges, SaveAllToAll
 from titan_ext.fsdp.settings import Float8AllGather, Reshard, read_reshard
@@ -142,8 +142,6 @@ class ParallelismConfig(TitanParallelismConfig):
     mixed_precision_reduce. Needs what fsdp_float8_all_gather "experts" needs, and no pipeline.
     """
 
-    __setattr__ = set_known_key
-
 
 @dataclass(kw_only=True, slots=True)
 class DebugConfig(TitanDebugConfig):
@@ -156,5 +154,3 @@ class DebugConfig(TitanDebugConfig):
     names the ranks, the position in the order and the units. Costs some 50 microseconds a
     collective. See docs/running.md.
     """
-
-    __setattr__ = set_known_key

@@ -43,7 +43,6 @@ from titan_ext.base.messages import (
     did_you_mean,
     format_bytes,
     ranks_in_words,
-    set_known_key,
 )
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
@@ -80,8 +79,6 @@ class CheckpointManager(TitanCheckpointManager):
         Names, or globs, of weights and modules in a checkpoint or in safetensors that the model
         does not have and that stay unread ("model.layers.61"). All others are refused.
         """
-
-        __setattr__ = set_known_key
 
     exported: Mapping[str, torch.Tensor] = {}
     """The tensors that an export must have, on the meta device; ``HuggingFaceExport`` sets them."""

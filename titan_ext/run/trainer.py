@@ -27,7 +27,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base import no_accelerator
-from titan_ext.base.messages import Mistakes, are_checked_later, set_known_key
+from titan_ext.base.messages import Mistakes, are_checked_later
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.stdlib_corpus import (
     STDLIB_CORPUS,
@@ -94,8 +94,6 @@ class Trainer(TitanTrainer):
         validator: Validator.Config = field(  # pyrefly: ignore[bad-override-mutable-attribute]
             default_factory=Validator.Config
         )
-
-        __setattr__ = set_known_key
 
         def __post_init__(self) -> None:
             # A config is rebuilt on its way to the trainer: by tyro, and by Titan's build().
