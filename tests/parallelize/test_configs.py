@@ -1,7 +1,6 @@
 """Our keys are Titan keys: on the command line, in the config, and refused with one message."""
 
 import dataclasses
-import logging
 import re
 import typing
 from dataclasses import fields
@@ -90,20 +89,6 @@ def test_an_extended_config_is_checked_once(checked: list, name: str):
     assert checked == [config]
     dataclasses.replace(config)
     assert len(checked) == 1
-
-
-@pytest.mark.parametrize("by", ["flags", "file"])
-def test_titan_warns_once(caplog: pytest.LogCaptureFixture, tmp_path: Path, by: str):
-    file = tmp_path / "run.toml"
-    checkpoint = "load_only = true\nenable_first_step_checkpoint = true\n"
-    file.write_text(f'extends = "{MOE_DEBUG}"\n[checkpoint]\n{checkpoint}')
-    flags = ("--checkpoint.load_only", "--checkpoint.enable_first_step_checkpoint")
-    for _ in range(2):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            dataclasses.replace(_parse(*flags) if by == "flags" else load(file))
-        assert ["will be ignored" in r.message for r in caplog.records].count(True) == 1
-        assert "initial_load_path" not in caplog.text  # it would warn of a default
 
 
 _OURS = ("parallelism", "optimizer", "checkpoint", "debug", "validator")

@@ -702,7 +702,7 @@ def test_titan_names_that_toml_files_go_by():
 def test_titan_configs_warn_through_the_root_logger(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(logging.getLogger(), "filters", [])  # warn_once's, of an earlier test
+    monkeypatch.setattr(logging.getLogger(), "filters", [])  # hide_noise's, of an earlier test
     with caplog.at_level(logging.WARNING):
         CheckpointManager.Config(initial_load_model_only=True)
     assert [(r.name, r.funcName) for r in caplog.records] == [("root", "__post_init__")]

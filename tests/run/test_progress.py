@@ -11,7 +11,7 @@ from torchtitan.config import ConfigManager
 
 from tests.helpers.training import Run, make_config, titan_config
 from titan_ext.base.messages import duration
-from titan_ext.config_registry.terminal import log_on_one_node, warn_once
+from titan_ext.config_registry.terminal import hide_noise, log_on_one_node
 from titan_ext.run.checks import Progress
 from titan_ext.run.trainer import extend_config
 
@@ -68,7 +68,7 @@ def test_trainable_parameters_are_counted_whole(tmp_path: Path, caplog: pytest.L
 
 
 def test_defaults_are_not_warned_of(caplog: pytest.LogCaptureFixture):
-    warn_once()
+    hide_noise()
     config = extend_config(titan_config("qwen3"))
     config.checkpoint.__post_init__()
     assert "initial_load_model_only" not in caplog.text

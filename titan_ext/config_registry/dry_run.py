@@ -21,7 +21,7 @@ import tyro
 
 from titan_ext.base.machines import MEMORY, machine_of
 from titan_ext.base.messages import Mistakes, format_bytes, size_of
-from titan_ext.config_registry.terminal import coloured, loading, phase
+from titan_ext.config_registry.terminal import loading, phase
 from titan_ext.toml.files import extends_in, ranks_of, to_toml
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class DryRun:
                     imbalance=self.imbalance,
                     say=phase,
                 )
-                print(coloured(run.report()), flush=True)
+                print(run.report(), flush=True)
                 plans = [] if run.memory is None else [to_json(run, asked)]
                 if self.out is not None:
                     write(plans[0], self.out)
@@ -245,7 +245,7 @@ class DryRun:
                 folder / "config.toml", rank, self.out or folder, "verbose"
             )
             sys.stderr.write(done.stderr)
-            print(coloured(done.stdout), end="", flush=True)
+            print(done.stdout, end="", flush=True)
             if done.returncode not in (0, _DOES_NOT_FIT):
                 raise SystemExit(done.returncode)
             if (found := re.search(r"^groups +(\d+)", done.stdout, re.M)) is not None:

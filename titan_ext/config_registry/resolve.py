@@ -16,7 +16,7 @@ from torchtitan.config.manager import ConfigManager, custom_registry
 from titan_ext.base.messages import COMMAND_LINE, checks_later
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.config_registry.model import choose_model, load_base
-from titan_ext.config_registry.terminal import warn_once
+from titan_ext.config_registry.terminal import hide_noise
 from titan_ext.run.trainer import Trainer
 from titan_ext.toml.convert import Given, build, changed, leaves, lines_of
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, read_chain, to_toml
@@ -78,7 +78,7 @@ def resolve(name: str | Path, flags: Sequence[str] = ()) -> Resolved:
         ValueError: with one message that names the file and each wrong key.
         SystemExit: for a wrong flag, which tyro has explained on stderr.
     """
-    warn_once()
+    hide_noise()
     function, files = chain = read_chain(name)
     at = KeyLocation(files[0].name if files else str(name))
     base = load_base(function, at.below("extends") if files else at)

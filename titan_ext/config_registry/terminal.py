@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Log and terminal: filters for Titan's log; phases, progress and colours of commands.
-
-rich draws the progress of a search. It is imported only where there is a terminal.
-"""
+"""Log and terminal: filters for Titan's log; what a command does now."""
 
 import contextlib
 import logging
 import os
-import re
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from titan_ext.base.messages import PHASE
 
-if TYPE_CHECKING:
-    from titan_ext.plan.search import Search
-
-_warned: set[str] = set()
 _NOISE = (
     # Warns of a default. A run that loads weights sets the path anyway.
     ("__post_init__", "initial_load_model_only=True has no effect"),
@@ -31,31 +22,17 @@ _NOISE = (
     ("get_peak_flops", "Error running lspci"),
 )
 """Lines of Titan's log that say nothing of a healthy run, by function and first words."""
-_VERDICTS = {"fits": 32, "does not fit": 31, "uncertain": 33}
-"""First words of a plan's verdict, and the colours of ANSI terminals."""
 _started = time.monotonic()
-_VERDICT = re.compile(rf"^(memory +|-- .*: )?({'|'.join(_VERDICTS)})\b", re.M)
 
 
-def warn_once() -> None:
-    """Show each warning of Titan's config classes once, until the next call, and no ``_NOISE``.
-
-    They are built several times on their way to the trainer: by tyro, by Titan's ``build()``, and
-    for a file's changes.
-    """
-    _warned.clear()
-    logging.getLogger().addFilter(_is_new)  # Titan logs with the root logger
+def hide_noise() -> None:
+    """Leave ``_NOISE`` out of Titan's log."""
+    logging.getLogger().addFilter(_is_no_noise)  # Titan logs with the root logger
 
 
-def _is_new(record: logging.LogRecord) -> bool:
+def _is_no_noise(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    if any(record.funcName == where and message.startswith(words) for where, words in _NOISE):
-        return False
-    if record.funcName != "__post_init__":
-        return True
-    is_new = message not in _warned
-    _warned.add(message)
-    return is_new
+    return not any(record.funcName == at and message.startswith(words) for at, words in _NOISE)
 
 
 def log_on_one_node() -> None:
@@ -87,15 +64,6 @@ def quiet(verbose: bool) -> Iterator[None]:
     yield
 
 
-def coloured(text: str) -> str:
-    """``text`` with its verdicts in green, red or yellow, if it is for a terminal."""
-    if not sys.stdout.isatty():
-        return text
-    return _VERDICT.sub(
-        lambda found: f"{found[1] or ''}\033[{_VERDICTS[found[2]]}m{found[2]}\033[0m", text
-    )
-
-
 def phase(text: str) -> None:
     """Say on stderr what a command does now, a line each, from its second second on."""
     seconds = time.monotonic() - _started
@@ -107,33 +75,3 @@ def loading() -> None:
     """``phase`` of the first import of torch, which takes longer than a second in any case."""
     if "torch" not in sys.modules:
         print(f"{PHASE}loading torch and TorchTitan", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def progress_of(search: "Search") -> Iterator[None]:
-    """What is tried, i of about n plans, time left and the best: a bar, or a line each in a pipe.
-
-    Without rich's thread, for processes are forked here.
-    """
-    if not sys.stderr.isatty():
-        search.say = lambda text: phase(f"{text}: {search.progress()}")
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}")
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False
-    ) as progress:
-        bar = progress.add_task("", total=None, state="")
-
-        def tick() -> None:
-            done, left = search.work()
-            progress.update(bar, completed=done, total=done + left, state=search.progress())
-            progress.refresh()
-
-        search.say = lambda text: progress.update(bar, description=text)
-        search.forks.tick = tick
-        yield

@@ -18,7 +18,7 @@ import tyro
 
 from titan_ext.base.machines import MEMORY, machine_of
 from titan_ext.base.messages import Mistakes, duration, size_of
-from titan_ext.config_registry.terminal import loading, progress_of
+from titan_ext.config_registry.terminal import loading, phase
 from titan_ext.toml.files import check_new_file, extends_in, ranks_of, to_toml
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ class Tune:
             search, given = self.search(flags, Path(folder))
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
             try:
-                with search.forks, progress_of(search):
+                search.say = lambda text: phase(f"{text}: {search.progress()}")
+                with search.forks:
                     search.run()
             except KeyboardInterrupt:
                 if not search.tried:

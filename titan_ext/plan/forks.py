@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-_TICK_S = 0.2
 _ON_PURPOSE = ValueError, AssertionError, NotImplementedError, RuntimeError, ImportError
 
 
@@ -49,14 +48,12 @@ class Forks:
             purpose, becomes a ``FailedError`` among the results.
         processes: Cores, as a rule.
         alike: What calls of one process have in common, from the arguments of a call.
-        tick: Called a few times a second while calls run.
         called, planned: How many calls have ended, and were asked for so far.
     """
 
     function: Callable[..., Any]
     processes: int
     alike: Callable[..., Hashable] = lambda *call: None
-    tick: Callable[[], None] = lambda: None
     called: int = 0
     planned: int = 0
     _idle: list[_Fork] = field(default_factory=list)
@@ -81,7 +78,7 @@ class Forks:
                 self._running[fork.line] = fork, at
                 with contextlib.suppress(BrokenPipeError):  # it died: its line has ended
                     fork.line.send(waiting.pop(at))
-            for line in wait(list(self._running), timeout=_TICK_S):
+            for line in wait(list(self._running)):
                 assert isinstance(line, Connection)
                 fork, at = self._running.pop(line)
                 result = _received(line)
@@ -91,7 +88,6 @@ class Forks:
                     self._idle.append(fork)
                 self.called += 1
                 yield at, result
-            self.tick()
 
     def _next(self, waiting: dict[int, Sequence[Any]]) -> tuple[_Fork, int]:
         """A call that waits, and the fork that makes it: one that made such calls, or a new one."""
