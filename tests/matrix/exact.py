@@ -6,11 +6,10 @@ or verify's copy of a job, cannot have: compiled blocks, ranks without a row, mo
 tests.
 """
 
+import tomllib
 from dataclasses import replace
 from itertools import product
 from typing import Any
-
-import tomli
 
 from tests.helpers.training import Result, Run
 from tests.matrix.rows import EXACT, REFUSED, rows
@@ -40,7 +39,7 @@ _FIELDS = {
 
 def run_of(job: Job) -> Run:
     """The run that a row with exact features describes."""
-    written = tomli.loads(toml_of(job))
+    written = tomllib.loads(toml_of(job))
     keys: dict[str, Any] = {_FIELDS[key]: value for key, value in written["parallelism"].items()}
     checkpoint = written.get("activation_checkpoint", {})
     policy = checkpoint.get("policy", "selective")

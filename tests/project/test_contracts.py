@@ -713,9 +713,6 @@ def test_pydantic_errors_that_toml_messages_are_made_of():
         TypeAdapter(list[int], config=ConfigDict(strict=True)).validate_json("[1, true]")
     (error,) = refused.value.errors(include_url=False)
     assert (error["loc"], error["msg"]) == ((1,), "Input should be a valid integer")
-    with pytest.raises(ValidationError) as refused:
-        TypeAdapter(list[int]).validate_json("3")
-    assert refused.value.errors()[0]["type"] == "list_type"
     with pytest.raises(PydanticUserError):
         TypeAdapter(torch.dtype)
 

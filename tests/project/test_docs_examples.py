@@ -10,13 +10,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import tomli
 
 from tests.helpers import muon
 from tests.helpers.cluster import SCRIPT, run_line, run_ranks
@@ -293,7 +293,7 @@ _TOML = examples("toml")
 def test_every_key_of_a_toml_example_arrives(folder: Path, place: tuple[str, int]):
     for name, code in (("my_model", (YOURS, 0)), ("my_adapters", ("docs/lora.md", 1))):
         (folder / f"{name}.py").write_text(examples("python")[code])
-    table = tomli.loads(_TOML[place])
+    table = tomllib.loads(_TOML[place])
     (folder / "run.toml").write_text(("" if "extends" in table else DEBUG) + _TOML[place])
     origins = resolve("run.toml").origins
     table = {key: value for key, value in table.items() if key not in ("extends", "world_size")}

@@ -1,10 +1,10 @@
 """The search that ``make search`` runs: what it draws, and how it makes a failure small."""
 
 import random
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomli
 
 from tests.verify import search
 from tests.verify.search import VALUES, Job, Verified, draw, shrink, toml_of
@@ -14,7 +14,7 @@ def test_jobs_fit_their_ranks_and_cover_all_values():
     generator, covered = random.Random(0), set()
     for _ in range(120):
         job = draw(generator, covered)
-        table = tomli.loads(toml_of(job))
+        table = tomllib.loads(toml_of(job))
         degrees = {k: v for k, v in table["parallelism"].items() if k.endswith("_degree")}
         expert = degrees.pop("expert_parallel_degree")
         product = 1

@@ -13,7 +13,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torchtitan.models.common.decoder import Decoder
@@ -29,8 +29,9 @@ from titan_ext.toml.files import (
     MODEL,
     TITAN_MODULES,
     KeyLocation,
+    TomlConfigError,
     import_first,
-    import_problem,
+    named_in,
     nearest,
     to_toml,
 )
@@ -81,8 +82,6 @@ def load_base(name: str, at: KeyLocation) -> Base:
     try:
         with _noting(calls):
             config = function()
-    except ImportError as error:
-        raise at.error(import_problem(name, error)) from error
     except Exception as error:
         who = f"{name} " if at.key else ""  # else the name stands in front
         raise at.error(f"{who}failed: {type(error).__name__}: {error}") from error
@@ -110,17 +109,11 @@ def _find_function(name: str, at: KeyLocation) -> Callable[[], Any]:
     if module is None:
         raise at.error(f"no module {module_name}.")
     try:
-        function = getattr(module, function_name, None)
-    except ValueError as error:  # from titan_ext.config_registry
+        return named_in(module, function_name, at)
+    except TomlConfigError:
+        raise
+    except ValueError as error:  # titan_ext.config_registry has looked for a file of that name
         raise at.error(str(error)) from error
-    if not callable(function):
-        own = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
-        valid = [f.__name__ for f in own if isinstance(f, FunctionType) and f.__name__[0] != "_"]
-        raise at.error(
-            f"{module.__name__} has no config function {function_name}"
-            f"{nearest(function_name, valid)}"
-        )
-    return function
 
 
 @contextlib.contextmanager
@@ -265,10 +258,10 @@ def _fit_vocabulary(loss: Any, old: int, new: int, at: KeyLocation) -> Any:
     for f in fields(loss):
         below, value = at.below(f.name), getattr(loss, f.name)
         if f.name == _VOCABULARY:
-            is_default = value is None and below.origin().startswith("default of")
-            if is_default or (value == old != new and below.key not in at.origins):
+            has_none_yet = value is None and below.origin() != ""  # a file chose the loss
+            if below.key not in at.origins and (has_none_yet or value == old != new):
                 changes[f.name] = new
-                below.record(f"vocabulary of the model, see {at.file}")
+                below.record()
         elif is_dataclass(value):
             changes[f.name] = _fit_vocabulary(value, old, new, below)
     return replace(loss, **changes)

@@ -18,7 +18,7 @@ import tyro
 from titan_ext.base.machines import MEMORY, machine_of
 from titan_ext.base.messages import Mistakes
 from titan_ext.config_registry.terminal import loading, phase
-from titan_ext.toml.files import WORLD_SIZE, KeyLocation, find, import_first, ranks_of, to_toml
+from titan_ext.toml.files import WORLD_SIZE, KeyLocation, find, import_dotted, ranks_of, to_toml
 
 if TYPE_CHECKING:
     from titan_ext.plan.verify.judge import Verdict
@@ -167,12 +167,7 @@ class Verify:
 
     def _own_model(self) -> Any:
         """What the function of ``--model`` returns."""
-        module, _, name = self.model.replace(":", ".").rpartition(".")
-        at = KeyLocation("--model", self.model)
-        found = import_first(self.model, [module], at) if module else None
-        if not callable(function := getattr(found, name, None)):
-            raise at.error("no such function; expected MODULE.FUNCTION, which can be imported.")
-        return function()
+        return import_dotted(self.model.replace(":", "."), KeyLocation("--model", self.model))()
 
     def _say(self, blame: "Blame", job: "SmallJob", flags: list[str]) -> Iterator[str]:
         """Say who is to blame, and write the smallest file with which the job is wrong."""

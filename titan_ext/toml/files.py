@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import util
@@ -21,7 +22,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import tomli
 from torchtitan.experiments import _supported_experiments
 from torchtitan.models import _supported_models
 
@@ -35,13 +35,6 @@ NONE = "None"
 """None in a file, as TOML lacks it; Titan's command line writes it the same way."""
 EXAMPLE = 'extends = "deepseek_v3.deepseek_v3_16b"'
 _MOST_NAMES_SHOWN = 12
-_PACKAGES = {
-    "PIL": "pillow",
-    "deep_ep": "deep_ep (see github.com/deepseek-ai/DeepEP)",
-    "fla": "flash-linear-attention",
-    "torchft": "torchft-nightly",
-}
-"""Module -> package, where the names differ."""
 REFUSED_MODELS = {
     "flux": "it is not a decoder (so its units are unknown) and has a training loop of its own"
 }
@@ -100,11 +93,11 @@ class KeyLocation:
     def error(self, problem: str) -> TomlConfigError:
         return TomlConfigError(self.file, self.key, problem)
 
-    def record(self, origin: str = "") -> None:
-        """Record that ``origin``, by default the file, set this key and all keys below it."""
+    def record(self) -> None:
+        """Record that the file set this key and all keys below it."""
         for key in [key for key in self.origins if key.startswith(f"{self.key}.")]:
             del self.origins[key]
-        self.origins[self.key] = origin or self.file
+        self.origins[self.key] = self.file
 
     def origin(self) -> str:
         """The file that set this key or a table around it; "" if the base function did."""
@@ -154,18 +147,16 @@ def read(path: Path) -> TomlFile:
     """Read one file. Raises TomlConfigError if it is no TOML, or extends nothing."""
     at = KeyLocation(str(path))
     try:
-        table = tomli.loads(path.read_bytes().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise at.error(f"line {line}: not UTF-8 text.") from error
+        table = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise at.error(f"cannot be read: {error.strerror}.") from error
-    except tomli.TOMLDecodeError as error:
-        problem = f"line {error.lineno}, column {error.colno}: not valid TOML: {error.msg}."
-        raise at.error(problem) from error
+    except ValueError as error:  # of text that is no UTF-8, too
+        raise at.error(f"not valid TOML: {error}.") from error
     extends = table.pop("extends", None)
     if extends is None:
-        raise at.below("extends").error(_missing_extends(table))
+        raise at.below("extends").error(
+            f"missing; say first, before any section, what this file changes, as in {EXAMPLE}."
+        )
     if not isinstance(extends, str) or not extends:
         raise at.below("extends").error(f"expected one name or one path, as in {EXAMPLE}.")
     ranks = table.pop(WORLD_SIZE, None)
@@ -174,29 +165,12 @@ def read(path: Path) -> TomlFile:
     return TomlFile(at.file, table, extends, ranks or 0)
 
 
-def _missing_extends(table: dict[str, Any]) -> str:
-    model = table.get("model")
-    if isinstance(model, dict) and isinstance(model.get("name"), str):
-        flavor = re.sub("[^a-z0-9]+", "_", str(model.get("flavor", "debugmodel")).lower())
-        return (
-            "missing; this looks like a file for TorchTitan 0.1 or 0.2. In place of [model] name, "
-            "say first which config function it changes, as in extends = "
-            f'"{model["name"]}.{model["name"]}_{flavor}".'
-        )
-    for name, section in table.items():
-        if isinstance(section, dict) and isinstance(section.get("extends"), str):
-            return f"stands in [{name}]; it has to come before the first section."
-    return f"missing; say first what this file changes, as in {EXAMPLE}."
-
-
 def check_new_file(path: Path) -> None:
-    """Raise ValueError if no TOML file can be written to ``path``, or one is there."""
+    """Raise ValueError if ``path`` is no name of a TOML file, or one is there."""
     if path.suffix != ".toml":
         raise ValueError(f"{path}: expected a file whose name ends in .toml.")
     if path.exists():
         raise ValueError(f"{path} exists; choose another name, or edit it.")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}.")
 
 
 # -- from a name to files
@@ -341,43 +315,34 @@ def extends_in(folder: Path, config: str) -> str:
 def import_first(what: str, names: Iterable[str], at: KeyLocation) -> ModuleType | None:
     """The first of the modules ``names`` that exists, ``what`` in messages; None if none does.
 
-    Raises TomlConfigError if importing it fails, naming what is missing and what to install. Titan
-    mistakes an ImportError in a config registry for a missing registry, so none may escape.
+    Raises TomlConfigError if importing it fails. Titan mistakes an ImportError in a config registry
+    for a missing registry, so none may escape.
     """
     for name in names:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if not f"{name}.".startswith(f"{error.name}."):
-                raise at.error(import_problem(what, error)) from error
+                raise at.error(f"{what} cannot be imported: {error}.") from error
         except Exception as error:
-            raise at.error(import_problem(what, error)) from error
+            raise at.error(f"{what} cannot be imported: {error!r}.") from error
     return None
 
 
-def import_problem(module: str, error: Exception) -> str:
-    """The reason why ``module`` cannot be imported, and what to install."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        missing = error.name.split(".")[0]
-        package = _PACKAGES.get(missing, missing)
-        return f"{module} needs the module {error.name}: pip install {package}."
-    return f"{module} cannot be imported: {type(error).__name__}: {error}."
-
-
 def import_dotted(path: Any, at: KeyLocation) -> Any:
-    """The object that ``package.module.Name`` names."""
-    parts = path.split(".") if isinstance(path, str) else []
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+    """The object that ``package.module.name`` names."""
+    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    if not all(part.isidentifier() for part in [*module.split("."), name]):
         raise at.error(f'expected a dotted path, as in "package.module.Name", got {path!r}.')
-    count = len(parts)
-    found: Any = None
-    while found is None and (count := count - 1):
-        found = import_first(path, [".".join(parts[:count])], at)
+    found = import_first(path, [module], at)
     if found is None:
-        raise at.error(f"no module named {parts[0]}; is it on PYTHONPATH?")
-    for name in parts[count:]:
-        if not hasattr(found, name):
-            hint = did_you_mean(name, [known for known in dir(found) if known[0] != "_"])
-            raise at.error(f"{getattr(found, '__name__', found)} has no {name}{hint}")
-        found = getattr(found, name)
-    return found
+        raise at.error(f"no module named {module}; is it on PYTHONPATH?")
+    return named_in(found, name, at)
+
+
+def named_in(module: ModuleType, name: str, at: KeyLocation) -> Any:
+    """What is called ``name`` in a module."""
+    if not hasattr(module, name):
+        known = [known for known in dir(module) if known[0] != "_"]
+        raise at.error(f"{module.__name__} has no {name}{did_you_mean(name, known)}")
+    return getattr(module, name)
