@@ -1,6 +1,5 @@
 """Values and degrees that no run can have are refused in words, before any process group."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,38 +23,23 @@ def _config(**degrees: Any) -> Trainer.Config:
     return config
 
 
-UNEVEN = (
-    r"expert_parallel_degree is {}: {} ranks share 8 experts, so FSDP shards dim 1 .* of 256 "
-    r"values, over {} ranks, which torch does evenly only; expected {}\."
-)
-COPIES = r"data_parallel_replicate_degree {}, if a plan \(--memory\) says it fits"
-
-
 @pytest.mark.parametrize(
-    ("ranks", "degrees", "message"),
+    ("ranks", "degrees", "world", "fits"),
     [
-        (12, {"expert_parallel": 4}, UNEVEN.format(4, 12, 3, COPIES.format(3))),
-        (24, {}, UNEVEN.format(1, 24, 24, COPIES.format(3))),
-        (
-            48,
-            {"tensor_parallel": 4, "expert_parallel": 8},
-            UNEVEN.format(8, 48, 6, COPIES.format(3)),
-        ),
-        # Copies would do too, and take more memory: nobody asked how much there is.
-        (1024, {"expert_parallel": 2}, UNEVEN.format(2, 1024, 512, "one of 4, 8")),
+        (12, {"expert_parallel": 4}, 3, {"data_parallel_replicate": 3}),
+        (24, {}, 24, {"data_parallel_replicate": 3}),
+        (48, {"tensor_parallel": 4, "expert_parallel": 8}, 6, {"data_parallel_replicate": 3}),
+        (1024, {"expert_parallel": 2}, 512, {"expert_parallel": 4}),
     ],
 )
 def test_experts_that_torch_cannot_shard_unevenly(
-    ranks: int, degrees: dict[str, int], message: str
+    ranks: int, degrees: dict[str, int], world: int, fits: dict[str, int]
 ):
     """Stock ends with torch's sentence, once process groups exist; what is expected starts."""
     (wrong,) = wrong_degrees(_config(**degrees), ranks)
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(wrong)
-    expected = wrong.rpartition("expected ")[2]
-    key = "data_parallel_replicate" if "replicate" in expected else "expert_parallel"
-    for degree in map(int, re.findall(r"\d+", expected)):
-        assert list(wrong_degrees(_config(**degrees | {key: degree}), ranks)) == []
+    said = f"{ranks} ranks share 8 experts, so FSDP shards dim 1 of their weights, of 256 values, "
+    assert f"{said}over {world} ranks, which torch does evenly only; expected another" in wrong
+    assert list(wrong_degrees(_config(**degrees | fits), ranks)) == []
 
 
 def test_muon_wants_whole_experts(tmp_path: Path):
@@ -64,10 +48,11 @@ def test_muon_wants_whole_experts(tmp_path: Path):
     assert list(wrong_degrees(config, 8)) == []
     (wrong,) = wrong_degrees(config, 16)
     assert "16 ranks share 8 experts, so FSDP shards dim 1" in wrong
-    assert "which DistMuon does not support; expected expert parallelism in copies" in wrong
+    assert "which DistMuon does not support; expected another one, or copies" in wrong
     config.parallelism.expert_parallel_degree = 2
-    (wrong,) = wrong_degrees(config, 16)
-    assert re.search(f"expected {COPIES.format(2)}", wrong)
+    assert len(list(wrong_degrees(config, 16))) == 1
+    config.parallelism.data_parallel_replicate_degree = 2
+    assert list(wrong_degrees(config, 16)) == []
 
 
 @pytest.mark.parametrize(
@@ -92,8 +77,6 @@ def test_muon_wants_whole_experts(tmp_path: Path):
         ("training.steps", 2.5),
         ("lr_scheduler.warmup_steps", 2.5),
         ("checkpoint.keep_latest_k", float("inf")),
-        ("dump_folder", 3),
-        ("training.steps", "three"),
         ("validator.freq", 0),
         ("comm.init_timeout_seconds", 0),
         ("comm.train_timeout_seconds", 0),

@@ -72,9 +72,7 @@ _DEGREES = (
 _EXPERT = "expert_parallel_degree"
 _SHARD = "data_parallel_shard_degree"
 _LIMITS = {
-    "dump_folder": _Limit(
-        "the name of a folder", lambda value: isinstance(value, str) and value != ""
-    ),
+    "dump_folder": _Limit("the name of a folder", lambda value: value != ""),
     **{
         f"{section}.{key}": _OR_AUTO if or_auto else _FROM_ONE
         for section, keys in BATCH_KEYS.items()
@@ -118,15 +116,8 @@ def wrong_values(config: Any) -> list[str]:
     return [
         f"{key} is {value!r}; expected {limit.expected}."
         for key, limit, value in rows
-        if value is not None and not _holds(limit, value)
+        if value is not None and not limit.holds(value)
     ]
-
-
-def _holds(limit: _Limit, value: Any) -> bool:
-    try:
-        return limit.holds(value)
-    except TypeError:  # of a kind that cannot be compared
-        return False
 
 
 def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
@@ -190,43 +181,26 @@ def _wrong_expert_shards(config: Any, moe: MoE.Config, shard: int) -> Iterator[s
     that evenly only, and DistMuon not at all.
     """
     parallelism = config.parallelism
-    with torch.device("meta"):
-        params = list(moe.routed_experts.inner_experts.build().parameters())
-    replicas = parallelism.data_parallel_replicate_degree
     ep, tp = getattr(parallelism, _EXPERT), parallelism.tensor_parallel_degree
     shards = shard * parallelism.context_parallel_degree
-
-    def problem(ep: int, replicas: int, shards: int) -> str:
-        spread, world = (shards * tp, shards * tp // ep) if ep > 1 else (shards * replicas, shards)
-        if spread <= moe.num_experts or (tp > 1 and ep == 1):  # TP splits them, too
-            return ""
-        uneven = [size for size in {p.shape[1] for p in params} if size % world]
-        said = f"{spread} ranks share {moe.num_experts} experts, so FSDP shards"
-        if uneven:
-            return (
-                f"{said} dim 1 of their weights, of {min(uneven)} values, over {world} ranks, "
-                "which torch does evenly only"
-            )
-        muon = any(g.optimizer_name == MUON for g in getattr(config.optimizer, "param_groups", []))
-        return f"{said} dim 1 of their weights, which {MUON} does not support" if muon else ""
-
-    if not (found := problem(ep, replicas, shards)):
+    spread, world = shards * tp, shards * tp // ep
+    if ep == 1:
+        spread, world = shards * parallelism.data_parallel_replicate_degree, shards
+    if spread <= moe.num_experts or (tp > 1 and ep == 1):  # TP splits them, too
         return
-    whole = math.gcd(shards * tp, moe.num_experts)
-    degrees = [
-        n for n in _divisors(whole) if (n > 1 or tp == 1) and not problem(n, replicas, shards)
-    ]
-    copies = [
-        replicas * n
-        for n in _divisors(shards)
-        if shards // n * tp % ep == 0 and not problem(ep, replicas * n, shards // n)
-    ]
-    expected = "expert parallelism in copies, each of fewer ranks (HSDP)"
-    if degrees:
-        expected = f"{'one of ' if len(degrees) > 1 else ''}{and_more(degrees, limit=6)}"
-    elif copies:  # the fewest: each holds all weights and states
-        expected = f"data_parallel_replicate_degree {copies[0]}, if a plan (--memory) says it fits"
-    yield f"parallelism.{_EXPERT} is {ep}: {found}; expected {expected}."
+    with torch.device("meta"):
+        sizes = {p.shape[1] for p in moe.routed_experts.inner_experts.build().parameters()}
+    if uneven := [size for size in sizes if size % world]:
+        why = f"of {min(uneven)} values, over {world} ranks, which torch does evenly only"
+    elif any(g.optimizer_name == MUON for g in getattr(config.optimizer, "param_groups", [])):
+        why = f"which {MUON} does not support"
+    else:
+        return
+    yield (
+        f"parallelism.{_EXPERT} is {ep}: {spread} ranks share {moe.num_experts} experts, so FSDP "
+        f"shards dim 1 of their weights, {why}; expected another one, or copies of fewer ranks: "
+        "data_parallel_replicate_degree > 1."
+    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -362,16 +336,6 @@ def wrong_together(
             f"(TorchTitan removed it after 0.3); expected one of {', '.join(_SPMD_BACKENDS)}.",
         ),
         (
-            wrap == "experts" and compiled,
-            'parallelism.fsdp_wrap = "experts" does not go with compile.enable = true: FSDP would '
-            'gather the experts inside a compiled block; expected "submodule" or "block".',
-        ),
-        (
-            replicates and compiled,
-            f"{REPLICATE} does not go with compile.enable = true: replicated parameters form an "
-            "FSDP group inside a compiled module, and torch.compile refuses its hooks there.",
-        ),
-        (
             replicates and backend == "partial_dtensor" and copies > 1,
             f"{REPLICATE} needs parallelism.data_parallel_replicate_degree = 1 with spmd_backend = "
             '"partial_dtensor": torch replicates over one axis only. Use "spmd_types".',
@@ -386,11 +350,6 @@ def wrong_together(
             quantizes and tp > 1,
             f"{QUANTIZE_FROZEN} needs parallelism.tensor_parallel_degree = 1: NF4Tensor can be "
             "sharded only once, along its rows.",
-        ),
-        (
-            quantizes and compiled,
-            f"{QUANTIZE_FROZEN} does not go with compile.enable = true: torchao keeps NF4Tensor "
-            "out of torch.compile.",
         ),
         *(
             (
@@ -415,14 +374,18 @@ def wrong_together(
         ),
     ]
     changed = changed_exchanges(of)
+    eager_only = [
+        ('parallelism.fsdp_wrap = "experts"', wrap == "experts", "FSDP would gather in a block"),
+        (REPLICATE, replicates, "it refuses hooks of FSDP in a block"),
+        (QUANTIZE_FROZEN, quantizes, "torchao keeps NF4Tensor out of it"),
+    ]
+    for key, value in changed.items():
+        eager_only.append((f'parallelism.{key} = "{value}"', True, "it orders a block by itself"))
+    for key, is_on, why in eager_only:
+        rows.append((compiled and is_on, f"{key} does not go with compile.enable = true: {why}."))
     for key, value in changed.items():
         said, halves = f'parallelism.{key} = "{value}"', key == "overlap_exchanges"
         rows += [
-            (
-                halves and compiled,
-                f"{said} does not go with compile.enable = true, which orders the operations of a "
-                'block by itself; expected "none".',
-            ),
             (
                 halves and cp > 1,
                 f"{said} needs parallelism.context_parallel_degree = 1: masks of half a batch are "
@@ -432,11 +395,6 @@ def wrong_together(
                 not halves and ep == 1,
                 f"{said} needs parallelism.expert_parallel_degree > 1: without expert parallelism "
                 "no token travels.",
-            ),
-            (
-                not halves and compiled,
-                f"{said} does not go with compile.enable = true: the compiler would have to see "
-                "through an exchange in two steps. Expected a config without this key.",
             ),
         ]
     for key, value in settings.collectives.items():
