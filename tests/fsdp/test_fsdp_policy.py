@@ -198,6 +198,7 @@ def test_keys_in_a_file_and_on_the_command_line(tmp_path: Path, monkeypatch):
 
 def test_names_in_a_file_build_the_model_once(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "8")
     table = '[parallelism.fsdp_reshard_groups]\nblock = "never"\n'
     (tmp_path / "run.toml").write_text(DEBUG + table)
     built = []

@@ -64,7 +64,10 @@ def _changed(config: Trainer.Config, case: Case) -> Trainer.Config:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_refused(case: Case, folder: Path, request: pytest.FixtureRequest):
+def test_refused(
+    case: Case, folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WORLD_SIZE", case.around.get("ranks", "64"))  # as torchrun does
     if "accelerator" in case.around:
         request.getfixturevalue("accelerator")
     for name, text in case.files.items():

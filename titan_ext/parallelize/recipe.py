@@ -26,18 +26,11 @@ from titan_ext.base.machines import RANKS_PER_NODE
 from titan_ext.base.messages import Mistakes
 from titan_ext.base.op_cost import Nodes
 from titan_ext.components.exchange_policy import Exchanges, cost_of_saving, resolve_exchanges
-from titan_ext.fsdp.auto import check_reshard_groups, splits_experts
-from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import (
-    Wrap,
-    find_replicated,
-    plan_units,
-    units_without,
     vision_modules,
-    vision_units,
 )
 from titan_ext.parallelize.limits import shard_axis, wrong_together
 
@@ -126,39 +119,30 @@ def check_names(
 
     Also for a unit of another ``fsdp_wrap``, or one that cannot be resharded to a number of ranks.
     Builds the model on the meta device, if there are names or such a number. The whole model is
-    looked at, since a name may lie in any stage of a pipeline.
+    looked at, since a name may lie in any stage of a pipeline. Nothing is looked at where the
+    number of ranks is not known yet, or no degrees fit it.
     """
     to_ranks = any(isinstance(n, int) for n in settings.reshard_by_key.values())
     if not (settings.reshard_groups or settings.replicate or settings.quantize_frozen or to_ranks):
         return
-    with torch.device("meta"):
-        built = cast(Decoder, model.build())
     shards = shard_axis(parallelism)
     ep, tp = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
-    if shards is not None and shards * tp % ep == 0:
-        cp, copies = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
-        dims = ParallelDims(
-            dp_replicate=copies,
-            dp_shard=shards // cp,
-            cp=cp,
-            tp=tp,
-            pp=1,
-            ep=ep,
-            world_size=copies * shards * tp,
-            spmd_backend=parallelism.spmd_backend,
-        )
-        # The nodes of a job are known when it starts. They decide only what "auto" takes first, and
-        # it takes units that have the names, if any have.
-        nodes = Nodes(RANKS_PER_NODE, RANKS_PER_NODE)
-        resolve_sharding(built, settings, dims, nodes, compiled=compiled)
+    if shards is None or shards * tp % ep:
         return
-    replicated = find_replicated(built, settings.replicate, is_chunk=False)
-    if names := settings.quantize_frozen:
-        find_frozen_linears(built, names, shard_world=None, is_chunk=False, replicated=replicated)
-    wraps: list[Wrap] = ["submodule", "experts", "block"]  # "auto" takes one that has the names
-    if settings.wrap != "auto":
-        wraps = [settings.wrap]
-    elif not splits_experts(model, ep):
-        wraps = ["block"]
-    units = [u for w in wraps for u in units_without(built, plan_units(built, w), replicated)]
-    check_reshard_groups(settings, [*vision_units(built), *units])
+    with torch.device("meta"):
+        built = cast(Decoder, model.build())
+    cp, copies = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
+    dims = ParallelDims(
+        dp_replicate=copies,
+        dp_shard=shards // cp,
+        cp=cp,
+        tp=tp,
+        pp=1,
+        ep=ep,
+        world_size=copies * shards * tp,
+        spmd_backend=parallelism.spmd_backend,
+    )
+    # The nodes of a job are known when it starts. They decide only what "auto" takes first, and it
+    # takes units that have the names, if any have.
+    nodes = Nodes(RANKS_PER_NODE, RANKS_PER_NODE)
+    resolve_sharding(built, settings, dims, nodes, compiled=compiled)

@@ -147,17 +147,17 @@ class Trainer(TitanTrainer):
             model = cast(Decoder.Config, self.model_spec.model)
             compiled = compiles_model(self.compile)
             settings = FSDPSettings.from_config(self.parallelism, self.training)
-            mistakes.extend(
-                wrong_together(
-                    settings,
-                    self.parallelism,
-                    compiled=compiled,
-                    model=model,
-                    ac_config=self.activation_checkpoint,
-                    loss=self.loss,
-                )
+            wrong = wrong_together(
+                settings,
+                self.parallelism,
+                compiled=compiled,
+                model=model,
+                ac_config=self.activation_checkpoint,
+                loss=self.loss,
             )
-            check_names(model, settings, self.parallelism, compiled=compiled)
+            mistakes.extend(wrong)
+            if not wrong:
+                check_names(model, settings, self.parallelism, compiled=compiled)
 
         def _leave_out_cuda_graphs(self) -> None:
             """Switch CUDA graphs off where Titan refuses them: they are on by default there."""
