@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ext.base.messages import Mistakes, end_with_messages
 from titan_ext.config_registry.terminal import log_on_one_node
-from titan_ext.toml.files import REFUSED_MODELS, WORLD_SIZE, read_chain, titan_configs
+from titan_ext.toml.files import WORLD_SIZE, read_chain, titan_configs
 
 if TYPE_CHECKING:
     from titan_ext.run.trainer import Trainer
@@ -58,5 +58,4 @@ def __getattr__(name: str) -> Callable[[], Any]:
 
 
 def __dir__() -> list[str]:
-    ours = (name for name, model in titan_configs().items() if model not in REFUSED_MODELS)
-    return sorted([*globals(), *ours])
+    return sorted([*globals(), *titan_configs()])

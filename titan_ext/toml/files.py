@@ -35,10 +35,6 @@ NONE = "None"
 """None in a file, as TOML lacks it; Titan's command line writes it the same way."""
 EXAMPLE = 'extends = "deepseek_v3.deepseek_v3_16b"'
 _MOST_NAMES_SHOWN = 12
-REFUSED_MODELS = {
-    "flux": "it is not a decoder (so its units are unknown) and has a training loop of its own"
-}
-"""Titan's models that titan_ext does not serve, by their ``--module`` name, and why."""
 TITAN_MODULES = _supported_models | _supported_experiments
 """Short names that Titan's ``--module`` takes."""
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -200,14 +196,17 @@ def shipped_configs() -> dict[str, Path]:
 
 @functools.cache
 def titan_configs() -> dict[str, str]:
-    """Titan's config functions, name -> model, read from its sources: some import extras (fla)."""
+    """Titan's config functions, name -> model, read from its sources: some import extras (fla).
+
+    Without those of Flux, which is no decoder and has a trainer of its own.
+    """
     spec = util.find_spec("torchtitan")
     assert spec is not None
     assert spec.submodule_search_locations is not None
     found: dict[str, str] = {}
     folder = Path(spec.submodule_search_locations[0])
     for source in sorted(folder.glob("models/*/config_registry.py")):
-        names = re.findall(r"^def ([a-z]\w*)\(\) -> \S*Trainer\.Config:", source.read_text(), re.M)
+        names = re.findall(r"^def ([a-z]\w*)\(\) -> Trainer\.Config:", source.read_text(), re.M)
         found |= dict.fromkeys(names, source.parent.name)
     return found
 
@@ -221,9 +220,8 @@ def listing() -> Iterator[str]:
         yield f"  {name + '.toml':30} {sentence}"
     yield "config functions of TorchTitan, by model:"
     for model in dict.fromkeys(titan_configs().values()):
-        if model not in REFUSED_MODELS:
-            names = [name for name, of in titan_configs().items() if of == model]
-            yield f"  {model}\n    " + "\n    ".join(names)
+        names = [name for name, of in titan_configs().items() if of == model]
+        yield f"  {model}\n    " + "\n    ".join(names)
 
 
 def find(name: str, folder: Path = Path()) -> Path | str:
@@ -243,15 +241,12 @@ def find(name: str, folder: Path = Path()) -> Path | str:
             return path
         problem = "is a folder" if path.is_dir() else "no such file"
         raise ValueError(f"{path}: {problem}{did_you_mean(path.name, [*shipped, *beside])}")
-    function = f"{titan_configs()[name]}.{name}" if name in titan_configs() else name
-    module, *rest = re.split("[.:]+", function, maxsplit=1)
-    if module in REFUSED_MODELS:
-        raise ValueError(f"{name}: titan_ext does not serve {module}: {REFUSED_MODELS[module]}.")
     if name in titan_configs():
-        return function
+        return f"{titan_configs()[name]}.{name}"
+    module, *rest = re.split("[.:]+", name, maxsplit=1)
     is_function = _FUNCTION.fullmatch(name) and not path.exists()
     if is_function and (module in {*TITAN_MODULES, *sys.modules} or util.find_spec(module)):
-        return function
+        return name
     modules = [*TITAN_MODULES, *(file.stem for file in folder.glob("*.py"))]
     same = [f"{known}.{rest[0]}" for known in modules if rest and not path.exists()]
     known = [*shipped, *(str(Path(name).parent / file) for file in beside)]
