@@ -179,13 +179,6 @@ def test_show_changed_leaves_the_rest_out(folder: Path, capsys: pytest.CaptureFi
     assert not any("training.seq_len" in line for line in lines)
 
 
-def test_show_takes_a_config_function(capsys: pytest.CaptureFixture):
-    assert main(["show", "qwen3_moe_debug"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "# qwen3.qwen3_moe_debug"
-    assert 'model.flavor = "debugmodel_moe"  # from qwen3.qwen3_moe_debug' in lines
-
-
 def test_show_writes_a_file_to_start_from(folder: Path, capsys: pytest.CaptureFixture):
     new = ["show", "deepseek_v3_debugmodel", "--changed", "--out", "mine.toml"]
     new += ["--training.steps", "7"]

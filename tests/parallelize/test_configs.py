@@ -39,17 +39,6 @@ def test_moe_debug_builds_our_trainer():
     assert config.model_spec.parallelize_fn is parallelize
 
 
-def test_command_line_wins():
-    config = _parse(
-        "--parallelism.fsdp_wrap", "block", "--training.steps", "7", "activation_checkpoint:full"
-    )
-    assert config.parallelism.fsdp_wrap == "block"
-    assert config.training.steps == 7
-    assert not config.debug.record_collectives
-    assert _parse("--debug.record_collectives").debug.record_collectives
-    assert "FullAC" in type(config.activation_checkpoint).__qualname__
-
-
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Trainer.Config]:
     """Every config of ours that Titan's checks see, which run at the end of ours."""

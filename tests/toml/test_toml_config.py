@@ -60,17 +60,6 @@ def test_a_config_that_is_ours_already_is_used_as_it_is(config: Loader, folder: 
     assert leaves(ours) == leaves(importlib.import_module("my_configs").mine())
 
 
-def test_a_function_in_a_module_of_the_user(config: Loader, folder: Path):
-    (folder / "my_runs.py").write_text(
-        "from torchtitan.models.qwen3.config_registry import qwen3_moe_debug\n"
-        "def short():\n"
-        "    config = qwen3_moe_debug()\n"
-        "    config.training.steps = 3\n"
-        "    return config\n"
-    )
-    assert config('extends = "my_runs.short"\n').training.steps == 3
-
-
 def test_a_chain_applies_from_its_base_up(folder: Path):
     (folder / "base").mkdir()
     (folder / "base" / "root.toml").write_text(
