@@ -215,7 +215,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         _other_hook(kind, error, trace)
         return
     message = str(error)
-    if not message.startswith((_source, COMMAND_LINE)):
+    if not message.startswith(_source):
         message = f"{_source}: {message}"
     error_file = os.environ.get(_ERROR_FILE)
     if error_file:
