@@ -20,7 +20,7 @@ RUN = Run(
 LATE_RANK, LATE_S = 2, 0.8
 
 
-def train_slowed(run: Run, folder: Path, fault: str) -> dict[str, Any]:
+def train_slowed(run: Run, folder: Path, fault: str) -> list[str]:
     """One rank of a run with ``fault``: "late rank", "uneven experts" or "none".
 
     Returns what its check of the pace has said.
@@ -48,10 +48,10 @@ def train_slowed(run: Run, folder: Path, fault: str) -> dict[str, Any]:
         trainer.train()
     check = next(check for check in trainer.checks if isinstance(check, PaceCheck))
     trainer.close()
-    return {"said": check.monitor.warnings, "summary": check.summary()}
+    return check.monitor.warnings
 
 
 def train(folder: Path, fault: str) -> str:
     """Train with a fault; return the warnings of rank 0, one a line."""
     results = run_ranks(train_slowed, 4, RUN, folder, fault, log_folder=folder / "logs")
-    return "\n".join([*results[0]["said"], *results[0]["summary"]])
+    return "\n".join(results[0])

@@ -12,7 +12,6 @@ import torch.nn as nn
 from tests.helpers.cluster import run_ranks
 from tests.helpers.toml_files import DEBUG, Loader
 from tests.helpers.training import Run, make_config, train
-from titan_ext.base.run_folder import read_scalar
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import MemoryKind, Peak
 from titan_ext.plan.memory import MemoryPlan
@@ -104,19 +103,13 @@ def test_a_run_compares_its_second_step_with_its_plan(tmp_path: Path):
     assert (tmp_path / file_name(0)).with_suffix(".png").read_bytes()[1:4] == b"PNG"
     train(RUN, tmp_path)
     log = (tmp_path / "logs" / "rank_0.log").read_text()
-    line, at_the_end = [line for line in log.splitlines() if "Plan of rank 0" in line]
+    (line,) = [line for line in log.splitlines() if "Plan of rank 0" in line]
     assert "and step 2: peak " in line
     assert "planned, not measured on this device" in line
     assert line.count(" as planned") == 3
     (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
-    assert line.endswith(at_the_end.strip())
-    assert at_the_end.strip() in start["gained"]
     of_states = start["receipts"]["plan"]["optimizer states"]
     assert of_states["planned"] == of_states["measured"] == plan["moments"][-1]["states"]
-    for name, key in (("gradients", "gradients"), ("optimizer states", "states")):
-        planned = read_scalar(tmp_path, f"plan/{name}, planned(GiB)")
-        assert planned == read_scalar(tmp_path, f"plan/{name}, measured(GiB)")
-        assert planned[2] * 2**30 == pytest.approx(plan["moments"][-1][key])
 
 
 class _Optimizers(list):
@@ -129,7 +122,7 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
 ):
     """Of the second step alone, without what came after the optimizer."""
     caplog.set_level("INFO")
-    peak, logged = [1000], {}
+    peak = [1000]
     device = SimpleNamespace(
         max_memory_allocated=lambda _: peak[-1], max_memory_reserved=lambda _: 2 * peak[-1]
     )
@@ -142,7 +135,6 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
         optimizers=_Optimizers([optimizer]),
         metrics_processor=SimpleNamespace(
             device_memory_monitor=SimpleNamespace(reset_peak_stats=lambda: peak.append(0)),
-            logger=SimpleNamespace(log=lambda metrics, step: logged.update({step: metrics})),
         ),
     )
     check = Receipts()
@@ -161,9 +153,6 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
         "planned, 120 B measured (+20.0%); parameters and buffers 20 B planned, 24 B measured "
         "(+20.0%); gradients 20 B planned, 24 B measured (+20.0%); optimizer states 0 B as planned"
     )
-    assert logged.keys() == {2}
-    assert logged[2]["plan/peak, planned(GiB)"] * 2**30 == 50
-    assert logged[2]["plan/peak, measured(GiB)"] * 2**30 == 60
     found = check.receipts()["plan"]
     assert found["reserved"] == {"planned": 100, "measured": 120}
     assert json.loads(json.dumps(found)) == found

@@ -53,7 +53,7 @@ def test_toml_with_flags_that_win(launch: Callable[..., str], tmp_path: Path):
     output = launch("moe_debug.toml", *_small(tmp_path))  # which is in no folder of these
     assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
     assert "sequence length 64, total steps 1" in output
-    assert "says what ran. No checkpoint was saved" in output, "the last line says what is next"
+    assert "says what ran." in output
     assert re.search(r'FSDP units: block, 8 units.*, auto is "block" \(EP 2', output)
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves about itself in its folder, and says at its end."""
+"""What a run leaves about itself in its folder."""
 
 import contextlib
 import json
@@ -8,17 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, observed, titan_config
 from titan_ext.config_registry.resolve import Resolved, load, resolve
-from titan_ext.fp8 import MemoryRow
-from titan_ext.run import record as run_record
-from titan_ext.run.checkpoints import CheckpointManager
-from titan_ext.run.record import (
-    RunRecord,
-    as_json,
-    origin,
-)
+from titan_ext.run.record import Receipts, RunRecord, as_json, compiled, origin
 from titan_ext.toml.convert import dump
 
 FILES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
@@ -67,7 +62,30 @@ def test_the_folder_explains_the_run(runs: Runs):
     assert start["ranks"] == 2
     assert start["ending"] == "finished"
     assert start["step"] == RUN.steps
+    assert start["receipts"]["dispatcher"] == {"FunctionalAllToAllTokenDispatcher": 2}
+    assert start["receipts"]["attention"]
+    assert start["receipts"]["communication"]["backend"] == "gloo"
     assert f"training.steps = {RUN.steps}\n" in (folder / "config.toml").read_text()
+
+
+def _compile() -> list[dict[str, Any]]:
+    """Receipts without a compiler, after one graph, after more, and over the limit."""
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 3
+    function = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
+    found = [compiled()]
+    for times in ((1,), (2, 3), (4, 5, 6)):
+        for n in times:
+            function(torch.ones(2), float(n))
+        found.append(compiled())
+    return found
+
+
+def test_graphs_and_the_limit_are_counted(tmp_path: Path):
+    (found,) = run_ranks(_compile, 1, log_folder=tmp_path)
+    *within, over = found
+    assert within == [{}, *({"graphs": n, "recompile_limit_count": 0} for n in (1, 3))]
+    assert (over["graphs"], over["recompile_limit_count"] > 0) == (3, True)
 
 
 def test_the_origin_names_commit_and_command():
@@ -85,12 +103,13 @@ def test_each_start_has_its_entry_and_no_failure_is_one_of_the_run(
 ):
     config = load(FILES[0])
     config.dump_folder = str(tmp_path)
-    trainer: Any = SimpleNamespace(config=config, step=3, checks=[])
+    receipts = Receipts()
+    trainer: Any = SimpleNamespace(config=config, step=3, checks=[receipts])
 
-    def broken(_: Any) -> list[str]:
+    def broken() -> dict[str, Any]:
         raise KeyError("a unit")
 
-    monkeypatch.setattr(run_record, "gains", broken)
+    monkeypatch.setattr(receipts, "receipts", broken)
     for ending in ("stopped", "RuntimeError: disk"):
         record = RunRecord()
         record.after_build(trainer)
@@ -100,32 +119,6 @@ def test_each_start_has_its_entry_and_no_failure_is_one_of_the_run(
     starts = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert [start["ending"] for start in starts] == ["stopped", "RuntimeError: disk"]
     assert "the record of the run is not complete: KeyError: 'a unit'" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "said"),
-    [
-        ({}, "No checkpoint was saved; checkpoint.enable = true saves them."),
-        ({"enable": True, "load_only": True}, "No checkpoint was saved; "),
-        (
-            {"enable": True, "last_save_model_only": False},
-            "To train on from out/checkpoint/step-5, start the same command with more training.",
-        ),
-        (
-            {"enable": True, "last_save_in_hf": True},
-            "weights alone: a run in another dump_folder starts from them with --checkpoint."
-            "initial_load_path out/checkpoint/step-5 --checkpoint.initial_load_in_hf.",
-        ),
-    ],
-)
-def test_the_end_of_a_run_says_what_is_next(checkpoint: dict[str, Any], said: str):
-    config = SimpleNamespace(dump_folder="out", checkpoint=CheckpointManager.Config(**checkpoint))
-    trainer = SimpleNamespace(
-        config=config, step=5, checkpointer=SimpleNamespace(folder="out/checkpoint")
-    )
-    sentence = run_record.what_is_next(trainer)
-    assert sentence.startswith("Finished at step 5; out/run.json says what ran. ")
-    assert said in sentence
 
 
 def test_a_record_is_written_whole(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch):
@@ -138,12 +131,3 @@ def test_a_record_is_written_whole(tmp_path: Path, one_rank: None, monkeypatch: 
     record._entry = {"id": "c"}
     record._write(trainer)
     assert json.loads((tmp_path / "run.json").read_text()) == {"starts": [{"id": "b"}]}
-
-
-def test_activations(monkeypatch: pytest.MonkeyPatch):
-    rows = [MemoryRow("wq", "float8 e4m3", 1, 2**20, 2**21), MemoryRow("x", "exact", 1, 100, 100)]
-    report = SimpleNamespace(rows=lambda: rows)
-    monkeypatch.setattr(run_record, "memory_report_of", lambda _: report)
-    assert run_record.gains(SimpleNamespace(model_parts=[])) == [
-        "activations kept for backward: 1.0 MiB a forward; not compressed: 2.0 MiB (0.50)"
-    ]

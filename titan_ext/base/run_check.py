@@ -64,10 +64,6 @@ class RunCheck:
         """Around forward, backward and optimizer of one step; saving comes after it."""
         return nullcontext()
 
-    def summary(self) -> list[str]:
-        """Lines for the end of the log, and for the record of the run."""
-        return []
-
     def ends_run(self, trainer: "Trainer") -> bool:
         """True if training ends here, the same on all ranks; asked before every step."""
         return False

@@ -305,6 +305,3 @@ class PaceCheck(RunCheck):
             self.monitor.take(rows[0].step, faults)
             if metrics:
                 self._store.set(_METRICS, json.dumps(metrics))
-
-    def summary(self) -> list[str]:
-        return [f"warned: {text}" for text in self.monitor.warnings]

@@ -4,8 +4,7 @@
 Rank 0 writes ``config.toml``, which starts the same run again, and ``run.json``, with one entry for
 each start: where it comes from, how it ended, and receipts of what really ran. A config says which
 attention, which dispatcher and which compiler were wanted. Kernels fall back, a compiler gives up
-at its recompile limit, and a communication library chooses for itself. So the modules are asked,
-and the bytes that a rank sends are counted in the second step, by hooks that are then gone.
+at its recompile limit, and a communication library chooses for itself. So the modules are asked.
 
 A plan is the file of a dry run, in a process of its own. Nothing here can fail a run.
 """
@@ -27,14 +26,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters, get_compilation_metrics
-from torch.distributed.distributed_c10d import _world
+from torch._dynamo.utils import counters
 from torchtitan.tools.logging import logger
 
 import titan_ext
-from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.base.messages import and_more, format_bytes, matches, without_phases
-from titan_ext.base.op_cost import collective_kind, ranks_per_node
+from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.run_folder import RECORD
 from titan_ext.base.tensors import storages_of
@@ -42,11 +39,8 @@ from titan_ext.toml.convert import dump, identity
 
 CONFIG = "config.toml"
 _PACKAGES = ("titan_ext", "torchtitan", "torch", "torchao", "triton")
-_GIB = 2**30
-# c10d keeps hooks of a group by number; debug.watchdog's is 0x7E47, so that both can be there.
-_HOOK_ID = 0x7E48
-_COUNTED_STEP = 2
-"""The counted step of this start: the first one makes the optimizer's states."""
+_COMPARED_STEP = 2
+"""The step of this start that is held against the plan: the first one makes optimizer states."""
 _LIMIT = "recompile limit"
 _PEAKS = {"allocated": "peak", "reserved": "reserved"}
 """Peaks of torch's device modules, and as a comparison names them."""
@@ -87,7 +81,7 @@ _NOT_COMPARED = (
 
 
 class RunRecord(RunCheck):
-    """Writes the record of this start; at the end of training, its ending and the gains."""
+    """Writes the record of this start; at the end of training, its ending and the receipts."""
 
     def __init__(self) -> None:
         self._entry: dict[str, Any] = {}
@@ -117,16 +111,13 @@ class RunRecord(RunCheck):
         with _never_fails():
             self._entry |= {"ended": _now(), "ending": ending, "step": trainer.step}
             self._write(trainer)
-            lines = gains(trainer) + [line for check in trainer.checks for line in check.summary()]
-            self._entry["gained"] = lines
             for check in trainer.checks:
                 if isinstance(check, Receipts):
                     self._entry["receipts"] = check.receipts()
             self._write(trainer)
-            if lines:
-                logger.info("\n  ".join(["This run, on this rank:", *lines]))
-            if trainer.step >= trainer.config.training.steps and ending == "finished":
-                logger.info(what_is_next(trainer))
+            if ending == "finished":
+                record = Path(trainer.config.dump_folder) / RECORD
+                logger.info(f"Finished at step {trainer.step}; {record} says what ran.")
 
     def _write(self, trainer: Any) -> None:
         path = Path(trainer.config.dump_folder) / RECORD
@@ -136,23 +127,6 @@ class RunRecord(RunCheck):
         partial = path.with_name(f"{RECORD}.part")
         partial.write_text(json.dumps({"starts": [*others, self._entry]}, indent=1) + "\n")
         partial.replace(path)
-
-
-def what_is_next(trainer: Any) -> str:
-    """For the end of a finished run: where its results are, and how training goes on."""
-    checkpoint = trainer.config.checkpoint
-    record = Path(trainer.config.dump_folder) / RECORD
-    done = f"Finished at step {trainer.step}; {record} says what ran."
-    if not checkpoint.enable or checkpoint.load_only:
-        return f"{done} No checkpoint was saved; checkpoint.enable = true saves them."
-    saved = f"{trainer.checkpointer.folder}/step-{trainer.step}"
-    if not checkpoint.last_save_model_only:
-        return f"{done} To train on from {saved}, start the same command with more training.steps."
-    safetensors = " --checkpoint.initial_load_in_hf" if checkpoint.last_save_in_hf else ""
-    return (
-        f"{done} {saved} has the weights alone: a run in another dump_folder starts from them with "
-        f"--checkpoint.initial_load_path {saved}{safetensors}."
-    )
 
 
 class Receipts(RunCheck):
@@ -165,13 +139,10 @@ class Receipts(RunCheck):
 
     def __init__(self) -> None:
         self._steps = 0
-        self._sent: Counter[str] = Counter()
-        self._calls: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
         self._facts: dict[str, Any] = {}
         self._measured: dict[str, int] = {}
         self._plan: Mapping[str, Any] | None = None
-        self._said = ""
 
     def before_build(self, config: Any) -> None:
         file = Path(config.dump_folder) / file_name(int(os.environ.get("RANK", "0")))
@@ -201,7 +172,7 @@ class Receipts(RunCheck):
             peaks = _peaks(trainer.device)
             for name, nbytes in peaks.items():
                 self._peak[name] = max(self._peak.get(name, 0), nbytes)
-            if self._steps == _COUNTED_STEP:
+            if self._steps == _COMPARED_STEP:
                 self._measured = peaks
 
         if _peaks(trainer.device):
@@ -211,37 +182,12 @@ class Receipts(RunCheck):
     @contextlib.contextmanager
     def around_step(self, trainer: Any) -> Iterator[None]:
         self._steps += 1
-        if self._steps != _COUNTED_STEP:
+        if self._steps != _COMPARED_STEP or self._plan is None:
             yield
             return
-        if self._plan is not None:
-            trainer.metrics_processor.device_memory_monitor.reset_peak_stats()
-        with self._counting():
-            yield
-        if self._plan is not None:
-            self._compare(self._plan, trainer)
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        # No public name of torch's lists the groups of a process.
-        groups = _world.pg_map if dist.is_initialized() else ()
-        hooked = [g for g in groups if g.size() > 1 and hasattr(g, "register_pre_hook")]
-        for group in hooked:
-            group.register_pre_hook(_HOOK_ID, self._hook(group.size()))
-        try:
-            yield
-        finally:
-            for group in hooked:
-                group.unregister_pre_hook(_HOOK_ID)
-
-    def _hook(self, ranks: int) -> Any:
-        def count(args: Any) -> None:
-            kind = collective_kind(args.name.name)
-            nbytes = sum(x.nbytes for x in args.input_tensors)
-            self._calls[kind] += 1
-            self._sent[kind] += sent_nbytes(kind, nbytes, ranks)
-
-        return count
+        trainer.metrics_processor.device_memory_monitor.reset_peak_stats()
+        yield
+        self._compare(self._plan, trainer)
 
     def _compare(self, plan: Mapping[str, Any], trainer: Any) -> None:
         peaks = {"allocated": plan["peak"]["sum"], "reserved": plan.get("reserved", 0)}
@@ -254,31 +200,16 @@ class Receipts(RunCheck):
         if not self._measured:
             each = ", ".join(f"{_PEAKS[name]} {format_bytes(n)}" for name, n in peaks.items())
             said = [f"{each} planned, not measured on this device", *said]
-        self._said = f"Plan of rank {plan['rank']} and step {trainer.step}: {'; '.join(said)}"
-        logger.info(self._said)
+        logger.info(f"Plan of rank {plan['rank']} and step {trainer.step}: {'; '.join(said)}")
         self._facts["plan"] = {
             name: {"planned": planned, "measured": nbytes}
             for name, (planned, nbytes) in pairs.items()
         }
-        metrics = {
-            f"plan/{name}, {what}(GiB)": nbytes / _GIB
-            for name, pair in self._facts["plan"].items()
-            for what, nbytes in pair.items()
-        }
-        trainer.metrics_processor.logger.log(metrics, trainer.step)
 
     def receipts(self) -> dict[str, Any]:
         """By subject; what is not known is left out."""
         facts = {**self._facts, "compiled": compiled(), "memory": dict(self._peak)}
-        facts["sent"] = {
-            kind: {"bytes": self._sent[kind], "calls": calls}
-            for kind, calls in self._calls.most_common()
-        }
         return {subject: fact for subject, fact in facts.items() if fact}
-
-    def summary(self) -> list[str]:
-        ran = ["ran: " + "; ".join(_words(self.receipts()))] if self._facts else []
-        return [*filter(None, [self._said]), *ran]
 
 
 def _peaks(device: torch.device) -> dict[str, int]:
@@ -289,21 +220,6 @@ def _peaks(device: torch.device) -> dict[str, int]:
         for name in _PEAKS
         if hasattr(module, f"max_memory_{name}")
     }
-
-
-def gains(trainer: Any) -> list[str]:
-    """A line on what activation checkpointing keeps on this rank; none where that is not known."""
-    rows = memory_report_of(trainer.model_parts).rows()
-    if not rows:
-        return []
-    kept, exact, host = (
-        sum(getattr(row, f) for row in rows) for f in ("nbytes", "original_nbytes", "host_nbytes")
-    )
-    on_host = f" on the device, {format_bytes(host)} on the host" if host else ""
-    return [
-        f"activations kept for backward: {format_bytes(kept)}{on_host} a forward; not compressed: "
-        f"{format_bytes(exact)} ({kept / exact:.2f})"
-    ]
 
 
 def origin() -> dict[str, Any]:
@@ -345,15 +261,6 @@ def _commit(folder: Path) -> str:
     return done.stdout.strip()
 
 
-def sent_nbytes(kind: str, nbytes: int, ranks: int) -> int:
-    """Bytes that a rank sends in a collective of ``nbytes`` of input, by rings."""
-    if kind == "all_gather":
-        return nbytes * (ranks - 1)
-    if kind in ("send", "recv"):
-        return nbytes if kind == "send" else 0
-    return (2 if kind == "all_reduce" else 1) * nbytes * (ranks - 1) // ranks
-
-
 def _types(trainer: Any, name: str) -> dict[str, int]:
     """The classes of the submodules or attributes of that name, and how many there are."""
     return Counter(
@@ -365,18 +272,12 @@ def _types(trainer: Any, name: str) -> dict[str, int]:
 
 
 def compiled() -> dict[str, Any]:
-    """Graphs that Dynamo made, recompiles, and how often it gave up at its limit; {} without it."""
+    """Graphs that Dynamo made, and how often it gave up at its recompile limit; {} without it."""
     graphs = counters["stats"]["unique_graphs"]
     if not graphs:
         return {}
-    # "3/2" is the third compilation of frame 3; torch keeps the newest records alone.
-    ids = [str(m.compile_id).split("/") for m in get_compilation_metrics() if m.compile_id]
-    again = {frame: 0 for frame, *_ in ids}
-    for frame, *attempt in ids:
-        if attempt:
-            again[frame] = max(again[frame], int(attempt[0].split("_")[0]))
     hit = sum(n for c in counters.values() for key, n in c.items() if _LIMIT in str(key).lower())
-    return {"graphs": graphs, "recompiles": sum(again.values()), "recompile_limit_count": hit}
+    return {"graphs": graphs, "recompile_limit_count": hit}
 
 
 def communication() -> dict[str, Any]:
@@ -388,23 +289,6 @@ def communication() -> dict[str, Any]:
         found["version"] = ".".join(map(str, torch.cuda.nccl.version()))
     chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "RCCL_"))}
     return found | ({"environment": chosen} if chosen else {})
-
-
-def _words(facts: Mapping[str, Any]) -> Iterator[str]:
-    for subject in ("attention", "dispatcher"):
-        if types := facts.get(subject):
-            yield f"{subject} {', '.join(f'{name} x {n}' for name, n in types.items())}"
-    if found := facts.get("compiled"):
-        limit = found["recompile_limit_count"]
-        hit = f", recompile limit hit {limit} times: those functions run eagerly" if limit else ""
-        yield f"{found['graphs']} compiled graphs, {found['recompiles']} recompiles{hit}"
-    if found := facts.get("communication"):
-        yield " ".join([found["backend"], *filter(None, [found.get("version")])])
-    if sent := facts.get("sent"):
-        each = (f"{kind} {format_bytes(x['bytes'])} in {x['calls']}" for kind, x in sent.items())
-        yield f"sent in step {_COUNTED_STEP} of this start: {', '.join(each)}"
-    if peak := facts.get("memory"):
-        yield ", ".join(f"peak {name} {format_bytes(n)}" for name, n in peak.items())
 
 
 def dry_run_elsewhere(
